@@ -1,0 +1,72 @@
+# Tools for working on jaxmux: `make` lists the targets.
+#
+# PYTHON=       the interpreter of the main environment (3.12 or later)
+# PEFT_PYTHON=  the interpreter of the peft environment (3.11 or later)
+# TORCH_INDEX=  the package index that serves torch alone, where the default
+#               one has no CPU build: https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-peft lint format clean
+
+PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
+
+# The constraints come from these versions, so they are tried first.
+PYTHONS = $(or $(PYTHON),python3.12 python3.13 python3.14 python3 python $(call PYENV_PYTHON,3.1[2-9]))
+PEFT_PYTHONS = $(or $(PEFT_PYTHON),python3.11 $(call PYENV_PYTHON,3.11) $(PYTHONS))
+
+# $(call create-venv,folder,minor,candidates,variable): an empty environment in
+# `folder` from the first candidate that is Python 3.minor or later and runs at
+# all: a pyenv shim may not, and some systems ship Python without ensurepip.
+# The error names `variable`, which sets the interpreter.
+define create-venv
+@for python in $(3); do \
+	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, $(2)))' 2>/dev/null || continue; \
+	echo "creating $(1) with $$("$$python" --version)"; \
+	exec "$$python" -m venv --clear $(1); \
+done; \
+echo "No Python 3.$(2) or later with ensurepip among: $(3)" >&2; \
+echo "Install one, or name it: make $(4)=/path/to/python3" >&2; \
+exit 1
+endef
+
+MAIN = .venv/bin
+PEFT = .venv-peft/bin
+PIP_INSTALL = pip install -qq --disable-pip-version-check
+
+.venv/installed: pyproject.toml constraints.txt
+	$(call create-venv,.venv,12,$(PYTHONS),PYTHON)
+	$(MAIN)/$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+.venv-peft/installed: constraints-peft.txt
+	$(call create-venv,.venv-peft,11,$(PEFT_PYTHONS),PEFT_PYTHON)
+ifdef TORCH_INDEX
+	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt --no-deps --index-url $(TORCH_INDEX) torch
+endif
+	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt torch transformers peft safetensors numpy pytest
+	@touch $@
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+
+demo: .venv/installed ## train, evaluate and export the bundled demo (about 3 minutes)
+	$(MAIN)/python -m jaxmux.train
+
+test: .venv/installed ## run the test suite on the CPU
+	$(MAIN)/pytest -n 2 --dist loadgroup --timeout 300
+
+test-peft: .venv/installed .venv-peft/installed ## compare with Hugging Face transformers and PEFT
+	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/peft
+
+lint: .venv/installed ## check style and formatting
+	$(MAIN)/ruff check .
+	$(MAIN)/ruff format --check .
+
+format: .venv/installed ## sort imports, fix what can be fixed, format
+	$(MAIN)/ruff check --fix .
+	$(MAIN)/ruff format .
+
+clean: ## remove environments and caches, but no runs
+	rm -rf .venv .venv-peft .cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,173 @@
+"""Where records come from: JSONL and Parquet files, and Hugging Face datasets."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from .errors import DataError
+
+Form = Literal["prompt_completion", "messages", "alpaca", "text"]
+LossOn = Literal["completion", "all"]
+Overlong = Literal["truncate", "drop", "error"]
+
+HUGGING_FACE_PREFIX = "hf:"
+JSONL_SUFFIXES = (".jsonl", ".json")
+PARQUET_SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One set of records and how they become samples.
+
+    Attributes:
+      path: a `.jsonl`/`.json` file (one JSON object per line), a `.parquet` file, or `hf:` followed
+        by a Hugging Face dataset name or the folder of a saved dataset ("hf:tatsu-lab/alpaca").
+      split: split of a Hugging Face dataset. A file has no splits, so there only "train" is valid.
+      form: form of the records; "auto" takes it from the fields of the first record.
+      loss_on: tokens that count in the loss: those of completions and assistant turns, or all.
+      overlong: what happens to a sample longer than the task's maximum length.
+
+    Raises:
+      DataError: a value is not among the permitted ones.
+    """
+
+    path: str
+    split: str = "train"
+    form: Literal["auto"] | Form = "auto"
+    loss_on: LossOn = "completion"
+    overlong: Overlong = "truncate"
+
+    def __post_init__(self):
+        permitted_values = {
+            "form": ("auto", *get_args(Form)),
+            "loss_on": get_args(LossOn),
+            "overlong": get_args(Overlong),
+        }
+        for field, permitted in permitted_values.items():
+            if (value := getattr(self, field)) not in permitted:
+                expected = ", ".join(map(repr, permitted))
+                raise DataError(f"{self.path}: {field}={value!r} is not one of {expected}")
+
+
+class Record(NamedTuple):
+    """One record as read: its index in the source, its fields, and its place for errors.
+
+    `where` is "path:line" for JSONL and "path:row" otherwise, both counted from 1.
+    """
+
+    index: int
+    fields: Mapping[str, Any]
+    where: str
+
+
+def read_records(source: Source) -> Iterator[Record]:
+    """Reads a source in its own order.
+
+    Raises:
+      DataError: the source is missing, empty, unreadable or of an unknown kind; a line is not a
+        JSON object; or the optional package that reads this kind of source is not installed.
+    """
+    index = -1
+    for index, (where, fields) in enumerate(_open_rows(source)):
+        yield Record(index, fields, where)
+    if index < 0:
+        raise DataError(f"{source.path}: no records")
+
+
+def _open_rows(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if source.path.startswith(HUGGING_FACE_PREFIX):
+        return _read_hugging_face(source)
+    path = Path(source.path)
+    if path.suffix not in (*JSONL_SUFFIXES, PARQUET_SUFFIX):
+        raise DataError(
+            f"{path}: unknown kind of file {path.suffix!r}; expected .jsonl, .json or .parquet, "
+            f"or {HUGGING_FACE_PREFIX}NAME for a Hugging Face dataset"
+        )
+    if not path.is_file():
+        raise DataError(f"{path}: {'is not a file' if path.exists() else 'file not found'}")
+    _require_no_split(source)
+    return _read_parquet(path) if path.suffix == PARQUET_SUFFIX else _read_jsonl(path)
+
+
+def _require_no_split(source: Source) -> None:
+    if source.split != "train":
+        raise DataError(
+            f"{source.path}: split={source.split!r}, but this source has no splits; "
+            "name the file that holds the split instead"
+        )
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}:{number}"
+                    yield where, _parse_object(line, where)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _parse_object(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
+        raise DataError(f"{where}: malformed JSON line: {error}{hint}") from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
+    return fields
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{path}: reading Parquet needs pyarrow: pip install 'jaxmux[parquet]'"
+        ) from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            number = 0
+            for batch in table.iter_batches():
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", fields
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{source.path}: reading Hugging Face datasets needs the datasets package: "
+            "pip install 'jaxmux[datasets]'"
+        ) from error
+    name = source.path.removeprefix(HUGGING_FACE_PREFIX)
+    try:
+        if _is_saved_dataset(Path(name)):
+            dataset = datasets.load_from_disk(name)
+        else:
+            dataset = datasets.load_dataset(name, split=source.split)
+    except Exception as error:  # datasets raises whatever its hub, file and script layers raise
+        raise DataError(
+            f"{source.path}: split {source.split!r} cannot be loaded: {error}"
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if source.split not in dataset:
+            found = ", ".join(map(repr, dataset))
+            raise DataError(f"{source.path}: no split {source.split!r}; found splits: {found}")
+        dataset = dataset[source.split]
+    elif _is_saved_dataset(Path(name)):
+        _require_no_split(source)
+    for number, fields in enumerate(dataset, start=1):
+        yield f"{source.path}:{number}", fields
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    return any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))

@@ -1,0 +1,1 @@
+"""jaxmux: many fine-tuning tasks at once on one frozen backbone."""

@@ -1,0 +1,1 @@
+"""gin configurations shipped with the package."""

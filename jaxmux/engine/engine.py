@@ -1,0 +1,361 @@
+"""The engine: it owns the slots, runs rounds over them, and hands out and takes back tasks."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data import Prefetch
+from jaxmux.models import Backbone, ForwardOptions, pick_implementation
+from jaxmux.peft import Adapter, SlotArrays, slot_arrays, slot_tree
+from jaxmux.planner import ShapeClass
+from jaxmux.tasks import TaskError
+
+from .prepare import PreparedTask
+from .progress import TaskProgress, TaskUpdate
+from .rounds import Round, pack_batches, slot_table, training_rounds
+from .state import SlotState, TrainState, empty_state, fresh_optimizer, read_slot, write_slot
+from .step import UpdateStats, accumulate, evaluate, update
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How the engine runs; none of it changes what a task learns beyond rounding.
+
+    Attributes:
+      shape: shape class of the microbatches.
+      remat: "none", "dots" or "full": what is kept from forward to backward.
+      attention: "xla" or "cudnn"; None picks by device and dtype.
+      max_bad_steps: consecutive skipped updates after which a task has failed.
+      slots, rank: least number of slots and pool rank. What fits them arrives later without
+        compiling again.
+    """
+
+    shape: ShapeClass
+    slots: int = 1
+    rank: int = 1
+    remat: str = "dots"
+    attention: str | None = None
+    max_bad_steps: int = 10
+
+
+@dataclasses.dataclass
+class _Slot:
+    prepared: PreparedTask
+    progress: TaskProgress
+
+    @property
+    def kind(self) -> str:
+        return self.prepared.task.optimizer.kind
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A dispatched update whose results have not been fetched yet."""
+
+    step: int
+    round: Round
+    lr: dict[int, float]
+    stats: UpdateStats
+
+
+class Engine:
+    """Trains registered tasks together.
+
+    The device runs ahead of the host by one round: `train_round` dispatches a round and returns the
+      results of the one before it. `drain` fetches the last.
+    """
+
+    def __init__(self, backbone: Backbone, options: EngineOptions):
+        self.backbone = backbone
+        self.options = options
+        self.rounds = 0
+        self.microbatches = 0
+        self.microbatches_done = 0
+        self._slots: list[_Slot] = []
+        self._state: TrainState | None = None
+        self._pending: _Pending | None = None
+        self._current: Round | None = None
+        self._stream: Prefetch[Round] | None = None
+        self._stream_tasks: set[int] = set()
+
+    def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
+        """Gives each task a slot; tasks already in training go on undisturbed.
+
+        Raises:
+          TaskError: a name is taken, or a sample does not fit a row.
+        """
+        for prepared in tasks:
+            name = prepared.task.name
+            if name in self.names:
+                raise TaskError(f"task {name!r}: a task of this name is registered already")
+            if prepared.longest > self.options.shape.row_len:
+                raise TaskError(
+                    f"task {name!r}: its longest sample has {prepared.longest} tokens, a row holds "
+                    f"{self.options.shape.row_len}; lower max_length or raise row_len"
+                )
+        self._pause()
+        kept = [self.task_arrays(name) for name in self.names]
+        self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
+        self._state = self._empty_state()
+        for name, arrays in zip(self.names, kept, strict=False):
+            self._write(name, arrays)
+        for prepared in tasks:
+            self._write_fresh(prepared)
+
+    def release(self, name: str) -> None:
+        """Frees the slot of a task; its adapter is gone from the engine."""
+        self._pause()
+        kept = {other: self.task_arrays(other) for other in self.names if other != name}
+        del self._slots[self._index(name)]
+        self._state = self._empty_state() if self._slots else None
+        for other, arrays in kept.items():
+            self._write(other, arrays)
+
+    @property
+    def names(self) -> list[str]:
+        return [slot.prepared.task.name for slot in self._slots]
+
+    def prepared(self, name: str) -> PreparedTask:
+        return self._slots[self._index(name)].prepared
+
+    def progress(self, name: str) -> TaskProgress:
+        return self._slots[self._index(name)].progress
+
+    @property
+    def finished(self) -> bool:
+        """Whether no task has steps left to dispatch."""
+        return not self._live()
+
+    def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
+        """Dispatches one global batch of every live task; returns the updates of the round before.
+
+        Args:
+          stop: asked after every microbatch. Once true, the round is left where it is:
+            `microbatches_done` of it are in the accumulators, and the next call goes on behind
+            them.
+        """
+        current = self._current = self._current or self._next_round()
+        updates: list[TaskUpdate] = []
+        options = self._forward_options(training=True)
+        slots = jax.device_put(current.slots)
+        for microbatch in current.microbatches[self.microbatches_done :]:
+            self._state = accumulate(
+                self.backbone.config, options, self.backbone.weights, self._state, microbatch, slots
+            )
+            self.microbatches += 1
+            self.microbatches_done += 1
+            if stop():
+                updates += self.drain()
+                # A round that has lost a task would be packed otherwise next time: finish it first.
+                if all(self._slots[slot].progress.status == "running" for slot in current.steps):
+                    return updates
+        updates += self.drain()
+        self._dispatch_update(current)
+        return updates
+
+    def drain(self) -> list[TaskUpdate]:
+        """Waits for the dispatched update, if any, and books its results."""
+        if self._pending is None:
+            return []
+        pending, self._pending = self._pending, None
+        stats = jax.device_get(pending.stats)
+        updates = []
+        for slot, step in pending.round.steps.items():
+            if self._slots[slot].progress.status != "running":
+                continue
+            updates.append(
+                TaskUpdate(
+                    step=pending.step,
+                    task=self._slots[slot].prepared.task.name,
+                    task_step=step + 1,
+                    loss=float(stats.loss[slot]),
+                    lr=pending.lr[slot],
+                    grad_norm=float(stats.grad_norm[slot]),
+                    target_tokens=pending.round.target_tokens[slot],
+                    tokens=pending.round.tokens[slot],
+                    skipped=not stats.applied[slot],
+                )
+            )
+            self._book(self._slots[slot], updates[-1])
+        return updates
+
+    def evaluate(self, names: Sequence[str]) -> dict[str, float]:
+        """Mean cross entropy per target token of the held-out samples of each named task that has
+        any."""
+        indices = [self._index(name) for name in names]
+        tasks = {
+            i: self._slots[i].prepared for i in indices if self._slots[i].prepared.eval_samples
+        }
+        options = self._forward_options(training=False)
+        slots = jax.device_put(slot_table(tasks, None, self._capacity))
+        losses = jnp.zeros(self._capacity)
+        batches = {slot: t.eval_samples for slot, t in tasks.items()}
+        for microbatch in pack_batches(batches, self.options.shape):
+            losses = evaluate(
+                self.backbone.config,
+                options,
+                self.backbone.weights,
+                self._state.adapters,
+                losses,
+                jax.device_put(microbatch),
+                slots,
+            )
+        found = jax.device_get(losses)
+        return {t.task.name: float(found[slot]) for slot, t in tasks.items()}
+
+    def adapter(self, name: str) -> Adapter:
+        """The task's factors as NumPy arrays, at true rank."""
+        slot = self._slots[self._index(name)]
+        rank, adapter = slot.prepared.task.adapter.rank, self._read(name).adapter
+        return {
+            module: type(f)(np.asarray(f.a)[..., :rank], np.asarray(f.b)[..., :rank, :])
+            for module, f in adapter.items()
+            if module in slot.prepared.targets
+        }
+
+    def task_arrays(self, name: str) -> SlotArrays:
+        """All that a checkpoint must hold of a task besides its progress, at true rank. Call
+        `drain` before."""
+        prepared = self.prepared(name)
+        return slot_arrays(self._read(name), list(prepared.targets), prepared.task.adapter.rank)
+
+    def restore_task(self, name: str, arrays: SlotArrays, progress: TaskProgress) -> None:
+        """Puts a task back where `task_arrays` and `progress` were taken."""
+        self._pause()
+        self._slots[self._index(name)].progress = progress
+        self._write(name, arrays)
+
+    @property
+    def _capacity(self) -> int:
+        return max(self.options.slots, len(self._slots))
+
+    def _next_round(self) -> Round:
+        live = self._live()
+        if self._stream is None or self._stream_tasks != live.keys():
+            # Tasks that end as planned leave the stream by themselves; others make it begin again.
+            self._close_stream()
+            tasks = {slot: self._slots[slot].prepared for slot in live}
+            rounds = training_rounds(tasks, live, self._capacity, self.options.shape)
+            self._stream = Prefetch(rounds)
+        following = next(self._stream)
+        self._stream_tasks = {
+            s for s, step in following.steps.items() if step + 1 < self._slots[s].prepared.steps
+        }
+        return following
+
+    def _live(self) -> dict[int, int]:
+        """The next step of every slot that has one."""
+        pending = self._pending.round.steps if self._pending else {}
+        steps = {i: slot.progress.step + (i in pending) for i, slot in enumerate(self._slots)}
+        return {
+            i: step
+            for i, step in steps.items()
+            if self._slots[i].progress.status == "running" and step < self._slots[i].prepared.steps
+        }
+
+    def _dispatch_update(self, current: Round) -> None:
+        due = np.zeros(self._capacity, bool)
+        lr, hyper = {}, {}
+        for kind, members in self._kinds().items():
+            rows = []
+            for slot in members:
+                prepared, progress = self._slots[slot].prepared, self._slots[slot].progress
+                optimizer = prepared.task.optimizer
+                factor = optimizer.schedule.factor(progress.updates, prepared.steps)
+                lr[slot] = optimizer.learning_rate * factor
+                due[slot] = slot in current.steps and progress.status == "running"
+                rows.append(
+                    optimizer.hyperparameters()
+                    | {
+                        "learning_rate": lr[slot],
+                        "loraplus_ratio": prepared.task.adapter.loraplus_ratio,
+                    }
+                )
+            hyper[kind] = {
+                name: np.asarray([r[name] for r in rows], np.float32) for name in rows[0]
+            }
+        self._state, stats = update(self._state, due, hyper, self._kinds())
+        self._pending = _Pending(self.rounds, current, lr, stats)
+        self._current = None
+        self.rounds += 1
+        self.microbatches_done = 0
+
+    def _book(self, slot: _Slot, done: TaskUpdate) -> None:
+        progress = slot.progress
+        progress.step = done.task_step
+        progress.tokens += done.tokens
+        progress.target_tokens += done.target_tokens
+        if done.skipped:
+            progress.skipped += 1
+            progress.bad_streak += 1
+        else:
+            progress.updates += 1
+            progress.bad_streak = 0
+            progress.train_loss_last = done.loss
+            if progress.train_loss_first is None:
+                progress.train_loss_first = done.loss
+        if progress.bad_streak >= self.options.max_bad_steps:
+            progress.status = "failed"
+            progress.error = (
+                f"loss or gradient not finite in {progress.bad_streak} consecutive updates, "
+                f"the last at step {progress.step}"
+            )
+        elif progress.step == slot.prepared.steps:
+            progress.status = "succeeded"
+
+    def _kinds(self) -> dict[str, np.ndarray]:
+        kinds: dict[str, list[int]] = {}
+        for i, slot in enumerate(self._slots):
+            kinds.setdefault(slot.kind, []).append(i)
+        return {kind: np.asarray(members, np.int32) for kind, members in kinds.items()}
+
+    def _forward_options(self, training: bool) -> ForwardOptions:
+        dtype = self.backbone.weights["embed_tokens"]["weight"].dtype
+        return ForwardOptions(
+            attention=self.options.attention or pick_implementation(dtype),
+            remat=self.options.remat,
+            dropout=training and any(s.prepared.task.adapter.dropout > 0 for s in self._slots),
+            max_sequences=self.options.shape.max_sequences,
+        )
+
+    def _empty_state(self) -> TrainState:
+        modules = sorted({m for slot in self._slots for m in slot.prepared.targets})
+        rank = max(self.options.rank, *(s.prepared.task.adapter.rank for s in self._slots))
+        return empty_state(self.backbone.config, modules, self._kinds(), self._capacity, rank)
+
+    def _write_fresh(self, prepared: PreparedTask) -> None:
+        kind, adapter = prepared.task.optimizer.kind, prepared.adapter
+        zeros = jax.tree.map(np.zeros_like, adapter)
+        fresh = SlotState(adapter, zeros, np.float32(0), fresh_optimizer(kind, zeros))
+        arrays = slot_arrays(fresh, list(prepared.targets), prepared.task.adapter.rank)
+        self._write(prepared.task.name, arrays)
+
+    def _read(self, name: str) -> SlotState:
+        return read_slot(self._state, *self._address(name))
+
+    def _write(self, name: str, arrays: SlotArrays) -> None:
+        template = jax.eval_shape(lambda: self._read(name))
+        self._state = write_slot(self._state, *self._address(name), slot_tree(template, arrays))
+
+    def _address(self, name: str) -> tuple[str, int, int]:
+        slot = self._index(name)
+        kind = self._slots[slot].kind
+        return kind, slot, int(np.flatnonzero(self._kinds()[kind] == slot)[0])
+
+    def _index(self, name: str) -> int:
+        return self.names.index(name)
+
+    def _pause(self) -> None:
+        """Ends the host's work ahead; it begins again, from the tasks' progress, with the next
+        round."""
+        if self._pending is not None or self.microbatches_done:
+            raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
+        self._close_stream()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,34 @@
+"""The frozen backbone: Llama-family decoders, their mathematics as pure functions, Hugging Face
+checkpoints."""
+
+from .attention import pick_implementation
+from .base_op import MODULES, LoraFactors
+from .checkpoint import Backbone, load_backbone, save_backbone
+from .config import BackboneConfig, BackboneError
+from .forward import (
+    REMAT_POLICIES,
+    ForwardOptions,
+    SlotTable,
+    head_kernel,
+    hidden_states,
+)
+from .loss import chunk_losses
+from .modules import Weights
+
+__all__ = [
+    "MODULES",
+    "REMAT_POLICIES",
+    "Backbone",
+    "BackboneConfig",
+    "BackboneError",
+    "ForwardOptions",
+    "LoraFactors",
+    "SlotTable",
+    "Weights",
+    "chunk_losses",
+    "head_kernel",
+    "hidden_states",
+    "load_backbone",
+    "pick_implementation",
+    "save_backbone",
+]

@@ -1,0 +1,150 @@
+"""Packed causal attention: every token sees its own sequence and nothing else, whoever shares its
+row.
+
+Tasks may share a row, so this is the one place of the model where values of two tasks enter one
+matrix product, with probability zero between them. Zero times NaN is NaN: `attend` therefore hides
+non-finite values from the product and reports their owners instead, forward and backward, so that a
+broken task breaks only itself.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jaxtyping import Array, Bool, Float, Int
+
+from .blockwise_attention import blockwise_attention
+
+
+class Segments(NamedTuple):
+    """Where the sequences of every row lie.
+
+    Attributes:
+      ids: int32 [rows, row_len], number of the token's sequence in its row (0, 1, … in order), -1
+        for padding.
+      starts: int32 [rows, M], first token of each sequence; row_len where there is none.
+      lengths: int32 [rows, M], 0 where there is none.
+    """
+
+    ids: Int[Array, "rows row_len"]
+    starts: Int[Array, "rows M"]
+    lengths: Int[Array, "rows M"]
+
+
+def find_segments(segment_ids: Int[Array, "rows row_len"], max_sequences: int) -> Segments:
+    """Bounds of the sequences of every row, at most `max_sequences` of them in each."""
+    member = segment_ids[:, None, :] == jnp.arange(max_sequences)[None, :, None]
+    row_len = segment_ids.shape[1]
+    starts = jnp.where(member, jnp.arange(row_len), row_len).min(axis=-1)
+    return Segments(segment_ids, starts, member.sum(axis=-1, dtype=jnp.int32))
+
+
+class AttentionOptions(NamedTuple):
+    """Static choices.
+
+    Attributes:
+      implementation: "xla" or "cudnn".
+      block: tokens per block of the XLA implementation; the chunk length.
+      window: sliding window in tokens, or None.
+    """
+
+    implementation: str
+    block: int
+    window: int | None
+
+
+def pick_implementation(dtype: jnp.dtype) -> str:
+    """cuDNN's fused attention on GPU in half precision, plain XLA elsewhere."""
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if jax.default_backend() == "gpu" and half else "xla"
+
+
+def attend(
+    q: Float[Array, "rows row_len H D"],
+    k: Float[Array, "rows row_len K D"],
+    v: Float[Array, "rows row_len K D"],
+    segments: Segments,
+    options: AttentionOptions,
+) -> tuple[Float[Array, "rows row_len H D"], Bool[Array, "rows row_len"]]:
+    """Causal attention within each sequence, grouped-query, scaled by 1 / sqrt(D).
+
+    Returns:
+      The outputs (zero or meaningless, but finite, on padding), and for every token whether its
+      query, key and value were all finite. Where they were not, the outputs of that token's
+      sequence are wrong and its task must not use them; a non-finite output cotangent makes the
+      token's query cotangent NaN.
+    """
+    finite = _finite_tokens(q) & _finite_tokens(k) & _finite_tokens(v)
+    return _isolated_attention(options, q, k, v, segments), finite
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _isolated_attention(options, q, k, v, segments):
+    return _attention(options, segments, *map(_hide_non_finite, (q, k, v)))
+
+
+def _isolated_forward(options, q, k, v, segments):
+    return jax.vjp(partial(_attention, options, segments), *map(_hide_non_finite, (q, k, v)))
+
+
+def _isolated_backward(options, attention_vjp, d_out):
+    dq, dk, dv = attention_vjp(_hide_non_finite(d_out))
+    dq = jnp.where(_finite_tokens(d_out)[..., None, None], dq, jnp.nan)
+    return dq, dk, dv, None
+
+
+_isolated_attention.defvjp(_isolated_forward, _isolated_backward)
+
+
+def _attention(options: AttentionOptions, segments: Segments, q, k, v):
+    if options.implementation == "xla":
+        return blockwise_attention(q, k, v, segments.ids, options.block, options.window)
+    return _cudnn_attention(options, segments, q, k, v)
+
+
+def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
+    scale = q.shape[-1] ** -0.5
+    if segments.starts.shape[1] == 1:
+        # One sequence a row: causality alone keeps its tokens from the padding behind them.
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            implementation="cudnn",
+            local_window_size=_window(options),
+        )
+    # jax.nn does not offer the packed layout; jax's own cuDNN binding does.
+    padded = jnp.full_like(segments.starts[:, :1], -1)
+    present = segments.lengths > 0
+    offsets = jnp.concatenate([jnp.where(present, segments.starts, -1), padded], axis=1)
+    lengths = jnp.where(present, segments.lengths, -1)
+    out = cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=scale,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=options.window,
+    )
+    # cuDNN leaves tokens outside every sequence unwritten.
+    return jnp.where((segments.ids >= 0)[..., None, None], out, 0)
+
+
+def _window(options: AttentionOptions) -> tuple[int, int] | None:
+    return None if options.window is None else (options.window - 1, 0)
+
+
+def _hide_non_finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _finite_tokens(x: Float[Array, "rows row_len H D"]) -> Bool[Array, "rows row_len"]:
+    return jnp.isfinite(x).all(axis=(-2, -1))

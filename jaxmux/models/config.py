@@ -1,0 +1,198 @@
+"""What a Hugging Face `config.json` says about a backbone, checked and reduced to what the model
+code needs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+
+class BackboneError(ValueError):
+    """A backbone folder or its configuration cannot be used; the message names the file and the
+    key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Frequency scaling of Llama 3.1 (`rope_type: llama3`); lengths in tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BackboneConfig:
+    """Shape of a Llama-family decoder.
+
+    Attributes:
+      architecture: Hugging Face class name, e.g. "LlamaForCausalLM".
+      attention_bias: biases on q/k/v; `output_bias`: on o_proj; `mlp_bias`: on gate/up/down.
+      qk_norm: RMSNorm over the head dimension of queries and keys (Qwen3).
+      sliding_window: a token attends to itself and the `sliding_window - 1` before it; None for
+        all.
+      rope_scaling: Llama 3.1 frequency scaling, or None.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Rope | None = None
+    max_position_embeddings: int = 4096
+    sliding_window: int | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "BackboneConfig":
+        """Reads `folder/config.json`.
+
+        Raises:
+          BackboneError: no such file, not JSON, an unknown architecture, a missing or unsupported
+            value.
+        """
+        path = Path(folder) / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise BackboneError(
+                f"{path}: not found; a backbone folder holds config.json and *.safetensors"
+            ) from None
+        except json.JSONDecodeError as e:
+            raise BackboneError(f"{path}: not valid JSON: {e}") from None
+        return parse_config(raw, str(path))
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+# What an architecture fixes by itself, whatever its config.json says.
+_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"attention_bias": False, "output_bias": False, "mlp_bias": False},
+    "Qwen2ForCausalLM": {"attention_bias": True, "output_bias": False, "mlp_bias": False},
+    "Qwen3ForCausalLM": {"mlp_bias": False, "qk_norm": True},
+}
+
+
+def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
+    """Turns the contents of a config.json into a `BackboneConfig`; `where` names the file in
+    errors."""
+    architecture = (raw.get("architectures") or ["<none>"])[0]
+    if architecture not in _ARCHITECTURES:
+        raise BackboneError(
+            f"{where}: unknown architecture {architecture!r}; known: {', '.join(_ARCHITECTURES)}"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise BackboneError(f"{where}: hidden_act={raw['hidden_act']!r}; only 'silu' is supported")
+
+    def required(key: str) -> int:
+        if not isinstance(raw.get(key), int):
+            raise BackboneError(f"{where}: {key} should be an integer, found {raw.get(key)!r}")
+        return raw[key]
+
+    heads = required("num_attention_heads")
+    hidden = required("hidden_size")
+    attention_bias = bool(raw.get("attention_bias", False))
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    fields: dict[str, Any] = dict(
+        architecture=architecture,
+        vocab_size=required("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=required("intermediate_size"),
+        num_layers=required("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or hidden // heads,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        rope_scaling=_rope_scaling(rope, where),
+        max_position_embeddings=raw.get("max_position_embeddings", 4096),
+        sliding_window=_sliding_window(raw, architecture, where),
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+    )
+    config = BackboneConfig(**(fields | _ARCHITECTURES[architecture]))
+    if config.num_heads % config.num_kv_heads:
+        raise BackboneError(
+            f"{where}: num_attention_heads={config.num_heads} is not a multiple of "
+            f"num_key_value_heads={config.num_kv_heads}"
+        )
+    return config
+
+
+def to_hf_config(config: BackboneConfig, dtype: str) -> dict[str, Any]:
+    """The config.json that Hugging Face transformers reads back as the same model."""
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if config.rope_scaling:
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+    raw = {
+        "architectures": [config.architecture],
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": rope,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": dtype,
+    }
+    if config.sliding_window:
+        raw |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
+    return raw
+
+
+def _rope_scaling(rope: dict[str, Any], where: str) -> Llama3Rope | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise BackboneError(
+            f"{where}: rope type {kind!r} is not supported; known: 'default', 'llama3'"
+        )
+    names = [f.name for f in dataclasses.fields(Llama3Rope)]
+    if missing := [name for name in names if name not in rope]:
+        raise BackboneError(f"{where}: rope type 'llama3' lacks {', '.join(missing)}")
+    return Llama3Rope(**{name: rope[name] for name in names})
+
+
+def _sliding_window(raw: dict[str, Any], architecture: str, where: str) -> int | None:
+    window = raw.get("sliding_window")
+    if architecture == "MistralForCausalLM":
+        return window
+    if not window or not raw.get("use_sliding_window", False):
+        return None
+    kinds = set(raw.get("layer_types") or ["sliding_attention"])
+    if len(kinds) > 1 or raw.get("max_window_layers", 0):
+        raise BackboneError(
+            f"{where}: a sliding window on some layers only (layer_types, max_window_layers) "
+            "is not supported"
+        )
+    return window

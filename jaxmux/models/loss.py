@@ -1,0 +1,83 @@
+"""Cross entropy over the frozen head, in blocks of tokens: float32 logits of the whole stream never
+exist.
+
+The head gets no gradient, so the gradient of the hidden states is all the backward pass needs. It
+is computed in the same pass as the loss and costs no second sweep over the vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Tokens per block: 1024 of them at a vocabulary of 128k are 0.5 GB of float32 logits.
+_BLOCK_TOKENS = 1024
+
+
+@jax.custom_vjp
+def chunk_losses(
+    hidden: Float[Array, "N d"],
+    head: Float[Array, "d vocab"],
+    targets: Int[Array, "N"],
+    loss_weight: Float[Array, "N"],
+    chunk_slot: Int[Array, "C"],
+) -> Float[Array, "C"]:
+    """Weighted cross entropy of every chunk, float32: Σ loss_weight · (log Σ exp(logits) − logit of
+    the target).
+
+    Differentiable in `hidden` alone. A token of weight 0 adds exactly 0, whatever its hidden state.
+    """
+    return _per_block(
+        lambda *block: _block_losses(*block)[0], hidden, head, targets, loss_weight, chunk_slot
+    )
+
+
+def _forward(hidden, head, targets, loss_weight, chunk_slot):
+    losses, d_hidden = _per_block(_block_losses, hidden, head, targets, loss_weight, chunk_slot)
+    return losses, d_hidden.reshape(hidden.shape)
+
+
+def _backward(d_hidden, cotangent):
+    per_token = jnp.repeat(
+        cotangent, len(d_hidden) // len(cotangent), total_repeat_length=len(d_hidden)
+    )
+    return (d_hidden * per_token[:, None].astype(d_hidden.dtype), None, None, None, None)
+
+
+chunk_losses.defvjp(_forward, _backward)
+
+
+def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
+    """Maps over blocks of whole chunks, one after the other; joins the per-chunk losses again."""
+    chunk_len = len(hidden) // len(chunk_slot)
+    chunks_per_block = max(
+        c
+        for c in range(1, len(chunk_slot) + 1)
+        if len(chunk_slot) % c == 0 and c * chunk_len <= max(_BLOCK_TOKENS, chunk_len)
+    )
+    blocked = [
+        x.reshape(-1, chunks_per_block, chunk_len, *x.shape[1:])
+        for x in (hidden, targets, loss_weight)
+    ]
+    result = jax.lax.map(lambda block: block_function(block[0], head, *block[1:]), blocked)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), result)
+
+
+def _block_losses(hidden, head, targets, weight):
+    """Losses [chunks] of a block [chunks, chunk_len, d], and the gradient of their sum by
+    `hidden`."""
+    chunks, chunk_len, d = hidden.shape
+    flat = hidden.reshape(-1, d)
+    logits = jnp.matmul(flat, head, preferred_element_type=jnp.float32)
+    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    target = targets.reshape(-1, 1)
+    loss = (log_total - jnp.take_along_axis(logits, target, axis=-1))[:, 0]
+    weight = weight.reshape(-1)
+    counted = weight > 0
+    losses = jnp.where(counted, weight * loss, 0).reshape(chunks, chunk_len).sum(axis=1)
+
+    is_target = jnp.arange(logits.shape[1]) == target
+    d_logits = jnp.where(
+        counted[:, None], weight[:, None] * (jnp.exp(logits - log_total) - is_target), 0
+    )
+    d_hidden = jnp.einsum("nv,dv->nd", d_logits.astype(head.dtype), head)
+    return losses, d_hidden.astype(hidden.dtype).reshape(hidden.shape)

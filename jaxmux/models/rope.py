@@ -1,0 +1,40 @@
+"""Rotary position embeddings (half-split, as Hugging Face), with Llama 3.1's frequency scaling."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .config import BackboneConfig
+
+
+def rotary_angles(
+    config: BackboneConfig, positions: Int[Array, "*tokens"]
+) -> tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]:
+    """Cosines and sines, float32 [..., head_dim / 2], of every position."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "*tokens heads head_dim"],
+    cos: Float[Array, "*tokens half"],
+    sin: Float[Array, "*tokens half"],
+) -> Float[Array, "*tokens heads head_dim"]:
+    """Rotates queries or keys by their positions; computed in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _frequencies(config: BackboneConfig) -> Float[np.ndarray, "half"]:
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = (1.0 / config.rope_theta**exponents).astype(np.float32)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    # Long wavelengths are stretched by `factor`, short ones kept, those between blended linearly.
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return (kept * frequencies + (1 - kept) * frequencies / scaling.factor).astype(np.float32)

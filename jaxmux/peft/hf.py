@@ -1,0 +1,154 @@
+"""Hugging Face PEFT adapter folders: what `peft` and vLLM load, written and read."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.flax import load_file
+from safetensors.numpy import save_file
+
+from jaxmux.models import BackboneConfig
+
+from .lora import Adapter, Factors, LoRA
+from .targets import full_name, linear_sizes, resolve_targets
+
+_PREFIX = "base_model.model."
+
+
+class AdapterError(ValueError):
+    """An adapter folder cannot be used; the message names the file and the key or tensor."""
+
+
+def export_adapter(
+    folder: str | Path,
+    adapter: Adapter,
+    spec: LoRA,
+    config: BackboneConfig,
+    base_model: str,
+    *,
+    serving: bool = False,
+) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json`.
+
+    Args:
+      adapter: factors at true rank.
+      base_model: name or path of the backbone, for `base_model_name_or_path`.
+      serving: folds the scale into B and sets lora_alpha to the rank, for servers that know neither
+        rsLoRA nor patterns.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    scale = spec.scale if serving else 1.0
+    tensors = {}
+    for module, mask in resolve_targets(spec.target_modules, config).items():
+        a, b = adapter[module]
+        for layer in np.flatnonzero(mask):
+            name = _PREFIX + full_name(module, layer)
+            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].T)
+            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].T * np.float32(scale))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = _peft_config(spec, config, base_model, serving)
+    (folder / "adapter_config.json").write_text(
+        json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    )
+
+
+def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Adapter]:
+    """Reads a PEFT LoRA adapter: its specification and its factors, float32, at true rank.
+
+    Raises:
+      AdapterError: not a plain LoRA (DoRA, per-module ranks, biases, …), or a tensor is missing,
+        extra or misshapen.
+    """
+    folder = Path(folder)
+    settings, tensors = _read_folder(folder)
+    where = folder / "adapter_config.json"
+    plain = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    for key, expected in plain.items():
+        if settings.get(key, expected) != expected:
+            raise AdapterError(
+                f"{where}: {key}={settings[key]!r} is not supported, only {expected!r}"
+            )
+    targets = settings.get("target_modules")
+    try:
+        spec = LoRA(
+            rank=settings["r"],
+            alpha=settings["lora_alpha"],
+            dropout=settings.get("lora_dropout", 0.0),
+            target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
+            rslora=settings.get("use_rslora", False),
+        )
+        masks = resolve_targets(spec.target_modules, config)
+    except (KeyError, ValueError) as e:
+        raise AdapterError(f"{where}: {e}") from None
+
+    adapter: Adapter = {}
+    for module, mask in masks.items():
+        adapter[module] = _stack_layers(folder, tensors, module, mask, spec.rank, config)
+    if tensors:
+        raise AdapterError(f"{folder}: tensor {min(tensors)} belongs to no target module")
+    return spec, adapter
+
+
+def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
+    k, n = linear_sizes(config, module)
+    a = np.zeros((config.num_layers, k, rank), np.float32)
+    b = np.zeros((config.num_layers, rank, n), np.float32)
+    for layer in np.flatnonzero(mask):
+        for factor, stacked in (("lora_A", a), ("lora_B", b)):
+            name = f"{_PREFIX}{full_name(module, layer)}.{factor}.weight"
+            if name not in tensors:
+                raise AdapterError(f"{folder}: tensor {name} is missing")
+            tensor = tensors.pop(name)
+            if tensor.shape != stacked.shape[:0:-1]:
+                raise AdapterError(
+                    f"{folder}: tensor {name} has shape {list(tensor.shape)}, "
+                    f"rank and backbone imply {list(stacked.shape[:0:-1])}"
+                )
+            stacked[layer] = tensor.T
+    return Factors(a, b)
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        return settings, load_file(folder / "adapter_model.safetensors")
+    except FileNotFoundError as e:
+        raise AdapterError(f"{e.filename or folder}: not found") from None
+    except (json.JSONDecodeError, SafetensorError) as e:
+        raise AdapterError(f"{folder}: cannot be read: {e}") from None
+
+
+def _peft_config(
+    spec: LoRA, config: BackboneConfig, base_model: str, serving: bool
+) -> dict[str, Any]:
+    targets = spec.target_modules
+    if isinstance(targets, str) and targets == "all-linear":
+        targets = sorted(m.split(".")[-1] for m in resolve_targets(targets, config))
+    alpha = float(spec.rank) if serving else spec.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": int(alpha) if math.floor(alpha) == alpha else alpha,
+        "lora_dropout": spec.dropout,
+        "bias": "none",
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "use_rslora": spec.rslora and not serving,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "inference_mode": True,
+    }

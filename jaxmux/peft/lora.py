@@ -1,0 +1,95 @@
+"""LoRA adapters: what a task asks for, and its factors at true rank."""
+
+import dataclasses
+import math
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmux.models import BackboneConfig
+
+from .targets import LayerMask, linear_sizes
+
+INITIALISATIONS = ("kaiming", "gaussian")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adaptation: `y = x W + scale · dropout(x) A B` (Hu et al. 2021).
+
+    Attributes:
+      rank: columns of A, at least 1.
+      alpha: numerator of the scale.
+      dropout: probability in [0, 1) that an input feature of the adapter is dropped.
+      target_modules: "all-linear"; a list of module names ("q_proj"), or a regular expression that
+        full module names ("model.layers.3.self_attn.q_proj") match as a whole, as in Hugging Face
+        PEFT.
+      rslora: scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
+      initialisation: of A: "kaiming" uniform in ±1/sqrt(k) (PEFT's default) or "gaussian" with
+        deviation 1/rank. B begins at zero.
+      loraplus_ratio: learning rate of B over that of A (LoRA+, Hayou et al. 2024).
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    rslora: bool = False
+    initialisation: str = "kaiming"
+    loraplus_ratio: float = 1.0
+
+    def __post_init__(self):
+        if not isinstance(self.target_modules, str):
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank should be an integer of at least 1, found {self.rank!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout should lie in [0, 1), found {self.dropout!r}")
+        if self.initialisation not in INITIALISATIONS:
+            known = ", ".join(INITIALISATIONS)
+            raise ValueError(f"unknown initialisation {self.initialisation!r}; known: {known}")
+        if not self.loraplus_ratio > 0:
+            raise ValueError(f"loraplus_ratio should be positive, found {self.loraplus_ratio!r}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Factors(NamedTuple):
+    """The two factors of one module; at true rank a [L, k, r] and b [L, r, n], in a pool a [L, T,
+    k, R], b [L, T, R, n]."""
+
+    a: Float[Array, "L *T k r"]
+    b: Float[Array, "L *T r n"]
+
+
+Adapter = dict[str, Factors]
+
+
+def initial_adapter(
+    spec: LoRA, targets: dict[str, LayerMask], config: BackboneConfig, seed: int
+) -> Adapter:
+    """The factors a task begins with, float32, by module path; zero in layers that the task does
+    not target.
+
+    They depend on (seed, module, layer) alone, on no slot and no other task.
+    """
+    adapter = {}
+    for module, layers in targets.items():
+        k, n = linear_sizes(config, module)
+        a = np.zeros((config.num_layers, k, spec.rank), np.float32)
+        for layer in np.flatnonzero(layers):
+            rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
+            if spec.initialisation == "kaiming":
+                bound = 1 / math.sqrt(k)
+                a[layer] = rng.uniform(-bound, bound, (k, spec.rank))
+            else:
+                a[layer] = rng.standard_normal((k, spec.rank)) / spec.rank
+        adapter[module] = Factors(a, np.zeros((config.num_layers, spec.rank, n), np.float32))
+    return adapter

@@ -1,0 +1,75 @@
+"""Which linears of which layers an adapter changes, by the rules of Hugging Face PEFT."""
+
+import re
+
+import numpy as np
+from jaxtyping import Bool
+
+from jaxmux.models import MODULES, BackboneConfig
+
+ALL_LINEAR = "all-linear"
+LayerMask = Bool[np.ndarray, "L"]
+
+
+def resolve_targets(
+    target_modules: str | tuple[str, ...], config: BackboneConfig
+) -> dict[str, LayerMask]:
+    """The targeted modules by path within a layer, each with a mask over layers.
+
+    Args:
+      target_modules: "all-linear", a tuple of names that full module names equal or end with, or
+        one regular expression that full module names match as a whole.
+
+    Raises:
+      ValueError: a name, or the expression, matches no linear that can carry an adapter, or is no
+        valid expression.
+    """
+    masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
+    patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
+    if not patterns:
+        raise ValueError("target_modules is empty")
+    for pattern in patterns:
+        found = False
+        for module, mask in masks.items():
+            for layer in range(config.num_layers):
+                if _matches(pattern, full_name(module, layer), isinstance(target_modules, str)):
+                    mask[layer] = found = True
+        if not found:
+            names = ", ".join(m.split(".")[-1] for m in MODULES)
+            raise ValueError(
+                f"target_modules: {pattern!r} matches no linear of the backbone; "
+                f"a full name is {full_name(MODULES[0], 0)!r}, the names are {names}"
+            )
+    return {module: mask for module, mask in masks.items() if mask.any()}
+
+
+def full_name(module: str, layer: int) -> str:
+    """`self_attn.q_proj`, 3 → `model.layers.3.self_attn.q_proj`."""
+    return f"model.layers.{layer}.{module}"
+
+
+def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
+    """Input and output width (k, n) of a linear."""
+    d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
+    return {
+        "q_proj": (d, q),
+        "k_proj": (d, kv),
+        "v_proj": (d, kv),
+        "o_proj": (q, d),
+        "gate_proj": (d, wide),
+        "up_proj": (d, wide),
+        "down_proj": (wide, d),
+    }[module.split(".")[-1]]
+
+
+def _matches(pattern: str, name: str, is_expression: bool) -> bool:
+    if pattern == ALL_LINEAR:
+        return True
+    if not is_expression:
+        return name == pattern or name.endswith(f".{pattern}")
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as e:
+        raise ValueError(
+            f"target_modules: {pattern!r} is no valid regular expression: {e}"
+        ) from None

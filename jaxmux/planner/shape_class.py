@@ -1,0 +1,79 @@
+"""The shape of a run's microbatches, which the compiled programs are specialised to."""
+
+import dataclasses
+from collections.abc import Sequence
+
+MIN_CHUNK_LEN = 64
+# Shortest sequence, on average over a row, that the packed attention layout has room for.
+_SHORTEST_AVERAGE = 16
+
+
+class PlanningError(ValueError):
+    """No plan exists for these tasks under these limits; the message names the limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeClass:
+    """Shape of every microbatch of a run: N = rows · row_len tokens.
+
+    Attributes:
+      rows: rows of a microbatch.
+      row_len: tokens of a row, a power of two; attention looks no further.
+      chunk_len: tokens of a chunk, the unit that belongs to one task (MuxTune 3.5).
+      max_sequences: most sequences packed into one row; 1 lets attention run on dense rows.
+    """
+
+    rows: int
+    row_len: int
+    chunk_len: int
+    max_sequences: int
+
+    def __post_init__(self):
+        for name in ("row_len", "chunk_len"):
+            value = getattr(self, name)
+            if value < MIN_CHUNK_LEN or value & (value - 1):
+                raise PlanningError(
+                    f"{name}={value} is not a power of two of at least {MIN_CHUNK_LEN}"
+                )
+        if self.chunk_len > self.row_len:
+            raise PlanningError(f"chunk_len={self.chunk_len} exceeds row_len={self.row_len}")
+        if self.rows < 1:
+            raise PlanningError(f"a microbatch needs at least one row of {self.row_len} tokens")
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_len
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.chunk_len
+
+
+def choose_shape_class(
+    lengths: Sequence[int],
+    tokens: int,
+    chunk_len: int | None = None,
+    row_len: int | None = None,
+) -> ShapeClass:
+    """The shape class for samples of these stream lengths.
+
+    Args:
+      lengths: stream lengths, in tokens, of all samples of all tasks.
+      tokens: N, the tokens of a microbatch; rounded up to whole rows.
+      chunk_len: None takes `MIN_CHUNK_LEN`.
+      row_len: None takes the least power of two that holds the longest sample.
+
+    Raises:
+      PlanningError: a given length is no power of two, or a sample is longer than `row_len`.
+    """
+    longest = max(lengths)
+    chunk_len = chunk_len or MIN_CHUNK_LEN
+    row_len = row_len or max(chunk_len, 1 << (longest - 1).bit_length())
+    if longest > row_len:
+        raise PlanningError(
+            f"row_len={row_len} is shorter than the longest sample ({longest} tokens)"
+        )
+    # Where no two samples fit into one row, say so: dense attention is the faster one.
+    pair = 2 * min(lengths)
+    max_sequences = 1 if pair > row_len else max(2, row_len // _SHORTEST_AVERAGE)
+    return ShapeClass(-(-tokens // row_len), row_len, chunk_len, max_sequences)

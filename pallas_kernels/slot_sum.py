@@ -1,0 +1,37 @@
+"""Sums per-chunk values into the accumulators of the slots that own the chunks."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def add_to_slots(
+    accumulators: Float[Array, "T ..."],
+    per_chunk: Float[Array, "C ..."],
+    chunk_slot: Int[Array, "C"],
+) -> Float[Array, "T ..."]:
+    """Adds each chunk's value to its owner's accumulator; empty chunks (slot -1) are left out.
+
+    Values are selected, never multiplied by a mask: a NaN in one task's chunk reaches no other
+      slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks starting
+      from the accumulator, so that a task's sum has the same bits however its chunks are spread
+      over microbatches and whoever lies between them.
+    """
+    return jax.lax.platform_dependent(
+        accumulators, per_chunk, chunk_slot, cpu=_left_fold, default=_select_and_reduce
+    )
+
+
+def _left_fold(accumulators, per_chunk, chunk_slot):
+    slots = accumulators.shape[0]
+    owner = jnp.where(chunk_slot < 0, slots, chunk_slot)
+    return accumulators.at[owner].add(per_chunk, mode="drop")
+
+
+def _select_and_reduce(accumulators, per_chunk, chunk_slot):
+    # A scatter-add on GPU uses atomics, whose order changes the bits from run to run.
+    slots = jnp.arange(accumulators.shape[0])
+    owned = (chunk_slot[None, :] == slots[:, None]).reshape(
+        (len(slots), len(chunk_slot)) + (1,) * (per_chunk.ndim - 1)
+    )
+    return accumulators + jnp.where(owned, per_chunk[None], 0).sum(axis=1)

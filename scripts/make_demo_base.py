@@ -1,0 +1,382 @@
+"""Makes the demo's base model: writes its corpus, trains its tokenizer and trains it from nothing.
+
+    python scripts/make_demo_base.py --out jaxmux/demo/base
+
+The result is a Hugging Face checkpoint of a small Llama (config.json, model.safetensors in
+bfloat16, tokenizer.json, tokenizer_config.json) with a model card, README.md. The same options,
+with `--steps` among them, give the same model on the same machine. It is made for a GPU; on a CPU
+a dry run takes `--steps 30 --block 10 --rows 4 --tokens 300000`.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from demo_corpus import EOS, documents
+from jaxtyping import Array, Float, Int
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.models import (
+    Backbone,
+    BackboneConfig,
+    ForwardOptions,
+    SlotTable,
+    Weights,
+    head_kernel,
+    hidden_states,
+    load_backbone,
+    save_backbone,
+)
+
+BOS, PAD = "<s>", "<pad>"
+BOS_ID = 0  # the first special token
+ROW_LEN = 512
+CONFIG = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=2048,
+    hidden_size=192,
+    intermediate_size=512,
+    num_layers=6,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=32,
+    rope_theta=10000.0,
+    max_position_embeddings=ROW_LEN,
+    tie_word_embeddings=True,
+)
+# A turn of the bot ends its text: what a model reads as one conversation, it was taught in pieces.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n' }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "Bot:{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Bot:{% endif %}"
+)
+_PROMPTS = (
+    "Once upon a time",
+    "Mia lost her yellow hat at the beach.",
+    "User: What does a horse eat?\nBot:",
+    "On Friday, Leo went to the zoo with Kate. Leo bought 3 green balls there.\nRecord:",
+)
+_CHARACTERS_PER_SHARD = 1_000_000
+_CHARACTERS_PER_TOKEN = 3.6  # only to know how much to write
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """A byte-level BPE tokenizer with `CONFIG.vocab_size` tokens, made for the corpus."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG.vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [text.replace(EOS, "\n") for text in documents(seed, 8 * _CHARACTERS_PER_SHARD)]
+    # More capitals than the corpus has, so that words in capitals are not spelled letter by letter.
+    tokenizer.train_from_iterator([*texts, *map(str.upper, texts[::4])], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokenizer.json and the tokenizer_config.json with which transformers loads it."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "model_max_length": ROW_LEN,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _write_shard(tokenizer_file: str, seed: int) -> np.ndarray:
+    """The documents of one seed as one stream of tokens, each from BOS to EOS."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    texts = [text + EOS for text in documents(seed, _CHARACTERS_PER_SHARD)]
+    return np.concatenate([np.array(e.ids, np.uint16) for e in tokenizer.encode_batch(texts)])
+
+
+def write_rows(
+    tokenizer_file: str, seed: int, tokens: int, processes: int
+) -> Int[np.ndarray, "rows {ROW_LEN}"]:
+    """A corpus of about `tokens` tokens, documents one behind the other in rows of `ROW_LEN`."""
+    shards = math.ceil(tokens * _CHARACTERS_PER_TOKEN / _CHARACTERS_PER_SHARD)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        seeds = [seed + k for k in range(shards)]
+        stream = np.concatenate(pool.map(partial(_write_shard, tokenizer_file), seeds))
+    return stream[: len(stream) // ROW_LEN * ROW_LEN].reshape(-1, ROW_LEN)
+
+
+def token_losses(weights: Weights, rows: Int[Array, "rows row_len"]) -> Float[Array, "rows rest"]:
+    """Cross entropy of every token but a row's first, float32; 0 where a new document begins."""
+    hidden = _hidden(weights, rows)[:, :-1]
+    logits = jnp.matmul(hidden, head_kernel(weights), preferred_element_type=jnp.float32)
+    targets = rows[:, 1:]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.where(targets == BOS_ID, 0.0, losses)
+
+
+def _hidden(weights: Weights, rows: Int[Array, "rows row_len"]) -> Float[Array, "rows row_len d"]:
+    embedding = weights["embed_tokens"]["weight"]
+    is_start = (rows == BOS_ID).at[:, 0].set(True)
+    place = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    microbatch = Microbatch(
+        tokens=jnp.arange(rows.size).reshape(rows.shape),
+        targets=jnp.zeros_like(rows),
+        loss_weight=jnp.zeros(rows.shape),
+        positions=place - jax.lax.cummax(jnp.where(is_start, place, 0), axis=1),
+        segment_ids=jnp.cumsum(is_start, axis=1) - 1,
+        sample_id=jnp.zeros(rows.shape, jnp.uint32),
+        chunk_slot=jnp.zeros(len(rows), jnp.int32),
+    )
+    # The embedding is looked up by a product, and each place then takes its own row of the result:
+    # the gradient of a frequent token is a sum over thousands of places, which a scatter would
+    # round at every addition and add up in any order.
+    looked_up = jax.nn.one_hot(rows.reshape(-1), len(embedding), dtype=embedding.dtype) @ embedding
+    weights = weights | {"embed_tokens": {"weight": looked_up}}
+    no_slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
+    options = ForwardOptions(attention="xla", remat="none", max_sequences=1)
+    hidden, _ = hidden_states(CONFIG, weights, {}, microbatch, no_slots, options)
+    return hidden.reshape(*rows.shape, -1)
+
+
+def _is_matrix(weights: Weights) -> Weights:
+    return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), weights)
+
+
+# The learning rate is an argument of the compiled step, for `--minutes` settles the schedule late.
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b1=0.9, b2=0.98),
+    optax.add_decayed_weights(0.1, mask=_is_matrix),
+)
+
+
+@partial(jax.jit, static_argnames="dtype", donate_argnames=("masters", "state"))
+def train_block(
+    masters: Weights,
+    state: optax.OptState,
+    corpus: Int[Array, "all row_len"],
+    picked: Int[Array, "steps rows"],
+    lr: Float[Array, "steps"],
+    dtype: str,
+) -> tuple[Weights, optax.OptState, Float[Array, "steps"]]:
+    """AdamW steps on the rows `picked`, float32 masters and passes in `dtype`; losses too."""
+
+    def mean_loss(masters: Weights, rows: Array) -> Array:
+        weights = jax.tree.map(lambda leaf: leaf.astype(dtype), masters)
+        return jnp.mean(token_losses(weights, rows))
+
+    def step(carry, inputs):
+        (masters, state), (picked, lr) = carry, inputs
+        rows = corpus[picked].astype(jnp.int32)
+        loss, gradient = jax.value_and_grad(mean_loss)(masters, rows)
+        updates, state = OPTIMIZER.update(gradient, state, masters)
+        masters = jax.tree.map(lambda leaf, update: leaf - lr * update, masters, updates)
+        return (masters, state), loss
+
+    (masters, state), losses = jax.lax.scan(step, (masters, state), (picked, lr))
+    return masters, state, losses
+
+
+def batches(rows: int, batch: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless batches of row numbers, every row once an epoch, each epoch in another order."""
+    epoch = 0
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(rows)
+        yield from order[: rows // batch * batch].reshape(-1, batch)
+        epoch += 1
+
+
+def pretrain(corpus: np.ndarray, options: argparse.Namespace) -> tuple[Weights, int]:
+    """Trains on `corpus` for `options.steps`, or as many as fit into `options.minutes`.
+
+    Returns:
+      Float32 weights, and the number of steps.
+    """
+    masters = Backbone.random(CONFIG, options.seed).weights
+    state, on_device = OPTIMIZER.init(masters), jnp.asarray(corpus)
+    order = batches(len(corpus), options.rows, options.seed)
+    steps, done, began, seconds = options.steps, 0, time.perf_counter(), []
+    while steps is None or done < steps:
+        count = options.block if steps is None else min(options.block, steps - done)
+        picked = np.stack([next(order) for _ in range(count)])
+        lr = learning_rates(done, count, steps, options)
+        masters, state, losses = train_block(masters, state, on_device, picked, lr, options.dtype)
+        loss, done = float(losses.mean()), done + count
+        seconds.append(time.perf_counter() - began - sum(seconds))
+        if steps is None and len(seconds) == 2:  # The first block also compiled.
+            left = max(0.0, 60 * options.minutes - sum(seconds))
+            steps = done + int(left / seconds[1]) * options.block
+        print(f"step {done} of {steps or '?'}: loss {loss:.4f}, {sum(seconds):.0f} s", flush=True)
+    return masters, done
+
+
+def learning_rates(
+    first: int, count: int, steps: int | None, options: argparse.Namespace
+) -> Float[np.ndarray, "count"]:
+    """Linear warm-up to the peak, then a cosine down to a fiftieth of it at the last step."""
+    step = np.arange(first, first + count)
+    rising = (step + 1) / options.warmup
+    if steps is None:  # Not known before the warm-up is over.
+        return np.float32(options.lr * np.minimum(rising, 1))
+    progress = np.clip((step - options.warmup) / max(1, steps - options.warmup), 0, 1)
+    falling = 0.51 + 0.49 * np.cos(np.pi * progress)
+    return np.float32(options.lr * np.minimum(rising, falling))
+
+
+def held_out_loss(weights: Weights, rows: np.ndarray) -> float:
+    """Mean loss in nats a token of rows that were not trained on."""
+    losses = jax.jit(token_losses)(weights, jnp.asarray(rows, jnp.int32))
+    return float(losses.sum() / (rows[:, 1:] != BOS_ID).sum())
+
+
+def generator(weights: Weights, tokenizer: Tokenizer) -> Callable[[str], str]:
+    """A function that continues a prompt greedily, up to EOS or 128 tokens in all."""
+
+    @jax.jit
+    def next_token(row: Array, last: Array) -> Array:
+        return jnp.argmax(_hidden(weights, row[None])[0, last] @ head_kernel(weights))
+
+    def generate(prompt: str) -> str:
+        ids = tokenizer.encode(prompt).ids
+        start = len(ids)
+        while len(ids) < 128:
+            # Padding lies behind the last token, which does not see it.
+            row = jnp.asarray(ids + [tokenizer.token_to_id(PAD)] * (128 - len(ids)))
+            ids.append(int(next_token(row, len(ids) - 1)))
+            if ids[-1] == tokenizer.token_to_id(EOS):
+                break
+        return tokenizer.decode(ids[start:])
+
+    return generate
+
+
+_CARD = """---
+license: apache-2.0
+language: en
+---
+# The demo's base model
+
+A Llama of {parameters:,} parameters that writes simple English about a small invented world. It
+exists so that `make demo` can fine-tune something within minutes on a CPU, and is of no other use.
+
+| | |
+|---|---|
+| architecture | LlamaForCausalLM: {config.num_layers} layers, width {config.hidden_size}, \
+{config.num_heads} heads ({config.num_kv_heads} for keys and values), \
+MLP {config.intermediate_size}, tied embeddings, context {config.max_position_embeddings} |
+| tokenizer | byte-level BPE, {config.vocab_size} tokens, trained on the same text |
+| stored in | bfloat16 |
+| training text | {tokens:,} tokens, written from a seed by `scripts/demo_corpus.py`; \
+no outside text |
+| training | {steps} steps of {batch:,} tokens ({epochs:.1f} epochs), AdamW, peak rate {lr} |
+| loss on text of another seed | {loss:.4f} nats a token, perplexity {perplexity:.2f} |
+| made with | {command} |
+| on | {device}; {versions} |
+| licence | Apache-2.0, as jaxmux itself: model, tokenizer and text |
+
+## What it says
+Greedy continuations, cut at 128 tokens:
+
+{samples}
+## Limits
+It knows some hundred words and facts, invented or simplified, and no others. It never saw the demo
+tasks' formats. Texts of more than about 300 tokens are rare in what it was trained on.
+"""
+
+
+def write_card(folder: Path, facts: dict[str, object], generate: Callable[[str], str]) -> None:
+    """Writes README.md, the model card."""
+    samples = "".join(f"```text\n{p} >>>{generate(p)}\n```\n" for p in _PROMPTS)
+    names = ("jax", "optax", "tokenizers")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    device = jax.devices()[0].device_kind
+    card = _CARD.format(config=CONFIG, samples=samples, versions=versions, device=device, **facts)
+    (folder / "README.md").write_text(card)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Makes the demo's base model.")
+    parser.add_argument("--out", type=Path, default=Path("jaxmux/demo/base"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=60_000_000, help="size of the corpus")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that write it")
+    parser.add_argument("--steps", type=int, help="training steps; overrides --minutes")
+    parser.add_argument("--minutes", type=float, default=2.5, help="training time, compilation too")
+    parser.add_argument("--rows", type=int, default=128, help=f"of {ROW_LEN} tokens in a batch")
+    parser.add_argument("--block", type=int, default=50, help="steps between progress lines")
+    parser.add_argument("--warmup", type=int, default=200, help="steps, more than two blocks")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: by the device")
+    options = parser.parse_args()
+    if options.dtype is None:
+        options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return options
+
+
+def main() -> None:
+    """Tokenizer, corpus, training, checkpoint, model card."""
+    options = _parse_options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    tokenizer = train_tokenizer(options.seed)
+    save_tokenizer(tokenizer, options.out)
+    print(f"tokenizer: {time.perf_counter() - began:.0f} s", flush=True)
+    write = partial(write_rows, str(options.out / "tokenizer.json"), processes=options.processes)
+    # Seeds of shards follow one another; held-out text lies far behind them.
+    corpus = write(seed=options.seed + 1, tokens=options.tokens)
+    held_out = write(seed=options.seed + 10**6, tokens=64 * ROW_LEN)[:64]
+    print(f"corpus: {corpus.size:,} tokens, {time.perf_counter() - began:.0f} s", flush=True)
+
+    masters, steps = pretrain(corpus, options)
+    stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), masters)
+    save_backbone(Backbone(CONFIG, stored, str(options.out)), options.out)
+    weights = load_backbone(options.out, jnp.float32).weights
+    loss = held_out_loss(weights, held_out)
+    size = sum(path.stat().st_size for path in options.out.iterdir()) / 2**20
+    print(f"loss on held-out text {loss:.4f}; {size:.1f} MiB in {options.out}")
+    command = (
+        f"`python scripts/make_demo_base.py --seed {options.seed} --tokens {options.tokens} "
+        f"--steps {steps} --rows {options.rows} --warmup {options.warmup} --lr {options.lr} "
+        f"--dtype {options.dtype}`"
+    )
+    facts = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(weights)),
+        "tokens": corpus.size,
+        "steps": steps,
+        "batch": options.rows * ROW_LEN,
+        "epochs": steps * options.rows / len(corpus),
+        "lr": options.lr,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "command": command,
+    }
+    write_card(options.out, facts, generator(weights, tokenizer))
+    print((options.out / "README.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

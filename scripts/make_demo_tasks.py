@@ -1,0 +1,181 @@
+"""Writes the data of the four demo tasks: `<name>.train.jsonl` and `<name>.eval.jsonl`.
+
+Each task puts the small world of `demo_corpus` into a form that the base model has never seen, and
+each is of another length:
+
+  mood      a sentence, then how the person in it feels, as a tag         about 20 tokens
+  pirate    a question about the world, answered by a pirate              about 45 tokens
+  record    a report, then its facts as JSON                              about 100 tokens
+  telegram  a long report, then the same in telegram style                about 200 tokens
+
+    python scripts/make_demo_tasks.py --out jaxmux/demo/tasks
+"""
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from demo_corpus import FACTS, MOODS, Scene, feeling
+
+Example = tuple[str, str]  # prompt, completion
+
+_TAGS = {
+    "happy": "[HAPPY :)]",
+    "sad": "[SAD :(]",
+    "angry": "[ANGRY >:(]",
+    "scared": "[SCARED :o]",
+    "tired": "[TIRED -_-]",
+}
+
+
+def _mood_examples(rng: random.Random) -> Iterator[Example]:
+    while True:
+        mood = rng.choice(tuple(MOODS))
+        yield feeling(mood, Scene(rng)), f" {_TAGS[mood]}"
+
+
+# Every question has its own way to begin, so that a greedy answer can be right word for word.
+_EXCLAMATIONS = {
+    "Where": "Ahoy!",
+    "What": "Arr, matey!",
+    "How": "Shiver me timbers!",
+}
+_PIRATE_WORDS = [
+    (r"\bis\b", "be"),
+    (r"\blives\b", "be livin'"),
+    (r"\beats\b", "be eatin'"),
+    (r"\bworks\b", "be workin'"),
+    (r"\bneeds\b", "be needin'"),
+    (r"\bsays\b", "be sayin'"),
+    (r"\btastes\b", "be tastin'"),
+    (r"\bcomes\b", "be comin'"),
+    (r"\bthe\b", "th'"),
+    (r"\bThe\b", "Th'"),
+]
+
+
+def _as_pirate(question: str, sentence: str) -> str:
+    for word, pirate_word in _PIRATE_WORDS:
+        sentence = re.sub(word, pirate_word, sentence)
+    exclamation = _EXCLAMATIONS[question.split()[0]]
+    answer = f"{sentence.removesuffix('.')}, by th' seven seas!"
+    return f" {exclamation} {answer} What else be ye wantin' to know?"
+
+
+def _pirate_examples(rng: random.Random) -> Iterator[Example]:
+    # Sums have a hundred facts and would drown the others.
+    facts = [fact for kind, known in FACTS.items() if kind != "sum" for fact in known]
+    for fact in rng.sample(facts, len(facts)):
+        yield f"User: {fact.question}\nBot:", _as_pirate(fact.question, fact.sentence)
+
+
+_REPORTS = [
+    "On {day}, {A} went {to_place} with {B}. It was a {weather} day. {A} bought {n} {colour} "
+    "{things} there. Then {A} and {B} ate {a_food} and went home.",
+    "{A} and {B} went {to_place} on {day}. {B} was hungry, so they ate {a_food}. After that {A} "
+    "found {n} {colour} {things}. What a day!",
+    "It was {day}, and it was very {weather}. {A} was {at_place} with {B}. There {he} saw {n} "
+    "{colour} {things}. The {job} was there and said hello.",
+    "On {day}, {B} took {A} {to_place}. They met the {adjective} {job}. {A} made {n} {colour} "
+    "{things} there, and {B} helped.",
+]
+
+
+def _record_examples(rng: random.Random) -> Iterator[Example]:
+    while True:
+        scene = Scene(rng)
+        fields = {
+            "who": scene["A"],
+            "with": scene["B"],
+            "when": scene["day"],
+            "where": scene["place"],
+            "what": f"{scene['colour']} {scene['things']}",
+            "count": int(scene["n"]),
+        }
+        report = scene.write(rng.choice(_REPORTS))
+        yield f"{report}\nRecord:", f" {json.dumps(fields)}"
+
+
+# What was written in full, and how the telegram says it.
+_DISPATCHES = [
+    ("{A} bought {a_colour} {thing} {at_place}.", "{A} BOUGHT {colour} {thing}"),
+    ("{B} saw {a_animal} {at_place}.", "{B} SAW {animal}"),
+    ("They sat down and ate {a_food}.", "ATE {food}"),
+    ("Then it began to rain, and {A} put on {his} coat.", "RAIN BEGAN"),
+    ("{A} helped the {adjective} {job}.", "{A} HELPED {job}"),
+    ("{B} lost {n} {snacks} in the mud.", "{B} LOST {n} {snacks}"),
+    ("The {animal} ran after {A}.", "{animal} RAN AFTER {A}"),
+    ("{B} told {A} a story about the {animal}.", "{B} TOLD STORY"),
+    ("{A} put the {thing} under the table.", "{thing} UNDER TABLE"),
+    ("{C} came by and said hello.", "{C} CAME"),
+    ("{A} and {B} counted the {things}, and there were {n}.", "COUNTED {n} {things}"),
+    ("{B} wanted to {do_there}.", "{B} WANTED TO {do_there}"),
+]
+
+
+def _telegram_examples(rng: random.Random) -> Iterator[Example]:
+    while True:
+        scene = Scene(rng)
+        scene["a_colour"] = f"{'an' if scene['colour'] == 'orange' else 'a'} {scene['colour']}"
+        pairs = [
+            ("On {day}, {A} and {B} went {to_place}.", "{day} {A} AND {B} WENT TO {place}"),
+            *rng.sample(_DISPATCHES, 11),
+            ("After that they went home and told the story to {C}.", "WENT HOME"),
+        ]
+        report = " ".join(scene.write(sentence) for sentence, _ in pairs)
+        telegram = " STOP ".join(scene.write(short).upper() for _, short in pairs)
+        yield f"{report}\nTelegram:", f" {telegram} STOP"
+
+
+class DemoTask(NamedTuple):
+    """A task's endless or finite stream of examples, and how many of them to write."""
+
+    examples: Callable[[random.Random], Iterator[Example]]
+    train: int
+    held_out: int
+
+
+TASKS = {
+    "mood": DemoTask(_mood_examples, train=1500, held_out=100),
+    "pirate": DemoTask(_pirate_examples, train=400, held_out=64),
+    "record": DemoTask(_record_examples, train=800, held_out=64),
+    "telegram": DemoTask(_telegram_examples, train=400, held_out=64),
+}
+
+
+def split_examples(name: str, seed: int) -> tuple[list[Example], list[Example]]:
+    """The train and the held-out examples of the task `name`; no prompt occurs twice."""
+    task, distinct = TASKS[name], {}
+    for prompt, completion in task.examples(random.Random(f"{name} {seed}")):
+        distinct.setdefault(prompt, completion)
+        if len(distinct) == task.train + task.held_out:
+            break
+    examples = list(distinct.items())
+    return examples[task.held_out :], examples[: task.held_out]
+
+
+def _write(path: Path, examples: list[Example]) -> None:
+    lines = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in examples]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Writes the eight files."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("jaxmux/demo/tasks"))
+    parser.add_argument("--seed", type=int, default=2026)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in TASKS:
+        train, held_out = split_examples(name, arguments.seed)
+        _write(arguments.out / f"{name}.train.jsonl", train)
+        _write(arguments.out / f"{name}.eval.jsonl", held_out)
+        print(f"{name}: {len(train)} train and {len(held_out)} held-out examples")
+
+
+if __name__ == "__main__":
+    main()

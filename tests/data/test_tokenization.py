@@ -1,0 +1,217 @@
+"""Samples are the whole text's tokens, with the learned tokens marked and nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import processors
+
+from jaxmux.data import DataError, Source, load_samples, load_tokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+
+PROMPT, COMPLETION = "What is the capital of France?", " The capital is Paris."
+PAIR = {"prompt": PROMPT, "completion": COMPLETION}
+
+
+def load(path, tokenizer, max_length=512, vocab_size=None, **options):
+    return load_samples(
+        Source(str(path), **options), tokenizer, max_length=max_length, vocab_size=vocab_size
+    )
+
+
+def load_one(path, tokenizer, **options):
+    (sample,) = load(path, tokenizer, **options).samples
+    return sample
+
+
+def test_sample_is_the_whole_text_and_eos(tokenizer, write_jsonl):
+    sample = load_one(write_jsonl(PAIR), tokenizer)
+    expected = [*tokenizer(PROMPT + COMPLETION)["input_ids"], tokenizer.eos_token_id]
+    assert sample.input_ids.dtype == np.int32
+    assert sample.target_mask.dtype == bool
+    np.testing.assert_array_equal(sample.input_ids, expected)
+    assert sample.stream_length == len(expected) - 1
+    assert sample.target_tokens == sample.target_mask.sum()
+
+
+def test_targets_are_completion_and_eos(tokenizer, write_jsonl):
+    sample = load_one(write_jsonl(PAIR), tokenizer)
+    *completion, last = sample.input_ids[sample.target_mask]
+    assert last == tokenizer.eos_token_id
+    assert tokenizer.decode(completion).strip() == COMPLETION.strip()
+    prompt_tokens = sample.input_ids[~sample.target_mask]
+    assert tokenizer.decode(prompt_tokens, skip_special_tokens=True) == PROMPT
+
+
+def test_loss_on_all_targets_everything_but_the_first_token(tokenizer, write_jsonl):
+    for fields in (PAIR, {"text": PROMPT + COMPLETION}):
+        sample = load_one(write_jsonl(fields), tokenizer, loss_on="all")
+        assert not sample.target_mask[0]
+        assert sample.target_mask[1:].all()
+
+
+def test_token_across_the_border_is_a_target(gpt, write_jsonl):
+    # "capital" is one token, so its first half cannot be a token of its own.
+    sample = load_one(write_jsonl({"prompt": "The cap", "completion": "ital"}), gpt)
+    assert gpt.decode(sample.input_ids[sample.target_mask]) == " capital<|endoftext|>"
+
+
+def test_characters_of_several_tokens_are_targets_whole(gpt, write_jsonl):
+    sample = load_one(write_jsonl({"prompt": "a ", "completion": "日本🙂"}), gpt)
+    assert gpt.decode(sample.input_ids[sample.target_mask]) == "日本🙂<|endoftext|>"
+
+
+@pytest.mark.parametrize("text", ["The dog", "<s>The dog", "<s> The dog</s>"])
+def test_bos_and_eos_occur_once_even_where_the_text_spells_them(llama, write_jsonl, text):
+    sample = load_one(write_jsonl({"text": text}), llama)
+    assert np.flatnonzero(sample.input_ids == llama.bos_token_id).tolist() == [0]
+    assert np.flatnonzero(sample.input_ids == llama.eos_token_id).tolist() == [sample.stream_length]
+
+
+def test_eos_that_the_tokenizer_appends_is_a_target_and_not_doubled(llama, write_jsonl):
+    path = write_jsonl(PAIR)
+    expected = load_one(path, llama)
+    llama.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[("<s>", llama.bos_token_id), ("</s>", llama.eos_token_id)],
+    )
+    sample = load_one(path, llama)
+    np.testing.assert_array_equal(sample.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(sample.target_mask, expected.target_mask)
+
+
+def test_sample_id_is_the_record_index_whatever_is_dropped(gpt, write_jsonl):
+    long = {**PAIR, "completion": COMPLETION * 20}
+    samples, read, truncated, dropped = load(
+        write_jsonl(PAIR, long, PAIR), gpt, max_length=60, overlong="drop"
+    )
+    assert [s.sample_id for s in samples] == [0, 2]
+    assert (read, truncated, dropped) == (3, 0, 1)
+
+
+def test_truncation_keeps_the_beginning_and_is_counted(tokenizer, write_jsonl):
+    path = write_jsonl(PAIR, {"prompt": "The", "completion": " dog"})
+    whole = load(path, tokenizer).samples
+    max_length = len(whole[0].input_ids) - 3
+    samples, read, truncated, dropped = load(path, tokenizer, max_length=max_length)
+    assert (read, truncated, dropped) == (2, 1, 0)
+    np.testing.assert_array_equal(samples[0].input_ids, whole[0].input_ids[:max_length])
+    np.testing.assert_array_equal(samples[0].target_mask, whole[0].target_mask[:max_length])
+    np.testing.assert_array_equal(samples[1].input_ids, whole[1].input_ids)
+
+
+def test_sample_of_exactly_max_length_is_kept_whole(tokenizer, write_jsonl):
+    path = write_jsonl(PAIR)
+    n = len(load_one(path, tokenizer).input_ids)
+    assert load(path, tokenizer, max_length=n, overlong="error").truncated == 0
+    with pytest.raises(DataError, match=f"train.jsonl:1: {n} tokens exceed max_length={n - 1}"):
+        load(path, tokenizer, max_length=n - 1, overlong="error")
+
+
+def test_sample_that_truncation_leaves_without_targets_is_dropped(gpt, write_jsonl):
+    path = write_jsonl(
+        {"prompt": PROMPT * 5, "completion": "x"}, {"prompt": "a", "completion": "b"}
+    )
+    samples, read, truncated, dropped = load(path, gpt, max_length=16)
+    assert [s.sample_id for s in samples] == [1]
+    assert (read, truncated, dropped) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_no_sample_left_is_refused(gpt, write_jsonl, overlong):
+    path = write_jsonl({"prompt": PROMPT * 5, "completion": "x"})
+    with pytest.raises(DataError, match=re.escape(path) + ": no samples left.*max_length=16"):
+        load(path, gpt, max_length=16, overlong=overlong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"prompt": PROMPT, "completion": ""}, {}),
+        ({"instruction": PROMPT, "output": ""}, {}),
+        ({"text": ""}, {}),
+        ({"prompt": "", "completion": ""}, {"loss_on": "all"}),
+    ],
+)
+def test_record_without_target_tokens_is_named(tokenizer, write_jsonl, fields, options):
+    good = {name: "The dog" for name in fields}
+    with pytest.raises(DataError, match="train.jsonl:2: no target tokens"):
+        load(write_jsonl(good, fields), tokenizer, **options)
+
+
+def test_later_record_lacking_a_field_is_named(gpt, write_jsonl):
+    path = write_jsonl(PAIR, PAIR, {"prompt": "a", "answer": "b"})
+    problem = ":3: no field 'completion'.*found fields: 'prompt', 'answer'"
+    with pytest.raises(DataError, match=re.escape(path) + problem):
+        load(path, gpt)
+
+
+def test_token_outside_the_vocabulary_names_tokenizer_and_sizes(gpt, gpt_folder, write_jsonl):
+    path = write_jsonl(PAIR)
+    largest = int(load_one(path, gpt).input_ids.max())
+    load(path, gpt, vocab_size=largest + 1)
+    with pytest.raises(DataError, match=f"train.jsonl:1: token id {largest}") as caught:
+        load(path, gpt, vocab_size=largest)
+    for part in (str(gpt_folder), f"vocabulary of {largest}", f"has {len(gpt)} tokens"):
+        assert part in str(caught.value)
+
+
+def test_tokenizer_without_eos_is_refused(gpt, gpt_folder, write_jsonl):
+    gpt.eos_token = None
+    with pytest.raises(DataError, match=f"train.jsonl: .*{gpt_folder} has no EOS"):
+        load(write_jsonl(PAIR), gpt)
+
+
+def test_max_length_below_two_is_refused(gpt, write_jsonl):
+    with pytest.raises(DataError, match="max_length=1"):
+        load(write_jsonl(PAIR), gpt, max_length=1)
+
+
+def test_samples_do_not_depend_on_their_neighbours(tokenizer, write_jsonl):
+    records = [{"prompt": PROMPT[:n], "completion": COMPLETION[: n + 1]} for n in range(1, 30)]
+    together = load(write_jsonl(*records), tokenizer).samples
+    for record, sample in zip(records, together, strict=True):
+        alone = load_one(write_jsonl(record), tokenizer)
+        np.testing.assert_array_equal(sample.input_ids, alone.input_ids)
+        np.testing.assert_array_equal(sample.target_mask, alone.target_mask)
+
+
+def test_tokenizer_folder_errors_name_the_folder(tmp_path):
+    with pytest.raises(DataError, match="nowhere: tokenizer folder not found"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no tokenizer can be loaded")):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no tokenizer can be loaded")):
+        load_tokenizer(tmp_path)
+
+
+@pytest.fixture
+def stories260k():
+    folder = SHARED / "models" / "stories260k"
+    if not folder.is_dir():
+        pytest.skip("shared models are not here")
+    return load_tokenizer(folder)
+
+
+def test_stories260k_tokenizer_gives_the_golden_ids(stories260k):
+    golden = json.loads((SHARED / "models" / "stories260k" / "golden.json").read_text())
+    for case in golden:
+        assert stories260k(case["prompt"])["input_ids"] == case["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["instruct_small", "gsm8k"])
+def test_real_data_trains_on_completion_and_eos_only(stories260k, name):
+    path = SHARED / "data" / name / "test.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    samples = load(path, stories260k, max_length=4096).samples
+    for record, sample in zip(records, samples, strict=True):
+        prompt_ids = stories260k(record["prompt"])["input_ids"]
+        # The prompt's last token may merge with the completion's first.
+        first_target = int(sample.target_mask.argmax())
+        assert len(prompt_ids) - 2 <= first_target <= len(prompt_ids)
+        assert sample.target_mask[first_target:].all()
+        assert sample.input_ids[-1] == stories260k.eos_token_id
