@@ -75,7 +75,7 @@ class Engine:
         self.microbatches = 0
         self.microbatches_done = 0
         self._slots: list[_Slot] = []
-        self._state: TrainState | None = None
+        self.state: TrainState | None = None
         self._pending: _Pending | None = None
         self._current: Round | None = None
         self._stream: Prefetch[Round] | None = None
@@ -99,7 +99,7 @@ class Engine:
         self._pause()
         kept = [self.task_arrays(name) for name in self.names]
         self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
-        self._state = self._empty_state()
+        self.state = self._empty_state()
         for name, arrays in zip(self.names, kept, strict=False):
             self._write(name, arrays)
         for prepared in tasks:
@@ -110,7 +110,7 @@ class Engine:
         self._pause()
         kept = {other: self.task_arrays(other) for other in self.names if other != name}
         del self._slots[self._index(name)]
-        self._state = self._empty_state() if self._slots else None
+        self.state = self._empty_state() if self._slots else None
         for other, arrays in kept.items():
             self._write(other, arrays)
 
@@ -142,8 +142,8 @@ class Engine:
         options = self._forward_options(training=True)
         slots = jax.device_put(current.slots)
         for microbatch in current.microbatches[self.microbatches_done :]:
-            self._state = accumulate(
-                self.backbone.config, options, self.backbone.weights, self._state, microbatch, slots
+            self.state = accumulate(
+                self.backbone.config, options, self.backbone.weights, self.state, microbatch, slots
             )
             self.microbatches += 1
             self.microbatches_done += 1
@@ -198,7 +198,7 @@ class Engine:
                 self.backbone.config,
                 options,
                 self.backbone.weights,
-                self._state.adapters,
+                self.state.adapters,
                 losses,
                 jax.device_put(microbatch),
                 slots,
@@ -277,7 +277,7 @@ class Engine:
             hyper[kind] = {
                 name: np.asarray([r[name] for r in rows], np.float32) for name in rows[0]
             }
-        self._state, stats = update(self._state, due, hyper, self._kinds())
+        self.state, stats = update(self.state, due, hyper, self._kinds())
         self._pending = _Pending(self.rounds, current, lr, stats)
         self._current = None
         self.rounds += 1
@@ -334,11 +334,11 @@ class Engine:
         self._write(prepared.task.name, arrays)
 
     def _read(self, name: str) -> SlotState:
-        return read_slot(self._state, *self._address(name))
+        return read_slot(self.state, *self._address(name))
 
     def _write(self, name: str, arrays: SlotArrays) -> None:
         template = jax.eval_shape(lambda: self._read(name))
-        self._state = write_slot(self._state, *self._address(name), slot_tree(template, arrays))
+        self.state = write_slot(self.state, *self._address(name), slot_tree(template, arrays))
 
     def _address(self, name: str) -> tuple[str, int, int]:
         slot = self._index(name)

@@ -1,0 +1,140 @@
+"""A tiny random Llama and tasks of random samples, for the engine tests.
+
+Every test builds its engines with the same few shapes, so that few programs are compiled.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.optimizers import AdamW
+from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+from jaxmux.planner import ShapeClass
+from jaxmux.tasks import Task
+
+CONFIG = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+SLOTS, RANK = 4, 8
+
+
+@pytest.fixture(scope="session")
+def backbone() -> Backbone:
+    """Random weights large enough that adapters move the loss at once."""
+    random = Backbone.random(CONFIG, seed=5)
+    weights = jax.tree.map(lambda w: w if w.ndim == 1 else 5 * w, random.weights)
+    return dataclasses.replace(random, weights=weights)
+
+
+@pytest.fixture(scope="session")
+def make_task():
+    """Makes a prepared task of random samples; keyword arguments are those of `Task` and `LoRA`."""
+
+    def make(
+        name: str,
+        *,
+        rank: int = 4,
+        dropout: float = 0.0,
+        targets: str | tuple[str, ...] = "all-linear",
+        loraplus_ratio: float = 1.0,
+        samples: int = 24,
+        lengths: tuple[int, int] = (5, 90),
+        **fields,
+    ) -> PreparedTask:
+        adapter = LoRA(
+            rank, 2.0 * rank, dropout, target_modules=targets, loraplus_ratio=loraplus_ratio
+        )
+        fields = {"batch_size": 6, "steps": 5, "optimizer": AdamW(1e-2)} | fields
+        task = Task(name, data="random.jsonl", adapter=adapter, **fields)
+        drawn = random_samples(sum(name.encode()), samples, lengths)
+        masks = resolve_targets(adapter.target_modules, CONFIG)
+        return PreparedTask(
+            task=task,
+            targets=masks,
+            adapter=initial_adapter(adapter, masks, CONFIG, task.seed),
+            samples=Samples(drawn, len(drawn), 0, 0),
+            batches=GlobalBatches(drawn, task.batch_size, task.seed),
+            steps=task.steps,
+            eval_samples=[],
+        )
+
+    return make
+
+
+def random_samples(seed: int, count: int, lengths: tuple[int, int]) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        length = int(rng.integers(*lengths))
+        ids = rng.integers(CONFIG.vocab_size, size=length).astype(np.int32)
+        samples.append(Sample(ids, np.arange(length) >= min(3, length - 1), i))
+    return samples
+
+
+@pytest.fixture(scope="session")
+def make_engine(backbone):
+    """Makes an engine in which the given tasks are registered, in this order."""
+
+    def make(*tasks: PreparedTask, shape: ShapeClass = SHAPE, **options) -> Engine:
+        engine = Engine(backbone, EngineOptions(shape, **{"slots": SLOTS, "rank": RANK} | options))
+        engine.register_tasks(tasks)
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def train():
+    """Trains an engine, to the end or for some rounds; returns every task's updates by name."""
+
+    def run(engine: Engine, rounds: int | None = None) -> dict[str, list]:
+        updates = []
+        while not engine.finished and (rounds is None or rounds > 0):
+            updates += engine.train_round()
+            rounds = None if rounds is None else rounds - 1
+        updates += engine.drain()
+        return {name: [u for u in updates if u.task == name] for name in engine.names}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_same_bits():
+    """Compares two nested dicts or tuples of arrays, NaN equal to NaN."""
+
+    def check(one, other):
+        if isinstance(one, dict):
+            assert one.keys() == other.keys()
+            for key in one:
+                check(one[key], other[key])
+        elif isinstance(one, tuple):
+            for x, y in zip(one, other, strict=True):
+                check(x, y)
+        else:
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+    return check
+
+
+@pytest.fixture
+def replace_adapter():
+    """A prepared task that begins with other factors: `change` maps each array of the old ones."""
+
+    def replace(prepared: PreparedTask, change) -> PreparedTask:
+        adapter = {m: type(f)(*(change(x) for x in f)) for m, f in prepared.adapter.items()}
+        return dataclasses.replace(prepared, adapter=adapter)
+
+    return replace

@@ -1,0 +1,90 @@
+"""A task gets the same adapter alone and beside others."""
+
+import numpy as np
+import pytest
+
+from jaxmux.optimizers import SGD, AdamW, Lion, Schedule
+from jaxmux.planner import ShapeClass
+
+UPDATES = 30
+OTHER_SHAPES = {
+    "one long row": ShapeClass(rows=1, row_len=512, chunk_len=64, max_sequences=16),
+    "longer chunks": ShapeClass(rows=2, row_len=128, chunk_len=128, max_sequences=8),
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(make_task):
+    """Different in everything; all drop out."""
+    warm = Schedule("cosine", warmup_ratio=0.1)
+    return {
+        "adam": make_task(
+            "adam",
+            dropout=0.1,
+            steps=UPDATES,
+            optimizer=AdamW(5e-3, schedule=warm, weight_decay=0.1, clip_norm=0.02),
+        ),
+        "sgd": make_task(
+            "sgd",
+            rank=8,
+            dropout=0.1,
+            steps=UPDATES,
+            batch_size=3,
+            optimizer=SGD(0.1, schedule=Schedule("linear"), clip_norm=None),
+            targets=("q_proj", "v_proj", "down_proj"),
+            loraplus_ratio=4.0,
+        ),
+        "lion": make_task(
+            "lion", rank=3, dropout=0.3, steps=12, batch_size=9, optimizer=Lion(1e-3)
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def together(tasks, make_engine, train):
+    engine = make_engine(*tasks.values())
+    return engine, train(engine)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
+def test_same_shape_class_gives_the_same_bits(
+    name, tasks, together, make_engine, train, assert_same_bits
+):
+    engine, updates = together
+    alone = make_engine(tasks[name])
+    updates_alone = train(alone)[name]
+    assert len(updates_alone) == tasks[name].steps
+    for one, other in zip(updates_alone, updates[name], strict=True):
+        assert one == other
+    assert_same_bits(alone.task_arrays(name), engine.task_arrays(name))
+    assert alone.progress(name) == engine.progress(name)
+
+
+def test_the_order_of_registration_changes_no_bit(
+    tasks, together, make_engine, train, assert_same_bits
+):
+    reordered = make_engine(*reversed(tasks.values()))
+    train(reordered)
+    for name in tasks:
+        assert_same_bits(reordered.task_arrays(name), together[0].task_arrays(name))
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES.values(), ids=OTHER_SHAPES)
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_another_shape_class_gives_the_same_losses(
+    name, shape, tasks, together, make_engine, train
+):
+    alone = train(make_engine(tasks[name], shape=shape))[name]
+    losses = [u.loss for u in together[1][name]]
+    np.testing.assert_allclose([u.loss for u in alone], losses, rtol=1e-5)
+    assert np.ptp(losses) > 0.05
+
+
+def test_the_task_really_learns_and_really_drops_out(tasks, together, make_task, make_engine, train):
+    adapter = together[0].adapter("adam")
+    moved = [np.abs(f.a - tasks["adam"].adapter[m].a).max() for m, f in adapter.items()]
+    assert min(moved) > 1e-3
+    adam = tasks["adam"].task
+    dry = make_task("adam", dropout=0.0, steps=3, optimizer=adam.optimizer)
+    wet = together[1]["adam"]
+    assert train(make_engine(dry))["adam"][2].loss != pytest.approx(wet[2].loss, rel=1e-4)

@@ -1,0 +1,54 @@
+"""cuDNN attention against the plain-XLA implementation in float32; needs a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux.models.attention import AttentionOptions, attend, find_segments
+
+pytestmark = pytest.mark.gpu
+
+ROWS, ROW_LEN, HEADS, KV_HEADS, SIZE = 3, 512, 8, 2, 64
+PACKED = [[100, 28, 250, 64], [512], [64, 64, 1, 130]]
+DENSE = [[512], [300], [1]]
+
+
+def _segment_ids(lengths: list[list[int]], gap: int) -> np.ndarray:
+    ids = np.full((ROWS, ROW_LEN), -1, np.int32)
+    for row, sizes in enumerate(lengths):
+        start = 0
+        for segment, size in enumerate(sizes):
+            ids[row, start : start + size] = segment
+            start += size + (gap if start + size + gap < ROW_LEN else 0)
+    return ids
+
+
+@pytest.mark.parametrize("window", [None, 48])
+@pytest.mark.parametrize(("lengths", "most"), [(PACKED, 32), (DENSE, 1)])
+def test_cudnn_agrees_with_xla(lengths, most, window):
+    rng = np.random.default_rng(0)
+    shapes = [(ROWS, ROW_LEN, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    q, k, v, d_out = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    ids = _segment_ids(lengths, gap=3)
+    d_out = jnp.where((ids >= 0)[..., None, None], d_out, 0)
+
+    def run(implementation, dtype):
+        options = AttentionOptions(implementation, 64, window)
+
+        def out_and_gradients(q, k, v, d_out):
+            segments = find_segments(jnp.asarray(ids), most)
+            out, vjp = jax.vjp(lambda *x: attend(*x, segments, options)[0], q, k, v)
+            return out, *vjp(d_out)
+
+        return jax.jit(out_and_gradients)(*(x.astype(dtype) for x in (q, k, v, d_out)))
+
+    with jax.default_matmul_precision("highest"):
+        expected = run("xla", jnp.float32)
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), run("cudnn", jnp.bfloat16), expected, strict=True
+    ):
+        keep = (ids >= 0)[..., None, None]
+        got, want = (np.where(keep, np.asarray(x, np.float32), 0) for x in (got, want))
+        assert np.isfinite(got).all(), name
+        assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want), name

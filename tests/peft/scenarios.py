@@ -1,0 +1,169 @@
+"""What the training tests train: backbones, tasks and their data, as plain values for both sides."""
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from backbones import CONFIGS, STORIES260K_SHAPE, load_model, random_model, save_tokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoTokenizer
+
+# The arguments of jaxmux's `Task`, nested ones as dicts, with `words`, the range of a sample's words,
+# in place of `data`.
+TaskFields = dict[str, Any]
+WORDS = (
+    "once upon a time there was little girl boy who loved to play with big red ball in the park "
+    "one day she saw happy dog and cat they ran home because it very dark mom said let us sing"
+).split()
+
+
+def _task(name: str, words: tuple[int, int], **fields: Any) -> TaskFields:
+    return {"name": name, "words": words, "steps": 30, **fields}
+
+
+def _adamw(learning_rate: float, warmup_steps: int, clip_norm: float) -> dict[str, Any]:
+    return {
+        "kind": "adamw",
+        "learning_rate": learning_rate,
+        "weight_decay": 0.1,
+        "clip_norm": clip_norm,
+        "schedule": {"kind": "cosine", "warmup_steps": warmup_steps},
+    }
+
+
+# Ranks, scales, rates, batch sizes and lengths all differ; no batch fits into one microbatch.
+PARITY_TASKS = [
+    _task(
+        "short",
+        words=(5, 10),
+        adapter={"rank": 4, "alpha": 8.0},
+        optimizer=_adamw(2e-3, warmup_steps=4, clip_norm=0.5),
+        batch_size=20,
+        max_length=32,
+        seed=1,
+    ),
+    _task(
+        "long",
+        words=(30, 60),
+        adapter={"rank": 8, "alpha": 4.0, "rslora": True, "target_modules": ["q_proj", "v_proj"]},
+        optimizer=_adamw(1e-3, warmup_steps=2, clip_norm=0.1),
+        batch_size=4,
+        max_length=120,
+        seed=2,
+    ),
+    _task(
+        "medium",
+        words=(10, 25),
+        adapter={"rank": 2, "alpha": 16.0},
+        optimizer=_adamw(5e-4, warmup_steps=6, clip_norm=1.0),
+        batch_size=9,
+        max_length=64,
+        seed=3,
+    ),
+]
+
+FROM_PEFT = "made-by-peft"
+OTHER_OPTIMIZER_TASKS = [
+    _task(
+        "sgd",
+        words=(5, 10),
+        adapter={"rank": 4, "alpha": 8.0},
+        optimizer={
+            "kind": "sgd",
+            "learning_rate": 0.2,
+            "momentum": 0.9,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5,
+            "schedule": {"kind": "linear", "warmup_steps": 2},
+        },
+        batch_size=20,
+        max_length=32,
+        steps=10,
+        resume_from=FROM_PEFT,
+    ),
+    _task(
+        "loraplus",
+        words=(10, 25),
+        adapter={
+            "rank": 2,
+            "alpha": 2.0,
+            "loraplus_ratio": 8.0,
+            "initialisation": "gaussian",
+            "target_modules": r"model\.layers\.[02]\.(self_attn|mlp)\.(o_proj|up_proj|down_proj)",
+        },
+        optimizer={
+            "kind": "adamw",
+            "learning_rate": 5e-4,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5,
+            "schedule": {"kind": "constant", "warmup_steps": 2},
+        },
+        batch_size=9,
+        max_length=64,
+        steps=10,
+    ),
+]
+
+
+def make_backbone(name: str, folder: Path, shared: Path) -> None:
+    """Writes a checkpoint with a tokenizer. "stories260k" is the real model where the folder
+    `shared` has it, else a random one of its shape; other names are those of `CONFIGS`."""
+    trained = shared / "models" / "stories260k"
+    if name == "stories260k" and trained.is_dir():
+        shutil.copytree(trained, folder, copy_function=shutil.copyfile)
+        return
+    config = STORIES260K_SHAPE if name == "stories260k" else CONFIGS[name]
+    random_model(config).save_pretrained(folder)
+    save_tokenizer(folder, [" ".join(WORDS)])
+
+
+def write_tasks(specifications: Sequence[TaskFields], folder: Path) -> list[TaskFields]:
+    """Writes the tasks' data and the adapters they resume from, made by PEFT; returns the tasks as
+    jaxmux_side.py takes them."""
+    tasks = []
+    for specification in specifications:
+        task = dict(specification, data=f"{specification['name']}.jsonl")
+        words = task.pop("words")
+        # Two and a half epochs, each with a short last batch.
+        count = int(task["batch_size"] * (task["steps"] / 2.5 - 0.5))
+        write_records(folder / task["data"], words, count, task.get("seed", 0))
+        if "resume_from" in task:
+            settings = {"r": task["adapter"]["rank"], "lora_alpha": task["adapter"]["alpha"]}
+            save_peft_adapter(folder / "backbone", folder / task["resume_from"], settings)
+        tasks.append(task)
+    return tasks
+
+
+def write_records(path: Path, words: tuple[int, int], count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            text = rng.choices(WORDS, k=rng.randint(*words))
+            cut = rng.randint(1, len(text) // 2)
+            record = {"prompt": " ".join(text[:cut]), "completion": " " + " ".join(text[cut:])}
+            file.write(json.dumps(record) + "\n")
+
+
+def save_peft_adapter(
+    backbone: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A LoRA adapter with random A and B, made and saved by PEFT."""
+    torch.manual_seed(0)
+    config = LoraConfig(
+        **{"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+        | settings
+    )
+    model = get_peft_model(load_model(backbone).to(dtype), config, autocast_adapter_dtype=False)
+    model.save_pretrained(folder)
+
+
+def vocabulary(backbone: Path) -> int:
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    return min(len(tokenizer), AutoConfig.from_pretrained(backbone).vocab_size)

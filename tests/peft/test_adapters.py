@@ -1,0 +1,177 @@
+"""Adapter folders mean the same to jaxmux, PEFT and servers such as vLLM."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from backbones import CONFIGS, VOCABULARY, load_model, logits, random_model, random_prompts
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, save_peft_adapter
+from vllm_check import RefusedError, check_adapter
+
+TASKS = [task["name"] for task in PARITY_TASKS]
+FORMS = ("final", "serving")
+REQUIRED_KEYS = set(
+    "peft_type task_type base_model_name_or_path r lora_alpha lora_dropout bias target_modules "
+    "use_rslora rank_pattern alpha_pattern inference_mode".split()
+)
+# Adapters made by PEFT, as arguments of `save_peft_adapter`.
+MADE_BY_PEFT = {
+    "all-linear": {"settings": {"r": 4, "lora_alpha": 8}},
+    "rslora": {"settings": {"r": 6, "lora_alpha": 3, "use_rslora": True}},
+    "bfloat16": {
+        "settings": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+        "dtype": torch.bfloat16,
+    },
+    "expression": {
+        "settings": {"r": 2, "lora_alpha": 4, "target_modules": r".*\.layers\.[01]\..*(k|o)_proj"}
+    },
+}
+PROMPTS = random_prompts(VOCABULARY)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("task", TASKS)
+def test_an_exported_adapter_gives_jaxmuxs_logits_in_peft(task, form, trained, at_most):
+    check_exported_logits(trained, task, form, at_most)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("task", [task["name"] for task in OTHER_OPTIMIZER_TASKS])
+def test_so_does_one_that_targets_some_layers_or_began_in_peft(
+    task, form, trained_by_other_optimizers, at_most
+):
+    check_exported_logits(trained_by_other_optimizers, task, form, at_most)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("task", TASKS)
+def test_an_exported_adapter_passes_vllms_checks(task, form, trained):
+    check_adapter(trained.folder / form / task, linears(trained.folder / "backbone"))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_exported_configuration_is_that_of_the_task(task, trained):
+    spec = trained.tasks[task]["adapter"]
+    config = read_config(trained.folder / "final" / task)
+    assert REQUIRED_KEYS <= config.keys()
+    assert (config["r"], config["lora_alpha"]) == (spec["rank"], spec["alpha"])
+    assert config["use_rslora"] is spec.get("rslora", False)
+    assert config["task_type"] == "CAUSAL_LM" and config["inference_mode"] is True
+    assert config["base_model_name_or_path"] == str(trained.folder / "backbone")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_adapter_for_serving_carries_its_scale_in_b(task, trained):
+    spec = trained.tasks[task]["adapter"]
+    scale = spec["alpha"] / spec["rank"] ** (0.5 if spec.get("rslora") else 1)
+    config = read_config(trained.folder / "serving" / task)
+    assert config["lora_alpha"] == config["r"] and not config["use_rslora"]
+    plain, serving = (
+        load_file(trained.folder / form / task / "adapter_model.safetensors") for form in FORMS
+    )
+    for name, tensor in plain.items():
+        factor = scale if "lora_B" in name else 1.0
+        torch.testing.assert_close(serving[name], factor * tensor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"r": 32},
+        {"bias": "all"},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"tensor": "base_model.model.lm_head.lora_A.weight"},
+        {"tensor": "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"},
+    ],
+    ids=str,
+)
+def test_the_vllm_check_refuses_what_vllm_refuses(change, trained, tmp_path):
+    good = trained.folder / "final" / "short"
+    tensors = load_file(good / "adapter_model.safetensors")
+    if "tensor" in change:
+        tensors[change["tensor"]] = torch.zeros(4, 4)
+        change = {}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(read_config(good) | change))
+    with pytest.raises(RefusedError):
+        check_adapter(tmp_path, linears(trained.folder / "backbone"))
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory, jaxmux) -> Path:
+    """Adapters made by PEFT, and what jaxmux reads from them and computes with them."""
+    folder = tmp_path_factory.mktemp("imported")
+    random_model(CONFIGS["qwen3"]).save_pretrained(folder / "backbone")
+    for name, arguments in MADE_BY_PEFT.items():
+        save_peft_adapter(folder / "backbone", folder / name, **arguments)
+    names = list(MADE_BY_PEFT)
+    # A case takes three prompts lists, so three adapters.
+    cases = {
+        name: {
+            "backbone": "backbone",
+            "adapters": [name, names[i - 1], names[i - 2]],
+            "prompts": PROMPTS,
+        }
+        for i, name in enumerate(names)
+    }
+    jaxmux("forward", folder, {"cases": cases})
+    return folder
+
+
+@pytest.mark.parametrize("name", MADE_BY_PEFT)
+def test_jaxmux_reads_the_tensors_that_peft_wrote(name, imported):
+    written = load_file(imported / name / "adapter_model.safetensors")
+    read = np.load(imported / "tensors" / f"{name}-0.npz")
+    assert set(read) == set(written)
+    for key, tensor in written.items():
+        assert tensor.dtype == MADE_BY_PEFT[name].get("dtype", torch.float32)
+        np.testing.assert_array_equal(read[key], tensor.float().numpy())
+
+
+@pytest.mark.parametrize("name", MADE_BY_PEFT)
+def test_an_adapter_made_by_peft_gives_its_logits_in_jaxmux(name, imported, at_most):
+    model = PeftModel.from_pretrained(load_model(imported / "backbone"), imported / name).eval()
+    found = np.load(imported / "logits" / f"{name}.npz")
+    error = largest_difference(found, 0, PROMPTS[0], model)
+    at_most("logits of imported adapters", error, 1e-3)
+    with model.disable_adapter():
+        assert largest_difference(found, 0, PROMPTS[0], model) > 0.1
+
+
+def check_exported_logits(trained, task: str, form: str, at_most) -> None:
+    adapter = trained.folder / form / task
+    model = PeftModel.from_pretrained(load_model(trained.folder / "backbone"), adapter).eval()
+    found = np.load(trained.folder / "logits" / "final.npz")
+    slot, prompts = list(trained.tasks).index(task), trained.prompts[task]
+    error = largest_difference(found, slot, prompts, model)
+    at_most("logits of exported adapters", error, 1e-3)
+    with model.disable_adapter():
+        change = largest_difference(found, slot, prompts, model)
+    assert change > 0.1, f"the adapter hardly changes the logits ({change:.1e})"
+
+
+def largest_difference(found, slot: int, prompts, model) -> float:
+    return max(
+        np.abs(found[f"{slot}-{i}"] - logits(model, prompt).numpy()).max()
+        for i, prompt in enumerate(prompts)
+    )
+
+
+def linears(backbone: Path) -> dict[str, torch.nn.Linear]:
+    """The linears that vLLM can put an adapter on: those of the decoder layers."""
+    modules = load_model(backbone).named_modules()
+    return {
+        name: module
+        for name, module in modules
+        if ".layers." in name and isinstance(module, torch.nn.Linear)
+    }
+
+
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "adapter_config.json").read_text())

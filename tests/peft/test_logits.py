@@ -1,0 +1,116 @@
+"""transformers and jaxmux compute the same logits from the same checkpoint, whoever wrote it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backbones import (
+    CONFIGS,
+    VOCABULARY,
+    WITHOUT_FEATURE,
+    load_model,
+    logits,
+    random_model,
+    random_prompts,
+)
+from transformers import AutoModelForCausalLM
+
+LIMIT = 1e-4
+PROMPTS = random_prompts(VOCABULARY)
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 12,
+}
+# Configurations in jaxmux's terms.
+MADE_BY_JAXMUX = {
+    "llama": {"architecture": "LlamaForCausalLM", **_SHAPE},
+    "llama-biases-tied": {
+        "architecture": "LlamaForCausalLM",
+        **_SHAPE,
+        "attention_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "mistral-window": {"architecture": "MistralForCausalLM", **_SHAPE, "sliding_window": 16},
+    "mistral": {"architecture": "MistralForCausalLM", **_SHAPE},
+    "qwen2": {"architecture": "Qwen2ForCausalLM", **_SHAPE, "attention_bias": True},
+    "qwen2-window": {
+        "architecture": "Qwen2ForCausalLM",
+        **_SHAPE,
+        "attention_bias": True,
+        "sliding_window": 16,
+    },
+    "qwen3": {"architecture": "Qwen3ForCausalLM", **_SHAPE, "head_dim": 16, "qk_norm": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, jaxmux) -> Path:
+    """Checkpoints of both sides, and jaxmux's logits for all of them."""
+    folder = tmp_path_factory.mktemp("logits")
+    cases = {}
+    for name, config in CONFIGS.items():
+        random_model(config).save_pretrained(folder / name)
+        cases[name] = {"backbone": name, "prompts": PROMPTS}
+    random_model(CONFIGS["llama"]).save_pretrained(folder / "sharded", max_shard_size="50KB")
+    cases["sharded"] = {"backbone": "sharded", "prompts": PROMPTS}
+    for name, config in MADE_BY_JAXMUX.items():
+        place = f"saved-{name}"
+        cases[place] = {"backbone": place, "prompts": PROMPTS, "random": config}
+    jaxmux("forward", folder, {"cases": cases})
+    return folder
+
+
+def difference(folder: Path, case: str, model) -> float:
+    """Largest difference of a logit, over all prompts, each alone in transformers."""
+    found = np.load(folder / "logits" / f"{case}.npz")
+    return max(
+        np.abs(found[f"{slot}-{i}"] - logits(model, prompt).numpy()).max()
+        for slot, prompts in enumerate(PROMPTS)
+        for i, prompt in enumerate(prompts)
+    )
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_packed_sequences_get_the_logits_of_transformers(case, folder, at_most):
+    at_most(
+        "logits of loaded backbones", difference(folder, case, load_model(folder / case)), LIMIT
+    )
+
+
+def test_a_sharded_checkpoint_loads_as_the_whole_one(folder, at_most):
+    assert len(list((folder / "sharded").glob("model-*.safetensors"))) > 2
+    model = load_model(folder / "sharded")
+    at_most("logits of loaded backbones", difference(folder, "sharded", model), LIMIT)
+
+
+@pytest.mark.parametrize("case", MADE_BY_JAXMUX)
+def test_a_backbone_saved_by_jaxmux_loads_in_transformers(case, folder, at_most):
+    place = f"saved-{case}"
+    model, report = AutoModelForCausalLM.from_pretrained(folder / place, output_loading_info=True)
+    assert not any(report.values()), report
+    at_most("logits of saved backbones", difference(folder, place, model.eval()), LIMIT)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_comparison_sees_the_whole_context(case, folder):
+    """The backbones are not trivial: logits vary, and the last one depends on distant tokens."""
+    model = load_model(folder / case)
+    prompt = PROMPTS[2][0]
+    before = logits(model, prompt)
+    assert before.std() > 1
+    changed = [*prompt[:-12], prompt[-12] ^ 1, *prompt[-11:]]
+    assert (logits(model, changed)[-1] - before[-1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("case", WITHOUT_FEATURE)
+def test_the_comparison_sees_rope_scaling_and_sliding_windows(case, folder):
+    model = random_model(WITHOUT_FEATURE[case])
+    assert difference(folder, case, model) > 0.01

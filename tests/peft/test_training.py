@@ -1,0 +1,109 @@
+"""Tasks that jaxmux trains together become what PEFT and torch make of each alone.
+
+Both sides start from the same initial adapter and see the same batches; neither uses dropout.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from peft_training import PeftRun, train_alone
+from safetensors.torch import load_file
+from scenarios import FROM_PEFT, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
+
+PARITY = [task["name"] for task in PARITY_TASKS]
+OTHERS = [task["name"] for task in OTHER_OPTIMIZER_TASKS]
+
+
+class Pair(NamedTuple):
+    """One task, trained by both."""
+
+    task: dict
+    updates: list[dict]
+    final: dict[str, torch.Tensor]
+    peft: PeftRun
+
+
+def pair(trained, name: str) -> Pair:
+    task, folder = trained.tasks[name], trained.folder
+    peft = train_alone(folder / "backbone", folder / "initial" / name, task, trained.batches[name])
+    final = load_file(folder / "final" / name / "adapter_model.safetensors")
+    return Pair(task, trained.updates[name], final, peft)
+
+
+@pytest.fixture(scope="module", params=PARITY)
+def adamw(request, trained) -> Pair:
+    return pair(trained, request.param)
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request, trained_by_other_optimizers) -> Pair:
+    return pair(trained_by_other_optimizers, request.param)
+
+
+def test_the_tasks_share_microbatches_and_accumulate_gradients(trained):
+    assert any(len(tasks) > 1 for a_round in trained.microbatches for tasks in a_round)
+    for name in trained.tasks:
+        spans = [sum(name in tasks for tasks in a_round) for a_round in trained.microbatches]
+        assert sum(span > 1 for span in spans) >= 0.8 * len(spans), f"{name}: {spans}"
+
+
+def test_clipping_bites(adamw):
+    clipped = [u["grad_norm"] > adamw.task["optimizer"]["clip_norm"] for u in adamw.updates]
+    assert sum(clipped) >= 0.8 * len(clipped)
+
+
+def test_peft_reads_the_scale_of_the_task(adamw):
+    spec = adamw.task["adapter"]
+    root = 0.5 if spec.get("rslora") else 1
+    assert adamw.peft.scaling == {spec["alpha"] / spec["rank"] ** root}
+
+
+def test_losses_are_those_of_peft(adamw, at_most):
+    assert len(adamw.updates) == 30
+    check_losses(adamw, at_most)
+
+
+def test_adapters_are_those_of_peft(adamw, at_most):
+    check_adapters(adamw, at_most)
+
+
+def test_learning_rates_and_gradient_norms_are_those_of_torch(adamw, at_most):
+    check_rates_and_norms(adamw, at_most)
+
+
+def test_sgd_and_loraplus_are_those_of_torch_and_peft(other, at_most):
+    assert len(other.updates) == 10
+    check_losses(other, at_most)
+    check_adapters(other, at_most)
+    check_rates_and_norms(other, at_most)
+
+
+def test_an_adapter_made_by_peft_trains_on(trained_by_other_optimizers):
+    folder = trained_by_other_optimizers.folder
+    made = load_file(folder / FROM_PEFT / "adapter_model.safetensors")
+    begun = load_file(folder / "initial" / "sgd" / "adapter_model.safetensors")
+    assert made.keys() == begun.keys()
+    assert all(torch.equal(made[name], begun[name]) for name in made)
+
+
+def check_losses(pair: Pair, at_most) -> None:
+    for update, loss in zip(pair.updates, pair.peft.losses, strict=True):
+        at_most("losses, relative", abs(update["loss"] - loss) / loss, 1e-5)
+
+
+def check_adapters(pair: Pair, at_most) -> None:
+    initial, expected = pair.peft.initial, pair.peft.final
+    assert pair.final.keys() == expected.keys()
+    for name, tensor in pair.final.items():
+        change = (expected[name] - initial[name]).norm()
+        assert change > 0, f"{name} was not trained"
+        error = ((tensor - expected[name]).norm() / change).item()
+        at_most("adapter tensors, relative to their change", error, 1e-3)
+
+
+def check_rates_and_norms(pair: Pair, at_most) -> None:
+    peft = pair.peft
+    for update, rate, norm in zip(pair.updates, peft.rates, peft.grad_norms, strict=True):
+        assert update["lr"] == pytest.approx(rate, rel=1e-12)
+        at_most("gradient norms, relative", abs(update["grad_norm"] - norm) / norm, 1e-4)
