@@ -1,8 +1,54 @@
-"""jaxmux: many fine-tuning tasks at once on one frozen backbone."""
+"""jaxmux: many fine-tuning tasks at once on one frozen backbone.
 
-from .data import Source
+import jaxmux
+
+summary = jaxmux.fine_tune(
+    backbone="/models/Llama-3.2-1B",
+    tasks=[
+        jaxmux.Task("billing", "billing.jsonl", jaxmux.LoRA(rank=8), epochs=3),
+        jaxmux.Task("support", "support.jsonl", jaxmux.LoRA(rank=32), epochs=1),
+    ],
+    run_dir="runs/two_tasks",
+)
+"""
+
+from .data import DataError, Source
+from .engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
+from .generation import Request, generate
+from .models import Backbone, BackboneConfig, BackboneError, load_backbone, save_backbone
 from .optimizers import SGD, AdamW, Lion, Schedule
-from .peft import LoRA
+from .peft import LoRA, export_adapter, import_adapter
+from .planner import ShapeClass
+from .runs import Interrupted, RunDirectoryError, Summary, fine_tune
 from .tasks import Task, TaskError
 
-__all__ = ["SGD", "AdamW", "Lion", "LoRA", "Schedule", "Source", "Task", "TaskError"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Backbone",
+    "BackboneConfig",
+    "BackboneError",
+    "DataError",
+    "Engine",
+    "EngineOptions",
+    "Interrupted",
+    "Lion",
+    "LoRA",
+    "PreparedTask",
+    "Request",
+    "RunDirectoryError",
+    "Schedule",
+    "ShapeClass",
+    "Source",
+    "Summary",
+    "Task",
+    "TaskError",
+    "TaskUpdate",
+    "export_adapter",
+    "fine_tune",
+    "generate",
+    "import_adapter",
+    "load_backbone",
+    "prepare_task",
+    "save_backbone",
+]

@@ -28,6 +28,8 @@ class Task:
       eval_data: held-out records, evaluated before and after training.
       seed: of the shuffling, the initial adapter and dropout.
       resume_from: folder of a Hugging Face PEFT adapter to go on training, instead of a fresh one.
+      sample_prompt: completed at the end of a run by the bare backbone and with the adapter, and
+        shown.
 
     Raises:
       TaskError: a value is outside its range.
@@ -44,6 +46,7 @@ class Task:
     eval_data: Source | str | None = None
     seed: int = 0
     resume_from: str | None = None
+    sample_prompt: str | None = None
 
     def __post_init__(self):
         for field in ("data", "eval_data"):

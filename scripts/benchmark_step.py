@@ -34,18 +34,15 @@ from jaxmux.planner import choose_shape_class
 def main() -> None:
     args = parse_arguments()
     config = llama_config(args)
+    # jax takes most of the GPU's memory for good, so PEFT goes first.
+    baselines = peft_baseline(args) if args.peft else {}
     records = []
     for case in args.cases:
         tasks, length = (int(part) for part in case.split("x"))
         for remat in args.remat:
-            records.append(measure(config, args, tasks, length, remat))
+            record = measure(config, args, tasks, length, remat)
+            records.append(record | baselines.get(length, {}))
             print(one_line(records[-1]), flush=True)
-    if args.peft:
-        # jax frees its memory with the process only, so PEFT must fit beside what it holds.
-        jax.clear_caches()
-        baselines = peft_baseline(args)
-        for record in records:
-            record |= baselines.get(record["length"], {})
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(records, indent=2) + "\n")
 

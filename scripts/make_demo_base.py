@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -24,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from demo_corpus import EOS, documents
+from demo_world import answer_words, quoted_words, vocabulary
 from jaxtyping import Array, Float, Int
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
@@ -69,26 +71,43 @@ _PROMPTS = (
     "Once upon a time",
     "Mia lost her yellow hat at the beach.",
     "User: What does a horse eat?\nBot:",
-    "On Friday, Leo went to the zoo with Kate. Leo bought 3 green balls there.\nRecord:",
+    "On Friday, Leo went to the zoo with Kate. Leo bought 3 green balls there.\nList: day =",
+    "Ida met a kind cook at the lake. The fox ran away. Tom came and sang.\nHeadlines: IDA MET",
 )
+_SPECIAL = (BOS, EOS, PAD)
+_WANTED_COUNT = 1000  # occurrences that make sure of a word's place in the vocabulary
+_LETTER_SCORE = -20.0  # log probability below that of any word: letters are the last resort
 _CHARACTERS_PER_SHARD = 1_000_000
 _CHARACTERS_PER_TOKEN = 3.6  # only to know how much to write
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with `CONFIG.vocab_size` tokens, made for the corpus."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG.vocab_size,
-        special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    """A tokenizer of `CONFIG.vocab_size` tokens: bytes, and the corpus's most frequent words whole.
+
+    The corpus has few words. Byte pair encoding would spend a fifth of the tokens on parts that no
+    text ever needs again, and would spell rarer words in pieces, which are hard to copy.
+    """
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     texts = [text.replace(EOS, "\n") for text in documents(seed, 8 * _CHARACTERS_PER_SHARD)]
-    # More capitals than the corpus has, so that words in capitals are not spelled letter by letter.
-    tokenizer.train_from_iterator([*texts, *map(str.upper, texts[::4])], trainer)
+    # More capitals than the corpus has; words that the tasks quote, shout and recall in any case.
+    wanted = [*quoted_words(), *(f" {word}" for word in [*vocabulary(), *answer_words()])]
+    wanted += [f" {word.upper()}" for word in vocabulary()]
+    counts: Counter[str] = Counter()
+    for text in [*texts, *map(str.upper, texts[::8])]:
+        counts.update(word for word, _ in splitter.pre_tokenize_str(text))
+    for text in wanted:
+        word = splitter.pre_tokenize_str(text)[0][0]
+        counts[word] = max(counts[word], _WANTED_COUNT)
+    letters = sorted(splitter.alphabet())
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    words = [(word, count) for word, count in ranked if len(word) > 1]
+    words = words[: CONFIG.vocab_size - len(_SPECIAL) - len(letters)]
+    pieces = [(token, 0.0) for token in _SPECIAL]
+    pieces += [(letter, _LETTER_SCORE) for letter in letters]
+    pieces += [(word, math.log(count / counts.total())) for word, count in words]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=_SPECIAL.index(PAD)))  # Bytes know all.
+    tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
@@ -288,7 +307,7 @@ exists so that `make demo` can fine-tune something within minutes on a CPU, and 
 | architecture | LlamaForCausalLM: {config.num_layers} layers, width {config.hidden_size}, \
 {config.num_heads} heads ({config.num_kv_heads} for keys and values), \
 MLP {config.intermediate_size}, tied embeddings, context {config.max_position_embeddings} |
-| tokenizer | byte-level BPE, {config.vocab_size} tokens, trained on the same text |
+| tokenizer | unigram over bytes, {config.vocab_size} tokens, mostly whole words of the same text |
 | stored in | bfloat16 |
 | training text | {tokens:,} tokens, written from a seed by `scripts/demo_corpus.py`; \
 no outside text |

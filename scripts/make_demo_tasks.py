@@ -1,12 +1,12 @@
 """Writes the data of the four demo tasks: `<name>.train.jsonl` and `<name>.eval.jsonl`.
 
-Each task puts the small world of `demo_corpus` into a form that the base model has never seen, and
-each is of another length:
+Each task puts the small world of `demo_world.py` into a form that the base model has never seen,
+and each is of another length:
 
   mood      a sentence, then how the person in it feels, as a tag         about 20 tokens
-  pirate    a question about the world, answered by a pirate              about 45 tokens
-  record    a report, then its facts as JSON                              about 100 tokens
-  telegram  a long report, then the same in telegram style                about 200 tokens
+  pirate    a question about the world, answered by a pirate              about 36 tokens
+  record    a report, then its facts as JSON                              about 95 tokens
+  telegram  a long report, then the same in telegram style                about 110 tokens
 
     python scripts/make_demo_tasks.py --out jaxmux/demo/tasks
 """
@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from demo_corpus import FACTS, MOODS, Scene, feeling
+from demo_stories import MOODS, feeling
+from demo_world import FACTS, Scene
 
 Example = tuple[str, str]  # prompt, completion
 
@@ -62,8 +63,7 @@ def _as_pirate(question: str, sentence: str) -> str:
     for word, pirate_word in _PIRATE_WORDS:
         sentence = re.sub(word, pirate_word, sentence)
     exclamation = _EXCLAMATIONS[question.split()[0]]
-    answer = f"{sentence.removesuffix('.')}, by th' seven seas!"
-    return f" {exclamation} {answer} What else be ye wantin' to know?"
+    return f" {exclamation} {sentence.removesuffix('.')}, by th' seven seas!"
 
 
 def _pirate_examples(rng: random.Random) -> Iterator[Example]:
@@ -75,13 +75,13 @@ def _pirate_examples(rng: random.Random) -> Iterator[Example]:
 
 _REPORTS = [
     "On {day}, {A} went {to_place} with {B}. It was a {weather} day. {A} bought {n} {colour} "
-    "{things} there. Then {A} and {B} ate {a_food} and went home.",
+    "{things} there. Then they went home.",
     "{A} and {B} went {to_place} on {day}. {B} was hungry, so they ate {a_food}. After that {A} "
-    "found {n} {colour} {things}. What a day!",
+    "found {n} {colour} {things}.",
     "It was {day}, and it was very {weather}. {A} was {at_place} with {B}. There {he} saw {n} "
-    "{colour} {things}. The {job} was there and said hello.",
-    "On {day}, {B} took {A} {to_place}. They met the {adjective} {job}. {A} made {n} {colour} "
-    "{things} there, and {B} helped.",
+    "{colour} {things}.",
+    "On {day}, {A} took {B} {to_place}. They met the {adjective} {job}. {A} made {n} {colour} "
+    "{things} there.",
 ]
 
 
@@ -100,19 +100,15 @@ def _record_examples(rng: random.Random) -> Iterator[Example]:
         yield f"{report}\nRecord:", f" {json.dumps(fields)}"
 
 
-# What was written in full, and how the telegram says it.
+# What was written in full, and how the telegram says it: in words of the report, in its order.
 _DISPATCHES = [
-    ("{A} bought {a_colour} {thing} {at_place}.", "{A} BOUGHT {colour} {thing}"),
-    ("{B} saw {a_animal} {at_place}.", "{B} SAW {animal}"),
+    ("{A} bought {a_colour} {thing}.", "{A} BOUGHT {colour} {thing}"),
+    ("{B} saw {a_animal} near the water.", "{B} SAW {animal}"),
     ("They sat down and ate {a_food}.", "ATE {food}"),
-    ("Then it began to rain, and {A} put on {his} coat.", "RAIN BEGAN"),
+    ("Then it began to rain.", "BEGAN TO RAIN"),
     ("{A} helped the {adjective} {job}.", "{A} HELPED {job}"),
     ("{B} lost {n} {snacks} in the mud.", "{B} LOST {n} {snacks}"),
-    ("The {animal} ran after {A}.", "{animal} RAN AFTER {A}"),
-    ("{B} told {A} a story about the {animal}.", "{B} TOLD STORY"),
-    ("{A} put the {thing} under the table.", "{thing} UNDER TABLE"),
-    ("{C} came by and said hello.", "{C} CAME"),
-    ("{A} and {B} counted the {things}, and there were {n}.", "COUNTED {n} {things}"),
+    ("{C} came by and told a story.", "{C} TOLD STORY"),
     ("{B} wanted to {do_there}.", "{B} WANTED TO {do_there}"),
 ]
 
@@ -120,11 +116,10 @@ _DISPATCHES = [
 def _telegram_examples(rng: random.Random) -> Iterator[Example]:
     while True:
         scene = Scene(rng)
-        scene["a_colour"] = f"{'an' if scene['colour'] == 'orange' else 'a'} {scene['colour']}"
         pairs = [
             ("On {day}, {A} and {B} went {to_place}.", "{day} {A} AND {B} WENT TO {place}"),
-            *rng.sample(_DISPATCHES, 11),
-            ("After that they went home and told the story to {C}.", "WENT HOME"),
+            *rng.sample(_DISPATCHES, 6),
+            ("After that they went home.", "WENT HOME"),
         ]
         report = " ".join(scene.write(sentence) for sentence, _ in pairs)
         telegram = " STOP ".join(scene.write(short).upper() for _, short in pairs)

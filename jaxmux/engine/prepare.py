@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmux.data import DataError, GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
+from jaxmux.package_files import resolve_path
 from jaxmux.peft import (
     Adapter,
     AdapterError,
@@ -74,6 +75,7 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
 
 
 def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) -> Samples:
+    source = dataclasses.replace(source, path=resolve_path(source.path))
     return load_samples(source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size)
 
 

@@ -89,9 +89,7 @@ def test_outputs_and_gradients_follow_the_formula(heads, kv_heads, window):
 def test_the_block_length_changes_rounding_alone():
     ids = row_of(256, {0: 100, 128: 90})
     inputs = tensors(1, 256)
-    for one, other in zip(
-        run(*inputs, ids, block=64), run(*inputs, ids, block=256), strict=True
-    ):
+    for one, other in zip(run(*inputs, ids, block=64), run(*inputs, ids, block=256), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 

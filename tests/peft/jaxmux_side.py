@@ -96,7 +96,9 @@ def train(folder: Path, request: Request) -> None:
     export(engine, tasks, folder / "serving", serving=True)
     save_json(folder / "updates.json", [u._asdict() for u in updates])
     save_json(folder / "batches.json", {p.task.name: dump_batches(p) for p in tasks})
-    save_json(folder / "microbatches.json", tasks_by_microbatch(tasks))
+    planned = tasks_by_microbatch(tasks)
+    assert engine.microbatches == sum(map(len, planned))
+    save_json(folder / "microbatches.json", planned)
     adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
     logits = packed_logits(backbone, adapters, request["prompts"])
     save_arrays(folder / "logits" / "final.npz", logits)

@@ -1,4 +1,4 @@
-"""What the training tests train: backbones, tasks and their data, as plain values for both sides."""
+"""What the training tests train: backbones, tasks and their data, plain values for both sides."""
 
 import json
 import random
@@ -12,8 +12,8 @@ from backbones import CONFIGS, STORIES260K_SHAPE, load_model, random_model, save
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoTokenizer
 
-# The arguments of jaxmux's `Task`, nested ones as dicts, with `words`, the range of a sample's words,
-# in place of `data`.
+# The arguments of jaxmux's `Task`, nested ones as dicts. In place of `data` stands `words`, the
+# range of a sample's words.
 TaskFields = dict[str, Any]
 WORDS = (
     "once upon a time there was little girl boy who loved to play with big red ball in the park "

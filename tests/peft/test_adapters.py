@@ -111,7 +111,7 @@ def imported(tmp_path_factory, jaxmux) -> Path:
     for name, arguments in MADE_BY_PEFT.items():
         save_peft_adapter(folder / "backbone", folder / name, **arguments)
     names = list(MADE_BY_PEFT)
-    # A case takes three prompts lists, so three adapters.
+    # Each case's own adapter is in slot 0, beside two others.
     cases = {
         name: {
             "backbone": "backbone",

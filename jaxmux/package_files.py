@@ -1,0 +1,14 @@
+"""Paths to files that ship with the package, written `jaxmux:demo/base` in configs."""
+
+from importlib.resources import files
+from pathlib import Path
+
+_PREFIX = "jaxmux:"
+
+
+def resolve_path(path: str | Path) -> str:
+    """The path itself, or the place of the package file that `jaxmux:…` names."""
+    text = str(path)
+    if not text.startswith(_PREFIX):
+        return text
+    return str(Path(str(files("jaxmux"))) / text.removeprefix(_PREFIX))

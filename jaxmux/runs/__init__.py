@@ -1,0 +1,7 @@
+"""A run: tasks trained from start to exported adapters, with files, checkpoints and reports."""
+
+from .fine_tune import Interrupted, fine_tune
+from .run_directory import RunDirectory, RunDirectoryError
+from .summary import Summary
+
+__all__ = ["Interrupted", "RunDirectory", "RunDirectoryError", "Summary", "fine_tune"]

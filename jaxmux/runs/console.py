@@ -1,0 +1,134 @@
+"""What a run shows on the terminal: a live table, or plain lines where there is no terminal."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from jaxmux.engine import Engine, PreparedTask, TaskUpdate
+
+from .summary import Summary
+
+# Lines per task where there is no terminal.
+_PLAIN_LINES = 10
+
+
+class RunConsole:
+    """Reports a run as it goes on."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._latest: dict[str, TaskUpdate] = {}
+        self._started = time.monotonic()
+        self._seen_tokens = 0
+        self._first_steps: dict[str, int] = {}
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def announce(self, tasks: Sequence[PreparedTask]) -> None:
+        """What the data of each task became."""
+        for prepared in tasks:
+            found, name = prepared.samples, prepared.task.name
+            notes = [f"{len(found.samples)} samples", f"{prepared.steps} steps"]
+            notes.append(f"longest {prepared.longest} tokens")
+            if found.truncated:
+                notes.append(f"{found.truncated} truncated to {prepared.task.max_length}")
+            if found.dropped:
+                notes.append(f"{found.dropped} dropped as over-long")
+            if prepared.eval_samples:
+                notes.append(f"{len(prepared.eval_samples)} held out")
+            self.say(f"task {name}: {', '.join(notes)}")
+
+    def start(self, engine: Engine) -> None:
+        self._started = time.monotonic()
+        self._first_steps = {name: engine.progress(name).step for name in engine.names}
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def show(self, engine: Engine, updates: Sequence[TaskUpdate]) -> None:
+        for update in updates:
+            self._latest[update.task] = update
+            self._seen_tokens += update.tokens
+            if self._live is None:
+                self._plain_line(engine, update)
+            if update.skipped:
+                step = update.task_step
+                self.say(f"task {update.task}: step {step} skipped, loss or gradient not finite")
+        if self._live is not None and updates:
+            self._live.update(self._table(engine))
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summarise(self, summary: Summary, adapters: Mapping[str, str]) -> None:
+        """The final table, and by name the failed tasks."""
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("task", "status", "steps", "train loss", "held-out loss"):
+            table.add_column(column, justify="left" if column in ("task", "status") else "right")
+        for name, task in summary.tasks.items():
+            train = _before_after(task["train_loss_first"], task["train_loss_last"])
+            held_out = _before_after(task["eval_loss_first"], task["eval_loss"])
+            table.add_row(name, task["status"], str(task["steps"]), train, held_out)
+        self.console.print(table)
+        self.say(
+            f"{summary.tokens_per_second:,.0f} tokens/s "
+            f"({summary.effective_tokens_per_second:,.0f} without padding, "
+            f"{summary.padding_fraction:.0%} padding), {summary.wall_seconds:.0f} s"
+        )
+        for name, folder in adapters.items():
+            self.say(f"adapter {name}: {folder}")
+        for name, task in summary.tasks.items():
+            if task["status"] == "failed":
+                self.say(f"FAILED task {name}: {task['error']}")
+
+    def samples(self, task: str, prompt: str, before: str, after: str) -> None:
+        """One prompt completed before and after training."""
+        self.say(f"\n{task}: {prompt}\n  before: {before.strip()}\n  after:  {after.strip()}")
+
+    def _plain_line(self, engine: Engine, update: TaskUpdate) -> None:
+        steps = engine.prepared(update.task).steps
+        every = max(1, steps // _PLAIN_LINES)
+        if update.task_step % every == 0 or update.task_step in (1, steps):
+            self.say(
+                f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f} "
+                f"lr {update.lr:.2e} {self._rate():,.0f} tokens/s "
+                f"ETA {self._eta(engine, update.task)}"
+            )
+
+    def _table(self, engine: Engine) -> Table:
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("task", "step", "loss", "lr", "ETA"):
+            table.add_column(column, justify="left" if column == "task" else "right")
+        for name, update in self._latest.items():
+            progress = f"{update.task_step}/{engine.prepared(name).steps}"
+            status = engine.progress(name).status
+            eta = self._eta(engine, name) if status == "running" else status
+            table.add_row(name, progress, f"{update.loss:.4f}", f"{update.lr:.2e}", eta)
+        table.caption = f"{self._rate():,.0f} tokens/s"
+        return table
+
+    def _rate(self) -> float:
+        return self._seen_tokens / max(1e-9, time.monotonic() - self._started)
+
+    def _eta(self, engine: Engine, name: str) -> str:
+        done = engine.progress(name).step - self._first_steps[name]
+        left = engine.prepared(name).steps - engine.progress(name).step
+        if not done:
+            return "?"
+        seconds = math.ceil(left * (time.monotonic() - self._started) / done)
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _before_after(before: float | None, after: float | None) -> str:
+    if after is None:
+        return "–"
+    return f"{after:.4f}" if before is None else f"{before:.4f} → {after:.4f}"

@@ -1,0 +1,115 @@
+"""The folder of a run: where its files lie, and whose it is."""
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+# What `restart` may delete: the files that a run writes, nothing else.
+_OWN = ("run.json", "config.gin", "metrics.jsonl", "checkpoints", "adapters", "summary.json")
+_OWN += ("loss.png", "tensorboard")
+
+
+class RunDirectoryError(ValueError):
+    """The run directory cannot be used; the message names it and what to do."""
+
+
+class RunDirectory:
+    """A run's folder, locked against a second process for as long as the object lives.
+
+    Attributes:
+      metrics, summary, loss_plot, tensorboard, checkpoints: paths in it.
+    """
+
+    def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
+        """Makes or opens the folder.
+
+        Args:
+          identity: what is trained, as JSON. A folder of another identity is refused.
+          restart: deletes the files of an earlier run first.
+
+        Raises:
+          RunDirectoryError: not writable, in use, of another run, or full of somebody else's files.
+        """
+        self.path = Path(path).absolute()
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.loss_plot = self.path / "loss.png"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")
+        except OSError as e:
+            raise RunDirectoryError(
+                f"run directory {self.path}: not writable ({e.strerror})"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryError(
+                f"run directory {self.path}: in use by another process"
+            ) from None
+        if restart:
+            self._clear()
+        self._claim(identity)
+
+    def adapter(self, task: str) -> Path:
+        return self.path / "adapters" / task
+
+    def close(self) -> None:
+        """Gives up the lock."""
+        self._lock.close()
+
+    def _claim(self, identity: dict[str, Any]) -> None:
+        identity = json.loads(json.dumps(identity))
+        record = self.path / "run.json"
+        if record.exists():
+            found = json.loads(record.read_text())
+            if differences := _differences(found, identity):
+                raise RunDirectoryError(
+                    f"run directory {self.path}: belongs to another config "
+                    f"({'; '.join(differences)}). "
+                    "Choose another run_dir, or begin anew with restart"
+                )
+            return
+        if strangers := sorted(p.name for p in self.path.iterdir() if p.name in _OWN):
+            raise RunDirectoryError(
+                f"run directory {self.path}: holds {', '.join(strangers)} but no run.json; "
+                "choose another run_dir, or begin anew with restart"
+            )
+        write_atomically(record, json.dumps(identity, indent=2) + "\n")
+
+    def _clear(self) -> None:
+        for name in _OWN:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that a reader finds whole or not at all, also after a crash."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _differences(found: Any, wanted: Any, path: str = "") -> list[str]:
+    """Which keys differ, at most three of them, as `tasks.a.adapter.rank: 8 there, 16 here`."""
+    if not (isinstance(found, dict) and isinstance(wanted, dict)):
+        return [] if found == wanted else [f"{path}: {found!r} there, {wanted!r} here"]
+    differences = []
+    for key in [*wanted, *(k for k in found if k not in wanted)]:
+        below = f"{path}.{key}" if path else key
+        if key not in found or key not in wanted:
+            differences.append(f"{below}: only {'here' if key in wanted else 'there'}")
+        else:
+            differences += _differences(found[key], wanted[key], below)
+    return differences[:3]

@@ -1,0 +1,235 @@
+"""Adapters written as Hugging Face PEFT folders read back the same; other folders are refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmux.peft import (
+    AdapterError,
+    Factors,
+    LoRA,
+    export_adapter,
+    import_adapter,
+    initial_adapter,
+    resolve_targets,
+)
+
+SPECS = {
+    "all linears": LoRA(rank=4, alpha=8.0, dropout=0.1),
+    "two names": LoRA(rank=3, alpha=7.5, target_modules=("q_proj", "v_proj")),
+    "one layer by name": LoRA(rank=2, alpha=4.0, target_modules=("layers.1.mlp.up_proj",)),
+    "expression": LoRA(rank=2, alpha=16.0, target_modules=r"model\.layers\.[02]\..*\.o_proj"),
+    "rsLoRA": LoRA(rank=4, alpha=8.0, rslora=True),
+}
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+def trained(spec: LoRA, config):
+    """Random factors, B too; zero in layers outside the targets."""
+    targets = resolve_targets(spec.target_modules, config)
+    rng = np.random.default_rng(0)
+    adapter = {}
+    for module, (a, b) in initial_adapter(spec, targets, config, 0).items():
+        b = np.where(targets[module][:, None, None], rng.standard_normal(b.shape), b)
+        adapter[module] = Factors(a, b.astype(np.float32))
+    return adapter
+
+
+def deltas(adapter, scale):
+    """What the adapter adds to each frozen weight, [L, k, n]."""
+    return {module: scale * np.float64(f.a) @ np.float64(f.b) for module, f in adapter.items()}
+
+
+@pytest.fixture
+def folder(tmp_path, config):
+    spec = SPECS["all linears"]
+    export_adapter(tmp_path, trained(spec, config), spec, config, "base")
+    return tmp_path
+
+
+def settings_of(folder) -> dict:
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+def edit_settings(folder, **values) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps(settings_of(folder) | values))
+
+
+def edit_tensors(folder, change) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_exported_adapter_reads_back_the_same(spec, config, tmp_path):
+    adapter = trained(spec, config)
+    export_adapter(tmp_path, adapter, spec, config, "base")
+    found_spec, found = import_adapter(tmp_path, config)
+    assert (found_spec.rank, found_spec.alpha, found_spec.dropout, found_spec.rslora) == (
+        spec.rank,
+        spec.alpha,
+        spec.dropout,
+        spec.rslora,
+    )
+    assert found_spec.scale == spec.scale
+    assert found.keys() == adapter.keys()
+    for module in adapter:
+        for one, other in zip(found[module], adapter[module], strict=True):
+            assert one.dtype == np.float32
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_tensors_have_pefts_names_and_layouts_and_no_others(spec, config, tmp_path):
+    adapter = trained(spec, config)
+    export_adapter(tmp_path, adapter, spec, config, "base")
+    expected = {}
+    for module, mask in resolve_targets(spec.target_modules, config).items():
+        for layer in np.flatnonzero(mask):
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            expected[f"{name}.lora_A.weight"] = adapter[module].a[layer].T
+            expected[f"{name}.lora_B.weight"] = adapter[module].b[layer].T
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+
+
+def test_config_has_every_key_that_loaders_ask_for(folder):
+    settings = settings_of(folder)
+    expected = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base",
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "bias": "none",
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "inference_mode": True,
+    }
+    assert {key: settings[key] for key in expected} == expected
+    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    assert sorted(settings["target_modules"]) == sorted(names)
+
+
+def test_an_expression_stays_an_expression(config, tmp_path):
+    spec = SPECS["expression"]
+    export_adapter(tmp_path, trained(spec, config), spec, config, "base")
+    assert settings_of(tmp_path)["target_modules"] == spec.target_modules
+
+
+def test_all_linear_in_a_list_is_never_written_as_a_module_name(config, tmp_path):
+    """PEFT knows "all-linear" as a string alone; a list that holds it fits no module there."""
+    try:
+        spec = LoRA(rank=2, target_modules=("all-linear",))
+        export_adapter(tmp_path, trained(spec, config), spec, config, "base")
+    except ValueError:
+        return
+    assert "all-linear" not in settings_of(tmp_path)["target_modules"]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_serving_mode_folds_the_scale_into_b(spec, config, tmp_path):
+    adapter = trained(spec, config)
+    export_adapter(tmp_path, adapter, spec, config, "base", serving=True)
+    settings = settings_of(tmp_path)
+    assert settings["lora_alpha"] == settings["r"] == spec.rank
+    assert not settings["use_rslora"]
+    assert settings["rank_pattern"] == settings["alpha_pattern"] == {}
+    served_spec, served = import_adapter(tmp_path, config)
+    assert served_spec.scale == 1
+    wanted = deltas(adapter, spec.scale)
+    for module, found in deltas(served, 1.0).items():
+        np.testing.assert_allclose(found, wanted[module], rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_tensors_are_read_as_float32(folder, config):
+    whole = import_adapter(folder, config)[1]
+    edit_tensors(folder, lambda t: t.update({k: v.astype(np.float16) for k, v in t.items()}))
+    for module, factors in import_adapter(folder, config)[1].items():
+        for found, wanted in zip(factors, whole[module], strict=True):
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"r": 0}, "rank should be an integer"),
+        ({"target_modules": ["query"]}, "'query' matches no linear"),
+        ({"target_modules": None}, "target_modules is empty"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_supported_are_named(values, problem, folder, config):
+    edit_settings(folder, **values)
+    with pytest.raises(AdapterError, match=f"adapter_config.json: .*{problem}"):
+        import_adapter(folder, config)
+
+
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+def test_a_missing_setting_is_named(key, folder, config):
+    settings = settings_of(folder)
+    del settings[key]
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(AdapterError, match=f"adapter_config.json: .*'{key}'"):
+        import_adapter(folder, config)
+
+
+def test_a_missing_tensor_is_named(folder, config):
+    edit_tensors(folder, lambda t: t.pop(f"{Q}.lora_B.weight"))
+    with pytest.raises(AdapterError, match=f"{Q}.lora_B.weight is missing"):
+        import_adapter(folder, config)
+
+
+def test_an_extra_tensor_is_named(folder, config):
+    extra = {"base_model.model.lm_head.lora_A.weight": np.ones((4, 16), np.float32)}
+    edit_tensors(folder, lambda t: t.update(extra))
+    with pytest.raises(AdapterError, match="lm_head.lora_A.weight belongs to no target module"):
+        import_adapter(folder, config)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder, config):
+    edit_tensors(folder, lambda t: t.update({f"{Q}.lora_A.weight": np.ones((4, 15), np.float32)}))
+    with pytest.raises(AdapterError, match=rf"{Q}.lora_A.weight has shape \[4, 15\], .*\[4, 16\]"):
+        import_adapter(folder, config)
+
+
+def test_an_adapter_of_another_backbone_is_refused(folder, config):
+    deeper = dataclasses.replace(config, num_layers=4)
+    with pytest.raises(AdapterError, match=r"layers\.3\.self_attn\.q_proj.* is missing"):
+        import_adapter(folder, deeper)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(name, folder, config):
+    (folder / name).unlink()
+    with pytest.raises(AdapterError, match=name):
+        import_adapter(folder, config)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_truncated_file_is_refused(name, folder, config):
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(AdapterError, match=f"{folder}.*cannot be read"):
+        import_adapter(folder, config)
+
+
+def test_a_config_that_is_no_object_is_refused(folder, config):
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(AdapterError, match="adapter_config.json|cannot be read"):
+        import_adapter(folder, config)

@@ -1,0 +1,99 @@
+"""LoRA specifications are checked, and initial factors depend on nothing but seed and place."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+
+
+def initial(spec: LoRA, config, seed=0):
+    return initial_adapter(spec, resolve_targets(spec.target_modules, config), config, seed)
+
+
+@pytest.mark.parametrize(
+    ("rslora", "scale"), [(False, 32 / 16), (True, 32 / 4)], ids=["LoRA", "rsLoRA"]
+)
+def test_scale_is_alpha_over_rank_or_its_root(rslora, scale):
+    assert LoRA(rank=16, alpha=32.0, rslora=rslora).scale == scale
+
+
+def test_a_list_of_targets_becomes_a_tuple():
+    assert LoRA(target_modules=["q_proj", "v_proj"]).target_modules == ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"rank": 0}, "rank should be an integer of at least 1, found 0"),
+        ({"rank": -4}, "rank .* found -4"),
+        ({"rank": 2.5}, "rank .* found 2.5"),
+        ({"rank": "8"}, "rank .* found '8'"),
+        ({"dropout": 1.0}, r"dropout should lie in \[0, 1\), found 1.0"),
+        ({"dropout": -0.1}, "dropout .* found -0.1"),
+        ({"dropout": math.nan}, "dropout .* found nan"),
+        ({"initialisation": "pissa"}, "'pissa'; known: kaiming, gaussian"),
+        ({"loraplus_ratio": 0}, "loraplus_ratio should be positive, found 0"),
+        ({"alpha": math.nan}, "alpha"),
+        ({"alpha": "32"}, "alpha"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_named(values, problem):
+    with pytest.raises(ValueError, match=problem):
+        LoRA(**values)
+
+
+def test_b_begins_at_zero_and_shapes_are_true_rank(config):
+    adapter = initial(LoRA(rank=3), config)
+    assert adapter["self_attn.q_proj"].a.shape == (3, 16, 3)
+    assert adapter["self_attn.q_proj"].b.shape == (3, 3, 20)
+    assert adapter["mlp.down_proj"].a.shape == (3, 24, 3)
+    for a, b in adapter.values():
+        assert a.dtype == b.dtype == np.float32
+        assert a.all() and not b.any()
+
+
+def test_kaiming_is_uniform_within_one_over_root_k(config):
+    a = initial(LoRA(rank=512), config)["mlp.down_proj"].a
+    bound = 1 / math.sqrt(24)
+    assert np.abs(a).max() <= bound
+    assert a.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    assert abs(a.mean()) < 0.01 * bound
+
+
+def test_gaussian_has_deviation_one_over_rank(config):
+    a = initial(LoRA(rank=256, initialisation="gaussian"), config)["mlp.down_proj"].a
+    assert a.std() == pytest.approx(1 / 256, rel=0.02)
+
+
+def test_layers_outside_the_targets_stay_zero(config):
+    adapter = initial(LoRA(target_modules=r"model\.layers\.1\.mlp\.up_proj"), config)
+    assert list(adapter) == ["mlp.up_proj"]
+    assert [bool(a.any()) for a in adapter["mlp.up_proj"].a] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "targets", [("v_proj",), ("v_proj", "q_proj"), r".*\.1\.self_attn\.v_proj"], ids=str
+)
+def test_a_modules_factors_do_not_depend_on_the_other_targets(targets, config):
+    whole = initial(LoRA(rank=4), config, seed=3)["self_attn.v_proj"]
+    some = initial(LoRA(rank=4, target_modules=targets), config, seed=3)["self_attn.v_proj"]
+    np.testing.assert_array_equal(some.a[1], whole.a[1])
+
+
+def test_every_seed_module_and_layer_has_its_own_factors(config):
+    drawn = [
+        a[layer, :16, :].tobytes()
+        for seed in range(3)
+        for a, _ in initial(LoRA(rank=4), config, seed).values()
+        for layer in range(3)
+    ]
+    assert len(set(drawn)) == len(drawn) == 3 * 7 * 3
+
+
+def test_the_same_seed_draws_the_same(config):
+    one, other = (initial(LoRA(rank=4), config, seed=5) for _ in range(2))
+    for module in one:
+        np.testing.assert_array_equal(one[module].a, other[module].a)

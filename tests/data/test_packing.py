@@ -1,0 +1,135 @@
+"""The arrays of a microbatch hold exactly the placed samples."""
+
+import numpy as np
+import pytest
+
+from jaxmux.data import Sample, fill_microbatch
+from jaxmux.planner import ShapeClass, pack_round
+
+ROWS, ROW_LEN, CHUNK = 2, 256, 64
+# (slot, index in its batch, row, offset); slot 5's sample 1 lies in another microbatch.
+PLACEMENTS = [(3, 1, 0, 0), (3, 0, 0, 30), (5, 0, 0, 128), (3, 2, 1, 64)]
+
+
+def sample(rng, length: int, sample_id: int, prompt: int) -> Sample:
+    """`length` is the stream length: one less than the tokens."""
+    ids = rng.integers(1, 100, length + 1).astype(np.int32)
+    return Sample(ids, np.arange(length + 1) > prompt, sample_id)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    rng = np.random.default_rng(0)
+    return {
+        3: [sample(rng, 50, 7, 10), sample(rng, 30, 2**32 - 1, 0), sample(rng, 130, 9, 129)],
+        5: [sample(rng, 64, 7, 5), sample(rng, 200, 8, 100)],
+    }
+
+
+@pytest.fixture(scope="module")
+def microbatch(batches):
+    return fill_microbatch(PLACEMENTS, batches, rows=ROWS, row_len=ROW_LEN, chunk_len=CHUNK)
+
+
+@pytest.fixture(scope="module")
+def covered():
+    """True on the tokens of some sequence."""
+    mask = np.zeros((ROWS, ROW_LEN), bool)
+    mask[0, :80] = mask[0, 128:192] = mask[1, 64:194] = True
+    return mask
+
+
+def places(batches):
+    for slot, index, row, offset in PLACEMENTS:
+        own = batches[slot][index]
+        yield slot, own, (row, slice(offset, offset + own.stream_length))
+
+
+def test_shapes_and_dtypes_are_those_of_the_design(microbatch):
+    expected = {
+        "tokens": np.int32,
+        "targets": np.int32,
+        "loss_weight": np.float32,
+        "positions": np.int32,
+        "segment_ids": np.int32,
+        "sample_id": np.uint32,
+    }
+    for name, dtype in expected.items():
+        array = getattr(microbatch, name)
+        assert (array.shape, array.dtype) == ((ROWS, ROW_LEN), dtype), name
+    assert microbatch.chunk_slot.shape == (ROWS * ROW_LEN // CHUNK,)
+    assert microbatch.chunk_slot.dtype == np.int32
+
+
+def test_tokens_are_inputs_and_targets_are_the_tokens_after_them(microbatch, batches):
+    for _, own, at in places(batches):
+        np.testing.assert_array_equal(microbatch.tokens[at], own.input_ids[:-1])
+        np.testing.assert_array_equal(microbatch.targets[at], own.input_ids[1:])
+
+
+def test_positions_restart_in_every_sequence(microbatch, batches):
+    for _, own, at in places(batches):
+        np.testing.assert_array_equal(microbatch.positions[at], range(own.stream_length))
+
+
+def test_segments_count_the_sequences_of_a_row(microbatch, covered):
+    expected = np.full((ROWS, ROW_LEN), -1)
+    expected[0, :30], expected[0, 30:80], expected[0, 128:192], expected[1, 64:194] = 0, 1, 2, 0
+    np.testing.assert_array_equal(microbatch.segment_ids, expected)
+    np.testing.assert_array_equal(microbatch.segment_ids >= 0, covered)
+
+
+def test_every_token_carries_the_identity_of_its_sample(microbatch, batches):
+    for _, own, at in places(batches):
+        assert (microbatch.sample_id[at] == own.sample_id).all()
+
+
+def test_chunks_belong_to_the_task_whose_tokens_they_hold(microbatch):
+    np.testing.assert_array_equal(microbatch.chunk_slot, [3, 3, 5, -1, -1, 3, 3, 3])
+
+
+def test_loss_weight_is_one_over_the_target_tokens_of_the_whole_batch(microbatch, batches, covered):
+    for slot, own, at in places(batches):
+        total = sum(np.count_nonzero(s.target_mask) for s in batches[slot])
+        expected = np.where(own.target_mask[1:], np.float32(1 / total), 0)
+        np.testing.assert_array_equal(microbatch.loss_weight[at], expected)
+    assert not microbatch.loss_weight[~covered].any()
+
+
+def test_padding_holds_harmless_values(microbatch, covered):
+    for name in ("tokens", "targets", "positions"):
+        assert not getattr(microbatch, name)[~covered].any(), name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_loss_weights_of_a_task_sum_to_one_over_all_microbatches(seed):
+    rng = np.random.default_rng(seed)
+    shape = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=4)
+    batches = {
+        slot: [
+            sample(rng, n := int(rng.integers(1, 129)), i, int(rng.integers(0, n)))
+            for i in range(rng.integers(1, 20))
+        ]
+        for slot in range(4)
+    }
+    lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
+    sums, tokens = dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0)
+    microbatches = [
+        fill_microbatch(p, batches, rows=2, row_len=128, chunk_len=64)
+        for p in pack_round(lengths, shape)
+    ]
+    assert len(microbatches) > 1
+    for m in microbatches:
+        owner = np.repeat(m.chunk_slot, 64).reshape(2, 128)
+        assert not m.loss_weight[owner < 0].any()
+        for slot in batches:
+            sums[slot] += m.loss_weight[owner == slot].sum(dtype=np.float64)
+            tokens[slot] += np.count_nonzero(m.segment_ids[owner == slot] >= 0)
+    assert sums == pytest.approx(dict.fromkeys(batches, 1.0), abs=1e-6)
+    assert tokens == {slot: sum(sizes) for slot, sizes in lengths.items()}
+
+
+def test_no_placements_give_an_empty_microbatch():
+    empty = fill_microbatch([], {}, rows=1, row_len=128, chunk_len=64)
+    assert (empty.chunk_slot == -1).all() and (empty.segment_ids == -1).all()
+    assert not empty.loss_weight.any()

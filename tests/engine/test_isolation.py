@@ -1,0 +1,205 @@
+"""What belongs to one task is changed by no other, and by nothing while the task is idle."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.engine.step import update
+from jaxmux.optimizers import SGD, AdamW, Lion
+from jaxmux.peft import slot_arrays
+
+DECAYING = {
+    "adamw": AdamW(1e-2, weight_decay=0.5),
+    "sgd": SGD(1e-2, weight_decay=0.5),
+    "lion": Lion(1e-2, weight_decay=0.5),
+}
+
+
+@pytest.fixture(scope="module", params=["clean", "nan"])
+def idle_case(request, make_task, make_engine, train):
+    """An engine of three trained tasks of which only the first is due; the others hold finite
+    values or NaN in their accumulators."""
+    engine = make_engine(*(make_task(k, optimizer=o) for k, o in DECAYING.items()))
+    train(engine, rounds=2)
+    fill = np.nan if request.param == "nan" else 0.25
+    state = engine.state._replace(
+        grads=jax.tree.map(lambda g: g.at[:, 1:].set(fill).at[:, 0].set(0.01), engine.state.grads),
+        loss=engine.state.loss.at[1:].set(fill).at[0].set(1.0),
+    )
+    before = jax.device_get(state)
+    hyper = {
+        kind: {
+            name: np.asarray([value], np.float32)
+            for name, value in (
+                o.hyperparameters() | {"learning_rate": 0.1, "loraplus_ratio": 1.0}
+            ).items()
+        }
+        for kind, o in DECAYING.items()
+    }
+    kinds = {kind: np.asarray([i], np.int32) for i, kind in enumerate(DECAYING)}
+    after, stats = update(state, np.asarray([True, False, False, False]), hyper, kinds)
+    return before, jax.device_get(after), jax.device_get(stats)
+
+
+def test_an_idle_slot_is_unchanged_by_weight_decay(idle_case, assert_same_bits):
+    before, after, _ = idle_case
+    for tree in ("adapters", "grads"):
+        one, other = (
+            jax.tree.map(lambda x: x[:, 1:], getattr(state, tree)) for state in (before, after)
+        )
+        assert_same_bits(one, other)
+    np.testing.assert_array_equal(before.loss[1:], after.loss[1:])
+    for kind in ("sgd", "lion"):
+        for one, other in zip(
+            jax.tree.leaves(before.optimizers[kind]),
+            jax.tree.leaves(after.optimizers[kind]),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_due_slot_is_updated_and_its_accumulators_are_cleared(idle_case):
+    before, after, stats = idle_case
+    np.testing.assert_array_equal(stats.applied, [True, False, False, False])
+    for one, other in zip(
+        jax.tree.leaves(before.adapters), jax.tree.leaves(after.adapters), strict=True
+    ):
+        assert (one[:, 0] != other[:, 0]).any()
+    assert not any(g[:, 0].any() for g in jax.tree.leaves(after.grads))
+    assert after.loss[0] == 0
+
+
+def test_a_finished_task_keeps_its_bits_while_others_train(
+    make_task, make_engine, train, assert_same_bits
+):
+    short = make_task("short", steps=2, optimizer=DECAYING["adamw"])
+    engine = make_engine(short, make_task("long", steps=8, optimizer=DECAYING["adamw"]))
+    updates = train(engine, rounds=2)
+    assert len(updates["short"]) == 2 and engine.progress("short").status == "succeeded"
+    before = engine.task_arrays("short")
+    train(engine)
+    assert engine.progress("long").step == 8
+    assert_same_bits(before, engine.task_arrays("short"))
+
+
+def test_frozen_weights_keep_their_bits(backbone, make_task, make_engine, train, assert_same_bits):
+    before = jax.tree.map(lambda w: np.array(w, copy=True), backbone.weights)
+    train(make_engine(make_task("adamw", optimizer=DECAYING["adamw"])))
+    assert_same_bits(before, jax.device_get(backbone.weights))
+
+
+def test_slots_without_a_task_stay_zero(make_task, make_engine, train):
+    engine = make_engine(make_task("only", dropout=0.1))
+    train(engine)
+    for leaf in jax.tree.leaves((engine.state.adapters, engine.state.grads)):
+        assert not np.asarray(leaf)[:, 1:].any()
+
+
+def identity(x):
+    return x
+
+
+BREAKS = {
+    "learning rate 1e30": ({"optimizer": AdamW(1e30)}, identity),
+    "learning rate 1e10": ({"optimizer": AdamW(1e10)}, identity),
+    "sgd at 1e30": ({"optimizer": SGD(1e30, clip_norm=None)}, identity),
+    "NaN adapter": ({}, lambda x: np.full_like(x, np.nan)),
+    "infinite adapter": ({}, lambda x: np.full_like(x, np.inf)),
+    "huge adapter": ({}, lambda x: np.full_like(x, 1e18)),
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(make_task):
+    return [
+        make_task("first", dropout=0.1, steps=8),
+        make_task("last", rank=8, batch_size=3, steps=8, optimizer=Lion(1e-3)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(healthy, make_task, make_engine, train):
+    engine = make_engine(healthy[0], make_task("broken", steps=8), healthy[1])
+    return train(engine), {t.task.name: engine.task_arrays(t.task.name) for t in healthy}
+
+
+@pytest.mark.parametrize(("fields", "change"), BREAKS.values(), ids=BREAKS)
+def test_a_broken_task_changes_no_bit_of_the_others(
+    fields,
+    change,
+    healthy,
+    undisturbed,
+    replace_adapter,
+    make_task,
+    make_engine,
+    train,
+    assert_same_bits,
+):
+    broken = replace_adapter(make_task("broken", steps=8, **fields), change)
+    engine = make_engine(healthy[0], broken, healthy[1], max_bad_steps=1000)
+    updates = train(engine)
+    for name, arrays in undisturbed[1].items():
+        assert updates[name] == undisturbed[0][name]
+        assert_same_bits(arrays, engine.task_arrays(name))
+        assert engine.progress(name).skipped == 0
+
+
+def test_a_broken_task_fails_with_a_reason_and_the_others_go_on(
+    healthy, undisturbed, replace_adapter, make_task, make_engine, train, assert_same_bits
+):
+    broken = replace_adapter(make_task("broken", steps=8), lambda x: np.full_like(x, np.nan))
+    engine = make_engine(healthy[0], broken, healthy[1], max_bad_steps=3)
+    updates = train(engine)
+    progress = engine.progress("broken")
+    assert progress.status == "failed"
+    assert "not finite in 3 consecutive updates" in progress.error
+    assert "step 3" in progress.error
+    assert [u.skipped for u in updates["broken"]] == [True] * 3
+    for name, arrays in undisturbed[1].items():
+        assert engine.progress(name).status == "succeeded"
+        assert updates[name] == undisturbed[0][name]
+        assert_same_bits(arrays, engine.task_arrays(name))
+
+
+def test_a_learning_rate_far_too_high_ends_in_failure_not_in_success(make_task, make_engine, train):
+    engine = make_engine(make_task("wild", steps=12, optimizer=AdamW(1e30)), max_bad_steps=4)
+    train(engine)
+    assert engine.progress("wild").status == "failed"
+
+
+def test_a_skipped_update_advances_the_step_but_not_the_optimizer(
+    make_task, make_engine, train, assert_same_bits
+):
+    """One poisoned accumulator costs one batch: parameters, moments, count and schedule stay."""
+    engine = make_engine(make_task("poisoned"), make_task("neighbour", rank=8))
+    train(engine, rounds=2)
+    before = engine.task_arrays("poisoned")
+    engine.state = engine.state._replace(loss=engine.state.loss.at[0].set(np.nan))
+    skipped = train(engine, rounds=1)
+    after = engine.task_arrays("poisoned")
+
+    assert [u.skipped for u in skipped["poisoned"]] == [True]
+    assert [u.skipped for u in skipped["neighbour"]] == [False]
+    assert_same_bits(before, after)
+    progress = engine.progress("poisoned")
+    assert (progress.step, progress.updates, progress.skipped, progress.bad_streak) == (3, 2, 1, 1)
+
+    rest = train(engine)
+    assert not any(u.skipped for u in rest["poisoned"])
+    progress = engine.progress("poisoned")
+    assert (progress.step, progress.updates, progress.skipped, progress.bad_streak) == (5, 4, 1, 0)
+    assert progress.status == "succeeded"
+    counts = [v for k, v in engine.task_arrays("poisoned").items() if k.endswith(".count")]
+    assert counts == [4]
+
+
+def test_the_state_of_a_task_holds_nothing_of_its_neighbours(make_task, make_engine):
+    """`slot_arrays` of one slot has the task's own rank and modules only."""
+    engine = make_engine(
+        make_task("narrow", rank=2, targets=("q_proj",)), make_task("wide", rank=8)
+    )
+    arrays = engine.task_arrays("narrow")
+    factors = {k: v.shape for k, v in arrays.items() if v.ndim == 3}
+    assert factors and all("q_proj" in k for k in factors)
+    assert set(factors.values()) == {(2, 32, 2), (2, 2, 32)}
+    assert set(arrays) == set(slot_arrays(engine._read("narrow"), ["self_attn.q_proj"], rank=2))

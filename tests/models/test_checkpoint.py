@@ -1,0 +1,289 @@
+"""Backbones are read and written in Hugging Face's format, and bad folders name their culprit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmux.models import Backbone, BackboneConfig, BackboneError, load_backbone, save_backbone
+
+SIZES = dict(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+CONFIGS = {
+    "llama": BackboneConfig("LlamaForCausalLM", **SIZES),
+    "llama with biases": BackboneConfig(
+        "LlamaForCausalLM", **SIZES, attention_bias=True, output_bias=True, mlp_bias=True
+    ),
+    "tied": BackboneConfig("LlamaForCausalLM", **SIZES, tie_word_embeddings=True),
+    "mistral": BackboneConfig("MistralForCausalLM", **SIZES, sliding_window=32),
+    "qwen2": BackboneConfig("Qwen2ForCausalLM", **SIZES, attention_bias=True),
+    "qwen3": BackboneConfig("Qwen3ForCausalLM", **SIZES, qk_norm=True),
+}
+
+
+def assert_same_weights(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def random_values(backbone: Backbone) -> Backbone:
+    """Norms and biases too, which begin as constants."""
+    leaves, structure = jax.tree.flatten(backbone.weights)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    values = [
+        jax.random.normal(k, x.shape).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)
+    ]
+    return Backbone(backbone.config, jax.tree.unflatten(structure, values), "random")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_saved_backbone_loads_back_the_same(config, dtype, tmp_path):
+    backbone = random_values(Backbone.random(config, dtype=dtype))
+    save_backbone(backbone, tmp_path)
+    loaded = load_backbone(tmp_path, dtype)
+    assert loaded.config == config
+    assert_same_weights(loaded.weights, backbone.weights)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    save_backbone(random_values(Backbone.random(CONFIGS["qwen3"])), tmp_path)
+    return tmp_path
+
+
+def edit_tensors(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def shard(folder: Path, shards: int) -> list[str]:
+    """Spreads the tensors over several files with an index, as large checkpoints are."""
+    whole = folder / "model.safetensors"
+    tensors, names, weight_map = load_file(whole), [], {}
+    for i in range(shards):
+        names.append(f"model-{i + 1:05}-of-{shards:05}.safetensors")
+        part = dict(list(tensors.items())[i::shards])
+        save_file(part, folder / names[-1])
+        weight_map |= dict.fromkeys(part, names[-1])
+    whole.unlink()
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return names
+
+
+def test_tensor_names_and_layouts_are_hugging_faces(folder):
+    weights = load_backbone(folder).weights
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        q = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"]
+        assert q.shape == (32, 16)
+        np.testing.assert_array_equal(weights["layers"]["self_attn"]["q_proj"]["kernel"][layer], q.T)
+        np.testing.assert_array_equal(
+            weights["layers"]["self_attn"]["q_norm"]["weight"][layer],
+            tensors[f"model.layers.{layer}.self_attn.q_norm.weight"],
+        )
+    np.testing.assert_array_equal(weights["lm_head"]["kernel"], tensors["lm_head.weight"].T)
+    assert {"model.embed_tokens.weight", "model.norm.weight"} < set(tensors)
+
+
+def test_a_sharded_checkpoint_loads_as_the_whole_one(folder):
+    whole = load_backbone(folder)
+    shard(folder, 3)
+    assert_same_weights(load_backbone(folder).weights, whole.weights)
+
+
+def test_tensors_are_converted_to_the_dtype_asked_for(folder):
+    half = load_backbone(folder, "bfloat16").weights
+    wide = load_backbone(folder, "float32").weights
+    assert_same_weights(half, jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide))
+
+
+def test_auto_dtype_is_float32_on_cpu(folder):
+    weights = load_backbone(folder).weights
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(weights))
+
+
+def test_constants_of_old_checkpoints_and_a_repeated_tied_head_are_ignored(tmp_path):
+    backbone = Backbone.random(CONFIGS["tied"])
+    save_backbone(backbone, tmp_path)
+
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    edit_tensors(tmp_path, add)
+    assert_same_weights(load_backbone(tmp_path).weights, backbone.weights)
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def test_a_missing_tensor_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop(K_PROJ))
+    with pytest.raises(BackboneError, match=f"{K_PROJ} is missing"):
+        load_backbone(folder)
+
+
+def test_a_missing_head_is_named_where_it_is_not_tied(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(BackboneError, match="lm_head.weight is missing"):
+        load_backbone(folder)
+
+
+def test_an_extra_tensor_is_named(folder):
+    extra = {"model.layers.3.extra.weight": np.ones(3, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    with pytest.raises(BackboneError, match="model.layers.3.extra.weight"):
+        load_backbone(folder)
+
+
+def test_layers_beyond_those_of_the_config_are_extra(folder):
+    edit_config(folder, num_hidden_layers=2)
+    with pytest.raises(BackboneError, match=r"model\.layers\.2\..* and \d+ more"):
+        load_backbone(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder):
+    edit_tensors(folder, lambda t: t.update({K_PROJ: np.ones((16, 12), np.float32)}))
+    with pytest.raises(BackboneError, match=rf"{K_PROJ} has shape \[16, 12\].*\[16, 16\]"):
+        load_backbone(folder)
+
+
+def test_a_transposed_tensor_is_misshapen(folder):
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(folder, lambda t: t.update({name: np.ascontiguousarray(t[name].T)}))
+    with pytest.raises(BackboneError, match=name):
+        load_backbone(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(BackboneError, match="model.safetensors: .*truncated"):
+        load_backbone(folder)
+
+
+def test_a_truncated_shard_is_named(folder):
+    names = shard(folder, 2)
+    path = folder / names[1]
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(BackboneError, match=f"{names[1]}: .*truncated"):
+        load_backbone(folder)
+
+
+def test_a_missing_shard_is_named(folder):
+    names = shard(folder, 3)
+    (folder / names[1]).unlink()
+    with pytest.raises(BackboneError, match=f"index.json: shard {names[1]} is missing"):
+        load_backbone(folder)
+
+
+@pytest.mark.parametrize("content", ["{not json", "{}", "[]"])
+def test_a_broken_index_is_named(folder, content):
+    shard(folder, 2)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(BackboneError, match="model.safetensors.index.json"):
+        load_backbone(folder)
+
+
+def test_a_folder_without_config_is_named(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(BackboneError, match=f"{folder}/config.json: not found"):
+        load_backbone(folder)
+
+
+def test_an_unknown_architecture_is_named(folder):
+    edit_config(folder, architectures=["FalconForCausalLM"])
+    with pytest.raises(BackboneError, match="'FalconForCausalLM'; known: LlamaForCausalLM"):
+        load_backbone(folder)
+
+
+def test_pickled_weights_are_never_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(BackboneError, match="only safetensors"):
+        load_backbone(folder)
+
+
+# 24 layers of 4 MB in bfloat16 and an embedding of 4 MB twice: 105 MB.
+LARGE = BackboneConfig("LlamaForCausalLM", 4096, 512, 1024, 24, 8, 4, 64)
+
+# Anonymous memory alone: pages of the mapped file belong to the page cache, not to the process.
+LOAD_AND_WATCH = """
+import sys, threading, time
+import jax
+from jaxmux.models import load_backbone
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(l.split()[1]) for l in status if l.startswith("RssAnon")) * 1024
+
+jax.numpy.ones(1).astype("bfloat16").block_until_ready()
+before = peak = anonymous()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, anonymous())
+        time.sleep(0.0005)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+weights = load_backbone(sys.argv[1], sys.argv[2]).weights
+jax.block_until_ready(weights)
+done.set()
+watcher.join()
+sizes = [x.nbytes for x in jax.tree.leaves(weights)]
+print(peak - before, sum(sizes), max(sizes))
+"""
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    save_backbone(Backbone.random(LARGE, dtype=jnp.bfloat16), folder)
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_needs_the_model_and_one_stacked_parameter(large_folder, dtype):
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", LOAD_AND_WATCH, str(large_folder), dtype],
+        capture_output=True,
+        text=True,
+        check=True,
+        # Freed blocks below this size stay with the process. glibc lets the limit grow to 32 MB,
+        # which the parameters of a real model exceed and those of this one do not.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    growth, model, largest = map(int, found.stdout.split()[-3:])
+    assert model > 100e6
+    # One layer's tensor on its way, and what the allocator and the threads take.
+    slack = 10e6
+    assert growth < model + largest + slack, f"{growth / 1e6:.0f} MB for {model / 1e6:.0f} MB"

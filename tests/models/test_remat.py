@@ -1,0 +1,100 @@
+"""What is kept from forward to backward changes the memory of a step, not its result."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux.data import Microbatch
+from jaxmux.models import (
+    MODULES,
+    REMAT_POLICIES,
+    Backbone,
+    BackboneConfig,
+    ForwardOptions,
+    LoraFactors,
+    SlotTable,
+    chunk_losses,
+    head_kernel,
+    hidden_states,
+)
+from jaxmux.peft import empty_pool
+
+CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
+ROWS, ROW_LEN, CHUNK, SLOTS, RANK = 4, 128, 64, 2, 4
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    rng = np.random.default_rng(0)
+    shape = (ROWS, ROW_LEN)
+    microbatch = Microbatch(
+        tokens=rng.integers(128, size=shape).astype(np.int32),
+        targets=rng.integers(128, size=shape).astype(np.int32),
+        loss_weight=rng.random(shape).astype(np.float32),
+        positions=np.tile(np.arange(64, dtype=np.int32), (ROWS, 2)),
+        segment_ids=np.repeat(np.arange(2, dtype=np.int32), 64)[None].repeat(ROWS, 0),
+        sample_id=np.zeros(shape, np.uint32),
+        chunk_slot=np.asarray([0, 1, 0, -1, 1, 1, 0, 0], np.int32),
+    )
+    factors = jax.tree.map(
+        lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), jnp.float32),
+        empty_pool(CONFIG, MODULES, SLOTS, RANK),
+    )
+    slots = SlotTable(jnp.ones(SLOTS), jnp.asarray([0.1, 0.0]), jnp.asarray([3, 4], jnp.uint32))
+    return Backbone.random(CONFIG).weights, factors, microbatch, slots
+
+
+@pytest.fixture(scope="module")
+def compiled(inputs):
+    """By remat policy, the compiled gradient step."""
+
+    def step(remat):
+        options = ForwardOptions("xla", remat, dropout=True, max_sequences=2)
+
+        def loss(grads, weights, factors, microbatch, slots):
+            lora = {m: LoraFactors(*f, *grads[m]) for m, f in factors.items()}
+            hidden, _ = hidden_states(CONFIG, weights, lora, microbatch, slots, options)
+            losses = chunk_losses(
+                hidden,
+                head_kernel(weights),
+                microbatch.targets.reshape(-1),
+                microbatch.loss_weight.reshape(-1),
+                microbatch.chunk_slot,
+            )
+            return losses.sum(), losses
+
+        zeros = jax.tree.map(jnp.zeros_like, inputs[1])
+        return jax.jit(jax.grad(loss, has_aux=True)).lower(zeros, *inputs).compile()
+
+    return {remat: step(remat) for remat in REMAT_POLICIES}
+
+
+@pytest.fixture(scope="module")
+def results(inputs, compiled):
+    zeros = jax.tree.map(jnp.zeros_like, inputs[1])
+    return {remat: run(zeros, *inputs) for remat, run in compiled.items()}
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_losses_and_gradients_do_not_depend_on_the_policy(remat, results):
+    gradients, losses = results[remat]
+    expected, expected_losses = results["none"]
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.any(wanted)
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-6
+
+
+def test_each_policy_keeps_less_than_the_one_before(compiled):
+    none, dots, full = (
+        compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT_POLICIES
+    )
+    assert full < dots < none
+
+
+def test_an_unknown_policy_is_refused_by_name(inputs):
+    weights, _, microbatch, slots = inputs
+    with pytest.raises(ValueError, match="'some'; known: none, dots, full"):
+        hidden_states(CONFIG, weights, {}, microbatch, slots, ForwardOptions("xla", remat="some"))

@@ -1,0 +1,57 @@
+"""A task that cannot be run says so at once, with its name and the field at fault."""
+
+import pytest
+
+from jaxmux.data import Source
+from jaxmux.optimizers import AdamW
+from jaxmux.peft import LoRA
+from jaxmux.tasks import Task, TaskError
+
+
+def test_a_path_stands_for_its_source():
+    task = Task("translate", "train.jsonl", eval_data="eval.jsonl", steps=1)
+    assert (task.data, task.eval_data) == (Source("train.jsonl"), Source("eval.jsonl"))
+    source = Source("train.jsonl", loss_on="all")
+    assert Task("translate", source, epochs=1).data is source
+
+
+def test_equal_tasks_are_equal_and_hashable():
+    one, other = (Task("t", "d.jsonl", steps=1, adapter=LoRA(4)) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+
+
+@pytest.mark.parametrize("name", ["a", "Task-1", "en.de_v2", "7"])
+def test_names_of_letters_digits_and_marks_are_taken(name):
+    assert Task(name, "d.jsonl", steps=1).name == name
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up", ".hidden", "a/b", "ü", "a\n", None, 3])
+def test_other_names_are_refused(name):
+    with pytest.raises(TaskError, match="a name consists of letters"):
+        Task(name, "d.jsonl", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"adapter": {"rank": 4}}, r"adapter should be a LoRA, found {'rank': 4}"),
+        ({"adapter": LoRA}, "adapter should be a LoRA"),
+        ({"optimizer": "adamw"}, "unknown optimizer 'adamw'; known: AdamW, SGD, Lion"),
+        ({"optimizer": AdamW}, "unknown optimizer"),
+        ({"steps": None}, "epochs=None, steps=None"),
+        ({"epochs": 2}, "epochs=2, steps=5"),
+        ({"steps": 0}, "steps should be an integer of at least 1, found 0"),
+        ({"steps": None, "epochs": 0}, "epochs should be an integer of at least 1, found 0"),
+        ({"steps": None, "epochs": 1.5}, "epochs should be an integer of at least 1, found 1.5"),
+        ({"batch_size": 0}, "batch_size should be an integer of at least 1, found 0"),
+        ({"batch_size": "8"}, "batch_size should be an integer of at least 1, found '8'"),
+        ({"max_length": 1}, "max_length should be an integer of at least 2, found 1"),
+        ({"seed": -1}, "seed should be an integer of at least 0, found -1"),
+        ({"batch_size": None}, "batch_size should be an integer of at least 1, found None"),
+        ({"data": None}, "data"),
+    ],
+    ids=str,
+)
+def test_a_bad_field_is_refused_with_the_name_of_the_task(fields, problem):
+    with pytest.raises(TaskError, match=f"^task 'bad': .*{problem}"):
+        Task(**{"name": "bad", "data": "d.jsonl", "steps": 5} | fields)
