@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
 from .records import RenderedText, Span, required_field, valid_text
 from .sources import LossOn, Record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
 
@@ -17,7 +17,7 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def render_chat(
-    record: Record, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn
+    record: Record, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn
 ) -> RenderedText:
     """Renders a "messages" record; the targets are what the assistant generates.
 
@@ -60,7 +60,7 @@ def _valid_messages(record: Record) -> Messages:
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
-def _chat_template(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat_template(record: Record, tokenizer: "PreTrainedTokenizerBase") -> str:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{record.where}: 'messages' records need a chat template, and the tokenizer "
@@ -71,7 +71,7 @@ def _chat_template(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _apply(
     record: Record,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Messages,
     add_generation_prompt: bool = False,
 ) -> str:
@@ -84,11 +84,13 @@ def _apply(
 
 
 def _render_generation_blocks(
-    record: Record, tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages
+    record: Record, tokenizer: "PreTrainedTokenizerBase", template: str, messages: Messages
 ) -> tuple[str, tuple[Span, ...]]:
     # `apply_chat_template(return_assistant_tokens_mask=True)` renders by this very function, but
     # its token mask runs on to the end of the chat where a block ends in a character that the
     # tokenizer drops. The character spans are exact.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         (text,), (blocks,) = render_jinja_template(
             conversations=[messages],
@@ -102,7 +104,7 @@ def _render_generation_blocks(
 
 
 def _spans_by_prefix(
-    record: Record, tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str
+    record: Record, tokenizer: "PreTrainedTokenizerBase", messages: Messages, text: str
 ) -> tuple[Span, ...]:
     spans = []
     for number, message in enumerate(messages):
@@ -127,7 +129,7 @@ def _spans_by_prefix(
     return tuple(spans)
 
 
-def _refusal(record: Record, tokenizer: PreTrainedTokenizerBase, error: Exception) -> DataError:
+def _refusal(record: Record, tokenizer: "PreTrainedTokenizerBase", error: Exception) -> DataError:
     return DataError(
         f"{record.where}: the chat template of {tokenizer.name_or_path} refuses the messages: "
         f"{error}"

@@ -1,19 +1,22 @@
 """Tokenization: records to samples, all of a source at once, so that bad data is refused early."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import batched, chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .chat import render_chat
 from .errors import DataError
 from .records import RenderedText, Span, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _RECORDS_PER_CALL = 1024
 
@@ -40,13 +43,17 @@ class _Tokens(NamedTuple):
     target_mask: np.ndarray
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
 
     Raises:
       DataError: the folder is missing, holds no loadable tokenizer, or one that is not "fast"
         (targets are found by character offsets, which only fast tokenizers return).
     """
+    # transformers takes seconds to import, and advises to install torch: not for its tokenizers.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
     if not Path(folder).is_dir():
         raise DataError(f"{folder}: tokenizer folder not found")
     try:
@@ -64,7 +71,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 def load_samples(
     source: Source,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int,
     vocab_size: int | None = None,
@@ -107,7 +114,7 @@ def load_samples(
 
 
 def _tokenize(
-    source: Source, tokenizer: PreTrainedTokenizerBase
+    source: Source, tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[Record, _Tokens]]:
     records = read_records(source)
     first = next(records)
@@ -122,7 +129,7 @@ def _tokenize(
         yield from zip(group, _tokenize_group(group, rendered, tokenizer), strict=True)
 
 
-def _require_eos(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
+def _require_eos(source: Source, tokenizer: "PreTrainedTokenizerBase") -> None:
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a text"
@@ -130,7 +137,9 @@ def _require_eos(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _tokenize_group(
-    records: Sequence[Record], rendered: Sequence[RenderedText], tokenizer: PreTrainedTokenizerBase
+    records: Sequence[Record],
+    rendered: Sequence[RenderedText],
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> Iterable[_Tokens]:
     # One source has one form, so its texts agree about special tokens.
     adds_special_tokens = not rendered[0].has_special_tokens
@@ -173,7 +182,7 @@ def _target_mask(offsets: np.ndarray, spans: Sequence[Span] | None) -> np.ndarra
 
 
 def _require_known_ids(
-    record: Record, tokens: _Tokens, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+    record: Record, tokens: _Tokens, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None
 ) -> None:
     if vocab_size is not None and (largest := max(tokens.ids)) >= vocab_size:
         raise DataError(

@@ -40,21 +40,22 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
     try:
         gin.parse_config_files_and_bindings(list(files), list(bindings), finalize_config=True)
     except (OSError, SyntaxError, TypeError, ValueError) as e:
-        raise ConfigError(str(e).strip()) from None
+        raise ConfigError(_without_postscript(e)) from None
 
 
-def configured_fine_tune(**arguments: Any) -> Any:
-    """Calls `fine_tune` with what the config says, overridden by `arguments`.
+def fine_tune_arguments() -> dict[str, Any]:
+    """What the config says about `fine_tune`, with its tasks and their parts built.
 
     Raises:
-      ConfigError: the config leaves a required parameter open, or gives a value of the wrong kind.
+      ConfigError: a parameter without a default is not given, or a value is refused.
     """
     try:
-        return gin.get_configurable("fine_tune")(**arguments)
-    except (RuntimeError, TypeError) as e:
-        if "gin" not in str(e).lower():
-            raise
-        raise ConfigError(str(e).strip()) from None
+        arguments = gin.get_bindings("fine_tune")
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise ConfigError(_without_postscript(e)) from None
+    if missing := {"backbone", "tasks"} - arguments.keys():
+        raise ConfigError(f"the config does not set fine_tune.{min(missing)}")
+    return arguments
 
 
 def resolved_config() -> str:
@@ -96,6 +97,11 @@ def _refuse_import_statements(text: str, where: str) -> list[str]:
     except SyntaxError as e:
         raise ConfigError(f"{where}:{e.lineno}: {e.msg}") from None
     return included
+
+
+def _without_postscript(error: Exception) -> str:
+    """gin's message, less the call it adds to errors of the code that it calls."""
+    return str(error).split("\n  In call to configurable")[0].strip()
 
 
 class _Ignore(config_parser.ParserDelegate):

@@ -12,7 +12,7 @@ from .gin_bindings import ConfigError
 from .models import BackboneError
 from .package_files import resolve_path
 from .planner import PlanningError
-from .runs import Interrupted, RunDirectoryError
+from .runs import Interrupted, RunDirectoryError, fine_tune
 from .tasks import TaskError
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
@@ -54,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir = options.run_dir or Path("runs") / Path(files[-1]).stem
     try:
         gin_bindings.parse([resolve_path(file) for file in files], bindings)
-        summary = gin_bindings.configured_fine_tune(
-            run_dir=run_dir, restart=options.restart, config_text=gin_bindings.resolved_config()
+        summary = fine_tune(
+            **gin_bindings.fine_tune_arguments(),
+            run_dir=run_dir,
+            restart=options.restart,
+            config_text=gin_bindings.resolved_config(),
         )
     except _USER_ERRORS as e:
         print(f"error: {e}", file=sys.stderr)

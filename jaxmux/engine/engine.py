@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmux.data import Prefetch
 from jaxmux.models import Backbone, ForwardOptions, pick_implementation
-from jaxmux.peft import Adapter, SlotArrays, slot_arrays, slot_tree
+from jaxmux.peft import Adapter, SlotArrays, adapter_of, slot_arrays, slot_tree
 from jaxmux.planner import ShapeClass
 from jaxmux.tasks import TaskError
 
@@ -208,13 +208,7 @@ class Engine:
 
     def adapter(self, name: str) -> Adapter:
         """The task's factors as NumPy arrays, at true rank."""
-        slot = self._slots[self._index(name)]
-        rank, adapter = slot.prepared.task.adapter.rank, self._read(name).adapter
-        return {
-            module: type(f)(np.asarray(f.a)[..., :rank], np.asarray(f.b)[..., :rank, :])
-            for module, f in adapter.items()
-            if module in slot.prepared.targets
-        }
+        return adapter_of(self.task_arrays(name))
 
     def task_arrays(self, name: str) -> SlotArrays:
         """All that a checkpoint must hold of a task besides its progress, at true rank. Call

@@ -83,11 +83,18 @@ class BackboneConfig:
 
 
 # What an architecture fixes by itself, whatever its config.json says.
-_ARCHITECTURES: dict[str, dict[str, Any]] = {
+_FIXED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"attention_bias": False, "output_bias": False, "mlp_bias": False},
     "Qwen2ForCausalLM": {"attention_bias": True, "output_bias": False, "mlp_bias": False},
     "Qwen3ForCausalLM": {"mlp_bias": False, "qk_norm": True},
+}
+# What transformers takes for keys that a config.json leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "max_window_layers": 28, "head_dim": 128},
 }
 
 
@@ -95,10 +102,11 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
     """Turns the contents of a config.json into a `BackboneConfig`; `where` names the file in
     errors."""
     architecture = (raw.get("architectures") or ["<none>"])[0]
-    if architecture not in _ARCHITECTURES:
+    if architecture not in _FIXED:
         raise BackboneError(
-            f"{where}: unknown architecture {architecture!r}; known: {', '.join(_ARCHITECTURES)}"
+            f"{where}: unknown architecture {architecture!r}; known: {', '.join(_FIXED)}"
         )
+    raw = _DEFAULTS[architecture] | raw
     if raw.get("hidden_act", "silu") != "silu":
         raise BackboneError(f"{where}: hidden_act={raw['hidden_act']!r}; only 'silu' is supported")
 
@@ -130,7 +138,7 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
     )
-    config = BackboneConfig(**(fields | _ARCHITECTURES[architecture]))
+    config = BackboneConfig(**(fields | _FIXED[architecture]))
     if config.num_heads % config.num_kv_heads:
         raise BackboneError(
             f"{where}: num_attention_heads={config.num_heads} is not a multiple of "
@@ -165,7 +173,8 @@ def to_hf_config(config: BackboneConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
     }
     if config.sliding_window:
-        raw |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
+        window = {"use_sliding_window": True, "max_window_layers": 0}
+        raw |= {"sliding_window": config.sliding_window, **window}
     return raw
 
 
@@ -189,10 +198,13 @@ def _sliding_window(raw: dict[str, Any], architecture: str, where: str) -> int |
         return window
     if not window or not raw.get("use_sliding_window", False):
         return None
-    kinds = set(raw.get("layer_types") or ["sliding_attention"])
-    if len(kinds) > 1 or raw.get("max_window_layers", 0):
+    layers = raw["num_hidden_layers"]
+    full = min(layers, raw["max_window_layers"])
+    default = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    kinds = set(raw.get("layer_types") or default)
+    if len(kinds) > 1:
         raise BackboneError(
             f"{where}: a sliding window on some layers only (layer_types, max_window_layers) "
             "is not supported"
         )
-    return window
+    return window if "sliding_attention" in kinds else None

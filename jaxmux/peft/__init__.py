@@ -2,7 +2,7 @@
 
 from .hf import AdapterError, export_adapter, import_adapter
 from .lora import Adapter, Factors, LoRA, initial_adapter
-from .pool import SlotArrays, empty_pool, pad_rank, slot_arrays, slot_tree
+from .pool import SlotArrays, adapter_of, empty_pool, pad_rank, slot_arrays, slot_tree
 from .targets import LayerMask, full_name, resolve_targets
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "LoRA",
     "Factors",
     "SlotArrays",
+    "adapter_of",
     "empty_pool",
     "export_adapter",
     "full_name",

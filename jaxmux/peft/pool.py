@@ -51,9 +51,9 @@ def slot_arrays(tree: Any, modules: Sequence[str], rank: int) -> SlotArrays:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         module, factor = _place(path)
         if module is None:
-            arrays[jax.tree_util.keystr(path)] = np.asarray(leaf)
+            arrays[_name(path)] = np.asarray(leaf)
         elif module in modules:
-            arrays[jax.tree_util.keystr(path)] = np.asarray(_rank_slice(leaf, factor, rank))
+            arrays[_name(path)] = np.asarray(_rank_slice(leaf, factor, rank))
     return arrays
 
 
@@ -67,7 +67,7 @@ def slot_tree(template: Any, arrays: SlotArrays) -> Any:
     used = set()
 
     def fill(path, leaf):
-        name = jax.tree_util.keystr(path)
+        name = _name(path)
         if name not in arrays:
             return np.zeros(leaf.shape, leaf.dtype)
         used.add(name)
@@ -82,6 +82,22 @@ def slot_tree(template: Any, arrays: SlotArrays) -> Any:
     if unknown := sorted(set(arrays) - used):
         raise ValueError(f"no place for {unknown[0]}")
     return tree
+
+
+def adapter_of(arrays: SlotArrays) -> Adapter:
+    """The task's factors among its arrays, at true rank."""
+    prefix = "adapter/"
+    names = [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]
+    modules = sorted({name.rpartition("/")[0] for name in names})
+    return {
+        module: Factors(*(np.asarray(arrays[f"{prefix}{module}/{f}"]) for f in Factors._fields))
+        for module in modules
+    }
+
+
+def _name(path: tuple) -> str:
+    """`adapter/mlp.up_proj/a`, `optimizer/0/mu/mlp.up_proj/a`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _place(path: tuple) -> tuple[str | None, str | None]:

@@ -1,7 +1,8 @@
 """A run: tasks trained from start to exported adapters, with files, checkpoints and reports."""
 
+from .checkpoints import read_task
 from .fine_tune import Interrupted, fine_tune
 from .run_directory import RunDirectory, RunDirectoryError
 from .summary import Summary
 
-__all__ = ["Interrupted", "RunDirectory", "RunDirectoryError", "Summary", "fine_tune"]
+__all__ = ["Interrupted", "RunDirectory", "RunDirectoryError", "Summary", "fine_tune", "read_task"]

@@ -90,6 +90,7 @@ def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, Sl
       FileNotFoundError: no checkpoint, no such step, or no such task in it; the message says what
         there is.
     """
+    folder = folder.absolute()
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no checkpoints")
     with ocp.CheckpointManager(

@@ -29,7 +29,8 @@ class RunConsole:
         self._first_steps: dict[str, int] = {}
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        # Whole lines: a log is no place for a terminal's width.
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def announce(self, tasks: Sequence[PreparedTask]) -> None:
         """What the data of each task became."""

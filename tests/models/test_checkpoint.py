@@ -101,7 +101,9 @@ def test_tensor_names_and_layouts_are_hugging_faces(folder):
     for layer in range(3):
         q = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"]
         assert q.shape == (32, 16)
-        np.testing.assert_array_equal(weights["layers"]["self_attn"]["q_proj"]["kernel"][layer], q.T)
+        np.testing.assert_array_equal(
+            weights["layers"]["self_attn"]["q_proj"]["kernel"][layer], q.T
+        )
         np.testing.assert_array_equal(
             weights["layers"]["self_attn"]["q_norm"]["weight"][layer],
             tensors[f"model.layers.{layer}.self_attn.q_norm.weight"],

@@ -1,0 +1,326 @@
+"""A run from a checkpoint folder and tasks to exported adapters, with all its files."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from safetensors.numpy import load_file
+from tensorboardX.proto.event_pb2 import Event
+
+from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
+from jaxmux.data import load_tokenizer
+from jaxmux.models import BackboneConfig
+
+pytestmark = pytest.mark.xdist_group("fine_tune")
+
+METRICS = ["step", "task", "task_step", "loss", "lr", "grad_norm", "target_tokens", "tokens"]
+METRICS += ["skipped"]
+TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last", "eval_loss"}
+TASK_SUMMARY |= {"eval_target_tokens", "target_tokens", "tokens"}
+SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding_fraction"}
+SUMMARY |= {"wall_seconds", "versions"}
+# A first update that makes every forward pass after it overflow.
+DESTRUCTIVE = {"optimizer": SGD(1e38, clip_norm=None), "adapter": LoRA(rank=4, alpha=64.0)}
+
+
+@pytest.fixture(scope="module")
+def tasks(make_task, data):
+    """By name: epochs and steps, two optimizers, ranks, lengths and batch sizes."""
+    by_epochs = make_task(
+        "epochs",
+        eval_data=data["short.eval"],
+        adapter=LoRA(rank=4, alpha=8.0, dropout=0.1),
+        optimizer=AdamW(2e-2, schedule=Schedule("cosine", warmup_ratio=0.1)),
+        max_length=32,
+        batch_size=4,
+        epochs=3,
+    )
+    by_steps = make_task(
+        "steps",
+        data=data["long"],
+        eval_data=data["long.eval"],
+        adapter=LoRA(rank=2, alpha=2.0, target_modules=("q_proj", "v_proj")),
+        optimizer=SGD(0.5),
+        max_length=96,
+        batch_size=6,
+        steps=17,
+    )
+    return {task.name: task for task in (by_epochs, by_steps)}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "two_tasks"
+
+
+@pytest.fixture(scope="module")
+def summary(tasks, train, run_dir):
+    return train(run_dir, *tasks.values(), config_text="# as given\n")
+
+
+@pytest.fixture(scope="module")
+def metrics(summary, run_dir) -> list[dict]:
+    return read_metrics(run_dir)
+
+
+def read_metrics(run_dir) -> list[dict]:
+    return [strict_json(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def strict_json(text: str):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_every_documented_file_is_there(summary, run_dir, tasks):
+    names = {path.name for path in run_dir.iterdir() if not path.name.startswith(".")}
+    documented = {"config.gin", "metrics.jsonl", "checkpoints", "adapters", "summary.json"}
+    assert documented | {"loss.png", "tensorboard"} <= names
+    assert {path.name for path in (run_dir / "adapters").iterdir()} == set(tasks)
+    assert (run_dir / "config.gin").read_text() == "# as given\n"
+
+
+def test_tasks_end_when_their_own_epochs_or_steps_are_done(summary, metrics):
+    # Three epochs of 14 samples in batches of 4.
+    steps = {"epochs": 12, "steps": 17}
+    for name, count in steps.items():
+        assert [m["task_step"] for m in metrics if m["task"] == name] == list(range(1, count + 1))
+        assert summary.tasks[name]["steps"] == count
+        assert summary.tasks[name]["status"] == "succeeded"
+        assert summary.tasks[name]["error"] is None
+    assert summary.succeeded
+
+
+def test_metrics_have_exactly_the_documented_fields(metrics):
+    for line in metrics:
+        assert list(line) == METRICS
+        assert math.isfinite(line["loss"]) and line["grad_norm"] > 0 and line["lr"] >= 0
+        assert 0 < line["target_tokens"] <= line["tokens"]
+        assert line["skipped"] is False
+
+
+def test_metrics_show_each_schedule(metrics, tasks):
+    for name, task in tasks.items():
+        lrs = [m["lr"] for m in metrics if m["task"] == name]
+        schedule, peak = task.optimizer.schedule, task.optimizer.learning_rate
+        expected = [peak * schedule.factor(k, len(lrs)) for k in range(len(lrs))]
+        assert lrs == pytest.approx(expected)
+
+
+def test_every_epoch_trains_every_token_once(metrics, tasks, backbone, data):
+    tokenizer = load_tokenizer(backbone)
+    samples = [tokenized(tokenizer, r) for r in read_records(data["short"])]
+    trained = [m for m in metrics if m["task"] == "epochs"]
+    assert sum(m["tokens"] for m in trained) == 3 * sum(len(ids) - 1 for ids, _ in samples)
+    assert sum(m["target_tokens"] for m in trained) == 3 * sum(n for _, n in samples)
+
+
+def test_summary_file_holds_the_returned_summary(summary, run_dir):
+    found = strict_json((run_dir / "summary.json").read_text())
+    assert set(found) == SUMMARY
+    assert found == summary._asdict()
+    for task in found["tasks"].values():
+        assert TASK_SUMMARY <= set(task)
+    assert {"jaxmux", "jax"} <= set(found["versions"])
+
+
+def test_summary_adds_up_the_metrics(summary, metrics):
+    for name, task in summary.tasks.items():
+        lines = [m for m in metrics if m["task"] == name]
+        assert task["train_loss_first"] == lines[0]["loss"]
+        assert task["train_loss_last"] == lines[-1]["loss"]
+        for field in ("tokens", "target_tokens"):
+            assert task[field] == sum(line[field] for line in lines)
+
+
+def test_padding_is_what_the_microbatches_hold_beyond_the_metrics_tokens(summary, metrics):
+    useful = sum(m["tokens"] for m in metrics)
+    assert 0 < summary.padding_fraction < 1
+    computed = useful / (1 - summary.padding_fraction)
+    microbatches = computed / 256
+    assert microbatches == pytest.approx(round(microbatches), abs=1e-6)
+    assert round(microbatches) >= len({m["step"] for m in metrics})
+    assert summary.wall_seconds > 0
+    rates = summary.effective_tokens_per_second, summary.tokens_per_second
+    assert rates == pytest.approx((useful / summary.wall_seconds, computed / summary.wall_seconds))
+
+
+def test_eval_loss_equals_that_of_single_sequences(summary, run_dir, tasks, backbone, logits_of):
+    tokenizer = load_tokenizer(backbone)
+    config = BackboneConfig.from_folder(backbone)
+    for name, task in tasks.items():
+        spec, adapter = import_adapter(run_dir / "adapters" / name, config)
+        records = read_records(task.eval_data.path)
+        samples = [tokenized(tokenizer, record) for record in records]
+        targets = sum(n for _, n in samples)
+        for field, parts in (("eval_loss_first", ()), ("eval_loss", (spec, adapter))):
+            total = sum(negative_log_likelihood(logits_of(s[0], *parts), *s) for s in samples)
+            assert summary.tasks[name][field] == pytest.approx(total / targets, rel=1e-5)
+        assert summary.tasks[name]["eval_target_tokens"] == targets
+        # The exported adapter is the trained one, so it must matter.
+        assert summary.tasks[name]["eval_loss"] < summary.tasks[name]["eval_loss_first"] - 0.01
+
+
+def read_records(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def tokenized(tokenizer, record: dict) -> tuple[list[int], int]:
+    """Token ids with BOS and EOS, and how many of the last are targets."""
+    text = record["prompt"] + record["completion"]
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    ends = [end for _, end in encoded["offset_mapping"]]
+    completion = sum(end > len(record["prompt"]) for end in ends)
+    return [*encoded["input_ids"], tokenizer.eos_token_id], completion + 1
+
+
+def negative_log_likelihood(logits: np.ndarray, ids: list[int], targets: int) -> float:
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    positions = np.arange(len(ids) - 1 - targets, len(ids) - 1)
+    return -log_p[positions, np.asarray(ids)[positions + 1]].sum()
+
+
+def test_exported_adapters_have_true_ranks_and_targets(summary, run_dir, tasks, backbone):
+    for name, task in tasks.items():
+        folder = run_dir / "adapters" / name
+        tensors = load_file(folder / "adapter_model.safetensors")
+        linears = 2 if name == "steps" else 7
+        assert len(tensors) == 2 * 2 * linears
+        for key, tensor in tensors.items():
+            assert tensor.shape["lora_B" in key] == task.adapter.rank
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        assert settings["r"] == task.adapter.rank
+        assert settings["base_model_name_or_path"] == str(backbone)
+
+
+def test_loss_plot_is_a_picture(summary, run_dir):
+    height, width, _ = imread(run_dir / "loss.png").shape
+    assert width >= 800 and height >= 400
+
+
+def test_tensorboard_shows_what_the_metrics_say(metrics, run_dir):
+    found = {}
+    for path in (run_dir / "tensorboard").rglob("events.out.tfevents.*"):
+        for event in read_events(path):
+            for value in event.summary.value:
+                found[value.tag, event.step] = value.simple_value
+    for line in metrics:
+        for field in ("loss", "lr", "grad_norm"):
+            value = found[f"{field}/{line['task']}", line["step"]]
+            assert value == pytest.approx(line[field], rel=1e-6)
+
+
+def read_events(path: Path):
+    """The records of a TFRecord file: length, checksum, bytes, checksum."""
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        yield Event.FromString(content[at + 12 : at + 12 + length])
+        at += length + 16
+
+
+def test_finished_run_returns_its_summary_without_training(
+    summary, train, tasks, run_dir, adapter_bytes, capsys
+):
+    before = adapter_bytes(run_dir)
+    assert train(run_dir, *tasks.values()) == summary
+    assert adapter_bytes(run_dir) == before
+    assert "finished" in capsys.readouterr().out
+
+
+def test_another_configuration_is_refused_by_key(summary, train, tasks, run_dir, adapter_bytes):
+    before = adapter_bytes(run_dir / "adapters")
+    with pytest.raises(RunDirectoryError, match=r"two_tasks.*chunk_len: None there, 128 here"):
+        train(run_dir, *tasks.values(), chunk_len=128)
+    assert adapter_bytes(run_dir / "adapters") == before
+
+
+def test_restart_begins_anew(train, make_task, tmp_path, adapter_bytes):
+    train(tmp_path, make_task(steps=4, seed=1))
+    first = adapter_bytes(tmp_path / "adapters")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="seed: 1 there, 2 here"):
+        train(tmp_path, make_task(steps=2, seed=2))
+    again = train(tmp_path, make_task(steps=2, seed=2), restart=True)
+    assert again.tasks["tiny"]["steps"] == 2
+    assert [m["task_step"] for m in read_metrics(tmp_path)] == [1, 2]
+    assert adapter_bytes(tmp_path / "adapters") != first
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_refused_run_directory_is_free_again_at_once(train, make_task, tmp_path):
+    """Also where the exception lives on, as in a notebook."""
+    train(tmp_path, make_task(steps=1))
+    with pytest.raises(RunDirectoryError) as refused:
+        train(tmp_path, make_task(steps=2))
+    assert train(tmp_path, make_task(steps=2), restart=True).succeeded
+    assert "belongs to another config" in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def with_failing_task(train, make_task, data, tmp_path_factory):
+    """One task that diverges beside one that does not."""
+    folder = tmp_path_factory.mktemp("failing")
+    bad = make_task("bad", **DESTRUCTIVE, eval_data=data["short.eval"], steps=8)
+    good = make_task("good", eval_data=data["short.eval"], steps=6)
+    return folder, train(folder, bad, good, max_bad_steps=2)
+
+
+def test_failing_task_is_named_and_the_others_succeed(with_failing_task, adapter_bytes):
+    folder, summary = with_failing_task
+    assert not summary.succeeded
+    bad, good = summary.tasks["bad"], summary.tasks["good"]
+    assert bad["status"] == "failed"
+    assert "not finite in 2 consecutive updates" in bad["error"]
+    assert bad["steps"] == 3 and bad["eval_loss"] is None
+    assert good["status"] == "succeeded" and good["error"] is None and good["steps"] == 6
+    assert {path.split("/")[0] for path in adapter_bytes(folder / "adapters")} == {"good"}
+    assert strict_json((folder / "summary.json").read_text())["tasks"]["bad"]["status"] == "failed"
+
+
+def test_skipped_updates_are_null_in_the_metrics(with_failing_task):
+    folder, _ = with_failing_task
+    bad = [m for m in read_metrics(folder) if m["task"] == "bad"]
+    assert [m["skipped"] for m in bad] == [False, True, True]
+    assert all(m["loss"] is None or m["grad_norm"] is None for m in bad[1:])
+
+
+def test_failing_task_does_not_change_a_bit_of_another(
+    with_failing_task, train, make_task, data, tmp_path, adapter_bytes
+):
+    folder, _ = with_failing_task
+    # Of the failing task's rank and targets, so that both runs have the same pool.
+    calm = make_task("bad", adapter=DESTRUCTIVE["adapter"], eval_data=data["short.eval"], steps=8)
+    good = make_task("good", eval_data=data["short.eval"], steps=6)
+    assert train(tmp_path, calm, good).succeeded
+    found = adapter_bytes(folder / "adapters" / "good")
+    assert found == adapter_bytes(tmp_path / "adapters" / "good")
+
+
+def test_summary_is_json_where_a_loss_is_not_finite(train, make_task, data, tmp_path):
+    """The last update may ruin an adapter: no training loss shows it, the evaluation does."""
+    ruined = make_task("ruined", **DESTRUCTIVE, eval_data=data["short.eval"], steps=1)
+    summary = train(tmp_path, ruined)
+    task = strict_json((tmp_path / "summary.json").read_text())["tasks"]["ruined"]
+    assert task["eval_loss"] is None
+    assert task["status"] == "failed" and not summary.succeeded
+
+
+def test_training_goes_on_from_a_peft_folder(train, make_task, tmp_path):
+    """On the same batches without dropout, a resumed task begins where the other's next step was."""
+    spec = LoRA(rank=3, alpha=6.0, target_modules=("down_proj", "q_proj"))
+    steady = {"adapter": spec, "optimizer": SGD(0.1, momentum=0.0), "batch_size": 64}
+    train(tmp_path / "whole", make_task(steps=5, **steady))
+    train(tmp_path / "first", make_task(steps=3, **steady))
+    folder = tmp_path / "first" / "adapters" / "tiny"
+    train(tmp_path / "second", make_task(steps=2, resume_from=str(folder), **steady))
+    whole = [m["loss"] for m in read_metrics(tmp_path / "whole")]
+    second = [m["loss"] for m in read_metrics(tmp_path / "second")]
+    assert whole[0] - whole[3] > 1e-3
+    assert second == pytest.approx(whole[3:], rel=1e-5)
