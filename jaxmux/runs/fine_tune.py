@@ -104,8 +104,6 @@ def fine_tune(
             console.say(f"{directory.path}: this run has finished")
             console.summarise(finished, _adapter_folders(finished, directory))
             return finished
-        if config_text is not None:
-            write_atomically(directory.path / "config.gin", config_text)
         model, tokenizer = load_backbone(backbone, dtype), load_tokenizer(backbone)
         prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
         console.announce(prepared)
@@ -116,6 +114,7 @@ def fine_tune(
         )
         engine = Engine(model, EngineOptions(shape, remat=remat, max_bad_steps=max_bad_steps))
         engine.register_tasks(prepared)
+        directory.begin(config_text)
         checkpoints = Checkpoints(directory.checkpoints, keep_checkpoints)
         try:
             position = _train(engine, directory, checkpoints, checkpoint_every, console)

@@ -24,7 +24,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
-        """Makes or opens the folder.
+        """Makes or opens the folder; `begin` makes it this run's.
 
         Args:
           identity: what is trained, as JSON. A folder of another identity is refused.
@@ -54,33 +54,36 @@ class RunDirectory:
             ) from None
         if restart:
             self._clear()
-        self._claim(identity)
+        self._identity = json.loads(json.dumps(identity))
+        self._refuse_others()
 
     def adapter(self, task: str) -> Path:
         return self.path / "adapters" / task
+
+    def begin(self, config_text: str | None) -> None:
+        """Records whose folder this is, once everything has been checked and training starts."""
+        write_atomically(self.path / "run.json", json.dumps(self._identity, indent=2) + "\n")
+        if config_text is not None:
+            write_atomically(self.path / "config.gin", config_text)
 
     def close(self) -> None:
         """Gives up the lock."""
         self._lock.close()
 
-    def _claim(self, identity: dict[str, Any]) -> None:
-        identity = json.loads(json.dumps(identity))
+    def _refuse_others(self) -> None:
         record = self.path / "run.json"
         if record.exists():
-            found = json.loads(record.read_text())
-            if differences := _differences(found, identity):
+            if differences := _differences(json.loads(record.read_text()), self._identity):
                 raise RunDirectoryError(
                     f"run directory {self.path}: belongs to another config "
-                    f"({'; '.join(differences)}). "
-                    "Choose another run_dir, or begin anew with restart"
+                    f"({'; '.join(differences)}). Choose another run_dir, or begin anew with "
+                    "restart"
                 )
-            return
-        if strangers := sorted(p.name for p in self.path.iterdir() if p.name in _OWN):
+        elif strangers := sorted(p.name for p in self.path.iterdir() if p.name in _OWN):
             raise RunDirectoryError(
                 f"run directory {self.path}: holds {', '.join(strangers)} but no run.json; "
                 "choose another run_dir, or begin anew with restart"
             )
-        write_atomically(record, json.dumps(identity, indent=2) + "\n")
 
     def _clear(self) -> None:
         for name in _OWN:

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmux.peft import Factors, empty_pool, slot_arrays, slot_tree
+from jaxmux.peft import Factors, adapter_of, empty_pool, slot_arrays, slot_tree
 
 MODULES = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
 OWN = MODULES[:2]
@@ -51,11 +51,11 @@ def test_arrays_have_true_rank_and_keep_every_value(padded):
     arrays = slot_arrays(padded, OWN, RANK)
     shapes = {name: value.shape for name, value in arrays.items()}
     assert len(arrays) == 3 * 2 * 2 + 1
-    assert shapes["['adapter']['self_attn.q_proj'].a"] == (3, 16, RANK)
-    assert shapes["['optimizer'].mu['mlp.up_proj'].b"] == (3, RANK, 24)
-    assert arrays["['optimizer'].count"] == 17
+    assert shapes["adapter/self_attn.q_proj/a"] == (3, 16, RANK)
+    assert shapes["optimizer/mu/mlp.up_proj/b"] == (3, RANK, 24)
+    assert arrays["optimizer/count"] == 17
     np.testing.assert_array_equal(
-        arrays["['optimizer'].nu['mlp.up_proj'].a"],
+        arrays["optimizer/nu/mlp.up_proj/a"],
         padded["optimizer"].nu["mlp.up_proj"].a[..., :RANK],
     )
 
@@ -77,21 +77,29 @@ def test_arrays_fit_a_pool_of_any_rank_and_more_modules(rank, padded, config):
     assert not any(x.any() for x in jax.tree.leaves(tree["adapter"]["mlp.down_proj"]))
 
 
+def test_the_adapter_is_found_among_the_arrays(padded):
+    adapter = adapter_of(slot_arrays(padded, OWN, RANK))
+    assert set(adapter) == set(OWN)
+    for module, (a, b) in adapter.items():
+        np.testing.assert_array_equal(a, padded["adapter"][module].a[..., :RANK])
+        np.testing.assert_array_equal(b, padded["adapter"][module].b[..., :RANK, :])
+
+
 def test_modules_of_other_tasks_are_left_out(config):
     adapter = slot_of_pool(config, MODULES, 4)
     arrays = slot_arrays(adapter, ["mlp.up_proj"], 2)
-    assert set(arrays) == {"['mlp.up_proj'].a", "['mlp.up_proj'].b"}
+    assert set(arrays) == {"mlp.up_proj/a", "mlp.up_proj/b"}
 
 
 def test_an_array_without_a_place_is_named(padded, config):
     arrays = slot_arrays(padded, OWN, RANK)
     template = optimizer_tree(slot_of_pool(config, ("mlp.up_proj",), 4))
-    with pytest.raises(ValueError, match=r"no place for \['adapter'\]\['self_attn.q_proj'\].a"):
+    with pytest.raises(ValueError, match="no place for adapter/self_attn.q_proj/a"):
         slot_tree(template, arrays)
 
 
 def test_an_array_too_large_for_its_place_is_named(padded, config):
     arrays = slot_arrays(padded, OWN, RANK)
     template = optimizer_tree(slot_of_pool(config, OWN, 2))
-    with pytest.raises(ValueError, match=r"\['self_attn.q_proj'\].a"):
+    with pytest.raises(ValueError, match="adapter/self_attn.q_proj/a"):
         slot_tree(template, arrays)

@@ -32,10 +32,9 @@ def trained(make_engine, train, task, rows):
     return engine, updates
 
 
-@pytest.mark.parametrize("rows", [4, 2])
-def test_one_microbatch_of_eight_and_several_smaller_ones_agree(rows, task, make_engine, train):
+def test_one_microbatch_of_eight_and_four_of_two_agree(task, make_engine, train):
     whole, whole_updates = trained(make_engine, train, task, rows=8)
-    split, split_updates = trained(make_engine, train, task, rows=rows)
+    split, split_updates = trained(make_engine, train, task, rows=2)
     for one, other in zip(whole_updates, split_updates, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-6)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
@@ -49,8 +48,9 @@ def test_one_microbatch_of_eight_and_several_smaller_ones_agree(rows, task, make
 
 
 def test_loss_of_a_batch_is_the_mean_over_its_target_tokens(make_task, make_engine, train):
-    """At learning rate 0 the loss of a batch of eight follows from those of its samples."""
-    data = {"samples": 8, "lengths": (4, 65), "optimizer": SGD(0.0)}
+    """At learning rate 0 the adapters stay at zero: the loss of a batch of eight follows from those
+    of its samples."""
+    data = {"samples": 8, "lengths": (4, 65), "optimizer": SGD(0.0), "dropout": 0.1}
     singles = make_task("task", batch_size=1, steps=8, **data)
     batch = make_task("task", batch_size=8, steps=1, **data)
     alone = train(make_engine(singles, shape=shape(2)))["task"]

@@ -189,7 +189,7 @@ def test_a_skipped_update_advances_the_step_but_not_the_optimizer(
     progress = engine.progress("poisoned")
     assert (progress.step, progress.updates, progress.skipped, progress.bad_streak) == (5, 4, 1, 0)
     assert progress.status == "succeeded"
-    counts = [v for k, v in engine.task_arrays("poisoned").items() if k.endswith(".count")]
+    counts = [v for k, v in engine.task_arrays("poisoned").items() if k.endswith("/count")]
     assert counts == [4]
 
 

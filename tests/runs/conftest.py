@@ -141,9 +141,9 @@ def write_lines(tmp_path):
     return write
 
 
-@pytest.fixture
-def write_config(tmp_path, backbone, data):
-    """Writes a gin config with one task, "tiny", of three steps; keyword arguments add to it.
+@pytest.fixture(scope="session")
+def write_config(tmp_path_factory, backbone, data):
+    """Writes a gin config with one task, "tiny", of three steps, to a folder of its own.
 
     `lines` are appended as they are; `run` sets parameters of `fine_tune`, None leaves one out.
     """
@@ -163,7 +163,7 @@ def write_config(tmp_path, backbone, data):
             "tiny/AdamW.learning_rate = 1e-2",
             *lines,
         ]
-        path = tmp_path / f"{name}.gin"
+        path = tmp_path_factory.mktemp("config") / f"{name}.gin"
         path.write_text("\n".join(text) + "\n")
         return str(path)
 

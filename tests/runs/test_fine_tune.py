@@ -313,7 +313,7 @@ def test_summary_is_json_where_a_loss_is_not_finite(train, make_task, data, tmp_
 
 
 def test_training_goes_on_from_a_peft_folder(train, make_task, tmp_path):
-    """On the same batches without dropout, a resumed task begins where the other's next step was."""
+    """A resumed task repeats, on the same batches, what an undivided one trains after it."""
     spec = LoRA(rank=3, alpha=6.0, target_modules=("down_proj", "q_proj"))
     steady = {"adapter": spec, "optimizer": SGD(0.1, momentum=0.0), "batch_size": 64}
     train(tmp_path / "whole", make_task(steps=5, **steady))

@@ -1,0 +1,277 @@
+"""`python -m jaxmux.train`: arguments, configs, run directories and exit codes."""
+
+import fcntl
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gin
+import pytest
+
+from jaxmux import gin_bindings
+from jaxmux.train import main
+
+pytestmark = pytest.mark.xdist_group("cli")
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    """gin's configuration is global."""
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Runs a command that should refuse its input; returns the one line that says why."""
+
+    def run(*arguments: str) -> str:
+        assert main([*arguments, f"--run_dir={tmp_path / 'run'}"]) == 2
+        output = capsys.readouterr()
+        assert output.err.startswith("error: ")
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        return output.err
+
+    return run
+
+
+def python(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_help_is_useful(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    assert exit.value.code == 0
+    shown = capsys.readouterr().out
+    for wanted in ("--gin_file", "--run_dir", "--restart", "--gin.NAME", "fine_tune.backbone"):
+        assert wanted in shown
+    assert "Exit code" in shown and "demo" in shown
+
+
+def test_config_in_the_help_names_real_parameters(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    example = capsys.readouterr().out.split("a config:")[1].split("...")[0]
+    path = tmp_path / "example.gin"
+    path.write_text("\n".join(line.strip() for line in example.splitlines()))
+    support = ["support/Task.name='support'", "support/Task.data='s.jsonl'", "support/Task.steps=1"]
+    gin_bindings.parse([str(path)], support)
+    names = [task.name for task in gin_bindings.fine_tune_arguments()["tasks"]]
+    assert names == ["billing", "support"]
+
+
+@pytest.mark.parametrize("argument", ["--gin_fiel=x.gin", "x.gin", "--gin.Task.steps", "--steps=3"])
+def test_unknown_argument_is_named(argument, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([argument])
+    assert exit.value.code == 2
+    assert f"unknown argument {argument}" in capsys.readouterr().err
+
+
+def test_command_trains_and_exits_with_zero(write_config, tmp_path):
+    """A process of its own, in a folder of its own: the run directory is named by the config."""
+    config = write_config(name="my_tasks")
+    first = python("jaxmux.train", f"--gin_file={config}", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    adapter = tmp_path / "runs" / "my_tasks" / "adapters" / "tiny"
+    assert str(adapter) in first.stdout
+    assert (adapter / "adapter_model.safetensors").exists()
+    assert "tiny step 3/3" in first.stdout
+    assert "\x1b" not in first.stdout
+
+
+def test_refused_config_exits_with_two_and_one_line(tmp_path):
+    found = python("jaxmux.train", "--gin_file=nowhere.gin", cwd=tmp_path)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("error: nowhere.gin: cannot be read")
+    assert "Traceback" not in found.stderr
+
+
+def test_finished_run_exits_with_its_original_status(write_config, tmp_path, capsys):
+    config = write_config(
+        "tiny/Task.optimizer = @SGD()",
+        "SGD.learning_rate = 1e38",
+        "SGD.clip_norm = None",
+        "tiny/LoRA.alpha = 64.0",
+        "tiny/Task.steps = 5",
+        run={"max_bad_steps": 2},
+    )
+    arguments = [f"--gin_file={config}", f"--run_dir={tmp_path}"]
+    assert main(arguments) == 1
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    assert "FAILED task tiny: " in capsys.readouterr().out
+    assert main(arguments) == 1
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    assert "FAILED task tiny: " in capsys.readouterr().out
+
+
+def test_binding_overrides_the_file(write_config, tmp_path):
+    config = write_config()
+    arguments = [f"--gin_file={config}", f"--run_dir={tmp_path}"]
+    assert main([*arguments, "--gin.tiny/Task.steps=2", "--gin.Task.seed=5"]) == 0
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["tasks"]["tiny"]["steps"] == 2
+    assert run["tasks"]["tiny"]["seed"] == 5
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tasks"]["tiny"]["steps"] == 2
+
+
+def test_later_file_overrides_an_earlier_one(write_config, tmp_path):
+    override = tmp_path / "longer.gin"
+    override.write_text("tiny/Task.steps = 4\n")
+    gin_bindings.parse([write_config(), str(override)], [])
+    assert gin_bindings.fine_tune_arguments()["tasks"][0].steps == 4
+
+
+def test_resolved_config_means_the_same(write_config, tmp_path):
+    """Also with a prompt of several lines and beyond a line's width."""
+    prompt = "first line\n'second' \"line\" " + "and more words " * 20
+    binding = f"--gin.tiny/Task.sample_prompt={prompt!r}"
+    config = write_config("tiny/AdamW.schedule = @Schedule()", "Schedule.kind = 'linear'")
+    assert main([f"--gin_file={config}", binding, f"--run_dir={tmp_path}"]) == 0
+    gin_bindings.parse([config], [binding.removeprefix("--gin.")])
+    expected = gin_bindings.fine_tune_arguments()
+    gin_bindings.parse([str(tmp_path / "config.gin")], [])
+    assert gin_bindings.fine_tune_arguments() == expected
+    assert expected["tasks"][0].sample_prompt == prompt
+    # And so the directory is that of the resolved config, too.
+    resolved = tmp_path / "config.gin"
+    assert main([f"--gin_file={resolved}", f"--run_dir={tmp_path}"]) == 0
+
+
+def test_run_directory_of_another_config_is_refused_by_key(write_config, tmp_path, capsys):
+    config = write_config()
+    arguments = [f"--gin_file={config}", f"--run_dir={tmp_path}"]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--gin.tiny/LoRA.rank=3"]) == 2
+    message = capsys.readouterr().err
+    assert f"run directory {tmp_path}: belongs to another config" in message
+    assert "tasks.tiny.adapter.rank: 2 there, 3 here" in message
+    assert main([*arguments, "--gin.tiny/LoRA.rank=3", "--restart"]) == 0
+
+
+def test_mended_config_may_use_the_directory_of_the_refused_one(write_config, tmp_path):
+    """Nothing was trained, so there is nothing to protect."""
+    arguments = [f"--gin_file={write_config()}", f"--run_dir={tmp_path / 'run'}"]
+    assert main([*arguments, "--gin.tiny/LoRA.target_modules=['q_porj']"]) == 2
+    assert main([*arguments, "--gin.tiny/LoRA.target_modules=['q_proj']"]) == 0
+
+
+def test_restart_with_a_bad_task_keeps_the_earlier_run(write_config, tmp_path, adapter_bytes):
+    arguments = [f"--gin_file={write_config()}", f"--run_dir={tmp_path}"]
+    assert main(arguments) == 0
+    before = adapter_bytes(tmp_path / "adapters")
+    assert main([*arguments, "--restart", "--gin.tiny/Task.data='nowhere.jsonl'"]) == 2
+    assert adapter_bytes(tmp_path / "adapters") == before
+
+
+def test_unwritable_run_directory_is_named(write_config, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    for run_dir in (file, file / "run"):
+        assert main([f"--gin_file={write_config()}", f"--run_dir={run_dir}"]) == 2
+        assert f"run directory {run_dir}: not writable" in capsys.readouterr().err
+
+
+def test_locked_run_directory_is_refused(write_config, tmp_path, capsys):
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main([f"--gin_file={write_config()}", f"--run_dir={tmp_path}"]) == 2
+    assert f"run directory {tmp_path}: in use by another process" in capsys.readouterr().err
+    assert main([f"--gin_file={write_config()}", f"--run_dir={tmp_path}"]) == 0
+
+
+def test_folder_with_files_of_an_unknown_run_is_refused(write_config, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main([f"--gin_file={write_config()}", f"--run_dir={tmp_path}"]) == 2
+    assert "holds metrics.jsonl but no run.json" in capsys.readouterr().err
+
+
+IMPORTS = ("import os", "from os import path", "from __gin__ import dynamic_registration")
+
+
+@pytest.mark.parametrize("statement", IMPORTS)
+def test_import_is_refused_by_file_and_line(statement, write_config, refused):
+    config = write_config("# A comment.", statement)
+    line = Path(config).read_text().splitlines().index(statement) + 1
+    assert f"{config}:{line}: configs may not import modules" in refused(f"--gin_file={config}")
+
+
+@pytest.fixture
+def module_that_tells(tmp_path, monkeypatch) -> Path:
+    """A module on the path that leaves a file behind when it is imported."""
+    trace = tmp_path / "imported"
+    (tmp_path / "telltale.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return trace
+
+
+def test_import_of_an_included_file_is_refused(write_config, refused, tmp_path, module_that_tells):
+    inner, outer = tmp_path / "inner.gin", tmp_path / "outer.gin"
+    inner.write_text("\nimport telltale\n")
+    outer.write_text(f"include {str(inner)!r}\n")
+    config = write_config(f"include {str(outer)!r}")
+    assert f"{inner}:2: configs may not import modules" in refused(f"--gin_file={config}")
+    assert not module_that_tells.exists()
+
+
+@pytest.mark.parametrize("statement", ["import telltale", "include 'inner.gin'"])
+def test_import_through_a_binding_is_refused(
+    statement, write_config, refused, tmp_path, module_that_tells, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner.gin").write_text("import telltale\n")
+    message = refused(f"--gin_file={write_config()}", f"--gin.Task.seed=1\n{statement}")
+    assert "configs may not import modules (telltale)" in message
+    assert not module_that_tells.exists()
+
+
+def test_file_that_includes_itself_is_refused(refused, tmp_path):
+    config = tmp_path / "round.gin"
+    config.write_text(f"include {str(config)!r}\n")
+    assert str(config) in refused(f"--gin_file={config}")
+
+
+MISTAKES = {
+    "unknown parameter": ("tiny/LoRA.rnak = 8", "rnak"),
+    "unknown configurable": ("tiny/Task.optimizer = @Adam()", "Adam"),
+    "unknown name of a binding": ("Tsak.steps = 3", "Tsak"),
+    "malformed value": ("tiny/Task.steps = = 3", "{config}:{line}"),
+    "unclosed bracket": ("fine_tune.tasks = [@tiny/Task(),", "{config}"),
+    "missing file of an include": ("include 'nowhere.gin'", "nowhere.gin"),
+    "value that its class refuses": ("tiny/LoRA.rank = 0", "rank should be an integer"),
+    "no number of steps": ("tiny/Task.steps = None", "give epochs or steps"),
+    "a task that is none": ("fine_tune.tasks = ['tiny']", "tasks"),
+    "a task without a list": ("fine_tune.tasks = @tiny/Task()", "tasks"),
+    "run_dir within the config": ("fine_tune.run_dir = 'elsewhere'", "run_dir"),
+    "unknown dtype": ("fine_tune.dtype = 'float61'", "float61"),
+    "unknown remat policy": ("fine_tune.remat = 'dost'", "dost"),
+    "checkpoints never": ("fine_tune.checkpoint_every = 0", "checkpoint_every"),
+    "microbatches of nothing": ("fine_tune.tokens_per_microbatch = 0", "microbatch"),
+    "row of an odd length": ("fine_tune.row_len = 100", "row_len=100"),
+}
+
+
+@pytest.mark.parametrize(("line", "culprit"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_in_a_config_is_named(line, culprit, write_config, refused):
+    config = write_config(line)
+    number = Path(config).read_text().splitlines().index(line) + 1
+    assert culprit.format(config=config, line=number) in refused(f"--gin_file={config}")
+
+
+@pytest.mark.parametrize("parameter", ["backbone", "tasks"])
+def test_missing_parameter_is_named(parameter, write_config, refused):
+    lines = Path(write_config()).read_text().splitlines()
+    config = write_config()
+    Path(config).write_text("\n".join(x for x in lines if f"fine_tune.{parameter}" not in x))
+    assert f"fine_tune.{parameter}" in refused(f"--gin_file={config}")
+
+
+def test_config_that_is_no_text_is_named(refused, tmp_path):
+    config = tmp_path / "binary.gin"
+    config.write_bytes(b"\xff\xfe\x00")
+    assert str(config) in refused(f"--gin_file={config}")

@@ -1,0 +1,183 @@
+"""An interrupted run, repeated, ends with the bits of one that was left alone."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmux import Interrupted
+from jaxmux.engine import engine
+from jaxmux.train import main
+
+pytestmark = pytest.mark.xdist_group("resume")
+
+STEPS = 60
+KILLS = 5
+TASKS = f"""
+fine_tune.checkpoint_every = 2
+fine_tune.keep_checkpoints = 2
+fine_tune.tokens_per_microbatch = 128
+fine_tune.tasks = [@tiny/Task(), @other/Task()]
+tiny/Task.steps = {STEPS}
+tiny/Task.batch_size = 12
+tiny/LoRA.dropout = 0.1
+tiny/AdamW.schedule = @Schedule()
+Schedule.kind = "cosine"
+Schedule.warmup_steps = 4
+other/Task.name = "other"
+other/Task.epochs = 10
+other/Task.batch_size = 5
+other/Task.max_length = 96
+other/Task.adapter = @other/LoRA()
+other/LoRA.rank = 3
+other/LoRA.dropout = 0.2
+other/Task.optimizer = @other/Lion()
+other/Lion.learning_rate = 1e-3
+"""
+# Twenty samples in batches of five.
+LINES = STEPS + 10 * 4
+
+
+class Command:
+    """The same command again and again, in processes of its own."""
+
+    def __init__(self, config: str, run_dir: Path):
+        self.run_dir = run_dir
+        self.arguments = [sys.executable, "-m", "jaxmux.train", f"--gin_file={config}"]
+        self.arguments += [f"--run_dir={run_dir}"]
+        # JAX does not write its cache atomically, so what may be killed should only read it.
+        self.environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+
+    def start(self) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(self.arguments, env=self.environment, **pipes)
+
+    def finish(self) -> str:
+        process = self.start()
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        return output
+
+    def lines(self) -> int:
+        metrics = self.run_dir / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any("tmp" in path.name for path in self.run_dir.glob("checkpoints/*"))
+
+
+def wait_until(condition, process: subprocess.Popen) -> None:
+    while not condition():
+        assert process.poll() is None, f"ended too early: {process.stdout.read()}"
+        time.sleep(0.0005)
+
+
+@pytest.fixture(scope="module")
+def config(write_config, data) -> str:
+    return write_config(TASKS, f"other/Task.data = {data['long']!r}")
+
+
+@pytest.fixture(scope="module")
+def reference(config, tmp_path_factory) -> Path:
+    """Folder of the finished run that nothing interrupted."""
+    run_dir = tmp_path_factory.mktemp("runs") / "reference"
+    assert main([f"--gin_file={config}", f"--run_dir={run_dir}"]) == 0
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == LINES
+    return run_dir
+
+
+def assert_same_result(run_dir, reference, adapter_bytes):
+    assert (run_dir / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    found, expected = adapter_bytes(run_dir / "adapters"), adapter_bytes(reference / "adapters")
+    assert len(expected) == 4
+    assert found == expected
+    one, other = (json.loads((d / "summary.json").read_text()) for d in (run_dir, reference))
+    assert one["tasks"] == other["tasks"]
+    assert one["padding_fraction"] == other["padding_fraction"]
+
+
+def test_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    config, reference, tmp_path, adapter_bytes
+):
+    """Five kills at random moments, one of them while a checkpoint is written."""
+    rng = random.Random(20)
+    killed = Command(config, tmp_path / "killed")
+    for number in range(KILLS):
+        process = killed.start()
+        target = int((number + rng.random()) * 0.9 * LINES / KILLS) + 1
+        wait_until(lambda target=target: killed.lines() >= target, process)
+        if number == 2:
+            wait_until(killed.saving, process)
+        else:
+            time.sleep(0.03 * rng.random())
+        process.kill()
+        output, _ = process.communicate()
+        assert process.returncode == -signal.SIGKILL, output
+        # The first process has nothing to go on from.
+        assert ("going on from the checkpoint" in output) == (number > 0), output
+        assert not (killed.run_dir / "summary.json").exists()
+    assert "going on from the checkpoint" in killed.finish()
+    assert_same_result(killed.run_dir, reference, adapter_bytes)
+
+
+def test_terminated_run_saves_and_goes_on(config, reference, tmp_path, adapter_bytes):
+    stopped = Command(config, tmp_path / "stopped")
+    process = stopped.start()
+    wait_until(lambda: stopped.lines() >= LINES // 3, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert "state saved" in output
+    assert stopped.lines() < LINES
+    stopped.finish()
+    assert_same_result(stopped.run_dir, reference, adapter_bytes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_stopped_within_a_round_goes_on_within_it(
+    number, train, make_task, tmp_path, adapter_bytes, monkeypatch
+):
+    tasks = [make_task("a", steps=6, batch_size=14), make_task("b", steps=3, batch_size=8)]
+    options = {"tokens_per_microbatch": 128, "checkpoint_every": 4}
+    train(tmp_path / "whole", *tasks, **options)
+
+    raise_signal_at_microbatch(8, number, monkeypatch)
+    with pytest.raises(Interrupted) as interruption:
+        train(tmp_path / "stopped", *tasks, **options)
+    assert interruption.value.signal_number == number
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (saved,) = (tmp_path / "stopped" / "checkpoints").glob("*/run/metadata")
+    position = json.loads(saved.read_text())["position"]
+    # Three microbatches a round.
+    assert position["rounds"] == 2 and position["microbatches_done"] == 2
+
+    train(tmp_path / "stopped", *tasks, **options)
+    assert_same_result(tmp_path / "stopped", tmp_path / "whole", adapter_bytes)
+
+
+def raise_signal_at_microbatch(number: int, signal_number: int, monkeypatch, times: int = 1):
+    accumulate, seen = engine.accumulate, itertools.count(1)
+
+    def accumulate_and_raise(*arguments):
+        if next(seen) == number:
+            for _ in range(times):
+                signal.raise_signal(signal_number)
+        return accumulate(*arguments)
+
+    monkeypatch.setattr(engine, "accumulate", accumulate_and_raise)
+
+
+def test_second_signal_acts_at_once(train, make_task, tmp_path, monkeypatch):
+    raise_signal_at_microbatch(2, signal.SIGINT, monkeypatch, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, make_task(steps=4))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train(tmp_path, make_task(steps=4)).tasks["tiny"]["steps"] == 4
