@@ -30,9 +30,12 @@ class Prefetch(Iterator[T]):
         raise StopIteration if kind == "end" else value
 
     def close(self) -> None:
-        """Stops the thread and waits for it."""
+        """Stops the thread and waits for it; from then on there are no items."""
         self._closed.set()
         self._thread.join()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put(("end", None))
 
     def _produce(self, items: Iterable[T]) -> None:
         try:

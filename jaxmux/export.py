@@ -1,4 +1,4 @@
-"""`python -m jaxmux.export`: writes PEFT adapters from a run's checkpoints, even while it trains."""
+"""`python -m jaxmux.export`: writes PEFT adapters from the checkpoints of a run."""
 
 import argparse
 import json

@@ -75,9 +75,12 @@ class _Optimizer:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+            if field.name == "schedule" or (field.name == "clip_norm" and value is None):
+                continue
+            below = 1 if field.name in ("b1", "b2", "momentum") else math.inf
+            if not isinstance(value, int | float) or not 0 <= value < below:
                 raise ValueError(
-                    f"{self.kind}: {field.name} should be finite and not negative, found {value!r}"
+                    f"{self.kind}: {field.name} should be a number in [0, {below}), found {value!r}"
                 )
 
     def hyperparameters(self) -> dict[str, float]:

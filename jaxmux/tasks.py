@@ -1,6 +1,7 @@
 """A task: one tenant's fine-tuning job."""
 
 import dataclasses
+import os
 import re
 
 from jaxmux.data import Source
@@ -50,8 +51,8 @@ class Task:
 
     def __post_init__(self):
         for field in ("data", "eval_data"):
-            if isinstance(value := getattr(self, field), str):
-                object.__setattr__(self, field, Source(value))
+            if isinstance(value := getattr(self, field), str | os.PathLike):
+                object.__setattr__(self, field, Source(os.fspath(value)))
         if not isinstance(self.name, str) or not re.fullmatch(
             r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name
         ):
@@ -59,6 +60,10 @@ class Task:
                 f"task {self.name!r}: a name consists of letters, digits, '.', '_' "
                 "and '-', and begins with a letter or digit"
             )
+        if not isinstance(self.data, Source):
+            raise self._error(f"data should be a path or a Source, found {self.data!r}")
+        if not isinstance(self.eval_data, Source | None):
+            raise self._error(f"eval_data should be a path or a Source, found {self.eval_data!r}")
         if not isinstance(self.adapter, LoRA):
             raise self._error(f"adapter should be a LoRA, found {self.adapter!r}")
         if not isinstance(self.optimizer, tuple(OPTIMIZERS.values())):
@@ -72,7 +77,8 @@ class Task:
         least = {"batch_size": 1, "max_length": 2, "epochs": 1, "steps": 1, "seed": 0}
         for field, minimum in least.items():
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < minimum):
+            absent = value is None and field in ("epochs", "steps")
+            if not absent and (not isinstance(value, int) or value < minimum):
                 raise self._error(
                     f"{field} should be an integer of at least {minimum}, found {value!r}"
                 )

@@ -29,13 +29,15 @@ class EngineOptions:
       remat: "none", "dots" or "full": what is kept from forward to backward.
       attention: "xla" or "cudnn"; None picks by device and dtype.
       max_bad_steps: consecutive skipped updates after which a task has failed.
-      slots, rank: least number of slots and pool rank. What fits them arrives later without
-        compiling again.
+      slots, rank, modules: least number of slots, pool rank and adapted modules. What fits them
+        arrives later without compiling again, and trains bit for bit the same on CPU in any
+        company.
     """
 
     shape: ShapeClass
     slots: int = 1
     rank: int = 1
+    modules: tuple[str, ...] = ()
     remat: str = "dots"
     attention: str | None = None
     max_bad_steps: int = 10
@@ -87,15 +89,17 @@ class Engine:
         Raises:
           TaskError: a name is taken, or a sample does not fit a row.
         """
+        names = self.names
         for prepared in tasks:
             name = prepared.task.name
-            if name in self.names:
+            if name in names:
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             if prepared.longest > self.options.shape.row_len:
                 raise TaskError(
                     f"task {name!r}: its longest sample has {prepared.longest} tokens, a row holds "
                     f"{self.options.shape.row_len}; lower max_length or raise row_len"
                 )
+            names.append(name)
         self._pause()
         kept = [self.task_arrays(name) for name in self.names]
         self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
@@ -316,7 +320,8 @@ class Engine:
         )
 
     def _empty_state(self) -> TrainState:
-        modules = sorted({m for slot in self._slots for m in slot.prepared.targets})
+        used = {m for slot in self._slots for m in slot.prepared.targets}
+        modules = sorted(used | set(self.options.modules))
         rank = max(self.options.rank, *(s.prepared.task.adapter.rank for s in self._slots))
         return empty_state(self.backbone.config, modules, self._kinds(), self._capacity, rank)
 
@@ -340,6 +345,10 @@ class Engine:
         return kind, slot, int(np.flatnonzero(self._kinds()[kind] == slot)[0])
 
     def _index(self, name: str) -> int:
+        if name not in self.names:
+            raise TaskError(
+                f"task {name!r}: not registered; registered are {', '.join(self.names)}"
+            )
         return self.names.index(name)
 
     def _pause(self) -> None:

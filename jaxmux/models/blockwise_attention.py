@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -35,23 +35,28 @@ def blockwise_attention(
 
 
 def _forward(q, k, v, segment_ids, block, window):
-    scores = _scores(q, k, segment_ids, window)
+    seen = _seen(segment_ids, window)
+    scores = jnp.where(seen, _scores(q, k), -jnp.inf)
     peak = scores.max(axis=-1, keepdims=True)
     p = jnp.exp(scores - peak)
     total = _fold(p.reshape(*p.shape[:-1], -1, block).sum(axis=-1), axis=-1)[..., None]
-    p = p / total
+    p = jnp.where(seen, p / total, 0)
     out = _fold_product("rkgts,rskd->rtkgd", p.astype(v.dtype), v, block, axes=(4, 1))
     return out.reshape(q.shape).astype(q.dtype), (q, k, v, segment_ids, peak + jnp.log(total))
 
 
 def _backward(block, window, residuals, d_out):
     q, k, v, segment_ids, log_total = residuals
-    p = jnp.exp(_scores(q, k, segment_ids, window) - log_total)
+    # Outside `seen` everything is set to zero, not multiplied by it: a neighbour's huge but finite
+    # values overflow in these products, and zero times infinity is NaN.
+    seen = _seen(segment_ids, window)
+    p = jnp.where(seen, jnp.exp(_scores(q, k) - log_total), 0)
     d_out = _grouped(d_out, k)
     dp = jnp.einsum("rtkgd,rskd->rkgts", d_out, v, preferred_element_type=jnp.float32)
+    dp = jnp.where(seen, dp, 0)
     weighted = (p * dp).reshape(*p.shape[:-1], -1, block).sum(axis=-1)
     ds = p * (dp - _fold(weighted, axis=-1)[..., None]) * q.shape[-1] ** -0.5
-    ds, p = ds.astype(q.dtype), p.astype(q.dtype)
+    ds, p = jnp.where(seen, ds, 0).astype(q.dtype), p.astype(q.dtype)
     dq = _fold_product("rkgts,rskd->rtkgd", ds, k, block, axes=(4, 1))
     dk = _fold_product("rkgts,rtkgd->rskd", ds, _grouped(q, k), block, axes=(3, 1))
     dv = _fold_product("rkgts,rtkgd->rskd", p, d_out, block, axes=(3, 1))
@@ -61,15 +66,19 @@ def _backward(block, window, residuals, d_out):
 blockwise_attention.defvjp(_forward, _backward)
 
 
-def _scores(q, k, segment_ids, window) -> Float[Array, "rows K G row_len row_len"]:
+def _scores(q, k) -> Float[Array, "rows K G row_len row_len"]:
     scores = jnp.einsum("rtkgd,rskd->rkgts", _grouped(q, k), k, preferred_element_type=jnp.float32)
-    t = jnp.arange(q.shape[1])
+    return scores * q.shape[-1] ** -0.5
+
+
+def _seen(segment_ids, window: int | None) -> Bool[Array, "rows 1 1 row_len row_len"]:
+    """Which token (last axis) each token sees."""
+    t = jnp.arange(segment_ids.shape[1])
     seen = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] >= 0)
     seen &= t[:, None] >= t[None, :]
     if window is not None:
         seen &= t[:, None] - t[None, :] < window
-    seen |= t[:, None] == t[None, :]
-    return jnp.where(seen[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    return (seen | (t[:, None] == t[None, :]))[:, None, None]
 
 
 def _grouped(x: Float[Array, "rows row_len H D"], k) -> Float[Array, "rows row_len K G D"]:

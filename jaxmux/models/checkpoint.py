@@ -124,7 +124,10 @@ def _shards(folder: Path) -> list[Path]:
         raise BackboneError(
             f"{folder}: neither {whole.name} nor {index.name} found (only safetensors are read)"
         )
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+        raise BackboneError(f"{index}: not an index of safetensors shards ({e!r})") from None
     if missing := [name for name in names if not (folder / name).exists()]:
         raise BackboneError(f"{index}: shard {missing[0]} is missing")
     return [folder / name for name in names]

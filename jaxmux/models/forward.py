@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.pallas_kernels.counter_dropout import Dropout
@@ -30,7 +30,7 @@ class SlotTable(NamedTuple):
 
     scale: Float[Array, "T"]
     dropout_rate: Float[Array, "T"]
-    dropout_key: Float[Array, "T"]
+    dropout_key: UInt32[Array, "T"]
 
 
 class ForwardOptions(NamedTuple):

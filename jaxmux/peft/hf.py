@@ -119,11 +119,15 @@ def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    settings, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    for file in (settings, weights):
+        if not file.is_file():
+            raise AdapterError(f"{file}: not found")
     try:
-        settings = json.loads((folder / "adapter_config.json").read_text())
-        return settings, load_file(folder / "adapter_model.safetensors")
-    except FileNotFoundError as e:
-        raise AdapterError(f"{e.filename or folder}: not found") from None
+        found = json.loads(settings.read_text())
+        if not isinstance(found, dict):
+            raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
+        return found, load_file(weights)
     except (json.JSONDecodeError, SafetensorError) as e:
         raise AdapterError(f"{folder}: cannot be read: {e}") from None
 

@@ -48,6 +48,8 @@ class LoRA:
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank should be an integer of at least 1, found {self.rank!r}")
+        if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
+            raise ValueError(f"alpha should be a finite number, found {self.alpha!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout should lie in [0, 1), found {self.dropout!r}")
         if self.initialisation not in INITIALISATIONS:

@@ -62,21 +62,23 @@ def slot_tree(template: Any, arrays: SlotArrays) -> Any:
     shapes.
 
     Raises:
-      ValueError: an array that the template has no place for; its path is named.
+      ValueError: an array that the template has no place or not enough room for, or one that is
+        missing; its path is named.
     """
     used = set()
 
     def fill(path, leaf):
         name = _name(path)
         if name not in arrays:
+            if _place(path) == (None, None):
+                raise ValueError(f"{name} is missing")
             return np.zeros(leaf.shape, leaf.dtype)
         used.add(name)
         value = np.asarray(arrays[name], leaf.dtype)
-        if value.shape == leaf.shape:
-            return value
-        return np.pad(
-            value, [(0, full - own) for full, own in zip(leaf.shape, value.shape, strict=True)]
-        )
+        missing = [full - own for full, own in zip(leaf.shape, value.shape, strict=True)]
+        if min(missing, default=0) < 0:
+            raise ValueError(f"{name} has shape {value.shape}, its place {leaf.shape}")
+        return np.pad(value, [(0, m) for m in missing]) if any(missing) else value
 
     tree = jax.tree_util.tree_map_with_path(fill, template)
     if unknown := sorted(set(arrays) - used):

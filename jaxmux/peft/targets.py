@@ -63,10 +63,10 @@ def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
 
 
 def _matches(pattern: str, name: str, is_expression: bool) -> bool:
-    if pattern == ALL_LINEAR:
-        return True
     if not is_expression:
         return name == pattern or name.endswith(f".{pattern}")
+    if pattern == ALL_LINEAR:
+        return True
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as e:

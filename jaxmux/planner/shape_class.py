@@ -37,6 +37,8 @@ class ShapeClass:
                 )
         if self.chunk_len > self.row_len:
             raise PlanningError(f"chunk_len={self.chunk_len} exceeds row_len={self.row_len}")
+        if self.max_sequences < 1:
+            raise PlanningError(f"max_sequences={self.max_sequences}: a row holds at least one")
         if self.rows < 1:
             raise PlanningError(f"a microbatch needs at least one row of {self.row_len} tokens")
 
@@ -66,6 +68,8 @@ def choose_shape_class(
     Raises:
       PlanningError: a given length is no power of two, or a sample is longer than `row_len`.
     """
+    if not lengths:
+        raise PlanningError("no samples to choose a shape class for")
     longest = max(lengths)
     chunk_len = chunk_len or MIN_CHUNK_LEN
     row_len = row_len or max(chunk_len, 1 << (longest - 1).bit_length())

@@ -13,6 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
 from jaxmux.data import load_tokenizer
+from jaxmux.export import main as export
 from jaxmux.models import BackboneConfig
 
 pytestmark = pytest.mark.xdist_group("fine_tune")
@@ -197,6 +198,59 @@ def test_exported_adapters_have_true_ranks_and_targets(summary, run_dir, tasks, 
         settings = json.loads((folder / "adapter_config.json").read_text())
         assert settings["r"] == task.adapter.rank
         assert settings["base_model_name_or_path"] == str(backbone)
+
+
+def test_export_command_writes_the_adapters_of_the_last_checkpoint(
+    summary, run_dir, tmp_path, adapter_bytes
+):
+    assert export([f"--run_dir={run_dir}", f"--out={tmp_path}"]) == 0
+    assert adapter_bytes(tmp_path) == adapter_bytes(run_dir / "adapters")
+
+
+def test_export_command_writes_one_task_of_an_earlier_checkpoint(
+    train, make_task, tmp_path, adapter_bytes
+):
+    """A batch is one microbatch, so a checkpoint is named by its steps."""
+    constant = {"optimizer": SGD(0.1), "adapter": LoRA(rank=2)}
+    tasks = make_task("long", steps=4, **constant), make_task("b", steps=4)
+    train(tmp_path / "run", *tasks, checkpoint_every=2)
+    train(tmp_path / "half", make_task("long", steps=2, **constant), make_task("b", steps=4))
+    arguments = [f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]
+    assert export([*arguments, "--task=long", "--step=2"]) == 0
+    found = adapter_bytes(tmp_path / "out")
+    assert {path.split("/")[0] for path in found} == {"long"}
+    assert (
+        found["long/adapter_model.safetensors"]
+        == (tmp_path / "half" / "adapters" / "long" / "adapter_model.safetensors").read_bytes()
+    )
+
+
+def test_export_for_serving_folds_the_scale_into_b(summary, run_dir, tmp_path, tasks):
+    assert export([f"--run_dir={run_dir}", f"--out={tmp_path}", "--serving"]) == 0
+    for name, task in tasks.items():
+        plain, served = (d / name for d in (run_dir / "adapters", tmp_path))
+        settings = json.loads((served / "adapter_config.json").read_text())
+        assert settings["lora_alpha"] == settings["r"] == task.adapter.rank
+        plain = load_file(plain / "adapter_model.safetensors")
+        for key, tensor in load_file(served / "adapter_model.safetensors").items():
+            factor = task.adapter.scale if "lora_B" in key else 1.0
+            np.testing.assert_allclose(tensor, factor * plain[key], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("argument", "culprit"),
+    [("--task=stpes", "no task 'stpes'; its tasks are epochs, steps"), ("--step=999", "step 999")],
+)
+def test_export_of_what_is_not_there_is_refused(
+    argument, culprit, summary, run_dir, tmp_path, capsys
+):
+    assert export([f"--run_dir={run_dir}", f"--out={tmp_path}", argument]) == 2
+    assert culprit in capsys.readouterr().err
+
+
+def test_export_of_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert export([f"--run_dir={tmp_path}", f"--out={tmp_path}"]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_loss_plot_is_a_picture(summary, run_dir):

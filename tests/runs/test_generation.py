@@ -7,6 +7,7 @@ import pytest
 
 from jaxmux import LoRA, Request, export_adapter, generate, load_backbone
 from jaxmux.data import load_tokenizer
+from jaxmux.generate import main
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 PROMPTS = ("red apple", "fig", "the brown lemon and the plum")
@@ -100,7 +101,6 @@ def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_s
 
 
 def test_exported_adapter_completes_alike(model, tokenizer, adapters, backbone, tmp_path, capsys):
-    main = pytest.importorskip("jaxmux.generate", reason="no command line yet").main
     spec, adapter = adapters[0]
     export_adapter(tmp_path, adapter, spec, model.config, str(backbone))
     prompt = f"--prompt={PROMPTS[1]}"
@@ -108,5 +108,13 @@ def test_exported_adapter_completes_alike(model, tokenizer, adapters, backbone, 
         [f"--backbone={backbone}", f"--adapter={tmp_path}", prompt, f"--max_new_tokens={NEW}"]
     )
     expected = generate(model, tokenizer, [Request(PROMPTS[1], *adapters[0])], max_new_tokens=NEW)
-    assert not status
+    assert status == 0
     assert expected[0].strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["--backbone", "--adapter"])
+def test_missing_folder_is_named(argument, backbone, tmp_path, capsys):
+    nowhere = tmp_path / "nowhere"
+    arguments = [f"--backbone={backbone}", "--prompt=fig", f"{argument}={nowhere}"]
+    assert main(arguments) == 2
+    assert str(nowhere) in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""The bundled demo: its files are fit to ship, and the command without a config runs it."""
+
+import json
+from pathlib import Path
+
+import gin
+import pytest
+
+from jaxmux import gin_bindings, load_backbone
+from jaxmux.data import load_tokenizer
+from jaxmux.package_files import resolve_path
+from jaxmux.train import DEMO_CONFIG, main
+
+pytestmark = pytest.mark.xdist_group("demo")
+
+NAMES = ("mood", "pirate", "record", "telegram")
+MEGABYTE = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    """gin's configuration is global."""
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture
+def arguments() -> dict:
+    gin_bindings.parse([resolve_path(DEMO_CONFIG)], [])
+    return gin_bindings.fine_tune_arguments()
+
+
+def test_four_tasks_differ_in_length_rank_rate_and_batch_size(arguments):
+    tasks = arguments["tasks"]
+    assert sorted(task.name for task in tasks) == list(NAMES)
+    assert len({task.max_length for task in tasks}) > 2
+    assert len({task.adapter.rank for task in tasks}) > 2
+    assert len({task.batch_size for task in tasks}) > 2
+    assert len({task.optimizer.learning_rate for task in tasks}) > 1
+    assert all(task.eval_data and task.sample_prompt for task in tasks)
+
+
+def test_base_model_is_small_and_says_its_licence():
+    folder = Path(resolve_path("jaxmux:demo/base"))
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8 * MEGABYTE
+    card = (folder / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "make_demo_base.py" in card
+
+
+def test_base_model_loads_with_a_tokenizer_of_its_vocabulary():
+    folder = resolve_path("jaxmux:demo/base")
+    backbone, tokenizer = load_backbone(folder), load_tokenizer(folder)
+    assert backbone.config.architecture == "LlamaForCausalLM"
+    assert len(tokenizer) == backbone.config.vocab_size
+    assert tokenizer.eos_token_id is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_held_out_prompts_are_not_in_the_training_data(name):
+    prompts = {}
+    for part in ("train", "eval"):
+        with open(resolve_path(f"jaxmux:demo/tasks/{name}.{part}.jsonl")) as lines:
+            prompts[part] = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts["eval"]) >= 20
+    assert not set(prompts["train"]) & set(prompts["eval"])
+
+
+def test_sample_prompts_are_not_in_the_training_data(arguments):
+    for task in arguments["tasks"]:
+        with open(resolve_path(task.data.path)) as lines:
+            assert task.sample_prompt not in {json.loads(line)["prompt"] for line in lines}
+
+
+def test_no_sample_of_the_demo_is_truncated(arguments):
+    tokenizer = load_tokenizer(resolve_path("jaxmux:demo/base"))
+    for task in arguments["tasks"]:
+        with open(resolve_path(task.data.path)) as lines:
+            records = [json.loads(line) for line in lines]
+        encoded = tokenizer([r["prompt"] + r["completion"] for r in records])["input_ids"]
+        # And an EOS token, where the tokenizer adds none.
+        assert max(map(len, encoded)) + 1 <= task.max_length, task.name
+
+
+def test_command_without_a_config_runs_the_demo(tmp_path, monkeypatch, capsys):
+    """Two steps of each task, little held-out data; everything else as shipped."""
+    overrides = ["--gin.fine_tune.sample_tokens=4"]
+    for name in NAMES:
+        path = tmp_path / f"{name}.jsonl"
+        with open(resolve_path(f"jaxmux:demo/tasks/{name}.eval.jsonl")) as lines:
+            path.write_text("".join(next(lines) for _ in range(4)))
+        overrides += [f"--gin.{name}/Task.steps=2", f"--gin.{name}/Task.eval_data={str(path)!r}"]
+    monkeypatch.chdir(tmp_path)
+    assert main(overrides) == 0
+    output = capsys.readouterr().out
+    assert "running the bundled demo" in output
+    summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
+    assert sorted(summary["tasks"]) == list(NAMES)
+    for name, task in summary["tasks"].items():
+        assert task["status"] == "succeeded" and task["steps"] == 2
+        assert str(tmp_path / "runs" / "demo" / "adapters" / name) in output
+    assert output.count("before: ") == output.count("after: ") == len(NAMES)
