@@ -54,7 +54,7 @@ demo: .venv/installed ## train, evaluate and export the bundled demo (about 3 mi
 	$(MAIN)/python -m jaxmux.train
 
 test: .venv/installed ## run the test suite on the CPU
-	$(MAIN)/pytest -n 2 --dist loadgroup --timeout 300
+	$(MAIN)/pytest -n 2 --dist loadfile --timeout 300
 
 test-peft: .venv/installed .venv-peft/installed ## compare with Hugging Face transformers and PEFT
 	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/peft

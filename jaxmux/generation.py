@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.data import Microbatch
+from jaxmux.data import DataError, Microbatch
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -50,8 +50,13 @@ def generate(
 
     Args:
       temperature: 0 takes the likeliest token; above, tokens are sampled.
+
+    Raises:
+      DataError: a prompt has no tokens.
     """
     prompts = [tokenizer(request.prompt)["input_ids"] for request in requests]
+    if not all(prompts):
+        raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     # Row lengths are powers of two, so that few programs are compiled.
     row_len = max(64, 1 << int(lengths.max() + max_new_tokens - 1).bit_length())

@@ -5,6 +5,8 @@ imports a module is
 refused: importing runs whatever the module holds.
 """
 
+import re
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from .tasks import Task
 
 _CONFIGURABLE = (fine_tune, Task, Source, LoRA, AdamW, SGD, Lion, Schedule)
 
+# Parameters of `fine_tune` that the command line sets.
+_OF_THE_COMMAND = ("run_dir", "restart", "config_text", "console")
+
 
 class ConfigError(ValueError):
     """A gin config cannot be used; the message names the file, the line or the parameter."""
@@ -31,12 +36,13 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
     Raises:
       ConfigError: a file is missing or malformed, sets an unknown name, or imports a module.
     """
-    _register()
     gin.clear_config()
+    _register()
     for file in files:
-        _refuse_imports(Path(file), seen=())
+        _refuse_imports(Path(file), within=())
     for binding in bindings:
-        _refuse_import_statements(binding, f"--gin.{binding}")
+        for included in _refuse_import_statements(binding, f"--gin.{binding}"):
+            _refuse_imports(Path(included), within=())
     try:
         gin.parse_config_files_and_bindings(list(files), list(bindings), finalize_config=True)
     except (OSError, SyntaxError, TypeError, ValueError) as e:
@@ -55,6 +61,12 @@ def fine_tune_arguments() -> dict[str, Any]:
         raise ConfigError(_without_postscript(e)) from None
     if missing := {"backbone", "tasks"} - arguments.keys():
         raise ConfigError(f"the config does not set fine_tune.{min(missing)}")
+    if not isinstance(arguments["tasks"], list | tuple) or not all(
+        isinstance(task, Task) for task in arguments["tasks"]
+    ):
+        raise ConfigError(
+            f"fine_tune.tasks should be a list of @NAME/Task(), found {arguments['tasks']!r}"
+        )
     return arguments
 
 
@@ -66,20 +78,23 @@ def resolved_config() -> str:
 def _register() -> None:
     for configurable in _CONFIGURABLE:
         name = configurable.__name__
-        if name not in gin.config._REGISTRY:
-            gin.external_configurable(configurable, name=name, module="jaxmux")
+        if f"jaxmux.{name}" not in gin.config._REGISTRY:
+            denied = _OF_THE_COMMAND if configurable is fine_tune else None
+            gin.external_configurable(configurable, name=name, module="jaxmux", denylist=denied)
 
 
-def _refuse_imports(file: Path, seen: tuple[Path, ...]) -> None:
+def _refuse_imports(file: Path, within: tuple[Path, ...]) -> None:
     """Looks through a file, and all it includes, before gin acts on any of it."""
+    if file in within:
+        raise ConfigError(f"{file}: includes itself")
     try:
         text = file.read_text()
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{file}: is no text ({e})") from None
     for included in _refuse_import_statements(text, str(file)):
-        path = Path(included)
-        if path not in seen:
-            _refuse_imports(path, (*seen, path))
+        _refuse_imports(Path(included), (*within, file))
 
 
 def _refuse_import_statements(text: str, where: str) -> list[str]:
@@ -96,12 +111,18 @@ def _refuse_import_statements(text: str, where: str) -> list[str]:
                 included.append(statement.filename)
     except SyntaxError as e:
         raise ConfigError(f"{where}:{e.lineno}: {e.msg}") from None
+    except tokenize.TokenError as e:
+        message, (line, _) = e.args
+        raise ConfigError(f"{where}:{line}: {message}") from None
     return included
 
 
 def _without_postscript(error: Exception) -> str:
-    """gin's message, less the call it adds to errors of the code that it calls."""
-    return str(error).split("\n  In call to configurable")[0].strip()
+    """gin's message, with the scope instead of the call that it adds to errors of what it calls."""
+    message, *call = str(error).split("\n  In call to configurable", maxsplit=1)
+    if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
+        return f"{found[2]}/{found[1]}: {message.strip()}"
+    return message.strip()
 
 
 class _Ignore(config_parser.ParserDelegate):

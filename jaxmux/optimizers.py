@@ -82,6 +82,9 @@ class _Optimizer:
                 raise ValueError(
                     f"{self.kind}: {field.name} should be a number in [0, {below}), found {value!r}"
                 )
+            if field.name in ("clip_norm", "eps") and value == 0:
+                hint = "; None stands for no clipping" if field.name == "clip_norm" else ""
+                raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
 
     def hyperparameters(self) -> dict[str, float]:
         """All numbers that the compiled update takes as data."""

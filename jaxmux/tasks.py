@@ -74,6 +74,8 @@ class Task:
                 "give epochs or steps, one of the two; "
                 f"found epochs={self.epochs}, steps={self.steps}"
             )
+        if not isinstance(self.sample_prompt, str | None) or self.sample_prompt == "":
+            raise self._error(f"sample_prompt should be a text, found {self.sample_prompt!r}")
         least = {"batch_size": 1, "max_length": 2, "epochs": 1, "steps": 1, "seed": 0}
         for field, minimum in least.items():
             value = getattr(self, field)

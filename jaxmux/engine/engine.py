@@ -1,6 +1,7 @@
 """The engine: it owns the slots, runs rounds over them, and hands out and takes back tasks."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -29,15 +30,16 @@ class EngineOptions:
       remat: "none", "dots" or "full": what is kept from forward to backward.
       attention: "xla" or "cudnn"; None picks by device and dtype.
       max_bad_steps: consecutive skipped updates after which a task has failed.
-      slots, rank, modules: least number of slots, pool rank and adapted modules. What fits them
-        arrives later without compiling again, and trains bit for bit the same on CPU in any
-        company.
+      slots, rank, modules, dropout: what the compiled step has room for at least: slots, pool rank,
+        adapted modules, and whether it can drop. A task that fits arrives without compiling the
+        step again, and on CPU trains to the same bits in any company.
     """
 
     shape: ShapeClass
     slots: int = 1
     rank: int = 1
     modules: tuple[str, ...] = ()
+    dropout: bool = False
     remat: str = "dots"
     attention: str | None = None
     max_bad_steps: int = 10
@@ -103,6 +105,7 @@ class Engine:
         self._pause()
         kept = [self.task_arrays(name) for name in self.names]
         self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
+        self.state = None  # Its memory is needed for the next one.
         self.state = self._empty_state()
         for name, arrays in zip(self.names, kept, strict=False):
             self._write(name, arrays)
@@ -114,6 +117,7 @@ class Engine:
         self._pause()
         kept = {other: self.task_arrays(other) for other in self.names if other != name}
         del self._slots[self._index(name)]
+        self.state = None
         self.state = self._empty_state() if self._slots else None
         for other, arrays in kept.items():
             self._write(other, arrays)
@@ -141,14 +145,25 @@ class Engine:
             `microbatches_done` of it are in the accumulators, and the next call goes on behind
             them.
         """
+        if self._current is None and self.finished:
+            return self.drain()
         current = self._current = self._current or self._next_round()
         updates: list[TaskUpdate] = []
         options = self._forward_options(training=True)
         slots = jax.device_put(current.slots)
         for microbatch in current.microbatches[self.microbatches_done :]:
-            self.state = accumulate(
-                self.backbone.config, options, self.backbone.weights, self.state, microbatch, slots
+            state = self.state
+            grads, loss = accumulate(
+                self.backbone.config,
+                options,
+                self.backbone.weights,
+                state.adapters,
+                state.grads,
+                state.loss,
+                microbatch,
+                slots,
             )
+            self.state = state._replace(grads=grads, loss=loss)
             self.microbatches += 1
             self.microbatches_done += 1
             if stop():
@@ -295,13 +310,16 @@ class Engine:
             progress.train_loss_last = done.loss
             if progress.train_loss_first is None:
                 progress.train_loss_first = done.loss
-        if progress.bad_streak >= self.options.max_bad_steps:
+        last = progress.step == slot.prepared.steps
+        if progress.bad_streak >= self.options.max_bad_steps or (last and not progress.updates):
             progress.status = "failed"
             progress.error = (
-                f"loss or gradient not finite in {progress.bad_streak} consecutive updates, "
-                f"the last at step {progress.step}"
+                "loss, gradient or update not finite in "
+                f"{progress.bad_streak} consecutive updates, the last at step {progress.step}"
             )
-        elif progress.step == slot.prepared.steps:
+        elif last and not math.isfinite(done.loss):
+            progress.status, progress.error = "failed", "loss not finite at the last step"
+        elif last:
             progress.status = "succeeded"
 
     def _kinds(self) -> dict[str, np.ndarray]:
@@ -315,9 +333,13 @@ class Engine:
         return ForwardOptions(
             attention=self.options.attention or pick_implementation(dtype),
             remat=self.options.remat,
-            dropout=training and any(s.prepared.task.adapter.dropout > 0 for s in self._slots),
+            dropout=training and (self.options.dropout or self._any_dropout),
             max_sequences=self.options.shape.max_sequences,
         )
+
+    @property
+    def _any_dropout(self) -> bool:
+        return any(slot.prepared.task.adapter.dropout > 0 for slot in self._slots)
 
     def _empty_state(self) -> TrainState:
         used = {m for slot in self._slots for m in slot.prepared.targets}
@@ -356,6 +378,10 @@ class Engine:
         round."""
         if self._pending is not None or self.microbatches_done:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
+        self._close_stream()
+
+    def close(self) -> None:
+        """Ends the thread that works ahead."""
         self._close_stream()
 
     def _close_stream(self) -> None:

@@ -2,6 +2,7 @@
 Refuses bad tasks."""
 
 import dataclasses
+import functools
 import zlib
 from typing import Any
 
@@ -47,6 +48,15 @@ class PreparedTask:
     def longest(self) -> int:
         """Stream length of its longest sample."""
         return max(s.stream_length for s in (*self.samples.samples, *self.eval_samples))
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A checksum of the training samples: a run must not go on with other data."""
+        checksum = 0
+        for sample in self.samples.samples:
+            checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
+            checksum = zlib.crc32(sample.target_mask.tobytes(), checksum)
+        return checksum
 
     def dropout_key(self, step: int) -> np.uint32:
         """The key of the dropout hash at a step; it depends on the task's name, seed and step

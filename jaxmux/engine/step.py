@@ -37,7 +37,7 @@ class UpdateStats(NamedTuple):
       loss: mean cross entropy of the global batch; NaN where anything in the task's forward pass
         was not finite.
       grad_norm: global norm of the gradient before clipping.
-      applied: False where the loss or the norm was not finite.
+      applied: False where the loss, the norm or the updated parameters were not finite.
     """
 
     loss: Float[Array, "T"]
@@ -45,28 +45,31 @@ class UpdateStats(NamedTuple):
     applied: Bool[Array, "T"]
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
 def accumulate(
     config: BackboneConfig,
     options: ForwardOptions,
     weights: Weights,
-    state: TrainState,
+    adapters: Adapter,
+    grads: Adapter,
+    total: Float[Array, "T"],
     microbatch: Microbatch,
     slots: SlotTable,
-) -> TrainState:
-    """Forward and backward of one microbatch; adds its losses and gradients to the accumulators of
-    its tasks."""
+) -> tuple[Adapter, Float[Array, "T"]]:
+    """Forward and backward of one microbatch; adds its gradients and losses to those of its tasks.
+
+    Returns:
+      The accumulators `grads` and `total` with the microbatch added.
+    """
 
     def loss(grads: Adapter):
-        losses = _losses(config, options, weights, state.adapters, grads, microbatch, slots)
-        # Every chunk's cotangent is one, whatever the others' losses: a NaN among them changes
-        # nothing.
+        losses = _losses(config, options, weights, adapters, grads, microbatch, slots)
+        # Every chunk's cotangent is one, whatever the others' losses: a NaN changes nothing there.
         return losses.sum(), losses
 
     # The derivative by an accumulator is the next accumulator: see `grouped_lora_linear`.
-    grads, losses = jax.grad(loss, has_aux=True)(state.grads)
-    total = add_to_slots(state.loss, losses, microbatch.chunk_slot)
-    return state._replace(grads=grads, loss=total)
+    grads, losses = jax.grad(loss, has_aux=True)(grads)
+    return grads, add_to_slots(total, losses, microbatch.chunk_slot)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -89,32 +92,54 @@ def evaluate(
 def update(
     state: TrainState, due: Bool[Array, "T"], hyper: Hyperparameters, kinds: KindSlots
 ) -> tuple[TrainState, UpdateStats]:
-    """Updates the slots that are due and clears their accumulators; every other slot keeps its
-    bits.
+    """Updates the slots that are due and clears their accumulators; every other slot keeps its bits.
 
-    A due slot whose loss or gradient is not finite keeps its parameters, moments and update count.
+    A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
+    and update count. Slots are updated one after the other, by a program that knows of one slot
+    only: a task's bits do not depend on how many others there are, and temporaries are one slot's.
 
     Args:
       due: slots whose global batch is complete.
       hyper: by optimizer kind and name, float32 [T_kind].
       kinds: by optimizer kind, int32 [T_kind]: the slots that use it.
     """
-    grad_norm = jnp.sqrt(sum(_per_slot_sum(jnp.square(g)) for g in jax.tree.leaves(state.grads)))
-    applied = due & jnp.isfinite(grad_norm) & jnp.isfinite(state.loss)
-    adapters, optimizers = state.adapters, dict(state.optimizers)
+    slots = len(due)
+    stats = UpdateStats(state.loss, jnp.zeros(slots), jnp.zeros(slots, bool))
     for kind, members in kinds.items():
-        params, grads = _members(adapters, members), _members(state.grads, members)
-        update_slot = jax.vmap(
-            partial(_update_slot, kind), in_axes=(1, 1, 0, 0, 0), out_axes=(1, 0)
-        )
-        new = update_slot(params, grads, optimizers[kind], hyper[kind], grad_norm[members])
-        chosen = applied[members]
-        params = jax.tree.map(partial(_select, chosen, 1), new[0], params)
-        adapters = jax.tree.map(partial(_put_members, members), adapters, params)
-        optimizers[kind] = jax.tree.map(partial(_select, chosen, 0), new[1], optimizers[kind])
-    cleared = jax.tree.map(lambda g: _select(due, 1, jnp.zeros_like(g), g), state.grads)
-    stats = UpdateStats(state.loss, grad_norm, applied)
-    return TrainState(adapters, cleared, jnp.where(due, 0, state.loss), optimizers), stats
+        body = partial(_update_member, kind, due, hyper[kind], jnp.asarray(members))
+        state, stats = jax.lax.fori_loop(0, len(members), body, (state, stats))
+    return state._replace(loss=jnp.where(due, 0, state.loss)), stats
+
+
+def _update_member(kind: str, due, hyper, members, i, carry: tuple[TrainState, UpdateStats]):
+    """Updates the i-th slot of an optimizer kind, if it is due."""
+    state, stats = carry
+    slot = members[i]
+    params, grads = (jax.tree.map(lambda x: x[:, slot], t) for t in (state.adapters, state.grads))
+    optimizer = jax.tree.map(lambda x: x[i], state.optimizers[kind])
+    own_hyper = {name: values[i] for name, values in hyper.items()}
+
+    norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
+    new = _update_slot(kind, params, grads, optimizer, own_hyper, norm)
+    finite = jnp.isfinite(norm) & jnp.isfinite(state.loss[slot]) & _all_finite(new[0])
+    applied = due[slot] & finite
+    params, optimizer = jax.tree.map(partial(jnp.where, applied), new, (params, optimizer))
+    grads = jax.tree.map(lambda g: jnp.where(due[slot], 0, g), grads)
+
+    def put(stacked, one):
+        return jax.tree.map(lambda x, y: x.at[:, slot].set(y), stacked, one)
+
+    stacked = jax.tree.map(lambda x, y: x.at[i].set(y), state.optimizers[kind], optimizer)
+    state = TrainState(
+        put(state.adapters, params),
+        put(state.grads, grads),
+        state.loss,
+        state.optimizers | {kind: stacked},
+    )
+    stats = stats._replace(
+        grad_norm=stats.grad_norm.at[slot].set(norm), applied=stats.applied.at[slot].set(applied)
+    )
+    return state, stats
 
 
 def _losses(config, options, weights, adapters, grads, microbatch, slots) -> Float[Array, "C"]:
@@ -146,19 +171,5 @@ def _update_slot(kind: str, params: Adapter, grads: Adapter, optimizer, hyper, n
     return params, optimizer
 
 
-def _members(pool: Adapter, members: np.ndarray) -> Adapter:
-    return jax.tree.map(lambda x: x[:, members], pool)
-
-
-def _put_members(members: np.ndarray, stacked: Array, values: Array) -> Array:
-    return stacked.at[:, members].set(values)
-
-
-def _per_slot_sum(x: Float[Array, "L T ..."]) -> Float[Array, "T"]:
-    return x.sum(axis=tuple(axis for axis in range(x.ndim) if axis != 1))
-
-
-def _select(chosen: Bool[Array, "T"], axis: int, new: Array, old: Array) -> Array:
-    shape = [1] * new.ndim
-    shape[axis] = len(chosen)
-    return jnp.where(chosen.reshape(shape), new, old)
+def _all_finite(tree: Adapter) -> Bool[Array, ""]:
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

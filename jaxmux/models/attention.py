@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Bool, Float, Int
 
 from .blockwise_attention import blockwise_attention
@@ -91,8 +90,8 @@ def _isolated_forward(options, q, k, v, segments):
 
 def _isolated_backward(options, attention_vjp, d_out):
     dq, dk, dv = attention_vjp(_hide_non_finite(d_out))
-    dq = jnp.where(_finite_tokens(d_out)[..., None, None], dq, jnp.nan)
-    return dq, dk, dv, None
+    finite = _finite_tokens(d_out)[..., None, None]
+    return *(jnp.where(finite, d, jnp.nan) for d in (dq, dk, dv)), None
 
 
 _isolated_attention.defvjp(_isolated_forward, _isolated_backward)
@@ -117,7 +116,10 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
             implementation="cudnn",
             local_window_size=_window(options),
         )
-    # jax.nn does not offer the packed layout; jax's own cuDNN binding does.
+    # jax.nn does not offer the packed layout; jax's own cuDNN binding does. It is private, so a jax
+    # that has moved it must break here alone.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
     padded = jnp.full_like(segments.starts[:, :1], -1)
     present = segments.lengths > 0
     offsets = jnp.concatenate([jnp.where(present, segments.starts, -1), padded], axis=1)

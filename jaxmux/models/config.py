@@ -172,7 +172,9 @@ def to_hf_config(config: BackboneConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "dtype": dtype,
     }
-    if config.sliding_window:
+    if config.architecture == "MistralForCausalLM":
+        raw |= {"sliding_window": config.sliding_window}
+    elif config.sliding_window:
         window = {"use_sliding_window": True, "max_window_layers": 0}
         raw |= {"sliding_window": config.sliding_window, **window}
     return raw

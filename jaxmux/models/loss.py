@@ -48,18 +48,20 @@ chunk_losses.defvjp(_forward, _backward)
 
 def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
     """Maps over blocks of whole chunks, one after the other; joins the per-chunk losses again."""
-    chunk_len = len(hidden) // len(chunk_slot)
-    chunks_per_block = max(
-        c
-        for c in range(1, len(chunk_slot) + 1)
-        if len(chunk_slot) % c == 0 and c * chunk_len <= max(_BLOCK_TOKENS, chunk_len)
+    chunks = len(chunk_slot)
+    chunk_len = len(hidden) // chunks
+    chunks_per_block = min(chunks, max(1, _BLOCK_TOKENS // chunk_len))
+    missing = -chunks % chunks_per_block
+
+    def blocks(x):
+        x = jnp.pad(x, [(0, missing * chunk_len)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, chunks_per_block, chunk_len, *x.shape[1:])
+
+    result = jax.lax.map(
+        lambda block: block_function(block[0], head, *block[1:]),
+        [blocks(x) for x in (hidden, targets, loss_weight)],
     )
-    blocked = [
-        x.reshape(-1, chunks_per_block, chunk_len, *x.shape[1:])
-        for x in (hidden, targets, loss_weight)
-    ]
-    result = jax.lax.map(lambda block: block_function(block[0], head, *block[1:]), blocked)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), result)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
 
 
 def _block_losses(hidden, head, targets, weight):

@@ -49,11 +49,13 @@ def export_adapter(
             name = _PREFIX + full_name(module, layer)
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].T)
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].T * np.float32(scale))
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = _peft_config(spec, config, base_model, serving)
-    (folder / "adapter_config.json").write_text(
-        json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    )
+    # Renamed when whole: somebody may be waiting for them.
+    weights, description = folder / ".weights.partial", folder / ".config.partial"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    description.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    weights.replace(folder / "adapter_model.safetensors")
+    description.replace(folder / "adapter_config.json")
 
 
 def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Adapter]:

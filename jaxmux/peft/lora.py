@@ -46,7 +46,7 @@ class LoRA:
     def __post_init__(self):
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"rank should be an integer of at least 1, found {self.rank!r}")
         if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
             raise ValueError(f"alpha should be a finite number, found {self.alpha!r}")

@@ -29,7 +29,7 @@ class ShapeClass:
     max_sequences: int
 
     def __post_init__(self):
-        for name in ("row_len", "chunk_len"):
+        for name in ("chunk_len", "row_len"):
             value = getattr(self, name)
             if value < MIN_CHUNK_LEN or value & (value - 1):
                 raise PlanningError(
@@ -72,7 +72,7 @@ def choose_shape_class(
         raise PlanningError("no samples to choose a shape class for")
     longest = max(lengths)
     chunk_len = chunk_len or MIN_CHUNK_LEN
-    row_len = row_len or max(chunk_len, 1 << (longest - 1).bit_length())
+    row_len = row_len or max(MIN_CHUNK_LEN, chunk_len, 1 << (longest - 1).bit_length())
     if longest > row_len:
         raise PlanningError(
             f"row_len={row_len} is shorter than the longest sample ({longest} tokens)"

@@ -9,6 +9,8 @@ import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
 from jaxmux.peft import SlotArrays
+from jaxmux.planner import PlanningError
+from jaxmux.tasks import TaskError
 
 _TASK = "task."
 
@@ -42,17 +44,30 @@ class Checkpoints:
 
     def save(self, engine: Engine, position: RunPosition) -> None:
         """Saves everything that the run needs to go on from here. The engine must be drained."""
-        if position.microbatches in self._manager.all_steps():
+        # Every microbatch and every update makes a new position.
+        step = position.microbatches + position.rounds
+        if step in self._manager.all_steps():
             return
         tasks = {name: engine.progress(name).to_json() for name in engine.names}
-        run = {"position": dataclasses.asdict(position), "tasks": tasks}
+        data = {name: engine.prepared(name).fingerprint for name in engine.names}
+        run = {
+            "position": dataclasses.asdict(position),
+            "tasks": tasks,
+            "data": data,
+            "shape": dataclasses.asdict(engine.options.shape),
+        }
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
         for name in engine.names:
             items[_TASK + name] = ocp.args.StandardSave(engine.task_arrays(name))
-        self._manager.save(position.microbatches, args=ocp.args.Composite(**items))
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, engine: Engine) -> RunPosition | None:
-        """Puts the engine where the newest checkpoint was taken; None if there is none."""
+        """Puts the engine where the newest checkpoint was taken; None if there is none.
+
+        Raises:
+          TaskError: a task's data has changed since.
+          PlanningError: the shape class has.
+        """
         step = self._manager.latest_step()
         if step is None:
             return None
@@ -61,7 +76,17 @@ class Checkpoints:
             template = {k: np.zeros_like(v) for k, v in engine.task_arrays(name).items()}
             items[_TASK + name] = ocp.args.StandardRestore(template)
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        if restored["run"]["shape"] != dataclasses.asdict(engine.options.shape):
+            raise PlanningError(
+                f"the run began with microbatches of {restored['run']['shape']}, here they are "
+                f"{dataclasses.asdict(engine.options.shape)}; set row_len and chunk_len alike"
+            )
         for name in engine.names:
+            if restored["run"]["data"][name] != engine.prepared(name).fingerprint:
+                raise TaskError(
+                    f"task {name!r}: its data is not what the run began with; restore the data, "
+                    "choose another run_dir, or begin anew with restart"
+                )
             progress = TaskProgress.from_json(restored["run"]["tasks"][name])
             engine.restore_task(name, restored[_TASK + name], progress)
         position = RunPosition(**restored["run"]["position"])
@@ -99,7 +124,8 @@ def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, Sl
         steps = sorted(manager.all_steps())
         chosen = (steps[-1] if steps else None) if step is None else step
         if chosen not in steps:
-            raise FileNotFoundError(f"{folder}: no checkpoint of step {chosen}; there are {steps}")
+            wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+            raise FileNotFoundError(f"{folder}: {wanted}; there are {steps or 'none'}")
         if not (folder / str(chosen) / (_TASK + name)).is_dir():
             raise FileNotFoundError(
                 f"{folder}: no task {name!r} in the checkpoint of step {chosen}"

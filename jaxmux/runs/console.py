@@ -61,7 +61,9 @@ class RunConsole:
                 self._plain_line(engine, update)
             if update.skipped:
                 step = update.task_step
-                self.say(f"task {update.task}: step {step} skipped, loss or gradient not finite")
+                self.say(
+                    f"task {update.task}: step {step} skipped, loss, gradient or update not finite"
+                )
         if self._live is not None and updates:
             self._live.update(self._table(engine))
 

@@ -1,6 +1,7 @@
 """A whole run, from a checkpoint folder and tasks to exported adapters."""
 
 import dataclasses
+import math
 import signal
 import threading
 import time
@@ -13,10 +14,10 @@ import jax
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
 from jaxmux.generation import Request, generate
-from jaxmux.models import Backbone, load_backbone
+from jaxmux.models import REMAT_POLICIES, Backbone, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter
-from jaxmux.planner import choose_shape_class
+from jaxmux.planner import PlanningError, choose_shape_class
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition
@@ -90,6 +91,7 @@ def fine_tune(
     console = console or RunConsole()
     backbone = resolve_path(backbone)
     _check_names(tasks)
+    _check_options(dtype, remat, checkpoint_every)
     identity = {
         "backbone": backbone,
         "dtype": dtype,
@@ -100,7 +102,8 @@ def fine_tune(
     }
     directory = RunDirectory(run_dir, identity, restart=restart)
     try:
-        if finished := Summary.load(directory.summary):
+        finished = None if restart else Summary.load(directory.summary)
+        if finished:
             console.say(f"{directory.path}: this run has finished")
             console.summarise(finished, _adapter_folders(finished, directory))
             return finished
@@ -119,6 +122,7 @@ def fine_tune(
         try:
             position = _train(engine, directory, checkpoints, checkpoint_every, console)
         finally:
+            engine.close()
             checkpoints.close()
         summary = _finish(engine, directory, position, console)
         _show_samples(engine, model, tokenizer, sample_tokens, console)
@@ -184,7 +188,7 @@ def _finish(
 ) -> Summary:
     succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
     _evaluate(engine, succeeded, "eval_loss")
-    for name in succeeded:
+    for name in (n for n in succeeded if engine.progress(n).status == "succeeded"):
         _export(engine, name, directory)
     plot_losses(read_metrics(directory), directory.loss_plot)
     summary = Summary.of(engine, position)
@@ -195,7 +199,9 @@ def _finish(
 def _evaluate(engine: Engine, names: Sequence[str], field: str) -> None:
     for name, loss in engine.evaluate(names).items():
         progress = engine.progress(name)
-        setattr(progress, field, loss)
+        setattr(progress, field, loss if math.isfinite(loss) else None)
+        if field == "eval_loss" and not math.isfinite(loss):
+            progress.status, progress.error = "failed", "loss of the held-out data is not finite"
         held_out = engine.prepared(name).eval_samples
         progress.eval_target_tokens = sum(s.target_tokens for s in held_out)
 
@@ -238,6 +244,17 @@ def _check_names(tasks: Sequence[Task]) -> None:
     names = [task.name for task in tasks]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")
+
+
+def _check_options(dtype: str, remat: str, checkpoint_every: int) -> None:
+    for name, value, known in (
+        ("dtype", dtype, ("auto", "bfloat16", "float32")),
+        ("remat", remat, REMAT_POLICIES),
+    ):
+        if value not in known:
+            raise PlanningError(f"{name} should be one of {', '.join(known)}, found {value!r}")
+    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
+        raise PlanningError(f"checkpoint_every should be at least 1, found {checkpoint_every!r}")
 
 
 def _identity(task: Task) -> dict[str, Any]:

@@ -20,15 +20,15 @@ class MetricsWriter:
         """Cuts off what an interrupted run had written behind its last checkpoint."""
         self._file = open(directory.metrics, "a+b")
         self._file.truncate(position_bytes)
-        self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=rounds or None)
+        self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=rounds)
 
     def write(self, updates: Iterable[TaskUpdate]) -> None:
         for update in updates:
             line = {key: _json_number(value) for key, value in update._asdict().items()}
             self._file.write(json.dumps(line).encode() + b"\n")
             for name in ("loss", "lr", "grad_norm"):
-                value = getattr(update, name)
-                self._tensorboard.add_scalar(f"{name}/{update.task}", value, update.step)
+                if math.isfinite(value := getattr(update, name)):
+                    self._tensorboard.add_scalar(f"{name}/{update.task}", value, update.step)
         self._file.flush()
 
     def position(self) -> int:

@@ -49,19 +49,25 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.close()
             raise RunDirectoryError(
                 f"run directory {self.path}: in use by another process"
             ) from None
-        if restart:
-            self._clear()
-        self._identity = json.loads(json.dumps(identity))
-        self._refuse_others()
+        self._identity, self._restart = json.loads(json.dumps(identity)), restart
+        if not restart:
+            try:
+                self._refuse_others()
+            except RunDirectoryError:
+                self.close()
+                raise
 
     def adapter(self, task: str) -> Path:
         return self.path / "adapters" / task
 
     def begin(self, config_text: str | None) -> None:
         """Records whose folder this is, once everything has been checked and training starts."""
+        if self._restart:
+            self._clear()
         write_atomically(self.path / "run.json", json.dumps(self._identity, indent=2) + "\n")
         if config_text is not None:
             write_atomically(self.path / "config.gin", config_text)

@@ -91,4 +91,5 @@ def _drop(
     )
     rate = dropout.rate[owner]
     keep = keep_mask(token_counters(dropout, owner, layer, module), rate, x.shape[1])
-    return jnp.where(keep, x * (1 / (1 - rate))[:, None].astype(x.dtype), 0)
+    scaled = x.astype(jnp.float32) * (1 / (1 - rate))[:, None]
+    return jnp.where(keep, scaled.astype(x.dtype), 0)

@@ -101,5 +101,5 @@ def test_an_array_without_a_place_is_named(padded, config):
 def test_an_array_too_large_for_its_place_is_named(padded, config):
     arrays = slot_arrays(padded, OWN, RANK)
     template = optimizer_tree(slot_of_pool(config, OWN, 2))
-    with pytest.raises(ValueError, match="adapter/self_attn.q_proj/a"):
+    with pytest.raises(ValueError, match=r"adapter/.* has shape .*, its place"):
         slot_tree(template, arrays)
