@@ -12,19 +12,20 @@ summary = jaxmux.fine_tune(
 )
 """
 
-from .data import DataError, Source
+from .data import DataError, Source, load_tokenizer
 from .engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
-from .generation import Request, generate
+from .generation import Request, complete
 from .models import Backbone, BackboneConfig, BackboneError, load_backbone, save_backbone
 from .optimizers import SGD, AdamW, Lion, Schedule
-from .peft import LoRA, export_adapter, import_adapter
-from .planner import ShapeClass
+from .peft import AdapterError, LoRA, export_adapter, import_adapter
+from .planner import PlanningError, ShapeClass, choose_shape_class
 from .runs import Interrupted, RunDirectoryError, Summary, fine_tune
 from .tasks import Task, TaskError
 
 __all__ = [
     "SGD",
     "AdamW",
+    "AdapterError",
     "Backbone",
     "BackboneConfig",
     "BackboneError",
@@ -34,6 +35,7 @@ __all__ = [
     "Interrupted",
     "Lion",
     "LoRA",
+    "PlanningError",
     "PreparedTask",
     "Request",
     "RunDirectoryError",
@@ -44,11 +46,13 @@ __all__ = [
     "Task",
     "TaskError",
     "TaskUpdate",
+    "choose_shape_class",
+    "complete",
     "export_adapter",
     "fine_tune",
-    "generate",
     "import_adapter",
     "load_backbone",
+    "load_tokenizer",
     "prepare_task",
     "save_backbone",
 ]

@@ -1,7 +1,6 @@
 """`python -m jaxmux.export`: writes PEFT adapters from the checkpoints of a run."""
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from .models import BackboneConfig, BackboneError
 from .peft import LoRA, adapter_of, export_adapter
-from .runs import read_task
+from .runs import RunDirectoryError, read_identity, read_task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     run_dir = Path(options.run_dir)
     try:
-        run = json.loads((run_dir / "run.json").read_text())
+        run = read_identity(run_dir)
         config = BackboneConfig.from_folder(run["backbone"])
         for name in options.task or run["tasks"]:
             if name not in run["tasks"]:
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             adapter = adapter_of(arrays)
             export_adapter(folder, adapter, spec, config, run["backbone"], serving=options.serving)
             print(f"{name}: checkpoint {step} -> {folder}")
-    except (BackboneError, OSError) as e:
+    except (BackboneError, OSError, RunDirectoryError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     return 0

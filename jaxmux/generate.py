@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .data import DataError, load_tokenizer
-from .generation import Request, generate
+from .generation import Request, complete
 from .models import BackboneError, load_backbone
 from .package_files import resolve_path
 from .peft import AdapterError, import_adapter
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.adapter:
             adapter = import_adapter(options.adapter, backbone.config)
         requests = [Request(prompt, *adapter) for prompt in options.prompt]
-        texts = generate(
+        texts = complete(
             backbone,
             tokenizer,
             requests,
@@ -58,7 +58,10 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.max_new_tokens < 1 or options.temperature < 0:
+        parser.error("--max_new_tokens should be at least 1, --temperature not negative")
+    return options
 
 
 if __name__ == "__main__":

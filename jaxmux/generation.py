@@ -36,7 +36,7 @@ class Request(NamedTuple):
     adapter: Adapter | None = None
 
 
-def generate(
+def complete(
     backbone: Backbone,
     tokenizer: Any,
     requests: Sequence[Request],
@@ -66,7 +66,7 @@ def generate(
     scale = [r.spec.scale if r.spec else 0.0 for r in requests]
     eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     attention = pick_implementation(backbone.weights["embed_tokens"]["weight"].dtype)
-    complete = _complete(
+    completed = _complete(
         backbone.config,
         attention,
         backbone.weights,
@@ -80,7 +80,7 @@ def generate(
         jax.random.key(seed),
     )
     completions = []
-    for row, start in zip(np.asarray(complete), lengths, strict=True):
+    for row, start in zip(np.asarray(completed), lengths, strict=True):
         new = row[start : start + max_new_tokens].tolist()
         ended = new.index(eos) if eos in new else len(new)
         completions.append(tokenizer.decode(new[:ended], skip_special_tokens=True))

@@ -1,10 +1,10 @@
 """gin at the entry point: the names that configs may set, and configs that can run no code.
 
 Library code knows nothing of gin. Only what is listed here can be configured, and a config that
-imports a module is
-refused: importing runs whatever the module holds.
+imports a module is refused: importing runs whatever the module holds.
 """
 
+import inspect
 import re
 import tokenize
 from collections.abc import Sequence
@@ -61,18 +61,36 @@ def fine_tune_arguments() -> dict[str, Any]:
         raise ConfigError(_without_postscript(e)) from None
     if missing := {"backbone", "tasks"} - arguments.keys():
         raise ConfigError(f"the config does not set fine_tune.{min(missing)}")
-    if not isinstance(arguments["tasks"], list | tuple) or not all(
-        isinstance(task, Task) for task in arguments["tasks"]
-    ):
-        raise ConfigError(
-            f"fine_tune.tasks should be a list of @NAME/Task(), found {arguments['tasks']!r}"
-        )
+    tasks = arguments["tasks"]
+    if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task) for t in tasks):
+        raise ConfigError(f"fine_tune.tasks should be a list of @NAME/Task(), found {tasks!r}")
+    _refuse_unused()
     return arguments
 
 
 def resolved_config() -> str:
-    """Everything the config has set, as a config that sets the same."""
-    return gin.config_str(max_line_length=100)
+    """A config that sets the same, with the defaults of everything that was built."""
+    defaults = inspect.signature(fine_tune).parameters
+    given = gin.get_bindings("fine_tune", resolve_references=False)
+    lines = [
+        f"fine_tune.{name} = {given.get(name, parameter.default)!r}"
+        for name, parameter in defaults.items()
+        if name not in _OF_THE_COMMAND
+    ]
+    return "\n".join(lines) + "\n\n" + gin.operative_config_str(max_line_length=100)
+
+
+def _refuse_unused() -> None:
+    """A binding in a scope that nothing was built in is a typo: `moood/LoRA.rank`."""
+    built = gin.config._OPERATIVE_CONFIG
+    for scope, selector in gin.config._CONFIG:
+        name = selector.split(".")[-1]
+        if name in (fine_tune.__name__, "macro"):
+            continue
+        if not any(s == selector and f"/{scope}/" in f"/{own}/" for own, s in built if scope or s):
+            where = f"{scope}/{name}" if scope else name
+            parameters = ", ".join(gin.config._CONFIG[scope, selector])
+            raise ConfigError(f"{where} ({parameters}): nothing in the config uses @{where}()")
 
 
 def _register() -> None:

@@ -24,8 +24,8 @@ Trains the tasks of a gin config together on one frozen backbone and exports a H
 adapter for each. Without a config it runs the bundled demo.
 
 The same command goes on where an interrupted run stopped. Exit code 0: every task succeeded;
-1: a task failed, the others are finished; 2: the config or the data was refused, nothing was
-  trained.
+1: a task failed, the others are finished; 2: the config or the data was refused and nothing was
+trained.
 """
 _EXAMPLE = """\
 a config:
@@ -39,8 +39,9 @@ a config:
   billing/LoRA.rank = 8
   ...
 
-All parameters and their defaults: `python -c "import jaxmux; help(jaxmux.Task)"`, likewise
-jaxmux.fine_tune, LoRA, AdamW, SGD, Lion, Schedule, Source.
+Paths are relative to the working directory. All parameters and their defaults:
+`python -c "import jaxmux; help(jaxmux.Task)"`, likewise jaxmux.fine_tune, LoRA, AdamW, SGD, Lion,
+Schedule, Source.
 """
 
 
@@ -54,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir = options.run_dir or Path("runs") / Path(files[-1]).stem
     try:
         gin_bindings.parse([resolve_path(file) for file in files], bindings)
+        arguments = gin_bindings.fine_tune_arguments()
         summary = fine_tune(
-            **gin_bindings.fine_tune_arguments(),
+            **arguments,
             run_dir=run_dir,
             restart=options.restart,
             config_text=gin_bindings.resolved_config(),

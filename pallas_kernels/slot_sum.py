@@ -13,9 +13,9 @@ def add_to_slots(
     """Adds each chunk's value to its owner's accumulator; empty chunks (slot -1) are left out.
 
     Values are selected, never multiplied by a mask: a NaN in one task's chunk reaches no other
-      slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks starting
-      from the accumulator, so that a task's sum has the same bits however its chunks are spread
-      over microbatches and whoever lies between them.
+    slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks starting
+    from the accumulator, so that a task's sum has the same bits however its chunks are spread over
+    microbatches and whoever lies between them.
     """
     return jax.lax.platform_dependent(
         accumulators, per_chunk, chunk_slot, cpu=_left_fold, default=_select_and_reduce

@@ -1,10 +1,8 @@
-"""The baseline: one Hugging Face PEFT LoRA training step on one GPU, Llama-3.1-8B shape, random
-bf16 weights.
+"""The baseline: a Hugging Face PEFT LoRA training step on one GPU, Llama-3.1-8B shape.
 
 What a PEFT user runs: float32 adapters under bf16 autocast, SDPA attention, fused AdamW. Prints one
-  JSON object per
-batch: batch, length, ms_median, tokens_per_second, peak_bytes, versions. Needs torch, transformers
-  and peft.
+JSON object per batch: batch, length, ms_median, tokens_per_second, peak_bytes, versions. Needs
+torch, transformers and peft.
 """
 
 import argparse

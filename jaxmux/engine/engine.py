@@ -69,7 +69,7 @@ class Engine:
     """Trains registered tasks together.
 
     The device runs ahead of the host by one round: `train_round` dispatches a round and returns the
-      results of the one before it. `drain` fetches the last.
+    results of the one before it. `drain` fetches the last.
     """
 
     def __init__(self, backbone: Backbone, options: EngineOptions):

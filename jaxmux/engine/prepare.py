@@ -1,5 +1,6 @@
 """Makes a task ready to train: data read and tokenized, targets resolved, initial adapter made.
-Refuses bad tasks."""
+Refuses bad tasks.
+"""
 
 import dataclasses
 import functools

@@ -1,5 +1,4 @@
-"""Rounds: one global batch of every live task, planned and packed on the host ahead of the
-device."""
+"""Rounds: one global batch of every live task, planned and packed ahead of the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

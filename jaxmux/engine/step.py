@@ -1,5 +1,6 @@
 """The compiled steps: accumulate one microbatch's gradients, update the tasks whose global batch is
-complete."""
+complete.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -92,7 +93,7 @@ def evaluate(
 def update(
     state: TrainState, due: Bool[Array, "T"], hyper: Hyperparameters, kinds: KindSlots
 ) -> tuple[TrainState, UpdateStats]:
-    """Updates the slots that are due and clears their accumulators; every other slot keeps its bits.
+    """Updates the slots that are due and clears their accumulators; others keep their bits.
 
     A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
     and update count. Slots are updated one after the other, by a program that knows of one slot

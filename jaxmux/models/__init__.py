@@ -1,5 +1,6 @@
 """The frozen backbone: Llama-family decoders, their mathematics as pure functions, Hugging Face
-checkpoints."""
+checkpoints.
+"""
 
 from .attention import pick_implementation
 from .base_op import MODULES, LoraFactors

@@ -2,10 +2,9 @@
 
 Every sum over tokens is taken within blocks of a chunk's length and then as a left fold over the
 blocks. Blocks outside a sequence add exact zeros, so a sequence gets the same bits wherever in a
-row it starts (on a block border)
-and whatever lies beside it: what makes a co-located task bit for bit equal to the same task alone
-  on CPU. XLA's own softmax and matrix products group their sums by position in the row and lack
-  this property from 512 tokens on.
+row it starts (on a block border) and whatever lies beside it: what makes a co-located task bit for
+bit equal to the same task alone on CPU. XLA's own softmax and matrix products group their sums by
+position in the row and lack this property from 512 tokens on.
 """
 
 from functools import partial

@@ -1,5 +1,6 @@
 """Loads and saves backbones in Hugging Face's format: config.json and safetensors, whole or
-sharded. Never pickle."""
+sharded. Never pickle.
+"""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
 """What a Hugging Face `config.json` says about a backbone, checked and reduced to what the model
-code needs."""
+code needs.
+"""
 
 import dataclasses
 import json

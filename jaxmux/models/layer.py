@@ -1,5 +1,6 @@
 """The mathematics of one decoder layer, as a pure function of weights, adapters and a stream of
-tokens."""
+tokens.
+"""
 
 from typing import NamedTuple
 

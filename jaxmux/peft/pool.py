@@ -1,10 +1,9 @@
 """The stacked adapters of all slots, and what goes into and comes out of one slot.
 
 A pool leaf is [L, T, …] at the pool's rank R: layers first, because the backbone scans over them.
-Ranks below R are
-padded with zeros, which stay zero in training: the gradient of a zero column of A is a product with
-  the zero row of B, and the other way round. Any tree that holds `Factors` nodes (optimizer
-  moments, accumulators) packs the same way.
+Ranks below R are padded with zeros, which stay zero in training: the gradient of a zero column of A
+is a product with the zero row of B, and the other way round. Any tree that holds `Factors` nodes
+(optimizer moments, accumulators) packs the same way.
 """
 
 from collections.abc import Sequence

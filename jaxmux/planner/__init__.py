@@ -1,5 +1,6 @@
 """Host-side planning: which sample goes into which microbatch, row and offset. Imports no device
-code."""
+code.
+"""
 
 from .packing import Placement, pack_round
 from .shape_class import PlanningError, ShapeClass, choose_shape_class

@@ -1,10 +1,9 @@
-"""Packs the global batches of a round into microbatches: first-fit-decreasing, reproducible per
-task.
+"""Packs the global batches of a round into microbatches: first-fit-decreasing, task by task.
 
 A *run* is a series of whole sequences of one task that lie side by side in a row from a chunk
 border on. Each task's batch is cut into runs by itself, and its runs are laid down in one fixed
-order. So neither the contents of a task's
-chunks nor their order depends on who shares the microbatches: only where they lie does.
+order. So neither the contents of a task's chunks nor their order depends on who shares the
+microbatches: only where they lie does.
 """
 
 from collections.abc import Mapping, Sequence

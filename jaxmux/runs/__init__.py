@@ -1,8 +1,16 @@
 """A run: tasks trained from start to exported adapters, with files, checkpoints and reports."""
 
 from .checkpoints import read_task
-from .fine_tune import Interrupted, fine_tune
-from .run_directory import RunDirectory, RunDirectoryError
+from .run import Interrupted, fine_tune
+from .run_directory import RunDirectory, RunDirectoryError, read_identity
 from .summary import Summary
 
-__all__ = ["Interrupted", "RunDirectory", "RunDirectoryError", "Summary", "fine_tune", "read_task"]
+__all__ = [
+    "Interrupted",
+    "RunDirectory",
+    "RunDirectoryError",
+    "Summary",
+    "fine_tune",
+    "read_identity",
+    "read_task",
+]

@@ -32,8 +32,8 @@ class RunConsole:
         # Whole lines: a log is no place for a terminal's width.
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def announce(self, tasks: Sequence[PreparedTask]) -> None:
-        """What the data of each task became."""
+    def announce(self, tasks: Sequence[PreparedTask], context: int) -> None:
+        """What the data of each task became; `context` is what the backbone was trained for."""
         for prepared in tasks:
             found, name = prepared.samples, prepared.task.name
             notes = [f"{len(found.samples)} samples", f"{prepared.steps} steps"]
@@ -41,10 +41,15 @@ class RunConsole:
             if found.truncated:
                 notes.append(f"{found.truncated} truncated to {prepared.task.max_length}")
             if found.dropped:
-                notes.append(f"{found.dropped} dropped as over-long")
+                notes.append(f"{found.dropped} dropped (over-long, or no targets left)")
             if prepared.eval_samples:
                 notes.append(f"{len(prepared.eval_samples)} held out")
             self.say(f"task {name}: {', '.join(notes)}")
+            if prepared.longest > context:
+                self.say(
+                    f"task {name}: warning: the backbone was made for {context} tokens "
+                    "(max_position_embeddings)"
+                )
 
     def start(self, engine: Engine) -> None:
         self._started = time.monotonic()
@@ -116,7 +121,7 @@ class RunConsole:
             status = engine.progress(name).status
             eta = self._eta(engine, name) if status == "running" else status
             table.add_row(name, progress, f"{update.loss:.4f}", f"{update.lr:.2e}", eta)
-        table.caption = f"{self._rate():,.0f} tokens/s"
+        table.caption = f"{self._rate():,.0f} tokens/s without padding"
         return table
 
     def _rate(self) -> float:

@@ -77,9 +77,8 @@ class RunDirectory:
         self._lock.close()
 
     def _refuse_others(self) -> None:
-        record = self.path / "run.json"
-        if record.exists():
-            if differences := _differences(json.loads(record.read_text()), self._identity):
+        if (self.path / "run.json").exists():
+            if differences := _differences(read_identity(self.path), self._identity):
                 raise RunDirectoryError(
                     f"run directory {self.path}: belongs to another config "
                     f"({'; '.join(differences)}). Choose another run_dir, or begin anew with "
@@ -98,6 +97,20 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """What the run in a folder trains, as `fine_tune` recorded it.
+
+    Raises:
+      RunDirectoryError: the folder is no run's, or its record is damaged.
+    """
+    try:
+        return json.loads((path / "run.json").read_text())
+    except OSError:
+        raise RunDirectoryError(f"{path}: no run directory (it has no run.json)") from None
+    except json.JSONDecodeError as e:
+        raise RunDirectoryError(f"{path / 'run.json'}: damaged ({e})") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

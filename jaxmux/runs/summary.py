@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmux.engine import Engine, TaskProgress
+from jaxmux.engine import Engine
 
 from .checkpoints import RunPosition
 
@@ -44,7 +44,7 @@ class Summary(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine, position: RunPosition) -> "Summary":
-        tasks = {name: _task_summary(engine.progress(name)) for name in engine.names}
+        tasks = {name: _task_summary(engine, name) for name in engine.names}
         useful = sum(task["tokens"] for task in tasks.values())
         seconds = max(position.train_seconds, 1e-9)
         return cls(
@@ -65,6 +65,7 @@ class Summary(NamedTuple):
         return json.dumps(self._asdict(), indent=2) + "\n"
 
 
-def _task_summary(progress: TaskProgress) -> dict[str, Any]:
-    fields = progress.to_json()
-    return {"steps": fields["step"]} | {name: fields[name] for name in _TASK_FIELDS}
+def _task_summary(engine: Engine, name: str) -> dict[str, Any]:
+    fields, samples = engine.progress(name).to_json(), engine.prepared(name).samples
+    progress = {"steps": fields["step"]} | {field: fields[field] for field in _TASK_FIELDS}
+    return progress | {"samples_truncated": samples.truncated, "samples_dropped": samples.dropped}

@@ -1,5 +1,6 @@
 """`y = x W + scale[t] · dropout_t(x) A[t] B[t]` for a stream whose chunks belong to different
-tasks."""
+tasks.
+"""
 
 from .api import Projection, Routing, grouped_lora_linear
 

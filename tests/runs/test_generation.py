@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from jaxmux import LoRA, Request, export_adapter, generate, load_backbone
+from jaxmux import LoRA, Request, export_adapter, load_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.generate import main
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
@@ -57,7 +57,7 @@ def step_by_step(tokenizer, logits_of):
 def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters, step_by_step):
     requests = [Request(PROMPTS[0])]
     requests += [Request(prompt, *a) for prompt, a in zip(PROMPTS[1:], adapters, strict=True)]
-    found = generate(model, tokenizer, requests, max_new_tokens=NEW)
+    found = complete(model, tokenizer, requests, max_new_tokens=NEW)
     ids = [step_by_step(*request) for request in requests]
     assert found == [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
     assert len({tuple(i) for i in ids}) == 3
@@ -65,8 +65,8 @@ def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters
 
 def test_prompts_with_different_adapters_do_not_mix(model, tokenizer, adapters):
     requests = [Request(p, *a) for p in PROMPTS for a in [(None, None), *adapters]]
-    together = generate(model, tokenizer, requests, max_new_tokens=NEW)
-    alone = [generate(model, tokenizer, [r], max_new_tokens=NEW)[0] for r in requests]
+    together = complete(model, tokenizer, requests, max_new_tokens=NEW)
+    alone = [complete(model, tokenizer, [r], max_new_tokens=NEW)[0] for r in requests]
     assert together == alone
     assert len(set(together)) > len(PROMPTS)
 
@@ -75,7 +75,7 @@ def test_sampling_follows_the_seed(model, tokenizer):
     def sample(seed, temperature=1.5):
         requests = [Request(p) for p in PROMPTS]
         options = {"max_new_tokens": NEW, "temperature": temperature, "seed": seed}
-        return generate(model, tokenizer, requests, **options)
+        return complete(model, tokenizer, requests, **options)
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
@@ -87,7 +87,7 @@ def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
     stop = next(i for i in ids[1:] if i != ids[0])
     stopping = copy.deepcopy(tokenizer)
     stopping.eos_token = tokenizer.convert_ids_to_tokens(stop)
-    (found,) = generate(model, stopping, [Request(PROMPTS[0])], max_new_tokens=NEW)
+    (found,) = complete(model, stopping, [Request(PROMPTS[0])], max_new_tokens=NEW)
     assert found == tokenizer.decode(ids[: ids.index(stop)], skip_special_tokens=True)
 
 
@@ -95,7 +95,7 @@ def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_s
     long = " ".join(PROMPTS * 3)
     # The prompt fills its row but for the new tokens.
     for count in (1, 5):
-        (found,) = generate(model, tokenizer, [Request(long)], max_new_tokens=count)
+        (found,) = complete(model, tokenizer, [Request(long)], max_new_tokens=count)
         expected = step_by_step(long, count=count)
         assert found == tokenizer.decode(expected, skip_special_tokens=True)
 
@@ -107,7 +107,7 @@ def test_exported_adapter_completes_alike(model, tokenizer, adapters, backbone, 
     status = main(
         [f"--backbone={backbone}", f"--adapter={tmp_path}", prompt, f"--max_new_tokens={NEW}"]
     )
-    expected = generate(model, tokenizer, [Request(PROMPTS[1], *adapters[0])], max_new_tokens=NEW)
+    expected = complete(model, tokenizer, [Request(PROMPTS[1], *adapters[0])], max_new_tokens=NEW)
     assert status == 0
     assert expected[0].strip() in capsys.readouterr().out
 

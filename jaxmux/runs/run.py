@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import signal
 import threading
 import time
@@ -12,8 +13,8 @@ from typing import Any
 import jax
 
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
-from jaxmux.generation import Request, generate
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
+from jaxmux.generation import Request, complete
 from jaxmux.models import REMAT_POLICIES, Backbone, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter
@@ -89,9 +90,18 @@ def fine_tune(
       Interrupted: SIGINT or SIGTERM arrived; the state is saved.
     """
     console = console or RunConsole()
-    backbone = resolve_path(backbone)
+    backbone = str(Path(resolve_path(backbone)).absolute())
     _check_names(tasks)
-    _check_options(dtype, remat, checkpoint_every)
+    _check_options(
+        {"dtype": (dtype, ("auto", "bfloat16", "float32")), "remat": (remat, REMAT_POLICIES)},
+        {
+            "tokens_per_microbatch": tokens_per_microbatch,
+            "checkpoint_every": checkpoint_every,
+            "keep_checkpoints": keep_checkpoints,
+            "max_bad_steps": max_bad_steps,
+            "sample_tokens": sample_tokens,
+        },
+    )
     identity = {
         "backbone": backbone,
         "dtype": dtype,
@@ -109,7 +119,8 @@ def fine_tune(
             return finished
         model, tokenizer = load_backbone(backbone, dtype), load_tokenizer(backbone)
         prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
-        console.announce(prepared)
+        console.announce(prepared, model.config.max_position_embeddings)
+        _check_lengths(prepared, row_len)
         lengths = [s.stream_length for p in prepared for s in (*p.samples.samples, *p.eval_samples)]
         default_chunk = 128 if jax.default_backend() == "gpu" else 64
         shape = choose_shape_class(
@@ -144,7 +155,7 @@ def _train(
     if position is None:
         position = RunPosition()
         _evaluate(engine, engine.names, "eval_loss_first")
-    elif engine.finished is False:
+    elif not engine.finished:
         console.say(f"going on from the checkpoint behind round {position.rounds}")
     metrics = MetricsWriter(directory, position.metrics_bytes, position.rounds)
 
@@ -188,8 +199,11 @@ def _finish(
 ) -> Summary:
     succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
     _evaluate(engine, succeeded, "eval_loss")
-    for name in (n for n in succeeded if engine.progress(n).status == "succeeded"):
-        _export(engine, name, directory)
+    for name in succeeded:
+        if engine.progress(name).status == "succeeded":
+            _export(engine, name, directory)
+        else:
+            shutil.rmtree(directory.adapter(name), ignore_errors=True)
     plot_losses(read_metrics(directory), directory.loss_plot)
     summary = Summary.of(engine, position)
     write_atomically(directory.summary, summary.to_json())
@@ -228,7 +242,7 @@ def _show_samples(
     after = [
         Request(p.task.sample_prompt, p.task.adapter, engine.adapter(p.task.name)) for p in shown
     ]
-    texts = generate(model, tokenizer, before + after, max_new_tokens=tokens)
+    texts = complete(model, tokenizer, before + after, max_new_tokens=tokens)
     for p, old, new in zip(shown, texts, texts[len(shown) :], strict=False):
         console.samples(p.task.name, p.task.sample_prompt, old, new)
 
@@ -246,15 +260,22 @@ def _check_names(tasks: Sequence[Task]) -> None:
         raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")
 
 
-def _check_options(dtype: str, remat: str, checkpoint_every: int) -> None:
-    for name, value, known in (
-        ("dtype", dtype, ("auto", "bfloat16", "float32")),
-        ("remat", remat, REMAT_POLICIES),
-    ):
+def _check_lengths(tasks: Sequence[PreparedTask], row_len: int | None) -> None:
+    for prepared in tasks:
+        if row_len is not None and prepared.longest > row_len:
+            raise TaskError(
+                f"task {prepared.task.name!r}: its longest sample has {prepared.longest} tokens, "
+                f"row_len is {row_len}; lower max_length or raise row_len"
+            )
+
+
+def _check_options(choices: dict[str, tuple[str, tuple[str, ...]]], counts: dict[str, int]) -> None:
+    for name, (value, known) in choices.items():
         if value not in known:
             raise PlanningError(f"{name} should be one of {', '.join(known)}, found {value!r}")
-    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
-        raise PlanningError(f"checkpoint_every should be at least 1, found {checkpoint_every!r}")
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise PlanningError(f"{name} should be an integer of at least 1, found {value!r}")
 
 
 def _identity(task: Task) -> dict[str, Any]:
