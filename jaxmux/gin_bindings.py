@@ -64,7 +64,7 @@ def fine_tune_arguments() -> dict[str, Any]:
     tasks = arguments["tasks"]
     if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task) for t in tasks):
         raise ConfigError(f"fine_tune.tasks should be a list of @NAME/Task(), found {tasks!r}")
-    _refuse_unused()
+    _refuse_unknown_scopes()
     return arguments
 
 
@@ -80,17 +80,18 @@ def resolved_config() -> str:
     return "\n".join(lines) + "\n\n" + gin.operative_config_str(max_line_length=100)
 
 
-def _refuse_unused() -> None:
-    """A binding in a scope that nothing was built in is a typo: `moood/LoRA.rank`."""
-    built = gin.config._OPERATIVE_CONFIG
-    for scope, selector in gin.config._CONFIG:
-        name = selector.split(".")[-1]
-        if name in (fine_tune.__name__, "macro"):
+def _refuse_unknown_scopes() -> None:
+    """A binding in a scope in which nothing was built is a typo: `moood/LoRA.rank`."""
+    built = {scope for scope, _ in gin.config._OPERATIVE_CONFIG}
+    for (scope, selector), parameters in gin.config._CONFIG.items():
+        if selector == "gin.macro":  # A macro's name stands where others have a scope.
             continue
-        if not any(s == selector and f"/{scope}/" in f"/{own}/" for own, s in built if scope or s):
-            where = f"{scope}/{name}" if scope else name
-            parameters = ", ".join(gin.config._CONFIG[scope, selector])
-            raise ConfigError(f"{where} ({parameters}): nothing in the config uses @{where}()")
+        if scope and not any(f"/{scope}/" in f"/{own}/" for own in built):
+            name = f"{scope}/{selector.split('.')[-1]}"
+            raise ConfigError(
+                f"{name} ({', '.join(parameters)}): nothing in the config uses the scope {scope!r}; "
+                f"it uses {', '.join(sorted(filter(None, built)))}"
+            )
 
 
 def _register() -> None:

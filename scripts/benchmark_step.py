@@ -12,10 +12,12 @@ synchronised steps. `--layers 2 --hidden 256 …` makes it small enough for a dr
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,17 +36,23 @@ from jaxmux.planner import choose_shape_class
 def main() -> None:
     args = parse_arguments()
     config = llama_config(args)
-    # jax takes most of the GPU's memory for good, so PEFT goes first.
     baselines = peft_baseline(args) if args.peft else {}
     records = []
     for case in args.cases:
         tasks, length = (int(part) for part in case.split("x"))
         for remat in args.remat:
-            record = measure(config, args, tasks, length, remat)
+            record = in_own_process(measure, config, args, tasks, length, remat)
             records.append(record | baselines.get(length, {}))
             print(one_line(records[-1]), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(records, indent=2) + "\n")
+
+
+def in_own_process(function, *arguments):
+    """Calls a function in a fresh process, so that its peak memory is its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        return executor.submit(function, *arguments).result()
 
 
 def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> dict:

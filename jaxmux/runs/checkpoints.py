@@ -124,7 +124,7 @@ def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, Sl
         steps = sorted(manager.all_steps())
         chosen = (steps[-1] if steps else None) if step is None else step
         if chosen not in steps:
-            wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise FileNotFoundError(f"{folder}: {wanted}; there are {steps or 'none'}")
         if not (folder / str(chosen) / (_TASK + name)).is_dir():
             raise FileNotFoundError(

@@ -1,6 +1,7 @@
 """`python -m jaxmux.train`: arguments, configs, run directories and exit codes."""
 
 import fcntl
+import inspect
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import gin
 import pytest
 
-from jaxmux import gin_bindings
+from jaxmux import fine_tune, gin_bindings
 from jaxmux.train import main
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -135,11 +136,21 @@ def test_resolved_config_means_the_same(write_config, tmp_path):
     gin_bindings.parse([config], [binding.removeprefix("--gin.")])
     expected = gin_bindings.fine_tune_arguments()
     gin_bindings.parse([str(tmp_path / "config.gin")], [])
-    assert gin_bindings.fine_tune_arguments() == expected
+    resolved = gin_bindings.fine_tune_arguments()
+    assert {name: resolved[name] for name in expected} == expected
+    defaults = inspect.signature(fine_tune).parameters
+    assert all(resolved[n] == defaults[n].default for n in resolved.keys() - expected.keys())
     assert expected["tasks"][0].sample_prompt == prompt
     # And so the directory is that of the resolved config, too.
     resolved = tmp_path / "config.gin"
     assert main([f"--gin_file={resolved}", f"--run_dir={tmp_path}"]) == 0
+
+
+def test_scope_that_nothing_uses_is_a_typo(write_config, tmp_path, capsys):
+    config = write_config()
+    arguments = [f"--gin_file={config}", f"--run_dir={tmp_path / 'run'}"]
+    assert main([*arguments, "--gin.tinny/LoRA.rank=3"]) == 2
+    assert "tinny/LoRA (rank): nothing in the config uses the scope" in capsys.readouterr().err
 
 
 def test_run_directory_of_another_config_is_refused_by_key(write_config, tmp_path, capsys):

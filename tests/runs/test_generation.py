@@ -5,9 +5,10 @@ import copy
 import numpy as np
 import pytest
 
-from jaxmux import LoRA, Request, export_adapter, load_backbone
+from jaxmux import LoRA, export_adapter, load_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.generate import main
+from jaxmux.generation import Request, complete
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 PROMPTS = ("red apple", "fig", "the brown lemon and the plum")
@@ -44,14 +45,14 @@ def random_adapter(spec: LoRA, config, seed: int):
 def step_by_step(tokenizer, logits_of):
     """Ids of the greedy completion by one full forward pass a token."""
 
-    def complete(prompt: str, spec=None, adapter=None, count: int = NEW) -> list[int]:
+    def greedy(prompt: str, spec=None, adapter=None, count: int = NEW) -> list[int]:
         ids = list(tokenizer(prompt)["input_ids"])
         start = len(ids)
         while len(ids) < start + count and ids[-1] != tokenizer.eos_token_id:
             ids.append(int(logits_of(ids, spec, adapter)[-1].argmax()))
         return [i for i in ids[start:] if i != tokenizer.eos_token_id]
 
-    return complete
+    return greedy
 
 
 def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters, step_by_step):
