@@ -89,8 +89,8 @@ def _refuse_unknown_scopes() -> None:
         if scope and not any(f"/{scope}/" in f"/{own}/" for own in built):
             name = f"{scope}/{selector.split('.')[-1]}"
             raise ConfigError(
-                f"{name} ({', '.join(parameters)}): nothing in the config uses the scope {scope!r}; "
-                f"it uses {', '.join(sorted(filter(None, built)))}"
+                f"{name} ({', '.join(parameters)}): nothing in the config uses the scope "
+                f"{scope!r}; it uses {', '.join(sorted(filter(None, built)))}"
             )
 
 

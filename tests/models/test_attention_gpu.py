@@ -52,3 +52,32 @@ def test_cudnn_agrees_with_xla(lengths, most, window):
         got, want = (np.where(keep, np.asarray(x, np.float32), 0) for x in (got, want))
         assert np.isfinite(got).all(), name
         assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want), name
+
+
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf, 3e38], ids=["NaN", "inf", "huge"])
+def test_a_broken_segment_changes_no_bit_of_its_neighbours(broken):
+    rng = np.random.default_rng(1)
+    shapes = [(ROWS, ROW_LEN, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    arrays = [jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes]
+    ids = _segment_ids(PACKED, gap=3)
+    segments = find_segments(jnp.asarray(ids), 32)
+    options = AttentionOptions("cudnn", 64, None)
+    arrays[3] = jnp.where((ids >= 0)[..., None, None], arrays[3], 0)
+    victim = np.zeros_like(ids, bool)
+    victim[0] = ids[0] == 1
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, vjp = jax.vjp(lambda *x: attend(*x, segments, options)[0], q, k, v)
+        return out, *vjp(d_out)
+
+    healthy = run(*arrays)
+    broken_arrays = [
+        jnp.where(victim[..., None, None], jnp.asarray(broken, x.dtype), x) for x in arrays
+    ]
+    keep = (ids >= 0) & ~victim
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), run(*broken_arrays), healthy, strict=True
+    ):
+        got, want = (np.asarray(x, np.float32)[keep] for x in (got, want))
+        np.testing.assert_array_equal(got, want, err_msg=name)
