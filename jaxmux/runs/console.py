@@ -25,7 +25,7 @@ class RunConsole:
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
         self._started = time.monotonic()
-        self._seen_tokens = 0
+        self._tokens: dict[str, int] = {}
         self._first_steps: dict[str, int] = {}
 
     def say(self, text: str) -> None:
@@ -61,7 +61,7 @@ class RunConsole:
     def show(self, engine: Engine, updates: Sequence[TaskUpdate]) -> None:
         for update in updates:
             self._latest[update.task] = update
-            self._seen_tokens += update.tokens
+            self._tokens[update.task] = self._tokens.get(update.task, 0) + update.tokens
             if self._live is None:
                 self._plain_line(engine, update)
             if update.skipped:
@@ -108,24 +108,25 @@ class RunConsole:
         if update.task_step % every == 0 or update.task_step in (1, steps):
             self.say(
                 f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f} "
-                f"lr {update.lr:.2e} {self._rate():,.0f} tokens/s "
+                f"lr {update.lr:.2e} {self._rate(update.task):,.0f} tokens/s "
                 f"ETA {self._eta(engine, update.task)}"
             )
 
     def _table(self, engine: Engine) -> Table:
         table = Table(box=box.SIMPLE_HEAD)
-        for column in ("task", "step", "loss", "lr", "ETA"):
+        for column in ("task", "step", "loss", "lr", "tokens/s", "ETA"):
             table.add_column(column, justify="left" if column == "task" else "right")
         for name, update in self._latest.items():
             progress = f"{update.task_step}/{engine.prepared(name).steps}"
             status = engine.progress(name).status
             eta = self._eta(engine, name) if status == "running" else status
-            table.add_row(name, progress, f"{update.loss:.4f}", f"{update.lr:.2e}", eta)
-        table.caption = f"{self._rate():,.0f} tokens/s without padding"
+            rate = f"{self._rate(name):,.0f}"
+            table.add_row(name, progress, f"{update.loss:.4f}", f"{update.lr:.2e}", rate, eta)
         return table
 
-    def _rate(self) -> float:
-        return self._seen_tokens / max(1e-9, time.monotonic() - self._started)
+    def _rate(self, task: str) -> float:
+        """The task's own tokens, without padding, per second since the start."""
+        return self._tokens[task] / max(1e-9, time.monotonic() - self._started)
 
     def _eta(self, engine: Engine, name: str) -> str:
         done = engine.progress(name).step - self._first_steps[name]
