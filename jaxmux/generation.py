@@ -25,7 +25,7 @@ from jaxmux.models import (
     hidden_states,
     pick_implementation,
 )
-from jaxmux.peft import Adapter, LoRA, empty_pool, pad_rank
+from jaxmux.peft import Adapter, LoRA, empty_pool, slot_arrays, slot_tree
 
 
 class Request(NamedTuple):
@@ -150,11 +150,9 @@ def _stack(requests: Sequence[Request], config: BackboneConfig) -> Adapter:
     """A pool with the adapter of request i in slot i."""
     modules = sorted({m for r in requests for m in (r.adapter or {})})
     rank = max((r.spec.rank for r in requests if r.spec), default=1)
-    pool = empty_pool(config, modules, len(requests), rank)
-    for slot, request in enumerate(requests):
-        for module, factors in (request.adapter or {}).items():
-            padded = pad_rank(factors, rank)
-            pool[module] = jax.tree.map(
-                lambda x, y, slot=slot: x.at[:, slot].set(y), pool[module], padded
-            )
-    return pool
+    pool = jax.eval_shape(lambda: empty_pool(config, modules, 1, rank))
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[:1] + x.shape[2:], x.dtype), pool
+    )
+    slots = [slot_tree(template, slot_arrays(r.adapter or {}, modules, rank)) for r in requests]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)

@@ -96,11 +96,7 @@ class Engine:
             name = prepared.task.name
             if name in names:
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
-            if prepared.longest > self.options.shape.row_len:
-                raise TaskError(
-                    f"task {name!r}: its longest sample has {prepared.longest} tokens, a row holds "
-                    f"{self.options.shape.row_len}; lower max_length or raise row_len"
-                )
+            prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
         self._pause()
         kept = [self.task_arrays(name) for name in self.names]

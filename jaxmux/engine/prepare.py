@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmux.data import DataError, GlobalBatches, Sample, Samples, Source, load_samples
+from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import (
@@ -50,6 +50,14 @@ class PreparedTask:
         """Stream length of its longest sample."""
         return max(s.stream_length for s in (*self.samples.samples, *self.eval_samples))
 
+    def refuse_rows_of(self, row_len: int) -> None:
+        """Raises TaskError where a sample does not fit a row of `row_len` tokens."""
+        if self.longest > row_len:
+            raise TaskError(
+                f"task {self.task.name!r}: its longest sample has {self.longest} tokens, a row "
+                f"holds {row_len}; lower max_length or raise row_len"
+            )
+
     @functools.cached_property
     def fingerprint(self) -> int:
         """A checksum of the training samples: a run must not go on with other data."""
@@ -79,7 +87,7 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
         samples = _load(task.data, task, config, tokenizer)
         batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
         held_out = _load(task.eval_data, task, config, tokenizer).samples if task.eval_data else []
-    except (AdapterError, DataError, ValueError) as e:
+    except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     steps = len(batches) if task.steps is None else task.steps
     return PreparedTask(task, targets, adapter, samples, batches, steps, held_out)

@@ -26,7 +26,7 @@ from jaxmux.optimizers import transform
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
 from jaxmux.peft import Adapter, Factors
 
-from .state import KindSlots, TrainState
+from .state import KindSlots, SlotState, TrainState, read_slot, write_slot
 
 Hyperparameters = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -109,34 +109,24 @@ def update(
     for kind, members in kinds.items():
         body = partial(_update_member, kind, due, hyper[kind], jnp.asarray(members))
         state, stats = jax.lax.fori_loop(0, len(members), body, (state, stats))
-    return state._replace(loss=jnp.where(due, 0, state.loss)), stats
+    return state, stats
 
 
 def _update_member(kind: str, due, hyper, members, i, carry: tuple[TrainState, UpdateStats]):
     """Updates the i-th slot of an optimizer kind, if it is due."""
     state, stats = carry
     slot = members[i]
-    params, grads = (jax.tree.map(lambda x: x[:, slot], t) for t in (state.adapters, state.grads))
-    optimizer = jax.tree.map(lambda x: x[i], state.optimizers[kind])
+    own = read_slot(state, kind, slot, i)
     own_hyper = {name: values[i] for name, values in hyper.items()}
 
-    norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
-    new = _update_slot(kind, params, grads, optimizer, own_hyper, norm)
-    finite = jnp.isfinite(norm) & jnp.isfinite(state.loss[slot]) & _all_finite(new[0])
+    norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(own.grads)))
+    new = _update_slot(kind, own.adapter, own.grads, own.optimizer, own_hyper, norm)
+    finite = jnp.isfinite(norm) & jnp.isfinite(own.loss) & _all_finite(new[0])
     applied = due[slot] & finite
-    params, optimizer = jax.tree.map(partial(jnp.where, applied), new, (params, optimizer))
-    grads = jax.tree.map(lambda g: jnp.where(due[slot], 0, g), grads)
-
-    def put(stacked, one):
-        return jax.tree.map(lambda x, y: x.at[:, slot].set(y), stacked, one)
-
-    stacked = jax.tree.map(lambda x, y: x.at[i].set(y), state.optimizers[kind], optimizer)
-    state = TrainState(
-        put(state.adapters, params),
-        put(state.grads, grads),
-        state.loss,
-        state.optimizers | {kind: stacked},
-    )
+    old = own.adapter, own.optimizer
+    adapter, optimizer = jax.tree.map(partial(jnp.where, applied), new, old)
+    grads, loss = jax.tree.map(lambda g: jnp.where(due[slot], 0, g), (own.grads, own.loss))
+    state = write_slot(state, kind, slot, i, SlotState(adapter, grads, loss, optimizer))
     stats = stats._replace(
         grad_norm=stats.grad_norm.at[slot].set(norm), applied=stats.applied.at[slot].set(applied)
     )

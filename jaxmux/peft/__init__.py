@@ -2,7 +2,7 @@
 
 from .hf import AdapterError, export_adapter, import_adapter
 from .lora import Adapter, Factors, LoRA, initial_adapter
-from .pool import SlotArrays, adapter_of, empty_pool, pad_rank, slot_arrays, slot_tree
+from .pool import SlotArrays, adapter_of, empty_pool, slot_arrays, slot_tree
 from .targets import LayerMask, full_name, resolve_targets
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "full_name",
     "import_adapter",
     "initial_adapter",
-    "pad_rank",
     "resolve_targets",
     "slot_arrays",
     "slot_tree",

@@ -34,15 +34,6 @@ def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank:
     return pool
 
 
-def pad_rank(factors: Factors, rank: int) -> Factors:
-    """The factors of one module with zero columns of A and zero rows of B up to `rank`."""
-    missing = rank - factors.a.shape[-1]
-    return Factors(
-        np.pad(factors.a, [(0, 0)] * (factors.a.ndim - 1) + [(0, missing)]),
-        np.pad(factors.b, [(0, 0)] * (factors.b.ndim - 2) + [(0, missing), (0, 0)]),
-    )
-
-
 def slot_arrays(tree: Any, modules: Sequence[str], rank: int) -> SlotArrays:
     """Flattens one slot's tree (leaves without the slot axis) to true rank and to the task's own
     modules."""

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
+from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
 from jaxmux.generation import Request, complete
 from jaxmux.models import REMAT_POLICIES, Backbone, load_backbone
 from jaxmux.package_files import resolve_path
@@ -120,7 +120,9 @@ def fine_tune(
         model, tokenizer = load_backbone(backbone, dtype), load_tokenizer(backbone)
         prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
         console.announce(prepared, model.config.max_position_embeddings)
-        _check_lengths(prepared, row_len)
+        if row_len is not None:
+            for task in prepared:
+                task.refuse_rows_of(row_len)
         lengths = [s.stream_length for p in prepared for s in (*p.samples.samples, *p.eval_samples)]
         default_chunk = 128 if jax.default_backend() == "gpu" else 64
         shape = choose_shape_class(
@@ -258,15 +260,6 @@ def _check_names(tasks: Sequence[Task]) -> None:
     names = [task.name for task in tasks]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")
-
-
-def _check_lengths(tasks: Sequence[PreparedTask], row_len: int | None) -> None:
-    for prepared in tasks:
-        if row_len is not None and prepared.longest > row_len:
-            raise TaskError(
-                f"task {prepared.task.name!r}: its longest sample has {prepared.longest} tokens, "
-                f"row_len is {row_len}; lower max_length or raise row_len"
-            )
 
 
 def _check_options(choices: dict[str, tuple[str, tuple[str, ...]]], counts: dict[str, int]) -> None:
