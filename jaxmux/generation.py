@@ -18,7 +18,6 @@ from jaxmux.models import (
     Backbone,
     BackboneConfig,
     ForwardOptions,
-    LoraFactors,
     SlotTable,
     Weights,
     head_kernel,
@@ -107,15 +106,12 @@ def _complete(
     slots = SlotTable(scale, zeros, zeros.astype(jnp.uint32))
     options = ForwardOptions(attention, remat="none", max_sequences=1)
     dtype = weights["embed_tokens"]["weight"].dtype
-    adapters = {
-        module: LoraFactors(*(x.astype(dtype) for x in f), *map(jnp.zeros_like, f))
-        for module, f in pool.items()
-    }
+    adapters = jax.tree.map(lambda x: x.astype(dtype), pool)
 
     def next_token(state):
         tokens, lengths, live, key = state
-        hidden, _ = hidden_states(
-            config, weights, adapters, _microbatch(tokens, lengths), slots, options
+        hidden, _, _ = hidden_states(
+            config, weights, adapters, None, _microbatch(tokens, lengths), slots, options
         )
         last = hidden.reshape(rows, row_len, -1)[jnp.arange(rows), lengths - 1]
         logits = jnp.matmul(last, head_kernel(weights), preferred_element_type=jnp.float32)

@@ -15,7 +15,6 @@ from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
     BackboneConfig,
     ForwardOptions,
-    LoraFactors,
     SlotTable,
     Weights,
     chunk_losses,
@@ -63,14 +62,15 @@ def accumulate(
       The accumulators `grads` and `total` with the microbatch added.
     """
 
-    def loss(grads: Adapter):
-        losses = _losses(config, options, weights, adapters, grads, microbatch, slots)
-        # Every chunk's cotangent is one, whatever the others' losses: a NaN changes nothing there.
-        return losses.sum(), losses
+    def forward(grads: Adapter):
+        return _losses(config, options, weights, adapters, grads, microbatch, slots)
 
-    # The derivative by an accumulator is the next accumulator: see `grouped_lora_linear`.
-    grads, losses = jax.grad(loss, has_aux=True)(grads)
-    return grads, add_to_slots(total, losses, microbatch.chunk_slot)
+    (losses, _), backward = jax.vjp(forward, grads)
+    # Every chunk's cotangent is one, whatever the others' losses: a NaN changes nothing there. The
+    # accumulators start as their own cotangents and come out as the next: see
+    # `grouped_lora_linear`.
+    (new_grads,) = backward((jnp.ones_like(losses), grads))
+    return new_grads, add_to_slots(total, losses, microbatch.chunk_slot)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -84,8 +84,7 @@ def evaluate(
     slots: SlotTable,
 ) -> Float[Array, "T"]:
     """Adds a microbatch's losses to those of its tasks; no gradients."""
-    grads = jax.tree.map(jnp.zeros_like, adapters)
-    chunk = _losses(config, options, weights, adapters, grads, microbatch, slots)
+    chunk, _ = _losses(config, options, weights, adapters, None, microbatch, slots)
     return add_to_slots(losses, chunk, microbatch.chunk_slot)
 
 
@@ -133,13 +132,12 @@ def _update_member(kind: str, due, hyper, members, i, carry: tuple[TrainState, U
     return state, stats
 
 
-def _losses(config, options, weights, adapters, grads, microbatch, slots) -> Float[Array, "C"]:
-    dtype = weights["embed_tokens"]["weight"].dtype
-    lora = {
-        module: LoraFactors(f.a.astype(dtype), f.b.astype(dtype), *grads[module])
-        for module, f in adapters.items()
-    }
-    hidden, finite = hidden_states(config, weights, lora, microbatch, slots, options)
+def _losses(
+    config, options, weights, adapters, grads, microbatch, slots
+) -> tuple[Float[Array, "C"], Adapter | None]:
+    hidden, grads, finite = hidden_states(
+        config, weights, adapters, grads, microbatch, slots, options
+    )
     losses = chunk_losses(
         hidden,
         head_kernel(weights),
@@ -147,7 +145,7 @@ def _losses(config, options, weights, adapters, grads, microbatch, slots) -> Flo
         microbatch.loss_weight.reshape(-1),
         microbatch.chunk_slot,
     )
-    return jnp.where(finite, losses, jnp.nan)
+    return jnp.where(finite, losses, jnp.nan), grads
 
 
 def _update_slot(kind: str, params: Adapter, grads: Adapter, optimizer, hyper, norm):

@@ -3,27 +3,22 @@ checkpoints.
 """
 
 from .attention import pick_implementation
-from .base_op import MODULES, LoraFactors
+from .base_op import MODULES, Adapters
 from .checkpoint import Backbone, load_backbone, save_backbone
 from .config import BackboneConfig, BackboneError
-from .forward import (
-    REMAT_POLICIES,
-    ForwardOptions,
-    SlotTable,
-    head_kernel,
-    hidden_states,
-)
+from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .loss import chunk_losses
 from .modules import Weights
+from .remat import REMAT_POLICIES
 
 __all__ = [
     "MODULES",
     "REMAT_POLICIES",
+    "Adapters",
     "Backbone",
     "BackboneConfig",
     "BackboneError",
     "ForwardOptions",
-    "LoraFactors",
     "SlotTable",
     "Weights",
     "chunk_losses",

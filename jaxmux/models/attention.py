@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .blockwise_attention import blockwise_attention
+from .remat import ATTENTION_INPUT, keepable
 
 
 class Segments(NamedTuple):
@@ -85,7 +86,8 @@ def _isolated_attention(options, q, k, v, segments):
 
 
 def _isolated_forward(options, q, k, v, segments):
-    return jax.vjp(partial(_attention, options, segments), *map(_hide_non_finite, (q, k, v)))
+    inputs = (keepable(_hide_non_finite(x), ATTENTION_INPUT) for x in (q, k, v))
+    return jax.vjp(partial(_attention, options, segments), *inputs)
 
 
 def _isolated_backward(options, attention_vjp, d_out):

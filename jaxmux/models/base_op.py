@@ -5,13 +5,19 @@ Every linear of the backbone that can carry an adapter runs through `adapted_lin
 read the same input go together, so that one pass over it can serve them all.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.counter_dropout import Dropout
-from jaxmux.pallas_kernels.grouped_lora import Projection, Routing, grouped_lora_linear
+from jaxmux.pallas_kernels.grouped_lora import (
+    Factors,
+    Projection,
+    Routing,
+    grouped_lora_linear,
+)
 
 from .modules import Weights
 
@@ -28,21 +34,13 @@ MODULES = (
 )
 
 
-class LoraFactors(NamedTuple):
-    """The LoRA factors of one module, of all slots: `pallas_kernels.grouped_lora.Projection`
-    without the kernel.
-
-    At one layer a [T, k, r] and b [T, r, n]; stacked over layers [L, T, …].
-    """
-
-    a: Float[Array, "*L T k r"]
-    b: Float[Array, "*L T r n"]
-    grad_a: Float[Array, "*L T k r"]
-    grad_b: Float[Array, "*L T r n"]
+# Factors, or what is shaped like them, by module path; a module that no live task adapts is absent.
+Adapters = Mapping[str, Factors]
 
 
-# What the adapters need to know of a stream, the same at every layer.
 class Dispatch(NamedTuple):
+    """What the adapters need to know of a stream, the same at every layer."""
+
     routing: Routing
     dropout: Dropout | None
 
@@ -50,26 +48,42 @@ class Dispatch(NamedTuple):
 def adapted_linears(
     x: Float[Array, "N k"],
     block: Weights,
-    adapters: dict[str, LoraFactors],
+    adapters: Adapters,
+    sums: Adapters | None,
     dispatch: Dispatch,
     layer: Int[Array, ""] | int,
     modules: tuple[str, ...],
-) -> tuple[Float[Array, "N n"], ...]:
+    implementation: str,
+) -> tuple[tuple[Float[Array, "N n"], ...], Adapters | None]:
     """Applies the linears `modules`, which all read `x`, with whatever adapters they carry.
 
     Args:
-      block: weights of the sub-block that holds the modules, by their last name.
-      adapters: by module path; a module that no live task adapts is absent.
+      block: weights of the sub-block that holds the modules, by their last name, of all layers.
+      adapters: of all layers and slots.
+      sums: their gradient accumulators, threaded through: see `grouped_lora_linear`. None where no
+        gradients are wanted.
+      implementation: of the grouped LoRA linear.
     """
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
-    outputs = {m: x @ w["kernel"] for m, w in weights.items() if m not in adapted}
+    outputs = {m: x @ w["kernel"][layer] for m, w in weights.items() if m not in adapted}
     if adapted:
-        projections = tuple(Projection(weights[m]["kernel"], *adapters[m]) for m in adapted)
-        ids = tuple(MODULES.index(m) for m in adapted)
+        projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
-            results = grouped_lora_linear(
-                x, projections, dispatch.routing, dispatch.dropout, layer, ids
+            results, new_sums = grouped_lora_linear(
+                x,
+                projections,
+                None if sums is None else tuple(sums[m] for m in adapted),
+                dispatch.routing,
+                dispatch.dropout,
+                layer,
+                tuple(MODULES.index(m) for m in adapted),
+                implementation,
             )
         outputs |= dict(zip(adapted, results, strict=True))
-    return tuple(outputs[m] + w["bias"] if "bias" in w else outputs[m] for m, w in weights.items())
+        if sums is not None:
+            sums = {**sums, **dict(zip(adapted, new_sums, strict=True))}
+    biased = (
+        outputs[m] + w["bias"][layer] if "bias" in w else outputs[m] for m, w in weights.items()
+    )
+    return tuple(biased), sums

@@ -1,4 +1,4 @@
-"""The whole backbone over one microbatch: embedding, a scan over the stacked layers, final norm."""
+"""The whole backbone over one microbatch: embedding, the stacked layers, final norm."""
 
 from functools import partial
 from typing import NamedTuple
@@ -12,10 +12,11 @@ from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import Routing
 
 from .attention import AttentionOptions, find_segments
-from .base_op import Dispatch, LoraFactors
+from .base_op import Adapters, Dispatch
 from .config import BackboneConfig
-from .layer import Stream, decoder_layer, rms_norm
+from .layer import LayerOptions, Stream, decoder_layer, rms_norm
 from .modules import Weights
+from .remat import rematerialised
 from .rope import rotary_angles
 
 
@@ -38,55 +39,75 @@ class ForwardOptions(NamedTuple):
 
     Attributes:
       attention: "xla" or "cudnn".
-      remat: "none" keeps every intermediate; "dots" keeps the results of the backbone's matrix
-        products and of attention and recomputes the rest; "full" keeps each layer's input alone.
+      grouped_lora: implementation of the grouped LoRA linear.
+      remat: what is kept from forward to backward, see `remat.rematerialised`.
+      unroll: True compiles every layer on its own. It takes longer to compile, but nothing is
+        copied into and out of a scan's stacked arrays.
       dropout: False leaves the dropout code out, when no live task uses it.
       max_sequences: most sequences in one row; 1 lets GPU attention run on dense rows.
     """
 
     attention: str
+    grouped_lora: str = "xla"
     remat: str = "dots"
+    unroll: bool = False
     dropout: bool = False
     max_sequences: int = 64
-
-
-REMAT_POLICIES = ("none", "dots", "full")
 
 
 def hidden_states(
     config: BackboneConfig,
     weights: Weights,
-    adapters: dict[str, LoraFactors],
+    adapters: Adapters,
+    sums: Adapters | None,
     microbatch: Microbatch,
     slots: SlotTable,
     options: ForwardOptions,
-) -> tuple[Float[Array, "N d"], Bool[Array, "C"]]:
+) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "C"]]:
     """Final hidden states of a microbatch (after the last norm), in the dtype of the weights.
 
     Args:
-      adapters: by module path, leaves stacked [L, T, …] in the dtype of the weights; may be empty.
+      adapters: of all layers and slots; may be empty.
+      sums: their gradient accumulators, float32: they come out as they went in, but the gradient by
+        them is the next accumulators (see `grouped_lora_linear`). None where no gradients are
+        wanted.
 
     Returns:
-      The hidden states, and for every chunk whether all that entered its attention and left the
-      model was finite.
+      The hidden states, the accumulators, and for every chunk whether all that entered its
+      attention and left the model was finite.
     """
     chunks = len(microbatch.chunk_slot)
     stream = _stream(config, microbatch, slots, options)
     attention = AttentionOptions(
         options.attention, microbatch.tokens.size // chunks, config.sliding_window
     )
-    body = _rematerialised(partial(decoder_layer, config, attention), options.remat)
+    layer_options = LayerOptions(attention, options.grouped_lora)
+    layer_function = rematerialised(
+        partial(decoder_layer, config, layer_options), options.remat, in_scan=not options.unroll
+    )
 
-    def step(x, layer_inputs):
-        layer_weights, layer_adapters, layer = layer_inputs
-        return body(layer_weights, layer_adapters, x, stream, layer)
+    def step(carry, layer):
+        x, sums = carry
+        x, sums, finite = layer_function(weights["layers"], adapters, stream, x, sums, layer)
+        return (x, sums), finite.reshape(chunks, -1).all(axis=1)
 
     x = weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
-    layers = jnp.arange(config.num_layers)
-    x, finite = jax.lax.scan(step, x, (weights["layers"], adapters, layers))
+    (x, sums), finite = _for_each_layer(step, (x, sums), config.num_layers, options.unroll)
     x = rms_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
-    finite_chunk = finite.reshape(config.num_layers, chunks, -1).all(axis=(0, 2))
-    return x, finite_chunk & jnp.isfinite(x).reshape(chunks, -1).all(axis=1)
+    finite &= jnp.isfinite(x).reshape(chunks, -1).all(axis=1)
+    return x, sums, finite
+
+
+def _for_each_layer(step, carry, layers: int, unroll: bool):
+    """Runs the layers; of the second results, whether all are true."""
+    if not unroll:
+        carry, finite = jax.lax.scan(step, carry, jnp.arange(layers))
+        return carry, finite.all(axis=0)
+    everything = True
+    for layer in range(layers):
+        carry, finite = step(carry, jnp.int32(layer))
+        everything &= finite
+    return carry, everything
 
 
 def head_kernel(weights: Weights) -> Float[Array, "d vocab"]:
@@ -106,23 +127,3 @@ def _stream(config, microbatch: Microbatch, slots: SlotTable, options: ForwardOp
         segments=find_segments(microbatch.segment_ids, options.max_sequences),
         dispatch=Dispatch(Routing(microbatch.chunk_slot, slots.scale), dropout),
     )
-
-
-def _rematerialised(layer, remat: str):
-    if remat not in REMAT_POLICIES:
-        raise ValueError(f"unknown remat policy {remat!r}; known: {', '.join(REMAT_POLICIES)}")
-    if remat == "none":
-        return layer
-    policy = (
-        _save_backbone_products if remat == "dots" else jax.checkpoint_policies.nothing_saveable
-    )
-    # The scan already keeps the compiler from merging the recomputation with the forward pass.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
-
-
-def _save_backbone_products(primitive, *args, **params) -> bool:
-    # Products without batch dimensions are the frozen linears; those with are LoRA's, cheap to
-    # redo.
-    if primitive.name.startswith("dot_product_attention"):
-        return True
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)

@@ -9,10 +9,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .attention import AttentionOptions, Segments, attend
-from .base_op import Dispatch, LoraFactors, adapted_linears
+from .base_op import Adapters, Dispatch, adapted_linears
 from .config import BackboneConfig
 from .modules import Weights
+from .remat import ATTENTION_OUTPUT, GATE, HEADS, MIDDLE, UP, keepable
 from .rope import rotate
+
+
+class LayerOptions(NamedTuple):
+    """Static choices.
+
+    Attributes:
+      attention: of the attention.
+      grouped_lora: implementation of the grouped LoRA linear.
+    """
+
+    attention: AttentionOptions
+    grouped_lora: str
 
 
 class Stream(NamedTuple):
@@ -32,26 +45,63 @@ class Stream(NamedTuple):
 
 def decoder_layer(
     config: BackboneConfig,
-    attention: AttentionOptions,
+    options: LayerOptions,
     weights: Weights,
-    adapters: dict[str, LoraFactors],
-    x: Float[Array, "N d"],
+    adapters: Adapters,
     stream: Stream,
+    x: Float[Array, "N d"],
+    sums: Adapters | None,
     layer: Int[Array, ""] | int,
-) -> tuple[Float[Array, "N d"], Bool[Array, "rows row_len"]]:
+) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "rows row_len"]]:
     """One pre-norm block: attention, then the gated MLP, each added to the residual stream.
 
+    Args:
+      weights: of all layers.
+      adapters: of all layers and slots.
+      sums: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
+      layer: index of this layer.
+
     Returns:
-      The stream, and for every token whether its attention inputs were finite (see
-      `attention.attend`).
+      The stream, the accumulators, and for every token whether its attention inputs were finite
+      (see `attention.attend`).
     """
-    h = rms_norm(x, weights["input_layernorm"]["weight"], config.rms_norm_eps)
-    out, finite = _self_attention(
-        config, attention, weights["self_attn"], adapters, h, stream, layer
-    )
-    x = x + out
-    h = rms_norm(x, weights["post_attention_layernorm"]["weight"], config.rms_norm_eps)
-    return x + _mlp(weights["mlp"], adapters, h, stream, layer), finite
+
+    def linears(h, block: str, sums, *names: str):
+        modules = tuple(f"{block}.{name}" for name in names)
+        return adapted_linears(
+            h,
+            weights[block],
+            adapters,
+            sums,
+            stream.dispatch,
+            layer,
+            modules,
+            options.grouped_lora,
+        )
+
+    def norm(y, weight):
+        return rms_norm(y, weight["weight"][layer], config.rms_norm_eps)
+
+    def heads(y: Float[Array, "N n"]) -> Float[Array, "rows row_len H D"]:
+        return y.reshape(*stream.segments.ids.shape, -1, config.head_dim)
+
+    h = norm(x, weights["input_layernorm"])
+    projected, sums = linears(h, "self_attn", sums, "q_proj", "k_proj", "v_proj")
+    q, k, v = map(heads, projected)
+    if config.qk_norm:
+        q = norm(keepable(q, HEADS), weights["self_attn"]["q_norm"])
+        k = norm(keepable(k, HEADS), weights["self_attn"]["k_norm"])
+    q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
+    out, finite = attend(q, k, v, stream.segments, options.attention)
+    out = keepable(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
+    (out,), sums = linears(out, "self_attn", sums, "o_proj")
+    x = keepable(x + out, MIDDLE)
+
+    h = norm(x, weights["post_attention_layernorm"])
+    (gate, up), sums = linears(h, "mlp", sums, "gate_proj", "up_proj")
+    h = jax.nn.silu(keepable(gate, GATE)) * keepable(up, UP)
+    (out,), sums = linears(h, "mlp", sums, "down_proj")
+    return x + out, sums, finite
 
 
 def rms_norm(
@@ -61,29 +111,3 @@ def rms_norm(
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weight * normed.astype(x.dtype)
-
-
-def _self_attention(config, attention, weights, adapters, h, stream, layer):
-    rows, row_len = stream.segments.ids.shape
-
-    def heads(y: Float[Array, "N n"]) -> Float[Array, "rows row_len H D"]:
-        return y.reshape(rows, row_len, -1, config.head_dim)
-
-    inputs = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q, k, v = map(heads, adapted_linears(h, weights, adapters, stream.dispatch, layer, inputs))
-    if config.qk_norm:
-        q = rms_norm(q, weights["q_norm"]["weight"], config.rms_norm_eps)
-        k = rms_norm(k, weights["k_norm"]["weight"], config.rms_norm_eps)
-    q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
-    out, finite = attend(q, k, v, stream.segments, attention)
-    out = out.reshape(rows * row_len, -1)
-    return adapted_linears(out, weights, adapters, stream.dispatch, layer, ("self_attn.o_proj",))[
-        0
-    ], finite
-
-
-def _mlp(weights, adapters, h, stream, layer):
-    inputs = ("mlp.gate_proj", "mlp.up_proj")
-    gate, up = adapted_linears(h, weights, adapters, stream.dispatch, layer, inputs)
-    h = jax.nn.silu(gate) * up
-    return adapted_linears(h, weights, adapters, stream.dispatch, layer, ("mlp.down_proj",))[0]

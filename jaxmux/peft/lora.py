@@ -3,12 +3,11 @@
 import dataclasses
 import math
 import zlib
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float
 
 from jaxmux.models import BackboneConfig
+from jaxmux.pallas_kernels.grouped_lora import Factors
 
 from .targets import LayerMask, linear_sizes
 
@@ -61,14 +60,6 @@ class LoRA:
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-
-class Factors(NamedTuple):
-    """The two factors of one module; at true rank a [L, k, r] and b [L, r, n], in a pool a [L, T,
-    k, R], b [L, T, R, n]."""
-
-    a: Float[Array, "L *T k r"]
-    b: Float[Array, "L *T r n"]
 
 
 Adapter = dict[str, Factors]

@@ -2,6 +2,7 @@
 tasks.
 """
 
-from .api import Projection, Routing, grouped_lora_linear
+from .api import Factors, Projection, Routing, grouped_lora_linear
+from .base import LOW_RANK
 
-__all__ = ["Projection", "Routing", "grouped_lora_linear"]
+__all__ = ["LOW_RANK", "Factors", "Projection", "Routing", "grouped_lora_linear"]

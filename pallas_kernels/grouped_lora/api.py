@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import Dropout
-from . import base
+from . import base, mosaic_gpu
 
 
 class Routing(NamedTuple):
@@ -20,66 +20,81 @@ class Routing(NamedTuple):
     scale: Float[Array, "T"]
 
 
-class Projection(NamedTuple):
-    """One frozen linear and the stacked LoRA factors of all slots, at one layer.
-
-    Attributes:
-      kernel: [k, n], frozen; no gradient is ever computed for it.
-      a: [T, k, r], down-projections in the compute dtype. Unused rank columns are zero.
-      b: [T, r, n], up-projections in the compute dtype.
-      grad_a: float32 [T, k, r], gradient accumulator of `a`.
-      grad_b: float32 [T, r, n], gradient accumulator of `b`.
+class Factors(NamedTuple):
+    """The two LoRA factors of one module: of all layers and slots in a pool, of all layers for a
+    single task. Also what is shaped like them: gradient accumulators, moments.
     """
 
-    kernel: Float[Array, "k n"]
-    a: Float[Array, "T k r"]
-    b: Float[Array, "T r n"]
-    grad_a: Float[Array, "T k r"]
-    grad_b: Float[Array, "T r n"]
+    a: Float[Array, "L *T k r"]
+    b: Float[Array, "L *T r n"]
 
 
-_IMPLEMENTATIONS = {"xla": base.grouped_lora_linear_xla}
+class Projection(NamedTuple):
+    """One frozen linear and the LoRA factors of all slots.
+
+    Attributes:
+      kernel: [L, k, n], frozen, of all layers; no gradient is ever computed for it.
+      factors: of all slots; cast to the dtype of the stream where they are used. Unused rank
+        columns of a and rows of b are zero.
+    """
+
+    kernel: Float[Array, "L k n"]
+    factors: Factors
+
+
+_IMPLEMENTATIONS = {
+    "xla": (base.grouped_lora_linear_xla, base.refusal),
+    "mosaic_gpu": (mosaic_gpu.grouped_lora_linear_mosaic_gpu, mosaic_gpu.refusal),
+}
 
 
 def grouped_lora_linear(
     x: Float[Array, "N k"],
     projections: tuple[Projection, ...],
+    accumulators: tuple[Factors, ...] | None,
     routing: Routing,
     dropout: Dropout | None,
     layer: Int[Array, ""] | int,
     modules: tuple[int, ...],
     implementation: str = "xla",
-) -> tuple[Float[Array, "N n"], ...]:
+) -> tuple[tuple[Float[Array, "N n"], ...], tuple[Factors, ...] | None]:
     """Applies several linears that share their input, each with the LoRA of the task that owns the
     chunk.
 
-    **Gradients.** The function is differentiable in `x` and, in an unusual sense, in `grad_a` and
-    `grad_b`: the cotangent it returns for an accumulator is the accumulator *plus* this stream's
-    gradient of the factor. So `jax.grad(loss, argnums=accumulators)` yields the next accumulators.
-    The sum over microbatches then happens where the chunk gradients are made, in float32, with no
-    second gradient tree, and as one left fold on CPU (see `slot_sum.add_to_slots`). `kernel`, `a`
-    and `b` get zero cotangents.
+    **Gradients.** The function is differentiable in `x` and, in an unusual sense, in
+    `accumulators`. They pass through unchanged, but their cotangents do not: to whatever cotangent
+    arrives for them, the backward pass adds this stream's gradients of the factors. Thread them
+    through all calls of a model and start its backward pass with the accumulators of the
+    microbatches so far: what comes out are the next accumulators. The sum then happens in place,
+    where the gradients are made, in float32, with no second gradient tree, and on CPU as one left
+    fold (see `slot_sum.add_to_slots`). Kernels and factors get zero cotangents.
 
     Args:
       x: the stream, in the compute dtype. N is a multiple of the number of chunks.
       projections: the linears that read `x` (q/k/v together, gate/up together).
+      accumulators: float32, one for each projection; None where no gradient of the factors is
+        wanted.
       routing: owner slot of every chunk and scale of every slot.
       dropout: None when no live task drops anything; the LoRA branch alone is dropped, never the
         frozen one.
-      layer: index of the layer, for the dropout hash.
+      layer: index of the layer in the stacked arrays, and for the dropout hash.
       modules: static index of each projection's module, for the dropout hash.
-      implementation: "xla".
+      implementation: "xla" anywhere, "mosaic_gpu" on Hopper GPUs; see `pick_implementation`.
 
     Returns:
-      One [N, n] array per projection, in the dtype of `x`. An empty chunk gets the frozen product
-      alone.
+      One [N, n] array per projection, in the dtype of `x`, zero on empty chunks; and the
+      accumulators as they were given.
 
     Raises:
-      ValueError: no such implementation.
+      ValueError: no such implementation, or it cannot serve these arguments.
     """
     if implementation not in _IMPLEMENTATIONS:
         known = ", ".join(_IMPLEMENTATIONS)
         raise ValueError(
             f"unknown implementation {implementation!r} of grouped_lora_linear; known: {known}"
         )
-    return _IMPLEMENTATIONS[implementation](modules, x, projections, routing, dropout, layer)
+    function, refusal = _IMPLEMENTATIONS[implementation]
+    reason = refusal(x, projections, routing, dropout)
+    if reason:
+        raise ValueError(f"grouped_lora_linear: {implementation} cannot serve this call: {reason}")
+    return function(modules, x, projections, accumulators, routing, dropout, layer)

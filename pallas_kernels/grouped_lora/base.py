@@ -7,58 +7,68 @@ with each chunk's factors gathered from the slots. Nothing of two tasks ever ent
 from functools import partial
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import Dropout, keep_mask, token_counters
 from ..slot_sum import add_to_slots
 
+# Under this name a rematerialisation policy can keep the rank-r intermediates.
+LOW_RANK = "low_rank"
+
+
+def refusal(x, projections, routing, dropout) -> str | None:
+    """Why this implementation cannot serve a call; None if it can. It serves all."""
+    del x, projections, routing, dropout
+    return None
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_lora_linear_xla(modules, x, projections, routing, dropout, layer):
+def grouped_lora_linear_xla(modules, x, projections, accumulators, routing, dropout, layer):
     """See `api.grouped_lora_linear`; `modules` is static."""
-    return _forward(modules, x, projections, routing, dropout, layer)[0]
+    return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
 
 
-def _forward(modules, x, projections, routing, dropout, layer):
+def _forward(modules, x, projections, accumulators, routing, dropout, layer):
     scale = _gather(routing.scale, routing.chunk_slot)[:, None, None]
     outputs, intermediates = [], []
     for module, p in zip(modules, projections, strict=True):
         dropped = _drop(x, routing, dropout, layer, module)
-        a, b = _gather(p.a, routing.chunk_slot), _gather(p.b, routing.chunk_slot)
+        a, b = _factors(p, routing, layer, x.dtype)
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
-        s = s.astype(x.dtype)
-        delta = jnp.einsum("clr,crn->cln", s, b)
-        outputs.append(x @ p.kernel + delta.reshape(x.shape[0], -1))
+        s = jax.ad_checkpoint.checkpoint_name(s.astype(x.dtype), LOW_RANK)
+        delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
+        outputs.append(_clear_empty(x @ p.kernel[layer] + delta, routing))
         intermediates.append(s)
-    return tuple(outputs), (x, projections, routing, dropout, layer, tuple(intermediates))
+    residuals = (x, projections, routing, dropout, layer, tuple(intermediates))
+    return (tuple(outputs), accumulators), residuals
 
 
 def _backward(modules, residuals, cotangents):
     x, projections, routing, dropout, layer, intermediates = residuals
     scale = _gather(routing.scale, routing.chunk_slot)[:, None, None]
     dx, gradients = 0.0, []
-    for module, p, s, dy in zip(modules, projections, intermediates, cotangents, strict=True):
-        a, b = _gather(p.a, routing.chunk_slot), _gather(p.b, routing.chunk_slot)
+    for module, p, s, dy, sums in zip(
+        modules, projections, intermediates, *cotangents, strict=True
+    ):
+        a, b = _factors(p, routing, layer, x.dtype)
         dy_chunks = _chunked(dy, routing)
         ds = (scale * _matmul("cln,crn->clr", dy_chunks, b)).astype(x.dtype)
         dropped = _chunked(_drop(x, routing, dropout, layer, module), routing)
         da = _matmul("clk,clr->ckr", dropped, ds)
         db = _matmul("clr,cln->crn", s, dy_chunks)
         dx_lora = jnp.einsum("clr,ckr->clk", ds, a).reshape(x.shape)
-        dx += jnp.einsum("Nn,kn->Nk", dy, p.kernel) + _drop(
+        dx += jnp.einsum("Nn,kn->Nk", dy, p.kernel[layer]) + _drop(
             dx_lora, routing, dropout, layer, module
         )
         gradients.append(
-            p._replace(
-                kernel=None,
-                a=None,
-                b=None,
-                grad_a=add_to_slots(p.grad_a, da, routing.chunk_slot),
-                grad_b=add_to_slots(p.grad_b, db, routing.chunk_slot),
+            sums._replace(
+                a=sums.a.at[layer].set(add_to_slots(sums.a[layer], da, routing.chunk_slot)),
+                b=sums.b.at[layer].set(add_to_slots(sums.b[layer], db, routing.chunk_slot)),
             )
         )
-    return dx, tuple(gradients), None, None, None
+    return _clear_empty(dx, routing), None, tuple(gradients), None, None, None
 
 
 grouped_lora_linear_xla.defvjp(_forward, _backward)
@@ -68,6 +78,17 @@ def _gather(per_slot: Float[Array, "T ..."], chunk_slot: Int[Array, "C"]) -> Flo
     """Each chunk's entry; zeros for empty chunks, so that no live slot's values reach padding."""
     owner = jnp.where(chunk_slot < 0, per_slot.shape[0], chunk_slot)
     return per_slot.at[owner].get(mode="fill", fill_value=0)
+
+
+def _factors(p, routing, layer, dtype) -> tuple[Float[Array, "C k r"], Float[Array, "C r n"]]:
+    """Each chunk's factors, in the compute dtype."""
+    a, b = (_gather(factor[layer].astype(dtype), routing.chunk_slot) for factor in p.factors)
+    return a, b
+
+
+def _clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
+    owned = (routing.chunk_slot >= 0)[:, None, None]
+    return jnp.where(owned, _chunked(x, routing), 0).reshape(x.shape)
 
 
 def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "C l k"]:

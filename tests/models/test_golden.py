@@ -32,7 +32,9 @@ def logits_of(model_dir):
     def forward(weights, microbatch):
         slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
         options = ForwardOptions("xla", max_sequences=1)
-        hidden, finite = hidden_states(backbone.config, weights, {}, microbatch, slots, options)
+        hidden, _, finite = hidden_states(
+            backbone.config, weights, {}, None, microbatch, slots, options
+        )
         return hidden @ head_kernel(weights), finite
 
     def logits(ids: list[int]) -> np.ndarray:

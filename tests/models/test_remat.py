@@ -11,7 +11,6 @@ from jaxmux.models import (
     Backbone,
     BackboneConfig,
     ForwardOptions,
-    LoraFactors,
     SlotTable,
     chunk_losses,
     head_kernel,
@@ -50,36 +49,41 @@ def inputs():
 def compiled(inputs):
     """By remat policy, the compiled gradient step."""
 
-    def step(remat):
-        options = ForwardOptions("xla", remat, dropout=True, max_sequences=2)
+    def step(remat, unroll=False):
+        options = ForwardOptions("xla", remat=remat, unroll=unroll, dropout=True, max_sequences=2)
 
-        def loss(grads, weights, factors, microbatch, slots):
-            lora = {m: LoraFactors(*f, *grads[m]) for m, f in factors.items()}
-            hidden, _ = hidden_states(CONFIG, weights, lora, microbatch, slots, options)
-            losses = chunk_losses(
-                hidden,
-                head_kernel(weights),
-                microbatch.targets.reshape(-1),
-                microbatch.loss_weight.reshape(-1),
-                microbatch.chunk_slot,
-            )
-            return losses.sum(), losses
+        def gradients(weights, factors, microbatch, slots):
+            def forward(sums):
+                hidden, sums, _ = hidden_states(
+                    CONFIG, weights, factors, sums, microbatch, slots, options
+                )
+                losses = chunk_losses(
+                    hidden,
+                    head_kernel(weights),
+                    microbatch.targets.reshape(-1),
+                    microbatch.loss_weight.reshape(-1),
+                    microbatch.chunk_slot,
+                )
+                return losses, sums
 
-        zeros = jax.tree.map(jnp.zeros_like, inputs[1])
-        return jax.jit(jax.grad(loss, has_aux=True)).lower(zeros, *inputs).compile()
+            zeros = jax.tree.map(jnp.zeros_like, factors)
+            (losses, _), backward = jax.vjp(forward, zeros)
+            return backward((jnp.ones_like(losses), zeros))[0], losses
 
-    return {remat: step(remat) for remat in REMAT_POLICIES}
+        return jax.jit(gradients).lower(*inputs).compile()
+
+    compiled = {remat: step(remat) for remat in REMAT_POLICIES}
+    return compiled | {"dots, unrolled": step("dots", unroll=True)}
 
 
 @pytest.fixture(scope="module")
 def results(inputs, compiled):
-    zeros = jax.tree.map(jnp.zeros_like, inputs[1])
-    return {remat: run(zeros, *inputs) for remat, run in compiled.items()}
+    return {name: run(*inputs) for name, run in compiled.items()}
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_losses_and_gradients_do_not_depend_on_the_policy(remat, results):
-    gradients, losses = results[remat]
+@pytest.mark.parametrize("name", ["dots", "lean", "full", "dots, unrolled"])
+def test_losses_and_gradients_do_not_depend_on_the_policy(name, results):
+    gradients, losses = results[name]
     expected, expected_losses = results["none"]
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
     for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
@@ -89,13 +93,14 @@ def test_losses_and_gradients_do_not_depend_on_the_policy(remat, results):
 
 
 def test_each_policy_keeps_less_than_the_one_before(compiled):
-    none, dots, full = (
+    none, dots, lean, full = (
         compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT_POLICIES
     )
-    assert full < dots < none
+    assert full < lean < dots < none
 
 
 def test_an_unknown_policy_is_refused_by_name(inputs):
     weights, _, microbatch, slots = inputs
-    with pytest.raises(ValueError, match="'some'; known: none, dots, full"):
-        hidden_states(CONFIG, weights, {}, microbatch, slots, ForwardOptions("xla", remat="some"))
+    with pytest.raises(ValueError, match="'some'; known: none, dots, lean, full"):
+        options = ForwardOptions("xla", remat="some")
+        hidden_states(CONFIG, weights, {}, None, microbatch, slots, options)

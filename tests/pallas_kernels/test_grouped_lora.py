@@ -9,13 +9,18 @@ import pytest
 
 from jaxmux.pallas_kernels import slot_sum
 from jaxmux.pallas_kernels.counter_dropout import Dropout, keep_mask, token_counters
-from jaxmux.pallas_kernels.grouped_lora import Projection, Routing, grouped_lora_linear
+from jaxmux.pallas_kernels.grouped_lora import (
+    Factors,
+    Projection,
+    Routing,
+    grouped_lora_linear,
+)
 
 CHUNK = 8
 WIDTH, RANK, SLOTS = 12, 4, 4
 OUTPUTS = (10, 6, 12)
 MODULES = (0, 2, 5)
-LAYER = 3
+LAYERS, LAYER = 5, 3
 # Slot 3 owns nothing; two chunks are empty; slot 0's chunks are not adjacent.
 CHUNK_SLOT = (0, -1, 2, 0, 1, -1, 1)
 RATES = {"no dropout": None, "mixed rates": (0.5, 0.0, 0.25, 0.9), "rate 0": (0.0,) * SLOTS}
@@ -24,6 +29,7 @@ RATES = {"no dropout": None, "mixed rates": (0.5, 0.0, 0.25, 0.9), "rate 0": (0.
 class Case(NamedTuple):
     x: jax.Array
     projections: tuple[Projection, ...]
+    accumulators: tuple[Factors, ...]
     routing: Routing
     dropout: Dropout | None
     cotangents: tuple[jax.Array, ...]
@@ -36,16 +42,11 @@ def make_case(rates=None, chunk_slot=CHUNK_SLOT, seed=0) -> Case:
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    projections = tuple(
-        Projection(
-            normal(WIDTH, n),
-            normal(SLOTS, WIDTH, RANK),
-            normal(SLOTS, RANK, n),
-            normal(SLOTS, WIDTH, RANK),
-            normal(SLOTS, RANK, n),
-        )
-        for n in OUTPUTS
-    )
+    def factors(n):
+        return Factors(normal(LAYERS, SLOTS, WIDTH, RANK), normal(LAYERS, SLOTS, RANK, n))
+
+    projections = tuple(Projection(normal(LAYERS, WIDTH, n), factors(n)) for n in OUTPUTS)
+    accumulators = tuple(map(factors, OUTPUTS))
     routing = Routing(
         jnp.asarray(chunk_slot, jnp.int32), jnp.asarray([2.0, 0.5, 1.0, 4.0], jnp.float32)
     )
@@ -59,18 +60,26 @@ def make_case(rates=None, chunk_slot=CHUNK_SLOT, seed=0) -> Case:
             jnp.asarray(rng.integers(5, size=tokens), jnp.uint32),
             jnp.asarray(np.arange(tokens) % 11, jnp.int32),
         )
-    return Case(x, projections, routing, dropout, cotangents)
+    return Case(x, projections, accumulators, routing, dropout, cotangents)
 
 
 @jax.jit
 def run(case: Case):
-    """Outputs, dx, and the cotangents of every projection."""
+    """Outputs, dx, and the next accumulators."""
+    outputs, dx, _, accumulators = differentiate(case)
+    return outputs, dx, accumulators
 
-    def function(x, projections):
-        return grouped_lora_linear(x, projections, case.routing, case.dropout, LAYER, MODULES)
 
-    outputs, vjp = jax.vjp(function, case.x, case.projections)
-    return outputs, *vjp(case.cotangents)
+def differentiate(case: Case):
+    """Outputs, and the cotangents of x, the projections and the accumulators."""
+
+    def function(x, projections, accumulators):
+        return grouped_lora_linear(
+            x, projections, accumulators, case.routing, case.dropout, LAYER, MODULES
+        )
+
+    (outputs, _), vjp = jax.vjp(function, case.x, case.projections, case.accumulators)
+    return outputs, *vjp((case.cotangents, case.accumulators))
 
 
 def reference(case: Case):
@@ -79,23 +88,21 @@ def reference(case: Case):
     tokens = len(wide.x)
     outputs = [np.zeros((tokens, n)) for n in OUTPUTS]
     dx = np.zeros_like(wide.x)
-    grads_a = [p.grad_a.copy() for p in wide.projections]
-    grads_b = [p.grad_b.copy() for p in wide.projections]
+    grads_a = [f.a.copy() for f in wide.accumulators]
+    grads_b = [f.b.copy() for f in wide.accumulators]
     for t in range(tokens):
         slot = int(case.routing.chunk_slot[t // CHUNK])
         for i, p in enumerate(wide.projections):
-            dy = wide.cotangents[i][t]
-            outputs[i][t] = wide.x[t] @ p.kernel
-            dx[t] += p.kernel @ dy
             if slot < 0:
                 continue
+            dy, kernel = wide.cotangents[i][t], p.kernel[LAYER]
             factor = dropout_factors(case, slot, t, MODULES[i])
-            scale, a, b = wide.routing.scale[slot], p.a[slot], p.b[slot]
+            scale, (a, b) = wide.routing.scale[slot], (f[LAYER, slot] for f in p.factors)
             dropped = factor * wide.x[t]
-            outputs[i][t] += scale * dropped @ a @ b
-            dx[t] += scale * factor * (a @ (b @ dy))
-            grads_a[i][slot] += scale * np.outer(dropped, b @ dy)
-            grads_b[i][slot] += scale * np.outer(dropped @ a, dy)
+            outputs[i][t] = wide.x[t] @ kernel + scale * dropped @ a @ b
+            dx[t] += kernel @ dy + scale * factor * (a @ (b @ dy))
+            grads_a[i][LAYER, slot] += scale * np.outer(dropped, b @ dy)
+            grads_b[i][LAYER, slot] += scale * np.outer(dropped @ a, dy)
     return outputs, dx, grads_a, grads_b
 
 
@@ -131,39 +138,43 @@ def test_gradient_of_the_input_follows_the_formula(solved):
 def test_derivative_by_an_accumulator_is_the_accumulator_plus_the_gradient(solved):
     _, (_, _, gradients), (*_, grads_a, grads_b) = solved
     for found, a, b in zip(gradients, grads_a, grads_b, strict=True):
-        np.testing.assert_allclose(found.grad_a, a, rtol=2e-5, atol=1e-4)
-        np.testing.assert_allclose(found.grad_b, b, rtol=2e-5, atol=1e-4)
+        np.testing.assert_allclose(found.a, a, rtol=2e-5, atol=1e-4)
+        np.testing.assert_allclose(found.b, b, rtol=2e-5, atol=1e-4)
 
 
-def test_frozen_kernel_and_factors_get_zero_cotangents(solved):
-    _, (_, _, gradients), _ = solved
-    for found in gradients:
-        assert not any(np.any(x) for x in (found.kernel, found.a, found.b))
+def test_frozen_kernel_and_factors_get_zero_cotangents():
+    _, _, projections, _ = differentiate(make_case())
+    assert not any(np.any(x) for x in jax.tree.leaves(projections))
 
 
-def test_accumulators_of_absent_slots_keep_their_bits(solved):
+def test_accumulators_of_absent_slots_and_other_layers_keep_their_bits(solved):
     case, (_, _, gradients), _ = solved
-    for before, after in zip(case.projections, gradients, strict=True):
-        np.testing.assert_array_equal(after.grad_a[3], before.grad_a[3])
-        np.testing.assert_array_equal(after.grad_b[3], before.grad_b[3])
+    for before, after in zip(case.accumulators, gradients, strict=True):
+        for old, new in zip(before, after, strict=True):
+            np.testing.assert_array_equal(new[:, 3], old[:, 3])
+            np.testing.assert_array_equal(np.delete(new, LAYER, 0), np.delete(old, LAYER, 0))
 
 
-def test_an_empty_chunk_gets_the_frozen_product_alone():
-    case = make_case()
-    outputs, dx, _ = run(case)
+def test_empty_chunks_are_zeros(solved):
+    _, (outputs, dx, _), _ = solved
     empty = np.repeat(np.asarray(CHUNK_SLOT) < 0, CHUNK)
-    for y, p in zip(outputs, case.projections, strict=True):
-        np.testing.assert_allclose(y[empty], (case.x @ p.kernel)[empty], rtol=1e-6, atol=1e-6)
-    frozen = sum(dy @ p.kernel.T for dy, p in zip(case.cotangents, case.projections, strict=True))
-    np.testing.assert_allclose(dx[empty], frozen[empty], rtol=1e-5, atol=1e-5)
+    assert not any(np.any(y[empty]) for y in (*outputs, dx))
 
 
 def test_accumulators_do_not_enter_the_outputs():
     case = make_case(RATES["mixed rates"])
-    poisoned = tuple(
-        p._replace(grad_a=p.grad_a * jnp.nan, grad_b=p.grad_b * jnp.inf) for p in case.projections
+    poisoned = tuple(Factors(f.a * jnp.nan, f.b * jnp.inf) for f in case.accumulators)
+    assert_same_bits(run(case)[:2], run(case._replace(accumulators=poisoned))[:2])
+
+
+def test_without_accumulators_the_outputs_are_the_same():
+    case = make_case(RATES["mixed rates"])
+    outputs, nothing = jax.jit(grouped_lora_linear, static_argnums=6)(
+        case.x, case.projections, None, case.routing, case.dropout, LAYER, MODULES
     )
-    assert_same_bits(run(case)[:2], run(case._replace(projections=poisoned))[:2])
+    assert nothing is None
+    for found, wanted in zip(outputs, run(case)[0], strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_dropout_of_one_task_leaves_others_as_without_dropout():
@@ -180,21 +191,17 @@ def test_half_precision_inputs_give_half_precision_outputs_and_float32_accumulat
     def half(v):
         return v.astype(jnp.bfloat16)
 
-    projections = tuple(
-        p._replace(kernel=half(p.kernel), a=half(p.a), b=half(p.b)) for p in case.projections
-    )
-    rounded = case._replace(
-        x=half(case.x), projections=projections, cotangents=tuple(map(half, case.cotangents))
-    )
+    x, projections, cotangents = jax.tree.map(half, (case.x, case.projections, case.cotangents))
+    rounded = case._replace(x=x, projections=projections, cotangents=cotangents)
     outputs, dx, gradients = run(rounded)
     expected, expected_dx, grads_a, grads_b = reference(rounded)
     assert {y.dtype for y in (*outputs, dx)} == {jnp.dtype(jnp.bfloat16)}
     for found, wanted in zip((*outputs, dx), (*expected, expected_dx), strict=True):
         assert relative_error(found, wanted) < 0.01
     for found, a, b in zip(gradients, grads_a, grads_b, strict=True):
-        assert found.grad_a.dtype == found.grad_b.dtype == jnp.float32
-        assert relative_error(found.grad_a, a) < 0.01
-        assert relative_error(found.grad_b, b) < 0.01
+        assert found.a.dtype == found.b.dtype == jnp.float32
+        assert relative_error(found.a, a) < 0.01
+        assert relative_error(found.b, b) < 0.01
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
@@ -206,11 +213,10 @@ def test_one_broken_task_changes_no_bit_of_the_others(poison, where):
     (ys, dx, grads), (ys_broken, dx_broken, grads_broken) = run(case), run(broken)
     assert_same_bits([y[others] for y in ys], [y[others] for y in ys_broken])
     assert_same_bits(dx[others], dx_broken[others])
-    for before, after in zip(grads, grads_broken, strict=True):
-        assert_same_bits(before.grad_a[1:], after.grad_a[1:])
-        assert_same_bits(before.grad_b[1:], after.grad_b[1:])
-    owner = [(g.grad_a[0], g.grad_b[0]) for g in grads_broken]
-    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(owner))
+    for before, after in zip(*map(jax.tree.leaves, (grads, grads_broken)), strict=True):
+        assert_same_bits(before[:, 1:], after[:, 1:])
+    owner = [leaf[LAYER, 0] for leaf in jax.tree.leaves(grads_broken)]
+    assert not all(np.isfinite(leaf).all() for leaf in owner)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -231,11 +237,12 @@ def poisoned_case(case: Case, where: str, slot: int, value: float) -> Case:
     if where == "scale":
         scale = case.routing.scale.at[slot].set(value)
         return case._replace(routing=case.routing._replace(scale=scale))
-    return case._replace(
-        projections=tuple(
-            p._replace(**{where: getattr(p, where).at[slot].set(value)}) for p in case.projections
-        )
-    )
+
+    def poisoned(p: Projection) -> Projection:
+        leaf = getattr(p.factors, where).at[LAYER, slot].set(value)
+        return p._replace(factors=p.factors._replace(**{where: leaf}))
+
+    return case._replace(projections=tuple(map(poisoned, case.projections)))
 
 
 def test_a_chunk_gets_the_same_bits_wherever_it_lies_and_beside_whomever():
@@ -254,17 +261,15 @@ def test_a_chunk_gets_the_same_bits_wherever_it_lies_and_beside_whomever():
     assert_same_bits([y[tokens] for y in ys], ys_there)
     assert_same_bits(dx[tokens], dx_there)
     # Slots 0 and 2 keep the order of their chunks; slot 1's is reversed.
-    for before, after in zip(grads, grads_there, strict=True):
-        for slot in (0, 2, 3):
-            assert_same_bits(before.grad_a[slot], after.grad_a[slot])
-            assert_same_bits(before.grad_b[slot], after.grad_b[slot])
+    for before, after in zip(*map(jax.tree.leaves, (grads, grads_there)), strict=True):
+        assert_same_bits(before[:, (0, 2, 3)], after[:, (0, 2, 3)])
 
 
 def test_unknown_implementation_is_refused_by_name():
     case = make_case()
-    with pytest.raises(ValueError, match="'triton'.*known: .*xla"):
+    with pytest.raises(ValueError, match="'cuda'.*known: .*xla"):
         grouped_lora_linear(
-            case.x, case.projections, case.routing, None, 0, MODULES, implementation="triton"
+            case.x, case.projections, None, case.routing, None, 0, MODULES, implementation="cuda"
         )
 
 

@@ -19,10 +19,10 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.models import (
+    Adapters,
     Backbone,
     BackboneConfig,
     ForwardOptions,
-    LoraFactors,
     SlotTable,
     head_kernel,
     hidden_states,
@@ -32,6 +32,7 @@ from jaxmux.models import (
 from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import (
     Adapter,
+    Factors,
     LoRA,
     empty_pool,
     export_adapter,
@@ -149,7 +150,7 @@ def packed_logits(
     options = ForwardOptions(attention="xla", max_sequences=SHAPE.max_sequences)
     run = jax.jit(partial(hidden_states, backbone.config, options=options))
     lora = stack_adapters(backbone.config, adapters, len(prompts))
-    hidden, finite = run(backbone.weights, lora, microbatch, slots)
+    hidden, _, finite = run(backbone.weights, lora, None, microbatch, slots)
     assert finite.all()
     logits = np.asarray(hidden @ head_kernel(backbone.weights))
     logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
@@ -161,7 +162,7 @@ def packed_logits(
 
 def stack_adapters(
     config: BackboneConfig, adapters: Sequence[tuple[LoRA, Adapter]], slots: int
-) -> dict[str, LoraFactors]:
+) -> Adapters:
     """The adapters of slots 0, 1, …, padded to the largest rank."""
     modules = sorted({module for _, adapter in adapters for module in adapter})
     rank = max((spec.rank for spec, _ in adapters), default=1)
@@ -171,7 +172,7 @@ def stack_adapters(
             if module in adapter:
                 a = a.at[:, slot, :, : spec.rank].set(adapter[module].a)
                 b = b.at[:, slot, : spec.rank].set(adapter[module].b)
-        stacked[module] = LoraFactors(a, b, np.zeros_like(a), np.zeros_like(b))
+        stacked[module] = Factors(a, b)
     return stacked
 
 

@@ -220,7 +220,7 @@ def logits_of(backbone):
         )
         slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
         options = ForwardOptions("xla", remat="none", max_sequences=1)
-        hidden, _ = hidden_states(loaded.config, weights, {}, microbatch, slots, options)
+        hidden, _, _ = hidden_states(loaded.config, weights, {}, None, microbatch, slots, options)
         return hidden @ head_kernel(weights)
 
     def logits(ids: list[int], spec: LoRA | None = None, adapter=None) -> np.ndarray:

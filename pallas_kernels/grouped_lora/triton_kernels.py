@@ -1,0 +1,322 @@
+"""The Triton kernels of `triton.py`: three, each used in the forward and in the backward pass.
+
+Every tile of rows lies in one chunk and so belongs to one slot; a program loads the factors of that
+slot alone, and tiles of empty chunks (slot -1) load none. The kernels that serve a whole group of
+projections take three pointers of each sort; `MODULES` says how many of them are used.
+"""
+
+import triton
+import triton.language as tl
+
+# What `counter_dropout` calls _GOLDEN, and the multipliers of its _mix.
+_GOLDEN = tl.constexpr(0x9E3779B9)
+_MIX_1 = tl.constexpr(0x85EBCA6B)
+_MIX_2 = tl.constexpr(0xC2B2AE35)
+
+
+@triton.jit
+def low_rank_kernel(
+    x_ptr,
+    chunk_slot_ptr,
+    scale_ptr,
+    factors_ptr,
+    counters_ptr,
+    rate_ptr,
+    out_0_ptr,
+    out_1_ptr,
+    out_2_ptr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHUNK_LEN: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+    STRIDE_RANK: tl.constexpr,
+    MODULES: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`out_m = scale[t] · dropout_m(x) F[m, t]`: [N, r] from x [N, WIDTH]; zeros in empty chunks.
+
+    F is [MODULES, T, ...] with the given strides, so that it is A (forward) or B^T (backward).
+    One program makes TILE_M rows, for all modules.
+    """
+    row = tl.program_id(0) * TILE_M
+    slot = tl.load(chunk_slot_ptr + row // CHUNK_LEN)
+    scale = tl.load(scale_ptr + slot, mask=slot >= 0, other=0.0)
+    rate = tl.load(rate_ptr + slot, mask=DROPOUT and slot >= 0, other=0.0)
+    rows, ranks, depth = tl.arange(0, TILE_M), tl.arange(0, RANK), tl.arange(0, TILE_K)
+    x_tile = x_ptr + row.to(tl.int64) * WIDTH + rows[:, None] * WIDTH + depth[None, :]
+    factor_tile = (
+        factors_ptr
+        + slot.to(tl.int64) * (WIDTH * RANK)
+        + depth[:, None] * STRIDE_WIDTH
+        + ranks[None, :] * STRIDE_RANK
+    )
+    sums = ()
+    for _ in tl.static_range(MODULES):
+        sums = sums + (tl.zeros((TILE_M, RANK), tl.float32),)
+    for start in range(0, tl.where(slot >= 0, WIDTH, 0), TILE_K):
+        x = tl.load(x_tile + start)
+        new_sums = ()
+        for m in tl.static_range(MODULES):
+            dropped = x
+            if DROPOUT:
+                counters = tl.load(counters_ptr + m * TOKENS + row + rows)
+                dropped = _drop(x, counters, start + depth, rate)
+            factor = tl.load(factor_tile + m * SLOTS * WIDTH * RANK + start * STRIDE_WIDTH)
+            new_sums = new_sums + (tl.dot(dropped, factor, sums[m], input_precision=PRECISION),)
+        sums = new_sums
+    outs = (out_0_ptr, out_1_ptr, out_2_ptr)
+    at = row.to(tl.int64) * RANK + rows[:, None] * RANK + ranks[None, :]
+    for m in tl.static_range(MODULES):
+        tl.store(outs[m] + at, (scale * sums[m]).to(x_ptr.dtype.element_ty))
+
+
+@triton.jit
+def routed_matmul_kernel(
+    chunk_slot_ptr,
+    counters_ptr,
+    rate_ptr,
+    lhs_0_ptr,
+    weight_0_ptr,
+    low_0_ptr,
+    factor_0_ptr,
+    lhs_1_ptr,
+    weight_1_ptr,
+    low_1_ptr,
+    factor_1_ptr,
+    lhs_2_ptr,
+    weight_2_ptr,
+    low_2_ptr,
+    factor_2_ptr,
+    out_ptr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH_0: tl.constexpr,
+    DEPTH_1: tl.constexpr,
+    DEPTH_2: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK_LEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MODULES: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SLICE_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`out = Σ_m lhs_m W_m + dropout_m(low_m F_m[t])`: [N, COLUMNS] from lhs_m [N, DEPTH_m].
+
+    W is [DEPTH, COLUMNS] and F is [T, r, COLUMNS]; both are stored transposed (COLUMNS first) where
+    TRANSPOSED says so. One program makes one TILE_M x TILE_N tile.
+    """
+    row_tile, column_tile = _tile_of_program(TOKENS // TILE_M, COLUMNS // TILE_N, GROUP_M)
+    row, column = row_tile * TILE_M, column_tile * TILE_N
+    slot = tl.load(chunk_slot_ptr + row // CHUNK_LEN)
+    lhs = (lhs_0_ptr, lhs_1_ptr, lhs_2_ptr)
+    weights = (weight_0_ptr, weight_1_ptr, weight_2_ptr)
+    lows = (low_0_ptr, low_1_ptr, low_2_ptr)
+    factors = (factor_0_ptr, factor_1_ptr, factor_2_ptr)
+    depths: tl.constexpr = (DEPTH_0, DEPTH_1, DEPTH_2)
+    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    out = out_ptr + row.to(tl.int64) * COLUMNS + rows[:, None] * COLUMNS + (column + columns)
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    if DROPOUT:
+        rate = tl.load(rate_ptr + slot, mask=slot >= 0, other=0.0)
+        # The sum of masked products goes through the output's own tile, a slice at a time: beside
+        # the accumulator, a second float32 tile and its hashes would not fit the registers.
+        for start in range(column, column + TILE_N, SLICE_N):
+            dropped = tl.zeros((TILE_M, SLICE_N), tl.float32)
+            for m in tl.static_range(MODULES):
+                low, factor = _low_rank_tiles(
+                    lows[m], factors[m], slot, row, start,
+                    RANK, COLUMNS, TRANSPOSED, TILE_M, SLICE_N,
+                )  # fmt: skip
+                product = tl.dot(low, factor, input_precision=PRECISION)
+                counters = tl.load(counters_ptr + m * TOKENS + row + rows)
+                dropped += _drop(product, counters, start + tl.arange(0, SLICE_N), rate)
+            slice_ptr = out_ptr + row.to(tl.int64) * COLUMNS + rows[:, None] * COLUMNS
+            slice_ptr += start + tl.arange(0, SLICE_N)[None, :]
+            tl.store(slice_ptr, dropped.to(out_ptr.dtype.element_ty))
+        tl.debug_barrier()
+        total += tl.load(out)
+    else:
+        for m in tl.static_range(MODULES):
+            low, factor = _low_rank_tiles(
+                lows[m], factors[m], slot, row, column, RANK, COLUMNS, TRANSPOSED, TILE_M, TILE_N
+            )
+            total = tl.dot(low, factor, total, input_precision=PRECISION)
+    for m in tl.static_range(MODULES):
+        total = _add_product(
+            total, lhs[m], weights[m], row, column,
+            depths[m], COLUMNS, TRANSPOSED, TILE_M, TILE_N, TILE_K, PRECISION,
+        )  # fmt: skip
+    tl.store(out, total.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def slot_gradient_kernel(
+    x_ptr,
+    low_0_ptr,
+    low_1_ptr,
+    low_2_ptr,
+    order_ptr,
+    starts_ptr,
+    counters_ptr,
+    rate_ptr,
+    before_0_ptr,
+    before_1_ptr,
+    before_2_ptr,
+    after_0_ptr,
+    after_1_ptr,
+    after_2_ptr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK_LEN: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+    STRIDE_RANK: tl.constexpr,
+    MODULES: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`after_m[t] = before_m[t] + dropout_m(x)^T low_m` over the tokens of slot t, in float32.
+
+    `after` is `before`, in place: [T, ...] with the given strides, so that it is grad A or grad B.
+    Slot t's chunks are order[starts[t] : starts[t + 1]], in stream order; `order` has one entry more
+    than there are chunks. One program owns TILE_K
+    columns of x for one slot, so no two programs write the same place, and the slots that own
+    nothing are not touched.
+    """
+    column, slot = tl.program_id(0) * TILE_K, tl.program_id(1)
+    tiles: tl.constexpr = CHUNK_LEN // TILE_M
+    first, last = tl.load(starts_ptr + slot), tl.load(starts_ptr + slot + 1)
+    rate = tl.load(rate_ptr + slot, mask=DROPOUT, other=0.0)
+    rows, ranks, columns = tl.arange(0, TILE_M), tl.arange(0, RANK), tl.arange(0, TILE_K)
+    lows = (low_0_ptr, low_1_ptr, low_2_ptr)
+    sums = ()
+    for _ in tl.static_range(MODULES):
+        sums = sums + (tl.zeros((TILE_K, RANK), tl.float32),)
+    # The next chunk's index is loaded an iteration ahead: a load whose address depends on another
+    # load of its own iteration would keep one tile in flight instead of the pipeline's depth.
+    chunk = tl.load(order_ptr + first)
+    for i in range(first * tiles, last * tiles):
+        row = chunk * CHUNK_LEN + (i % tiles) * TILE_M
+        chunk = tl.load(order_ptr + (i + 1) // tiles)
+        x_tile = x_ptr + row.to(tl.int64) * WIDTH + rows[:, None] * WIDTH + (column + columns)
+        x = tl.load(x_tile)
+        low_at = row.to(tl.int64) * RANK + rows[:, None] * RANK + ranks[None, :]
+        new_sums = ()
+        for m in tl.static_range(MODULES):
+            dropped = x
+            if DROPOUT:
+                counters = tl.load(counters_ptr + m * TOKENS + row + rows)
+                dropped = _drop(x, counters, column + columns, rate)
+            low = tl.load(lows[m] + low_at)
+            new_sums = new_sums + (
+                tl.dot(tl.trans(dropped), low, sums[m], input_precision=PRECISION),
+            )
+        sums = new_sums
+    at = slot.to(tl.int64) * (WIDTH * RANK) + (
+        (column + columns)[:, None] * STRIDE_WIDTH + ranks[None, :] * STRIDE_RANK
+    )
+    accumulators = (after_0_ptr, after_1_ptr, after_2_ptr)
+    for m in tl.static_range(MODULES):
+        accumulator = accumulators[m] + at
+        before = tl.load(accumulator, mask=first < last, other=0.0)
+        tl.store(accumulator, before + sums[m], mask=first < last)
+
+
+@triton.jit
+def _tile_of_program(row_tiles, column_tiles, GROUP_M: tl.constexpr):
+    """Programs that run together share GROUP_M tiles of rows, which then stay in the L2 cache."""
+    program = tl.program_id(0)
+    group_size = GROUP_M * column_tiles
+    first = program // group_size * GROUP_M
+    height = min(row_tiles - first, GROUP_M)
+    return first + program % group_size % height, program % group_size // height
+
+
+@triton.jit
+def _low_rank_tiles(
+    low_ptr,
+    factor_ptr,
+    slot,
+    row,
+    column,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """The tile's rows of `low` [TILE_M, r] and its slot's factor [r, TILE_N], zeros if empty."""
+    rows, ranks, columns = tl.arange(0, TILE_M), tl.arange(0, RANK), tl.arange(0, TILE_N)
+    low = tl.load(
+        low_ptr + row.to(tl.int64) * RANK + rows[:, None] * RANK + ranks[None, :],
+        mask=slot >= 0,
+        other=0.0,
+    )
+    factor = tl.load(
+        factor_ptr
+        + slot.to(tl.int64) * (RANK * COLUMNS)
+        + ranks[:, None] * (1 if TRANSPOSED else COLUMNS)
+        + (column + columns)[None, :] * (RANK if TRANSPOSED else 1),
+        mask=slot >= 0,
+        other=0.0,
+    )
+    return low, factor
+
+
+@triton.jit
+def _add_product(
+    total,
+    lhs_ptr,
+    weight_ptr,
+    row,
+    column,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`total + lhs W` for one tile; lhs is [N, DEPTH], W [DEPTH, COLUMNS] or its transpose."""
+    rows, columns, depth = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    stride_depth: tl.constexpr = 1 if TRANSPOSED else COLUMNS
+    stride_column: tl.constexpr = DEPTH if TRANSPOSED else 1
+    lhs_tile = lhs_ptr + row.to(tl.int64) * DEPTH + rows[:, None] * DEPTH + depth[None, :]
+    weight_tile = (
+        weight_ptr
+        + column.to(tl.int64) * stride_column
+        + depth[:, None] * stride_depth
+        + columns[None, :] * stride_column
+    )
+    for _ in range(0, DEPTH, TILE_K):
+        lhs, weight = tl.load(lhs_tile), tl.load(weight_tile)
+        total = tl.dot(lhs, weight, total, input_precision=PRECISION)
+        lhs_tile += TILE_K
+        weight_tile += TILE_K * stride_depth
+    return total
+
+
+@triton.jit
+def _drop(x, counters, columns, rate):
+    """The inverted dropout of `base._drop` for one tile, with the bits of
+    `counter_dropout.keep_mask`."""
+    h = counters[:, None] + (columns.to(tl.uint32) * _GOLDEN)[None, :]
+    h = (h ^ (h >> 16)) * _MIX_1
+    h = (h ^ (h >> 13)) * _MIX_2
+    h = h ^ (h >> 16)
+    keep = (h >> 8).to(tl.float32) >= rate * 16777216.0
+    factor = tl.div_rn(tl.full((), 1.0, tl.float32), 1.0 - rate)
+    return tl.where(keep, (x.to(tl.float32) * factor).to(x.dtype), 0.0)

@@ -1,0 +1,266 @@
+"""The Hopper stream products: values in interpret mode, and lowering of the real shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmux.pallas_kernels.grouped_lora.stream_products_sm90 import (
+    ColumnJob,
+    ColumnTiling,
+    RowJob,
+    RowTiling,
+    column_products,
+    gradient_products,
+    row_products,
+)
+
+TOKENS, CHUNKS, SLOTS, RANK = 512, 4, 3, 16
+ROW_TILING = RowTiling(tile_m=64, tile_k=64, splits=2, stages=3)
+COLUMN_TILING = ColumnTiling(stripe=64, tile_rows=64, stages=3)
+ROUTINGS = {
+    "one task": (1, 1, 1, 1),
+    "owners alternate": (0, 2, 0, 2),
+    "empty in the middle": (2, -1, 2, 0),
+    "empty at the ends": (-1, 0, 1, -1),
+    "all empty": (-1, -1, -1, -1),
+}
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+MESH = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=H200)
+
+
+@pytest.fixture
+def interpret():
+    """Interpret mode; a test that uses it fails if a kernel has a data race."""
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def integers(rng, *shape, dtype=jnp.bfloat16):
+    """Values whose products and sums are exact in float32, so that results compare exactly."""
+    return jnp.asarray(rng.integers(-4, 5, size=shape), dtype)
+
+
+def normals(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def row_job(rng, width, factors=1) -> RowJob:
+    return RowJob(
+        integers(rng, TOKENS, width),
+        tuple(integers(rng, SLOTS, RANK, width) for _ in range(factors)),
+    )
+
+
+def column_job(rng, width, lows=1, rank_major=False, values=integers) -> ColumnJob:
+    shape = (SLOTS, RANK, width) if rank_major else (SLOTS, width, RANK)
+    return ColumnJob(
+        values(rng, TOKENS, width),
+        tuple(values(rng, RANK, TOKENS) for _ in range(lows)),
+        tuple(values(rng, *shape, dtype=jnp.float32) for _ in range(lows)),
+        rank_major,
+    )
+
+
+def chunks(chunk_slot):
+    """Owner and rows of every chunk that has an owner."""
+    size = TOKENS // len(chunk_slot)
+    return [(s, slice(i * size, (i + 1) * size)) for i, s in enumerate(chunk_slot) if s >= 0]
+
+
+def assert_row_products(results, job: RowJob, chunk_slot):
+    z = np.asarray(job.z, np.float32)
+    for result, factor in zip(results, job.factors, strict=True):
+        expected = np.zeros((TOKENS, RANK), np.float32)
+        for slot, rows in chunks(chunk_slot):
+            expected[rows] = z[rows] @ np.asarray(factor[slot], np.float32).T
+        np.testing.assert_array_equal(np.sum(result, axis=0), expected)
+
+
+def assert_column_products(results, job: ColumnJob, chunk_slot):
+    z = np.asarray(job.z, np.float32)
+    for result, low, accumulator in zip(results, job.lows, job.accumulators, strict=True):
+        expected = np.array(accumulator)
+        for slot, rows in chunks(chunk_slot):
+            gradient = z[rows].T @ np.asarray(low, np.float32)[:, rows].T
+            expected[slot] += gradient.T if job.rank_major else gradient
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+def test_row_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
+    job = row_job(np.random.default_rng(0), 256)
+    [result] = row_products((job,), jnp.asarray(chunk_slot), tiling=ROW_TILING, interpret=interpret)
+    assert_row_products(result, job, chunk_slot)
+
+
+def test_row_products_of_several_activations_and_factors(interpret):
+    rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
+    jobs = (row_job(rng, 256, factors=3), row_job(rng, 128))
+    results = row_products(jobs, jnp.asarray(chunk_slot), tiling=ROW_TILING, interpret=interpret)
+    for result, job in zip(results, jobs, strict=True):
+        assert_row_products(result, job, chunk_slot)
+
+
+@pytest.mark.parametrize("rank_major", [False, True])
+@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, interpret):
+    job = column_job(np.random.default_rng(0), 128, rank_major=rank_major)
+    [result] = column_products(
+        (job,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+    )
+    assert_column_products(result, job, chunk_slot)
+
+
+def test_column_products_of_several_jobs_in_one_launch(interpret):
+    rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
+    jobs = (
+        column_job(rng, 128, lows=3),
+        column_job(rng, 192, rank_major=True),
+        column_job(rng, 64, lows=2, rank_major=True),
+    )
+    results = column_products(
+        jobs, jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+    )
+    for result, job in zip(results, jobs, strict=True):
+        assert_column_products(result, job, chunk_slot)
+
+
+def test_gradient_products_are_both_kinds(interpret):
+    rng, chunk_slot = np.random.default_rng(2), (1, -1, 0, 1)
+    rows = (row_job(rng, 256), row_job(rng, 128))
+    columns = tuple(column_job(rng, job.z.shape[1], rank_major=True) for job in rows)
+    columns = tuple(c._replace(z=job.z) for c, job in zip(columns, rows, strict=True))
+    row_results, column_results = gradient_products(
+        rows,
+        columns,
+        jnp.asarray(chunk_slot),
+        row_tiling=ROW_TILING,
+        column_tiling=COLUMN_TILING,
+        blocks=9,
+        interpret=interpret,
+    )
+    for result, job in zip(row_results, rows, strict=True):
+        assert_row_products(result, job, chunk_slot)
+    for result, job in zip(column_results, columns, strict=True):
+        assert_column_products(result, job, chunk_slot)
+
+
+def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
+    rng, chunk_slot = np.random.default_rng(3), (0, 1, -1, 1)
+    size = TOKENS // CHUNKS
+    poisoned = np.r_[0:size, 2 * size : 3 * size]
+    rows, columns = row_job(rng, 128), column_job(rng, 128)
+    rows = RowJob(rows.z.at[poisoned].set(jnp.nan), (rows.factors[0].at[0].set(jnp.nan),))
+    columns = columns._replace(
+        z=rows.z,
+        lows=(columns.lows[0].at[:, poisoned].set(jnp.nan),),
+        accumulators=(columns.accumulators[0].at[0].set(jnp.nan),),
+    )
+    tiling = RowTiling(tile_m=64, tile_k=64, splits=1, stages=2)
+    [[sums]] = row_products((rows,), jnp.asarray(chunk_slot), tiling=tiling, interpret=interpret)
+    [[grads]] = column_products(
+        (columns,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+    )
+    by_chunk = np.isnan(sums[0]).reshape(CHUNKS, -1)
+    assert by_chunk.all(axis=1).tolist() == [True, False, False, False]
+    assert by_chunk.any(axis=1).tolist() == [True, False, False, False]
+    assert np.isnan(grads).any(axis=(1, 2)).tolist() == [True, False, False]
+
+
+def test_slot_without_chunks_keeps_its_bits(interpret):
+    job = column_job(np.random.default_rng(4), 64)
+    bits = np.array(job.accumulators[0]).view(np.uint32)
+    bits[2, 0, :4] = 0x80000000, 0x7FC12345, 0xFF800000, 0x00000001
+    job = job._replace(accumulators=(jnp.asarray(bits.view(np.float32)),))
+    [[result]] = column_products(
+        (job,), jnp.asarray((0, 1, -1, 0)), tiling=COLUMN_TILING, interpret=interpret
+    )
+    np.testing.assert_array_equal(np.asarray(result).view(np.uint32)[2], bits[2])
+
+
+def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
+    job = column_job(np.random.default_rng(5), 64, values=normals)
+    [[alone]] = column_products(
+        (job,), jnp.asarray((-1, 1, -1, 1)), tiling=COLUMN_TILING, interpret=interpret
+    )
+    [[shared]] = column_products(
+        (job,), jnp.asarray((0, 1, 2, 1)), tiling=COLUMN_TILING, interpret=interpret
+    )
+    np.testing.assert_array_equal(alone[1], shared[1])
+
+
+def test_tilings_that_do_not_fit_are_refused():
+    rng = np.random.default_rng(6)
+    slots = jnp.zeros(CHUNKS, jnp.int32)
+    with pytest.raises(ValueError, match="192 columns"):
+        row_products((row_job(rng, 192),), slots, tiling=ROW_TILING)
+    with pytest.raises(ValueError, match="tile_m = 256"):
+        row_products((row_job(rng, 128),), slots, tiling=ROW_TILING._replace(tile_m=256))
+    with pytest.raises(ValueError, match="stripe = 128"):
+        column_products((column_job(rng, 192),), slots, tiling=ColumnTiling(stripe=128))
+    with pytest.raises(ValueError, match="shared memory"):
+        row_products(
+            (row_job(rng, 512),), slots, tiling=RowTiling(tile_m=128, tile_k=512, splits=1)
+        )
+    with pytest.raises(ValueError, match="leave none of 2 blocks"):
+        gradient_products(
+            (row_job(rng, 128),),
+            (column_job(rng, 128),),
+            slots,
+            row_tiling=ROW_TILING,
+            column_tiling=COLUMN_TILING,
+            blocks=2,
+        )
+
+
+def lowered(function, *shapes) -> str:
+    """The module for an H200, made without one; raises where a kernel does not lower."""
+    with jax.sharding.use_abstract_mesh(MESH):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shape(*dimensions, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+REAL = [(w, r, slots) for w in (1024, 4096, 14336) for r in (16, 32, 64) for slots in (1, 4, 16)]
+
+
+@pytest.mark.parametrize(("width", "rank", "slots"), REAL)
+def test_real_shapes_lower(width, rank, slots):
+    z, factor, low = shape(8192, width), shape(slots, rank, width), shape(rank, 8192)
+    chunk_slot = shape(64, dtype=jnp.int32)
+    for modules in (1, 3):
+        lowered(
+            lambda z, factors, c: row_products((RowJob(z, factors),), c),
+            *(z, (factor,) * modules, chunk_slot),
+        )
+        accumulators = (shape(slots, width, rank, dtype=jnp.float32),) * modules
+        lowered(
+            lambda z, lows, g, c: column_products((ColumnJob(z, lows, g, False),), c),
+            *(z, (low,) * modules, accumulators, chunk_slot),
+        )
+    text = lowered(
+        lambda z, f, low, g, c: gradient_products(
+            (RowJob(z, (f,)),),
+            (ColumnJob(z, (low,), (g,), True),),
+            c,
+            column_tiling=ColumnTiling(stripe=max(64, width // 64)),
+            blocks=132,
+        ),
+        *(z, factor, low, shape(slots, rank, width, dtype=jnp.float32), chunk_slot),
+    )
+    assert "output_operand_alias" in text
+
+
+def test_accumulators_are_updated_in_place():
+    job = (shape(8192, 1024), (shape(16, 8192),), (shape(4, 1024, 16, dtype=jnp.float32),))
+    text = lowered(
+        lambda job, c: column_products((ColumnJob(*job, False),), c),
+        job,
+        shape(64, dtype=jnp.int32),
+    )
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
