@@ -27,8 +27,10 @@ class EngineOptions:
 
     Attributes:
       shape: shape class of the microbatches.
-      remat: "none", "dots" or "full": what is kept from forward to backward.
+      remat: "none", "dots", "lean" or "full": what is kept from forward to backward.
       attention: "xla" or "cudnn"; None picks by device and dtype.
+      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
+      unroll: whether every layer is compiled on its own; None where it pays, on GPU.
       max_bad_steps: consecutive skipped updates after which a task has failed.
       slots, rank, modules, dropout: what the compiled step has room for at least: slots, pool rank,
         adapted modules, and whether it can drop. A task that fits arrives without compiling the
@@ -42,6 +44,8 @@ class EngineOptions:
     dropout: bool = False
     remat: str = "dots"
     attention: str | None = None
+    grouped_lora: str | None = None
+    unroll: bool | None = None
     max_bad_steps: int = 10
 
 
@@ -326,9 +330,12 @@ class Engine:
 
     def _forward_options(self, training: bool) -> ForwardOptions:
         dtype = self.backbone.weights["embed_tokens"]["weight"].dtype
+        unroll = self.options.unroll
         return ForwardOptions(
             attention=self.options.attention or pick_implementation(dtype),
+            grouped_lora=self.options.grouped_lora,
             remat=self.options.remat,
+            unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
             dropout=training and (self.options.dropout or self._any_dropout),
             max_sequences=self.options.shape.max_sequences,
         )

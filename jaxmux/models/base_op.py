@@ -53,7 +53,7 @@ def adapted_linears(
     dispatch: Dispatch,
     layer: Int[Array, ""] | int,
     modules: tuple[str, ...],
-    implementation: str,
+    implementation: str | None,
 ) -> tuple[tuple[Float[Array, "N n"], ...], Adapters | None]:
     """Applies the linears `modules`, which all read `x`, with whatever adapters they carry.
 

@@ -39,7 +39,7 @@ class ForwardOptions(NamedTuple):
 
     Attributes:
       attention: "xla" or "cudnn".
-      grouped_lora: implementation of the grouped LoRA linear.
+      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       remat: what is kept from forward to backward, see `remat.rematerialised`.
       unroll: True compiles every layer on its own. It takes longer to compile, but nothing is
         copied into and out of a scan's stacked arrays.
@@ -48,7 +48,7 @@ class ForwardOptions(NamedTuple):
     """
 
     attention: str
-    grouped_lora: str = "xla"
+    grouped_lora: str | None = None
     remat: str = "dots"
     unroll: bool = False
     dropout: bool = False

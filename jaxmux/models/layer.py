@@ -25,7 +25,7 @@ class LayerOptions(NamedTuple):
     """
 
     attention: AttentionOptions
-    grouped_lora: str
+    grouped_lora: str | None
 
 
 class Stream(NamedTuple):

@@ -2,7 +2,7 @@
 tasks.
 """
 
-from .api import Factors, Projection, Routing, grouped_lora_linear
+from .api import IMPLEMENTATIONS, Factors, Projection, Routing, grouped_lora_linear
 from .base import LOW_RANK
 
-__all__ = ["LOW_RANK", "Factors", "Projection", "Routing", "grouped_lora_linear"]
+__all__ = ["IMPLEMENTATIONS", "LOW_RANK", "Factors", "Projection", "Routing", "grouped_lora_linear"]

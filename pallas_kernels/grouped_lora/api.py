@@ -1,5 +1,7 @@
 """The public function of the grouped LoRA linear, and the choice of its implementation."""
 
+import functools
+import logging
 from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
@@ -42,10 +44,12 @@ class Projection(NamedTuple):
     factors: Factors
 
 
+# By name, the function and its refusal: why it cannot serve a call. The first that can is picked.
 _IMPLEMENTATIONS = {
-    "xla": (base.grouped_lora_linear_xla, base.refusal),
     "mosaic_gpu": (mosaic_gpu.grouped_lora_linear_mosaic_gpu, mosaic_gpu.refusal),
+    "xla": (base.grouped_lora_linear_xla, base.refusal),
 }
+IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
 
 def grouped_lora_linear(
@@ -56,7 +60,7 @@ def grouped_lora_linear(
     dropout: Dropout | None,
     layer: Int[Array, ""] | int,
     modules: tuple[int, ...],
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[tuple[Float[Array, "N n"], ...], tuple[Factors, ...] | None]:
     """Applies several linears that share their input, each with the LoRA of the task that owns the
     chunk.
@@ -79,7 +83,8 @@ def grouped_lora_linear(
         frozen one.
       layer: index of the layer in the stacked arrays, and for the dropout hash.
       modules: static index of each projection's module, for the dropout hash.
-      implementation: "xla" anywhere, "mosaic_gpu" on Hopper GPUs; see `pick_implementation`.
+      implementation: "mosaic_gpu" on Hopper GPUs, "xla" anywhere. None picks the first of them that
+        can serve the call, and logs which and why.
 
     Returns:
       One [N, n] array per projection, in the dtype of `x`, zero on empty chunks; and the
@@ -88,13 +93,33 @@ def grouped_lora_linear(
     Raises:
       ValueError: no such implementation, or it cannot serve these arguments.
     """
-    if implementation not in _IMPLEMENTATIONS:
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
         known = ", ".join(_IMPLEMENTATIONS)
         raise ValueError(
             f"unknown implementation {implementation!r} of grouped_lora_linear; known: {known}"
         )
-    function, refusal = _IMPLEMENTATIONS[implementation]
-    reason = refusal(x, projections, routing, dropout)
-    if reason:
-        raise ValueError(f"grouped_lora_linear: {implementation} cannot serve this call: {reason}")
+    candidates = [implementation] if implementation else list(_IMPLEMENTATIONS)
+    refusals = {}
+    for name in candidates:
+        function, refusal = _IMPLEMENTATIONS[name]
+        refusals[name] = refusal(x, projections, routing, dropout)
+        if refusals[name] is None:
+            break
+    else:
+        raise ValueError(f"grouped_lora_linear: {_reasons(refusals)}")
+    if implementation is None:
+        sizes = ", ".join(str(p.kernel.shape[2]) for p in projections)
+        _log_choice(f"{x.dtype} {x.shape[0]}x{x.shape[1]} to {sizes}", name, _reasons(refusals))
     return function(modules, x, projections, accumulators, routing, dropout, layer)
+
+
+def _reasons(refusals: dict[str, str | None]) -> str:
+    found = [f"{name} cannot serve it: {reason}" for name, reason in refusals.items() if reason]
+    return "; ".join(found)
+
+
+@functools.cache  # A choice is worth one line, not one per layer.
+def _log_choice(call: str, name: str, reasons: str) -> None:
+    logging.getLogger("jaxmux").info(
+        "grouped LoRA linear, %s: %s%s", call, name, f" ({reasons})" if reasons else ""
+    )

@@ -1,9 +1,148 @@
-"""Pallas Mosaic GPU kernels for Hopper."""
+"""The implementation for Hopper: Pallas Mosaic GPU kernels, split at the rank-r intermediates
+(LoRAFusion 5.1).
+
+Forward: one read of x gives the intermediates of all its projections, then each projection's matrix
+product adds its low-rank part in the accumulator. Backward: one read of each dy gives ds and dB,
+one matrix product over all projections gives dx, one more read of x gives dA.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from .base import LOW_RANK
+from .routed_matmul_sm90 import TILE_M, Term, routed_matmul
+from .stream_products_sm90 import (
+    ColumnJob,
+    RowJob,
+    column_products,
+    row_products,
+)
+from .tilings import is_hopper, matmul_tiling, multiprocessors, row_tiling
 
 
-def refusal(x, projections, routing, dropout):
-    return "not written yet"
+def refusal(x, projections, routing, dropout) -> str | None:
+    """Why this implementation cannot serve a call; None if it can."""
+    if not is_hopper():
+        return "it needs a Hopper GPU"
+    if dropout is not None:
+        return "it has no dropout"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 or float16, found {x.dtype}"
+    if any(p.kernel.dtype != x.dtype for p in projections):
+        return f"x is {x.dtype}, a kernel {[str(p.kernel.dtype) for p in projections]}"
+    rows, chunks = x.shape[0], routing.chunk_slot.shape[0]
+    if rows % (chunks * TILE_M):
+        return f"chunks of {rows // chunks} tokens; expected a multiple of {TILE_M}"
+    ranks = [p.factors.a.shape[-1] for p in projections]
+    if len(set(ranks)) > 1 or ranks[0] % 8:
+        return f"pool ranks {ranks}; expected one multiple of 8"
+    sizes = [size for p in projections for size in p.kernel.shape[1:]]
+    if any(size % 256 for size in sizes):
+        return f"kernels of {sizes} rows and columns; expected multiples of 256"
+    return None
 
 
-def grouped_lora_linear_mosaic_gpu(*args):
-    raise NotImplementedError
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_lora_linear_mosaic_gpu(modules, x, projections, accumulators, routing, dropout, layer):
+    """See `api.grouped_lora_linear`; `modules` is static."""
+    return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
+
+
+def _forward(modules, x, projections, accumulators, routing, dropout, layer):
+    del modules, dropout
+    factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
+    rows = RowJob(x, tuple(a for a, _ in factors))
+    (partial_sums,) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
+    lows = tuple(
+        checkpoint_name(_low_rank(sums, routing, x.dtype), LOW_RANK) for sums in partial_sums
+    )
+    outputs = tuple(
+        _matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False)
+        for p, low, (_, b) in zip(projections, lows, factors, strict=True)
+    )
+    return (outputs, accumulators), (x, projections, routing, layer, lows)
+
+
+def _backward(modules, residuals, cotangents):
+    del modules
+    x, projections, routing, layer, lows = residuals
+    gradients, sums = cotangents
+    factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
+    slots, _, rank = projections[0].factors.a.shape[1:]
+    # The accumulators of all layers lie one behind the other.
+    place = jnp.where(routing.chunk_slot < 0, -1, layer * slots + routing.chunk_slot)
+
+    rows = tuple(RowJob(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
+    partial_sums = row_products(rows, routing.chunk_slot, tiling=row_tiling(*rows))
+    d_lows = tuple(_low_rank(each, routing, x.dtype) for (each,) in partial_sums)
+    new_b = column_products(
+        tuple(
+            ColumnJob(dy, (low[:rank],), (_flat(s.b),), rank_major=True)
+            for dy, low, s in zip(gradients, lows, sums, strict=True)
+        ),
+        place,
+    )
+    dx = _matmul(
+        tuple(
+            Term(dy, p.kernel, d_low, a)
+            for dy, p, d_low, (a, _) in zip(gradients, projections, d_lows, factors, strict=True)
+        ),
+        routing,
+        layer,
+        transposed=True,
+    )
+    (new_a,) = column_products(
+        (
+            ColumnJob(
+                x,
+                tuple(d_low[:rank] for d_low in d_lows),
+                tuple(_flat(s.a) for s in sums),
+                rank_major=False,
+            ),
+        ),
+        place,
+    )
+    new_sums = tuple(
+        s._replace(a=a.reshape(s.a.shape), b=b.reshape(s.b.shape))
+        for s, a, (b,) in zip(sums, new_a, new_b, strict=True)
+    )
+    return dx, None, new_sums, None, None, None
+
+
+grouped_lora_linear_mosaic_gpu.defvjp(_forward, _backward)
+
+
+def _matmul(terms: tuple[Term, ...], routing, layer, *, transposed: bool) -> Float[Array, "N n"]:
+    return routed_matmul(
+        terms,
+        routing.chunk_slot,
+        jnp.asarray(layer),
+        transposed=transposed,
+        tiling=matmul_tiling(terms, transposed=transposed),
+        blocks=multiprocessors(),
+    )
+
+
+def _rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Array, "T r n"]]:
+    """One layer's factors in the compute dtype, ranks padded to a multiple of 16."""
+    a, b = factors.a[layer].swapaxes(1, 2), factors.b[layer]
+    missing = -a.shape[1] % 16
+    a, b = (jnp.pad(f.astype(dtype), ((0, 0), (0, missing), (0, 0))) for f in (a, b))
+    return a, b
+
+
+def _low_rank(partial_sums: Float[Array, "splits N r"], routing, dtype) -> Float[Array, "r N"]:
+    slot = routing.chunk_slot
+    scale = jnp.where(slot < 0, 0, routing.scale[slot])
+    per_token = jnp.repeat(
+        scale, partial_sums.shape[1] // len(slot), total_repeat_length=partial_sums.shape[1]
+    )
+    return (partial_sums.sum(axis=0) * per_token[:, None]).astype(dtype).T
+
+
+def _flat(stacked: Float[Array, "L T _ _"]) -> Float[Array, "LT _ _"]:
+    return stacked.reshape(-1, *stacked.shape[2:])

@@ -25,6 +25,8 @@ class Tiling(NamedTuple):
       tile_n: output columns of each of the two multiplying warpgroups.
       tile_k: depth of one pipeline step.
       stages: pipeline steps in flight.
+      tile_r: depth of one low-rank product, at most.
+      low_stages: low-rank products in flight, at most.
       epilogue_n: columns stored at once.
       group: output tiles that neighbouring blocks share along `minor`, for the L2 cache.
       minor: the dimension that varies fastest, 0 for rows and 1 for columns.
@@ -34,6 +36,8 @@ class Tiling(NamedTuple):
     tile_n: int = 128
     tile_k: int = 64
     stages: int = 4
+    tile_r: int = 64
+    low_stages: int = 1
     epilogue_n: int = 32
     group: int = 8
     minor: int = 1
@@ -41,19 +45,19 @@ class Tiling(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One product and its low-rank companion: `lhs @ weight + low @ factor[t]`.
+    """One product and its low-rank companion: `lhs @ weight + low^T @ factor[t]`.
 
     Attributes:
       lhs: [N, K] in half precision.
       weight: [L, k, n], frozen, of which layer `layer` is used: [K, n] or, transposed, [k, K].
-      low: [N, r], the rank-r intermediate.
-      factor: [L, T, r, n] or, transposed, [L, T, k, r].
+      low: [r, N], the rank-r intermediate, rank-major.
+      factor: [T, r, n], rank-major: `b` as it is, `a` with its last axes swapped.
     """
 
     lhs: Float[Array, "N K"]
     weight: Float[Array, "L k n"]
-    low: Float[Array, "N r"]
-    factor: Float[Array, "L T _ _"]
+    low: Float[Array, "r N"]
+    factor: Float[Array, "T r n"]
 
 
 def routed_matmul(
@@ -66,8 +70,7 @@ def routed_matmul(
     blocks: int,
     interpret: Any = None,
 ) -> Float[Array, "N n"]:
-    """Sum over the terms of `lhs @ W[layer] + low @ factor[layer, t]`, or with the transposes of W
-    and factor.
+    """Sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
 
     Rows of empty chunks (slot -1) are zeros. Sums are float32; the result has the dtype of `lhs`.
 
@@ -78,14 +81,14 @@ def routed_matmul(
     """
     first = terms[0]
     dtype = first.lhs.dtype
-    columns = first.weight.shape[1 if transposed else 2]
+    rows, columns = first.lhs.shape[0], first.weight.shape[1 if transposed else 2]
     layout = _Layout(
-        tiling, transposed, first.factor.shape[1], tuple(t.weight.shape[1] for t in terms)
+        tiling, transposed, first.low.shape[0], tuple(t.weight.shape[1] for t in terms)
     )
     kernel = plgpu.kernel(
         partial(_kernel, layout),
-        out_type=jax.ShapeDtypeStruct((first.lhs.shape[0], columns), dtype),
-        scratch_types=_scratch(layout, first.low.shape[1], dtype),
+        out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
+        scratch_types=_scratch(layout, dtype),
         grid=(blocks,),
         grid_names=("sm",),
         num_threads=3,
@@ -95,16 +98,12 @@ def routed_matmul(
         interpret=interpret,
     )
     # A slice of a three-dimensional array does not lower: layers and slots become row offsets.
-    flat = [
-        (
-            t.lhs,
-            t.weight.reshape(-1, t.weight.shape[-1]),
-            t.low,
-            t.factor.reshape(-1, t.factor.shape[-1]),
-        )
-        for t in terms
-    ]
-    return kernel(jnp.reshape(layer, 1).astype(jnp.int32), chunk_slot, *sum(flat, ()))
+    flat = [Term(t.lhs, _flat(t.weight), t.low, _flat(t.factor)) for t in terms]
+    return kernel(jnp.reshape(layer, 1).astype(jnp.int32), chunk_slot, flat)
+
+
+def _flat(stacked: Float[Array, "_ _ n"]) -> Float[Array, "_ n"]:
+    return stacked.reshape(-1, stacked.shape[-1])
 
 
 class _Layout(NamedTuple):
@@ -112,8 +111,21 @@ class _Layout(NamedTuple):
 
     tiling: Tiling
     transposed: bool
-    slots: int
+    rank: int
     heights: tuple[int, ...]
+
+    @property
+    def wide(self) -> int:
+        return 2 * self.tiling.tile_n
+
+    @property
+    def low_steps(self) -> int:
+        """Low-rank products of an output tile, each at most `tiling.tile_r` deep."""
+        return len(self.heights) * (self.rank // self.tile_r)
+
+    @property
+    def tile_r(self) -> int:
+        return min(self.rank, self.tiling.tile_r)
 
 
 class _Scratch(NamedTuple):
@@ -130,29 +142,32 @@ class _Scratch(NamedTuple):
 
 class _Tile(NamedTuple):
     rows: Any
-    column: Int[Array, ""]
+    columns: Any
     slot: Int[Array, ""]
 
 
-def _scratch(layout: _Layout, rank: int, dtype) -> tuple:
-    tiling, terms = layout.tiling, len(layout.heights)
-    wide = 2 * tiling.tile_n
-    weight, factor = (tiling.tile_k, wide), (rank, wide)
-    if layout.transposed:
-        weight, factor = weight[::-1], factor[::-1]
-    main, low = _swizzled(tiling.tile_k, dtype), _swizzled(rank, dtype)
+def _scratch(layout: _Layout, dtype) -> tuple:
+    tiling, low_stages = layout.tiling, min(layout.tiling.low_stages, layout.low_steps)
+    weight = (tiling.tile_k, layout.wide)
     out = (2, 2, TILE_M // 2, tiling.epilogue_n)
+
+    def tiles(count: int, rows: int, columns: int, depth: int):
+        # The swizzle of an operand may not exceed the depth of the product.
+        return plgpu.SMEM((count, rows, columns), dtype, transforms=_swizzled(depth, dtype))
+
     return tuple(
         _Scratch(
-            lhs=plgpu.SMEM((tiling.stages, TILE_M, tiling.tile_k), dtype, transforms=main),
-            weight=plgpu.SMEM((tiling.stages, *weight), dtype, transforms=main),
-            low=plgpu.SMEM((terms, TILE_M, rank), dtype, transforms=low),
-            factor=plgpu.SMEM((terms, *factor), dtype, transforms=low),
+            lhs=tiles(tiling.stages, TILE_M, tiling.tile_k, tiling.tile_k),
+            weight=tiles(
+                tiling.stages, *(weight[::-1] if layout.transposed else weight), tiling.tile_k
+            ),
+            low=tiles(low_stages, layout.tile_r, TILE_M, layout.tile_r),
+            factor=tiles(low_stages, layout.tile_r, layout.wide, layout.tile_r),
             out=plgpu.SMEM(out, dtype, transforms=_swizzled(tiling.epilogue_n, dtype)),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            low_loaded=plgpu.Barrier(num_arrivals=2 * terms),
-            low_consumed=plgpu.Barrier(num_arrivals=2),
+            low_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
+            low_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
         )
     )
 
@@ -163,11 +178,10 @@ def _swizzled(columns: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _kernel(layout: _Layout, layer_gmem, slot_gmem, *refs):
-    terms, out_gmem, scratch = _unpack(refs, len(layout.heights))
+def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
+    scratch = _Scratch(*scratch)
     tiling = layout.tiling
-    wide = 2 * tiling.tile_n
-    shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // wide)
+    shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // layout.wide)
     chunk_tiles = shape[0] // slot_gmem.shape[0]
     steps = sum(term.lhs.shape[1] for term in terms) // tiling.tile_k
     thread = lax.axis_index("wg")
@@ -175,15 +189,16 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, *refs):
     def for_each_tile(body):
         # The carry counts the pipeline steps, and the tiles that have a task, so far.
         @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=(jnp.int32(0),) * 2)
-        def _loop(info, carry):
+        def counts(info, carry):
             row, column = plgpu.planar_snake(info.index[0], shape, tiling.minor, tiling.group)
-            slot = slot_gmem[lax.div(row, jnp.int32(chunk_tiles))]
+            rows, columns = pl.ds(row * TILE_M, TILE_M), pl.ds(column * layout.wide, layout.wide)
+            tile = _Tile(rows, columns, slot_gmem[lax.div(row, jnp.int32(chunk_tiles))])
             step, owned = carry
-            body(_Tile(pl.ds(row * TILE_M, TILE_M), column, slot), step, owned)
-            live = (slot >= 0).astype(jnp.int32)
+            body(tile, step, owned)
+            live = (tile.slot >= 0).astype(jnp.int32)
             return step + live * steps, owned + live
 
-        return _loop
+        return counts
 
     @pl.when(thread == 2)
     def _load():
@@ -193,65 +208,62 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, *refs):
         def load_tile(tile, step, owned):
             @pl.when(tile.slot >= 0)
             def _():
-                pl.when(owned > 0)(lambda: plgpu.barrier_wait(scratch.low_consumed))
-                _load_low_rank(layout, terms, scratch, tile, layer)
+                _load_low_rank(layout, terms, scratch, tile, owned * layout.low_steps)
                 _load_steps(layout, terms, scratch, tile, layer, step)
 
-        _await_consumers(scratch, *for_each_tile(load_tile), tiling.stages)
+        step, owned = for_each_tile(load_tile)
+        # No barrier may be left with an arrival that nobody waited for.
+        _await_all(scratch.consumed, step)
+        _await_all(scratch.low_consumed, owned * layout.low_steps)
 
     @pl.when(thread < 2)
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
-        columns = pl.ds(thread * tiling.tile_n, tiling.tile_n)
+        half = pl.ds(thread * tiling.tile_n, tiling.tile_n)
 
         def multiply_tile(tile, step, owned):
             @partial(pl.run_scoped, acc=plgpu.ACC((TILE_M, tiling.tile_n), jnp.float32))
             def _scope(acc):
                 @pl.when(tile.slot >= 0)
                 def _():
-                    _multiply_low_rank(layout, acc, scratch, columns)
-                    _multiply_steps(layout, acc, scratch, columns, step, steps)
+                    _multiply_low_rank(layout, acc, scratch, half, owned * layout.low_steps)
+                    _multiply_steps(layout, acc, scratch, half, step, steps)
 
-                at = out_gmem.at[tile.rows, pl.ds(tile.column * wide, wide)].at[:, columns]
+                at = out_gmem.at[tile.rows, tile.columns].at[:, half]
                 _store(acc[...], at, scratch.out.at[thread], tiling.epilogue_n)
 
         for_each_tile(multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _unpack(refs, terms: int):
-    grouped = [Term(*refs[4 * i : 4 * i + 4]) for i in range(terms)]
-    return grouped, refs[4 * terms], _Scratch(*refs[4 * terms + 1 :])
-
-
-def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, layer):
-    wide = 2 * layout.tiling.tile_n
-    for i, (term, height) in enumerate(zip(terms, layout.heights, strict=True)):
-        index, rank = layer * layout.slots + tile.slot, term.low.shape[1]
-        if layout.transposed:
-            factor = term.factor.at[pl.ds(index * height + tile.column * wide, wide)]
-        else:
-            factor = term.factor.at[pl.ds(index * rank, rank), pl.ds(tile.column * wide, wide)]
-        plgpu.copy_gmem_to_smem(term.low.at[tile.rows], scratch.low.at[i], scratch.low_loaded)
-        plgpu.copy_gmem_to_smem(factor, scratch.factor.at[i], scratch.low_loaded)
+def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step):
+    for term in terms:
+        for rank in range(0, layout.rank, layout.tile_r):
+            stage = _claim(scratch.low_consumed, step)
+            barrier = scratch.low_loaded.at[stage]
+            ranks = pl.ds(tile.slot * layout.rank + rank, layout.tile_r)
+            low = term.low.at[pl.ds(rank, layout.tile_r), tile.rows]
+            plgpu.copy_gmem_to_smem(low, scratch.low.at[stage], barrier)
+            factor = term.factor.at[ranks, tile.columns]
+            plgpu.copy_gmem_to_smem(factor, scratch.factor.at[stage], barrier)
+            step += 1
 
 
 def _load_steps(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, layer, first_step):
-    tiling = layout.tiling
-    wide = 2 * tiling.tile_n
+    tile_k = layout.tiling.tile_k
     for term, height in zip(terms, layout.heights, strict=True):
-        count = term.lhs.shape[1] // tiling.tile_k
+        count = term.lhs.shape[1] // tile_k
 
         @pl.loop(0, count)
         def _step(i, term=term, height=height, first_step=first_step):
-            step, depth = first_step + i, pl.ds(i * tiling.tile_k, tiling.tile_k)
-            stage = lax.rem(step, jnp.int32(tiling.stages))
-            pl.when(step >= tiling.stages)(lambda: plgpu.barrier_wait(scratch.consumed.at[stage]))
+            stage = _claim(scratch.consumed, first_step + i)
+            depth = pl.ds(i * tile_k, tile_k)
             if layout.transposed:
-                weight = term.weight.at[pl.ds(layer * height + tile.column * wide, wide), depth]
+                rows = pl.ds(layer * height + tile.columns.start, layout.wide)
+                weight = term.weight.at[rows, depth]
             else:
-                row = pl.ds(layer * height + i * tiling.tile_k, tiling.tile_k)
-                weight = term.weight.at[row, pl.ds(tile.column * wide, wide)]
+                rows = pl.ds(layer * height + i * tile_k, tile_k)
+                weight = term.weight.at[rows, tile.columns]
             barrier = scratch.loaded.at[stage]
             plgpu.copy_gmem_to_smem(term.lhs.at[tile.rows, depth], scratch.lhs.at[stage], barrier)
             plgpu.copy_gmem_to_smem(weight, scratch.weight.at[stage], barrier)
@@ -259,22 +271,31 @@ def _load_steps(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, layer, f
         first_step += count
 
 
-def _await_consumers(scratch: _Scratch, step, owned, stages: int):
-    """Leaves no barrier with an arrival that nobody waited for."""
-    pl.when(owned > 0)(lambda: plgpu.barrier_wait(scratch.low_consumed))
-    for stage in range(stages):
-        pl.when(step > stage)(lambda stage=stage: plgpu.barrier_wait(scratch.consumed.at[stage]))
+def _claim(consumed, step):
+    """The stage of a step, once its last user has released it."""
+    stages = consumed.shape[0]
+    stage = lax.rem(step, jnp.int32(stages))
+    pl.when(step >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+    return stage
 
 
-def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, columns):
-    plgpu.barrier_wait(scratch.low_loaded)
-    for i in range(len(layout.heights)):
-        plgpu.wgmma(acc, scratch.low.at[i], _columns(layout, scratch.factor.at[i], columns))
-    plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(scratch.low_consumed)
+def _await_all(consumed, steps):
+    for stage in range(consumed.shape[0]):
+        pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
 
 
-def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, columns, first_step, steps: int):
+def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, half, step):
+    for _ in range(layout.low_steps):
+        stage = lax.rem(step, jnp.int32(scratch.low.shape[0]))
+        plgpu.barrier_wait(scratch.low_loaded.at[stage])
+        low = scratch.low.at[stage].transpose((1, 0))
+        plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, half])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(scratch.low_consumed.at[stage])
+        step += 1
+
+
+def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, half, first_step, steps: int):
     stages, delay = layout.tiling.stages, layout.tiling.delay_release
 
     def stage_of(step):
@@ -284,7 +305,8 @@ def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, columns, first_step
     def _step(i):
         stage = stage_of(first_step + i)
         plgpu.barrier_wait(scratch.loaded.at[stage])
-        weight = _columns(layout, scratch.weight.at[stage], columns)
+        weight = scratch.weight.at[stage]
+        weight = weight.at[half].transpose((1, 0)) if layout.transposed else weight.at[:, half]
         plgpu.wgmma(acc, scratch.lhs.at[stage], weight)
         plgpu.wgmma_wait(delay)
         if delay:
@@ -298,17 +320,12 @@ def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, columns, first_step
         plgpu.barrier_arrive(scratch.consumed.at[stage_of(first_step + (steps - 1))])
 
 
-def _columns(layout: _Layout, ref, columns):
-    return ref.at[columns].transpose((1, 0)) if layout.transposed else ref.at[:, columns]
-
-
 def _store(acc, out_gmem, out_smem, epilogue_n: int):
     out = acc.astype(out_gmem.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     half = TILE_M // 2
-    for i, (row, column) in enumerate(
-        (r, c) for r in (0, half) for c in range(0, acc.shape[1], epilogue_n)
-    ):
+    pieces = ((row, col) for row in (0, half) for col in range(0, acc.shape[1], epilogue_n))
+    for i, (row, column) in enumerate(pieces):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         at = (slice(row, row + half), slice(column, column + epilogue_n))
         out_smem[i % 2] = out[at]

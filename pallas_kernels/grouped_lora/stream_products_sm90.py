@@ -20,10 +20,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
+
+from ..counter_dropout import _GOLDEN, _mix
 
 # What a thread block may hold, less what barriers and alignment take.
 _SHARED_MEMORY = 224 * 1024
+
+
+class Masks(NamedTuple):
+    """The dropout of an activation, see `counter_dropout`.
+
+    Attributes:
+      counters: uint32 [N] each, the `token_counters` for every matrix that the activation meets.
+      rate: float32 [T], probability in [0, 1) that a feature is dropped.
+    """
+
+    counters: tuple[UInt32[Array, "N"], ...]
+    rate: Float[Array, "T"]
 
 
 class RowJob(NamedTuple):
@@ -32,10 +46,12 @@ class RowJob(NamedTuple):
     Attributes:
       z: [N, w] in half precision.
       factors: [T, r, w] each, in the dtype of `z`: `b` as it is, `a` with its last axes swapped.
+      masks: dropout of `z`, with counters per factor; None for none.
     """
 
     z: Float[Array, "N w"]
     factors: tuple[Float[Array, "T r w"], ...]
+    masks: Masks | None = None
 
 
 class ColumnJob(NamedTuple):
@@ -46,12 +62,14 @@ class ColumnJob(NamedTuple):
       lows: [r, N] each, in the dtype of `z`.
       accumulators: one per intermediate, float32 [T, w, r] or, if rank-major, [T, r, w].
       rank_major: whether the accumulators are, as the gradient of `b` is.
+      masks: dropout of `z`, with counters per intermediate; None for none.
     """
 
     z: Float[Array, "N w"]
     lows: tuple[Float[Array, "r N"], ...]
     accumulators: tuple[Float[Array, "T _ _"], ...]
     rank_major: bool
+    masks: Masks | None = None
 
 
 class RowTiling(NamedTuple):
@@ -82,7 +100,7 @@ class ColumnTiling(NamedTuple):
 
     stripe: int = 64
     tile_rows: int = 128
-    stages: int = 8
+    stages: int = 5
 
 
 def row_products(
@@ -246,15 +264,37 @@ def gradient_products(
 _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
+class _MaskOperands(NamedTuple):
+    counters: tuple
+    threshold: Any
+    scale: Any
+
+
+class _RowOperands(NamedTuple):
+    z: Any
+    factors: tuple
+    masks: _MaskOperands | None
+
+
 class _ColumnOperands(NamedTuple):
     z: Any
     lows: tuple
     accumulators: tuple
+    masks: _MaskOperands | None
 
 
-def _row_operands(jobs) -> list[RowJob]:
+def _mask_operands(masks: Masks | None) -> _MaskOperands | None:
+    if masks is None:
+        return None
+    return _MaskOperands(masks.counters, masks.rate * jnp.float32(1 << 24), 1 / (1 - masks.rate))
+
+
+def _row_operands(jobs) -> list[_RowOperands]:
     # A slice of a three-dimensional array does not load: slots become row offsets.
-    return [RowJob(job.z, tuple(_flat(factor) for factor in job.factors)) for job in jobs]
+    return [
+        _RowOperands(job.z, tuple(_flat(f) for f in job.factors), _mask_operands(job.masks))
+        for job in jobs
+    ]
 
 
 def _row_outputs(jobs, tiling: RowTiling) -> tuple:
@@ -267,7 +307,12 @@ def _row_outputs(jobs, tiling: RowTiling) -> tuple:
 
 def _column_operands(jobs) -> list[_ColumnOperands]:
     return [
-        _ColumnOperands(job.z, job.lows, tuple(jax.new_ref(_flat(g)) for g in job.accumulators))
+        _ColumnOperands(
+            job.z,
+            job.lows,
+            tuple(jax.new_ref(_flat(g)) for g in job.accumulators),
+            _mask_operands(job.masks),
+        )
         for job in jobs
     ]
 
@@ -290,45 +335,91 @@ def _stripes(jobs, tiling: ColumnTiling) -> int:
     return sum(job.z.shape[1] for job in jobs) // tiling.stripe
 
 
-def _multiply_rows(tiling: RowTiling, slot_gmem, job: RowJob, outputs, tile, split):
+def _multiply_rows(tiling: RowTiling, slot_gmem, job: _RowOperands, outputs, tile, split):
     """One row tile of `z` times its owner's factors, over one range of columns."""
     dtype = job.z.dtype
     ranks = [out.shape[-1] for out in outputs]
     width = job.z.shape[1] // tiling.splits
     rows, columns = pl.ds(tile * tiling.tile_m, tiling.tile_m), pl.ds(split * width, width)
     slot = _owner(slot_gmem, tile, job.z.shape[0] // tiling.tile_m)
+    load = (tiling.tile_m, tiling.tile_k)
 
-    def multiply(accs, _, z_smem, *factors_smem):
-        for acc, factor in zip(accs, factors_smem, strict=True):
-            plgpu.wgmma(acc, z_smem, factor.transpose((1, 0)))
+    heights = (tiling.tile_m, *ranks)
+    pipeline = partial(
+        plgpu.emit_pipeline,
+        grid=(width // tiling.tile_k,),
+        in_specs=[_load_spec((height, tiling.tile_k), dtype) for height in heights],
+        max_concurrent_steps=_stages(
+            tiling.stages, sum(heights) * tiling.tile_k, dtype, _dropped_size(job.masks, load)
+        ),
+    )
+
+    def multiply(accs, dropped_smem, counters, index, z_smem, *factors_smem):
+        column = split * width + index[0] * tiling.tile_k
+        for i, (acc, factor) in enumerate(zip(accs, factors_smem, strict=True)):
+            left = z_smem
+            if job.masks is not None:
+                left = dropped_smem
+                _drop(z_smem, dropped_smem, job.masks, counters[i], slot, column)
+            plgpu.wgmma(acc, left, factor.transpose((1, 0)))
         # The buffers of the step before are free once only this step's products are in flight.
         plgpu.wgmma_wait(len(accs))
 
-    def scope(*accs):
+    def scope(dropped_smem, *accs):
         @pl.when(slot >= 0)
         def _():
             owned = [
                 factor.at[pl.ds(slot * rank, rank), columns]
                 for factor, rank in zip(job.factors, ranks, strict=True)
             ]
-            heights = (tiling.tile_m, *ranks)
-            plgpu.emit_pipeline(
-                partial(multiply, accs),
-                grid=(width // tiling.tile_k,),
-                in_specs=[_load_spec((height, tiling.tile_k), dtype) for height in heights],
-                max_concurrent_steps=_stages(tiling.stages, sum(heights) * tiling.tile_k, dtype),
-            )(job.z.at[rows, columns], *owned)
+            counters = _load_counters(job.masks, rows)
+            pipeline(partial(multiply, accs, dropped_smem, counters))(
+                job.z.at[rows, columns], *owned
+            )
 
         for acc, out in zip(accs, outputs, strict=True):
             out.at[split, rows][...] = acc[...]
 
-    pl.run_scoped(scope, *(plgpu.ACC((tiling.tile_m, rank)) for rank in ranks))
+    def with_dropped(dropped_smem):
+        accs = (plgpu.ACC((tiling.tile_m, rank)) for rank in ranks)
+        pl.run_scoped(partial(scope, dropped_smem), *accs)
+
+    _with_dropped(job.masks, load, dtype, with_dropped)
 
 
 def _load_spec(shape, dtype):
     return plgpu.BlockSpec(
         shape, lambda step: (0, step), transforms=_swizzled(dtype), delay_release=1
     )
+
+
+class _Stripe(NamedTuple):
+    """What one thread block of the column products works on; `column` is its first."""
+
+    job: _ColumnOperands
+    slot_gmem: Any
+    column: Any
+    tiling: ColumnTiling
+    rank_major: bool
+
+    @property
+    def ranks(self) -> list[int]:
+        return [low.shape[0] for low in self.job.lows]
+
+    @property
+    def layout(self):
+        """The layout of sums in registers; each stores along the rows of its accumulator."""
+        return plgpu.Layout.WGMMA_TRANSPOSED if self.rank_major else plgpu.Layout.WGMMA
+
+    def owner(self, step):
+        return _owner(self.slot_gmem, step, self.job.z.shape[0] // self.tiling.tile_rows)
+
+
+class _Buffers(NamedTuple):
+    z: Any
+    lows: Any
+    loaded: Any
+    dropped: Any
 
 
 def _multiply_stripe(tiling: ColumnTiling, slot_gmem, jobs, rank_major, stripe):
@@ -340,87 +431,157 @@ def _multiply_stripe(tiling: ColumnTiling, slot_gmem, jobs, rank_major, stripe):
         @pl.when((stripe >= first) & (stripe < first + count))
         def _(job=job, is_rank_major=is_rank_major, first=first):
             column = (stripe - first) * tiling.stripe
-            _multiply_columns(tiling, slot_gmem, job, column, is_rank_major)
+            _multiply_columns(_Stripe(job, slot_gmem, column, tiling, is_rank_major))
 
         first += count
 
 
-def _multiply_columns(
-    tiling: ColumnTiling, slot_gmem, job: _ColumnOperands, column, rank_major: bool
-):
+def _multiply_columns(stripe: _Stripe):
     """Adds the products of one stripe of columns, over all rows, to the owners' accumulators."""
-    dtype, tile_rows, stripe = job.z.dtype, tiling.tile_rows, tiling.stripe
-    ranks = [low.shape[0] for low in job.lows]
-    steps = job.z.shape[0] // tile_rows
-    stages = min(steps, _stages(tiling.stages, (stripe + sum(ranks)) * tile_rows, dtype))
-    layout = plgpu.Layout.WGMMA_TRANSPOSED if rank_major else plgpu.Layout.WGMMA
-
-    def sums_at(slot):
-        if rank_major:
-            columns = pl.ds(column, stripe)
-            return [
-                g.at[pl.ds(slot * rank, rank), columns].transpose((1, 0))
-                for g, rank in zip(job.accumulators, ranks, strict=True)
-            ]
-        rows = pl.ds(slot * job.z.shape[1] + column, stripe)
-        return [g.at[rows] for g in job.accumulators]
-
-    def store(slot, sums):
-        @pl.when(slot >= 0)
-        def _():
-            for at, value in zip(sums_at(slot), sums, strict=True):
-                at[...] = value
-
-    def scope(z_smem, lows_smem, loaded):
-        def load(step, stage):
-            @pl.when(_owner(slot_gmem, step, steps) >= 0)
-            def _():
-                rows = pl.ds(step * tile_rows, tile_rows)
-                copy = partial(plgpu.copy_gmem_to_smem, barrier=loaded.at[stage])
-                copy(job.z.at[rows, pl.ds(column, stripe)], z_smem.at[stage])
-                for low, low_smem in zip(job.lows, lows_smem, strict=True):
-                    copy(low.at[:, rows], low_smem.at[stage])
-
-        def products(stage, *accs):
-            z_tile = z_smem.at[stage].transpose((1, 0))
-            for acc, low_smem in zip(accs, lows_smem, strict=True):
-                plgpu.wgmma(acc, z_tile, low_smem.at[stage].transpose((1, 0)))
-            return [plgpu.layout_cast(acc[...], layout) for acc in accs]
-
-        def add(stage, slot, before, sums):
-            def change_slot():
-                store(before, sums)
-                # An optimized load exists for shared memory only.
-                return [plgpu.load(at, layout=layout, optimized=False) for at in sums_at(slot)]
-
-            sums = lax.cond(slot != before, change_slot, lambda: sums)
-            plgpu.barrier_wait(loaded.at[stage])
-            accs = (plgpu.ACC((stripe, rank)) for rank in ranks)
-            added = pl.run_scoped(partial(products, stage), *accs)
-            return slot, [total + new for total, new in zip(sums, added, strict=True)]
-
-        def step(i, carry):
-            stage, slot = lax.rem(i, jnp.int32(stages)), _owner(slot_gmem, i, steps)
-            carry = lax.cond(
-                slot >= 0, lambda *carry: add(stage, slot, *carry), lambda *carry: carry, *carry
-            )
-            pl.when(i + stages < steps)(lambda: load(i + stages, stage))
-            return carry
-
-        for i in range(stages):
-            load(jnp.int32(i), i)
-        nothing = [plgpu.layout_cast(jnp.zeros((stripe, rank)), layout) for rank in ranks]
-        store(*lax.fori_loop(0, steps, step, (jnp.int32(-1), nothing)))
-
-    lows_smem = [
-        plgpu.SMEM((stages, rank, tile_rows), dtype, transforms=_swizzled(dtype)) for rank in ranks
-    ]
-    pl.run_scoped(
-        scope,
-        plgpu.SMEM((stages, tile_rows, stripe), dtype, transforms=_swizzled(dtype)),
-        lows_smem,
-        plgpu.Barrier(num_arrivals=1 + len(ranks), num_barriers=stages),
+    dtype, ranks, tile = stripe.job.z.dtype, stripe.ranks, stripe.tiling.tile_rows
+    shape = (tile, stripe.tiling.stripe)
+    elements = tile * (stripe.tiling.stripe + sum(ranks))
+    reserved = _dropped_size(stripe.job.masks, shape)
+    stages = min(
+        stripe.job.z.shape[0] // tile, _stages(stripe.tiling.stages, elements, dtype, reserved)
     )
+
+    def with_dropped(dropped):
+        pl.run_scoped(
+            lambda *buffers: _add_products(stripe, _Buffers(*buffers, dropped), stages),
+            plgpu.SMEM((stages, *shape), dtype, transforms=_swizzled(dtype)),
+            [
+                plgpu.SMEM((stages, rank, tile), dtype, transforms=_swizzled(dtype))
+                for rank in ranks
+            ],
+            plgpu.Barrier(num_arrivals=1 + len(ranks), num_barriers=stages),
+        )
+
+    _with_dropped(stripe.job.masks, shape, dtype, with_dropped)
+
+
+def _add_products(stripe: _Stripe, buffers: _Buffers, stages: int):
+    """The loop over the rows. It carries the slot whose chunks pass and, in registers, its sums."""
+    steps = stripe.job.z.shape[0] // stripe.tiling.tile_rows
+
+    def step(i, carry):
+        stage, slot = lax.rem(i, jnp.int32(stages)), stripe.owner(i)
+
+        def add(slot_before, sums):
+            def change_slot():
+                _store_sums(stripe, slot_before, sums)
+                return _load_sums(stripe, slot)
+
+            sums = lax.cond(slot != slot_before, change_slot, lambda: sums)
+            products = _stripe_products(stripe, buffers, i, stage, slot)
+            return slot, [total + new for total, new in zip(sums, products, strict=True)]
+
+        carry = lax.cond(slot >= 0, add, lambda *carry: carry, *carry)
+        pl.when(i + stages < steps)(lambda: _load_stripe(stripe, buffers, i + stages, stage))
+        return carry
+
+    for i in range(stages):
+        _load_stripe(stripe, buffers, jnp.int32(i), i)
+    zeros = [
+        plgpu.layout_cast(jnp.zeros((stripe.tiling.stripe, rank), jnp.float32), stripe.layout)
+        for rank in stripe.ranks
+    ]
+    _store_sums(stripe, *lax.fori_loop(0, steps, step, (jnp.int32(-1), zeros)))
+
+
+def _load_stripe(stripe: _Stripe, buffers: _Buffers, step, stage):
+    """Starts the copies of one step's tiles, unless nobody owns its rows."""
+    rows = pl.ds(step * stripe.tiling.tile_rows, stripe.tiling.tile_rows)
+    columns = pl.ds(stripe.column, stripe.tiling.stripe)
+
+    @pl.when(stripe.owner(step) >= 0)
+    def _():
+        copy = partial(plgpu.copy_gmem_to_smem, barrier=buffers.loaded.at[stage])
+        copy(stripe.job.z.at[rows, columns], buffers.z.at[stage])
+        for low, low_smem in zip(stripe.job.lows, buffers.lows, strict=True):
+            copy(low.at[:, rows], low_smem.at[stage])
+
+
+def _stripe_products(stripe: _Stripe, buffers: _Buffers, step, stage, slot) -> list:
+    """Waits for one step's tiles and returns `z^T low^T` of each intermediate."""
+    masks, tiling = stripe.job.masks, stripe.tiling
+    counters = _load_counters(masks, pl.ds(step * tiling.tile_rows, tiling.tile_rows))
+    plgpu.barrier_wait(buffers.loaded.at[stage])
+
+    def multiply(*accs):
+        for i, (acc, low) in enumerate(zip(accs, buffers.lows, strict=True)):
+            z = buffers.z.at[stage]
+            if masks is not None:
+                z = buffers.dropped
+                _drop(buffers.z.at[stage], z, masks, counters[i], slot, stripe.column)
+            plgpu.wgmma(acc, z.transpose((1, 0)), low.at[stage].transpose((1, 0)))
+        return [plgpu.layout_cast(acc[...], stripe.layout) for acc in accs]
+
+    return pl.run_scoped(multiply, *(plgpu.ACC((tiling.stripe, rank)) for rank in stripe.ranks))
+
+
+def _sums_at(stripe: _Stripe, slot) -> list:
+    """The [stripe, r] parts of one slot's accumulators, whose slots are stacked along the rows."""
+    width, size = stripe.job.z.shape[1], stripe.tiling.stripe
+    if not stripe.rank_major:
+        rows = pl.ds(slot * width + stripe.column, size)
+        return [accumulator.at[rows] for accumulator in stripe.job.accumulators]
+    return [
+        accumulator.at[pl.ds(slot * rank, rank), pl.ds(stripe.column, size)].transpose((1, 0))
+        for accumulator, rank in zip(stripe.job.accumulators, stripe.ranks, strict=True)
+    ]
+
+
+def _load_sums(stripe: _Stripe, slot) -> list:
+    # Loads that count as optimized exist for shared memory only.
+    return [plgpu.load(at, layout=stripe.layout, optimized=False) for at in _sums_at(stripe, slot)]
+
+
+def _store_sums(stripe: _Stripe, slot, sums: list):
+    @pl.when(slot >= 0)
+    def _():
+        for at, value in zip(_sums_at(stripe, slot), sums, strict=True):
+            at[...] = value
+
+
+def _drop(z_smem, dropped_smem, masks: _MaskOperands, counters, slot, first_column):
+    """Writes the tile of `z` to another place with the owner's dropout applied."""
+    layout = plgpu.Layout.WGMMA
+    threshold, scale = masks.threshold[slot], masks.scale[slot]
+    shape = (z_smem.shape[0], 64)
+    # The product before may still read the place.
+    plgpu.wgmma_wait(0)
+    for start in range(0, z_smem.shape[1], shape[1]):
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + first_column + start
+        hashed = lax.broadcast_in_dim(counters, shape, (0,)) + column.astype(
+            jnp.uint32
+        ) * jnp.uint32(_GOLDEN)
+        # Between 24-bit integers and float32 the comparison is exact.
+        keep = (_mix(hashed) >> 8).astype(jnp.int32).astype(jnp.float32) >= threshold
+        part = pl.ds(start, shape[1])
+        z = plgpu.load(z_smem.at[:, part], layout=layout)
+        scaled = (z.astype(jnp.float32) * scale).astype(z.dtype)
+        dropped_smem.at[:, part][...] = jnp.where(keep, scaled, jnp.zeros_like(scaled))
+    plgpu.commit_smem()
+
+
+def _load_counters(masks: _MaskOperands | None, rows) -> list:
+    if masks is None:
+        return []
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return [plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters]
+
+
+def _with_dropped(masks: _MaskOperands | None, shape, dtype, function):
+    """Calls the function with a place for a dropped tile, or with None where nothing drops."""
+    if masks is None:
+        function(None)
+    else:
+        pl.run_scoped(function, plgpu.SMEM(shape, dtype, transforms=_swizzled(dtype)))
+
+
+def _dropped_size(masks: _MaskOperands | None, shape) -> int:
+    return 0 if masks is None else shape[0] * shape[1]
 
 
 def _owner(slot_gmem, tile, tiles: int):
@@ -432,15 +593,15 @@ def _swizzled(dtype) -> tuple:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
 
 
-def _stages(wanted: int, elements: int, dtype) -> int:
-    """How many loads of so many elements fit."""
-    size = elements * jnp.dtype(dtype).itemsize
-    if 2 * size > _SHARED_MEMORY:
+def _stages(wanted: int, elements: int, dtype, reserved: int = 0) -> int:
+    """How many loads of so many elements fit beside the reserved ones."""
+    available = _SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
+    if 2 * elements > available:
         raise ValueError(
-            f"two loads of {size} bytes do not fit into {_SHARED_MEMORY} bytes of shared memory; "
-            "use smaller tiles"
+            f"two loads of {elements} elements do not fit into shared memory, which has room for "
+            f"{available}; use smaller tiles"
         )
-    return min(wanted, _SHARED_MEMORY // size)
+    return min(wanted, available // elements)
 
 
 def _check_rows(job: RowJob, chunk_slot, tiling: RowTiling):

@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout, token_counters
+from .base import LOW_RANK
 
 _MAX_MODULES = 3
 _MAX_RANK = 128
@@ -43,10 +46,17 @@ DEVICES = {
 
 
 class _Term(NamedTuple):
-    """One product and its low-rank companion: lhs [N, K], W, low [N, r], factors [T, ...]."""
+    """One product and its low-rank companion: `lhs W[layer] + low F[t]`, or with W, F transposed.
+
+    Attributes:
+      lhs: [N, K].
+      weight: [L, k, n], frozen.
+      low: [N, r], the rank-r intermediate.
+      factor: [T, r, n] or, transposed, [T, k, r].
+    """
 
     lhs: Float[Array, "N K"]
-    weight: Float[Array, "_ _"]
+    weight: Float[Array, "L k n"]
     low: Float[Array, "N r"]
     factor: Float[Array, "T _ _"]
 
@@ -58,16 +68,19 @@ class _Masks(NamedTuple):
     rate: Float[Array, "T"]
 
 
-def refusal(x: Float[Array, "N k"], projections, routing) -> str | None:
-    """Why this implementation cannot serve these arguments on this machine; None if it can."""
+def refusal(x, projections, routing, dropout) -> str | None:
+    """Why this implementation cannot serve a call on this machine; None if it can."""
+    del dropout
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (pip install 'jaxmux[triton]')"
     device = jax.local_devices()[0]
     if compute_capability(device) not in DEVICES:
         known = ", ".join(f"{c // 10}.{c % 10}" for c in DEVICES)
-        return f"device {device.device_kind!r}: needs a CUDA GPU of compute capability {known}"
-    return _unsupported_shape(x, projections, routing)
+        return f"device {device.device_kind!r}; needs a CUDA GPU of compute capability {known}"
+    return _unsupported_stream(x, projections, routing) or next(
+        filter(None, (_unsupported_projection(p, x) for p in projections)), None
+    )
 
 
 def compute_capability(device: jax.Device) -> int | None:
@@ -77,73 +90,81 @@ def compute_capability(device: jax.Device) -> int | None:
     return int(major) * 10 + int(minor) if dot and device.platform == "gpu" else None
 
 
-def _unsupported_shape(x, projections, routing) -> str | None:
-    if len(projections) > _MAX_MODULES:
-        return f"{len(projections)} projections of one input; at most {_MAX_MODULES}"
+def _unsupported_stream(x, projections, routing) -> str | None:
     if x.dtype not in _DTYPES:
         return f"dtype {x.dtype}; needs one of {', '.join(_DTYPES)}"
-    tokens, chunks = x.shape[0], len(routing.chunk_slot)
-    if tokens % chunks or tokens // chunks % 64:
+    tokens, chunks = len(x), len(routing.chunk_slot)
+    if tokens % (64 * chunks):
         return f"chunk length {tokens / chunks:g}; needs a multiple of 64"
-    for p in projections:
-        dtypes = {str(leaf.dtype) for leaf in (p.kernel, p.a, p.b)}
-        if dtypes != {str(x.dtype)}:
-            return f"kernel, a, b of {', '.join(sorted(dtypes))} beside x of {x.dtype}"
-        if p.kernel.shape[0] % 64 or p.kernel.shape[1] % 64:
-            return f"kernel of shape {p.kernel.shape}; needs multiples of 64"
-        rank = p.a.shape[2]
-        if rank % 8 or rank > _MAX_RANK or p.a.shape[2] != projections[0].a.shape[2]:
-            return f"rank {rank}; needs one multiple of 8 up to {_MAX_RANK} for the whole group"
+    if len(projections) > _MAX_MODULES:
+        return f"{len(projections)} projections of one input; at most {_MAX_MODULES}"
+    if len({p.factors.a.shape[3] for p in projections}) > 1:
+        return "projections of different ranks"
+    return None
+
+
+def _unsupported_projection(projection, x) -> str | None:
+    if projection.kernel.dtype != x.dtype:
+        return f"kernel of dtype {projection.kernel.dtype} for a stream of {x.dtype}"
+    k, n = projection.kernel.shape[1:]
+    if k % 64 or n % 64:
+        return f"kernel [{k}, {n}]; needs multiples of 64"
+    rank = projection.factors.a.shape[3]
+    if rank % 8 or rank > _MAX_RANK:
+        return f"rank {rank}; needs a multiple of 8, at most {_MAX_RANK}"
     return None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_lora_linear_triton(modules, x, projections, routing, dropout, layer):
-    """See `api.grouped_lora_linear`; `modules` is static.
-
-    Raises:
-      NotImplementedError: `refusal` has a reason.
-    """
-    return _forward(modules, x, projections, routing, dropout, layer)[0]
+def grouped_lora_linear_triton(modules, x, projections, accumulators, routing, dropout, layer):
+    """See `api.grouped_lora_linear`; `modules` is static. `refusal` must have no objection."""
+    return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
 
 
-def _forward(modules, x, projections, routing, dropout, layer):
-    reason = refusal(x, projections, routing)
-    if reason:
-        raise NotImplementedError(f"implementation 'triton' of grouped_lora_linear: {reason}")
+def _forward(modules, x, projections, accumulators, routing, dropout, layer):
     masks = _masks(modules, routing, dropout, layer, len(x))
-    down = jnp.stack([_pad_rank(p.a, 2) for p in projections])
-    intermediates = _low_rank(x, down, routing, masks, transposed=False)
-    outputs = tuple(
-        _routed_matmul((_Term(x, p.kernel, s, _pad_rank(p.b, 1)),), routing, None, transposed=False)
-        for p, s in zip(projections, intermediates, strict=True)
+    down, up = _factors(projections, layer, x.dtype)
+    intermediates = tuple(
+        checkpoint_name(s, LOW_RANK)
+        for s in _low_rank(x, jnp.stack(down), routing, masks, transposed=False)
     )
-    return outputs, (x, projections, routing, dropout, layer, intermediates)
+    outputs = tuple(
+        _routed_matmul((_Term(x, p.kernel, s, b),), layer, routing, None, transposed=False)
+        for p, s, b in zip(projections, intermediates, up, strict=True)
+    )
+    residuals = (x, projections, routing, dropout, layer, intermediates)
+    return (outputs, accumulators), residuals
 
 
 def _backward(modules, residuals, cotangents):
     x, projections, routing, dropout, layer, intermediates = residuals
+    dys, sums = cotangents
     masks = _masks(modules, routing, dropout, layer, len(x))
-    walk = _chunks_by_slot(routing)
-    terms, grads_b = [], []
-    for p, s, dy in zip(projections, intermediates, cotangents, strict=True):
-        up = _pad_rank(p.b, 1)
-        (ds,) = _low_rank(dy, up[None], routing, None, transposed=True)
-        terms.append(_Term(dy, p.kernel, ds, _pad_rank(p.a, 2)))
-        grads_b += _add_gradients(dy, (s,), (_pad_rank(p.grad_b, 1),), walk, None, transposed=True)
-    dx = _routed_matmul(tuple(terms), routing, masks, transposed=True)
-    accumulators = tuple(_pad_rank(p.grad_a, 2) for p in projections)
-    lows = tuple(term.low for term in terms)
-    grads_a = _add_gradients(x, lows, accumulators, walk, masks, transposed=False)
-    rank = projections[0].a.shape[2]
-    gradients = tuple(
-        p._replace(kernel=None, a=None, b=None, grad_a=a[:, :, :rank], grad_b=b[:, :rank])
-        for p, a, b in zip(projections, grads_a, grads_b, strict=True)
+    down, up = _factors(projections, layer, x.dtype)
+    ds = tuple(
+        _low_rank(dy, b[None], routing, None, transposed=True)[0]
+        for dy, b in zip(dys, up, strict=True)
     )
-    return dx, gradients, None, None, None
+    terms = tuple(map(_Term, dys, (p.kernel for p in projections), ds, down))
+    dx = _routed_matmul(terms, layer, routing, masks, transposed=True)
+    add_gradients = partial(_add_gradients, layer, _chunks_by_slot(routing))
+    sums_a = add_gradients(masks, x, ds, tuple(f.a for f in sums), transposed=False)
+    sums_b = (
+        add_gradients(None, dy, (s,), (f.b,), transposed=True)[0]
+        for dy, s, f in zip(dys, intermediates, sums, strict=True)
+    )
+    next_sums = tuple(f._replace(a=a, b=b) for f, a, b in zip(sums, sums_a, sums_b, strict=True))
+    return dx, None, next_sums, None, None, None
 
 
 grouped_lora_linear_triton.defvjp(_forward, _backward)
+
+
+def _factors(projections, layer, dtype) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The layer's factors [T, k, r] and [T, r, n] in the compute dtype, of a rank that fits."""
+    down = tuple(_pad_rank(p.factors.a[layer].astype(dtype), 2) for p in projections)
+    up = tuple(_pad_rank(p.factors.b[layer].astype(dtype), 1) for p in projections)
+    return down, up
 
 
 def _masks(modules, routing, dropout: Dropout | None, layer, tokens: int) -> _Masks | None:
@@ -185,15 +206,13 @@ def _low_rank(x, factors, routing, masks: _Masks | None, transposed: bool) -> li
 
     `factors` is [modules, T, width, r], or [modules, T, r, width] if transposed.
     """
-    from . import triton_kernels
-
     modules, slots = factors.shape[:2]
     tokens, width = x.shape
     rank = factors.shape[2 if transposed else 3]
     tile_k = 32 if x.dtype == jnp.float32 else 128 if width % 128 == 0 and rank < 64 else 64
     step = (64 + modules * rank) * tile_k * x.dtype.itemsize
     return _call(
-        triton_kernels.low_rank_kernel,
+        "low_rank_kernel",
         x,
         routing.chunk_slot,
         routing.scale,
@@ -218,20 +237,20 @@ def _low_rank(x, factors, routing, masks: _Masks | None, transposed: bool) -> li
 
 
 def _routed_matmul(
-    terms: tuple[_Term, ...], routing, masks: _Masks | None, transposed: bool
+    terms: tuple[_Term, ...], layer, routing, masks: _Masks | None, transposed: bool
 ) -> Float[Array, "N columns"]:
-    """`Σ_m lhs_m W_m + dropout_m(low_m F_m[t])`; W and F are transposed if `transposed`."""
-    from . import triton_kernels
-
+    """`Σ_m lhs_m W_m[layer] + dropout_m(low_m F_m[t])`, or with W and F transposed; zeros in empty
+    chunks."""
     tokens, rank = terms[0].low.shape
-    columns = terms[0].weight.shape[0 if transposed else 1]
+    columns = terms[0].weight.shape[1 if transposed else 2]
     chunk_len = tokens // len(routing.chunk_slot)
     tiles = _matmul_tiles(chunk_len, columns, terms[0].lhs.dtype)
     every = terms + terms[:1] * (_MAX_MODULES - len(terms))
     itemsize = terms[0].lhs.dtype.itemsize
     perimeter = (tiles["TILE_M"] + tiles["TILE_N"]) * itemsize
     (out,) = _call(
-        triton_kernels.routed_matmul_kernel,
+        "routed_matmul_kernel",
+        _as_array(layer),
         routing.chunk_slot,
         *_mask_arguments(masks),
         *(leaf for term in every for leaf in term),
@@ -255,38 +274,47 @@ def _routed_matmul(
 
 
 def _add_gradients(
-    x,
-    lows: tuple[Array, ...],
-    accumulators: tuple[Array, ...],
+    layer,
     walk: _Walk,
     masks: _Masks | None,
+    x: Float[Array, "N width"],
+    lows: tuple[Float[Array, "N r"], ...],
+    accumulators: tuple[Float[Array, "L T _ _"], ...],
     transposed: bool,
-) -> list[Array]:
-    """`accumulator_m[t] + dropout_m(x)^T low_m` over the tokens of slot t, for each module m.
+) -> list[Float[Array, "L T _ _"]]:
+    """`accumulator_m[layer, t] + dropout_m(x)^T low_m` over slot t's tokens, for each module m.
 
-    The accumulators are [T, width, r], or [T, r, width] if transposed; they are updated in place.
+    The accumulators are [L, T, width, r], or [L, T, r, width] if transposed. They are updated in
+    place, unless their rank is one that `_pad_rank` changes.
     """
-    from . import triton_kernels
+    axis = 2 if transposed else 3
+    rank = accumulators[0].shape[axis]
+    if rank == lows[0].shape[1]:
+        return _add_in_place(layer, walk, masks, x, lows, accumulators, transposed)
+    padded = tuple(_pad_rank(a[layer], axis - 1)[None] for a in accumulators)
+    summed = _add_in_place(0, walk, masks, x, lows, padded, transposed)
+    return [
+        a.at[layer].set(lax.slice_in_dim(new[0], 0, rank, axis=axis - 1))
+        for a, new in zip(accumulators, summed, strict=True)
+    ]
 
-    modules, slots = len(lows), accumulators[0].shape[0]
+
+def _add_in_place(layer, walk, masks, x, lows, accumulators, transposed) -> list[Array]:
+    modules, slots = len(lows), accumulators[0].shape[1]
     (tokens, width), rank = x.shape, lows[0].shape[1]
     chunk_len = tokens // (len(walk.order) - 1)
-    tile_m = 64 if chunk_len % 128 or x.dtype == jnp.float32 else 128
+    tile_m = 32 if x.dtype == jnp.float32 else 64 if chunk_len % 128 else 128
     step = (64 + modules * rank) * tile_m * x.dtype.itemsize
-    # An accumulator in a second, unaliased place would cost a copy of it.
-    spare = _MAX_MODULES - modules
-    first_accumulator = 1 + _MAX_MODULES + len(walk) + len(_Masks._fields)
+    # Anything but an accumulator, which XLA would copy to pass it beside its alias.
+    unused = lows[:1] * (_MAX_MODULES - modules)
+    inputs = (_as_array(layer), x, *lows, *unused, *walk, *_mask_arguments(masks))
     return _call(
-        triton_kernels.slot_gradient_kernel,
-        x,
-        *lows,
-        *lows[:1] * spare,
-        *walk,
-        *_mask_arguments(masks),
+        "slot_gradient_kernel",
+        *inputs,
         *accumulators,
-        *lows[:1] * spare,
+        *unused,
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in accumulators],
-        input_output_aliases={first_accumulator + m: m for m in range(modules)},
+        input_output_aliases={len(inputs) + m: m for m in range(modules)},
         grid=(width // 64, slots),
         num_warps=4,
         num_stages=_stages_that_fit(step, most=4),
@@ -303,18 +331,25 @@ def _add_gradients(
     )
 
 
-def _call(kernel, *arrays, **options) -> list[Array]:
+def _call(kernel: str, *arrays, **options) -> list[Array]:
+    # Neither package is installed where there is no GPU.
     import jax_triton
 
-    # Float32 products are exact to float32; tensor cores would round their inputs to 10 bits.
+    from . import triton_kernels
+
     return jax_triton.triton_call(
         *arrays,
-        kernel=kernel,
-        name=kernel.__name__,
+        kernel=getattr(triton_kernels, kernel),
+        name=kernel,
         compute_capability=compute_capability(jax.local_devices()[0]),
+        # Of float32 inputs alone: TF32 would round them to 10 bits.
         PRECISION="ieee",
         **options,
     )
+
+
+def _as_array(layer) -> Int[Array, "1"]:
+    return jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def _mask_arguments(masks: _Masks | None) -> _Masks:

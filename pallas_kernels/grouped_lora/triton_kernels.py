@@ -77,6 +77,7 @@ def low_rank_kernel(
 
 @triton.jit
 def routed_matmul_kernel(
+    layer_ptr,
     chunk_slot_ptr,
     counters_ptr,
     rate_ptr,
@@ -110,14 +111,15 @@ def routed_matmul_kernel(
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`out = Σ_m lhs_m W_m + dropout_m(low_m F_m[t])`: [N, COLUMNS] from lhs_m [N, DEPTH_m].
+    """`out = Σ_m lhs_m W_m[layer] + dropout_m(low_m F_m[t])`: [N, COLUMNS] from lhs_m [N, DEPTH_m].
 
-    W is [DEPTH, COLUMNS] and F is [T, r, COLUMNS]; both are stored transposed (COLUMNS first) where
-    TRANSPOSED says so. One program makes one TILE_M x TILE_N tile.
+    W is [L, DEPTH, COLUMNS] and F [T, r, COLUMNS]; the last two dimensions of both are swapped if
+    TRANSPOSED. One program makes one TILE_M x TILE_N tile; zeros in empty chunks.
     """
     row_tile, column_tile = _tile_of_program(TOKENS // TILE_M, COLUMNS // TILE_N, GROUP_M)
     row, column = row_tile * TILE_M, column_tile * TILE_N
     slot = tl.load(chunk_slot_ptr + row // CHUNK_LEN)
+    layer = tl.load(layer_ptr).to(tl.int64)
     lhs = (lhs_0_ptr, lhs_1_ptr, lhs_2_ptr)
     weights = (weight_0_ptr, weight_1_ptr, weight_2_ptr)
     lows = (low_0_ptr, low_1_ptr, low_2_ptr)
@@ -130,7 +132,7 @@ def routed_matmul_kernel(
         rate = tl.load(rate_ptr + slot, mask=slot >= 0, other=0.0)
         # The sum of masked products goes through the output's own tile, a slice at a time: beside
         # the accumulator, a second float32 tile and its hashes would not fit the registers.
-        for start in range(column, column + TILE_N, SLICE_N):
+        for start in tl.range(column, column + TILE_N, SLICE_N, num_stages=1):
             dropped = tl.zeros((TILE_M, SLICE_N), tl.float32)
             for m in tl.static_range(MODULES):
                 low, factor = _low_rank_tiles(
@@ -153,7 +155,7 @@ def routed_matmul_kernel(
             total = tl.dot(low, factor, total, input_precision=PRECISION)
     for m in tl.static_range(MODULES):
         total = _add_product(
-            total, lhs[m], weights[m], row, column,
+            total, lhs[m], weights[m] + layer * (depths[m] * COLUMNS), slot, row, column,
             depths[m], COLUMNS, TRANSPOSED, TILE_M, TILE_N, TILE_K, PRECISION,
         )  # fmt: skip
     tl.store(out, total.to(out_ptr.dtype.element_ty))
@@ -161,6 +163,7 @@ def routed_matmul_kernel(
 
 @triton.jit
 def slot_gradient_kernel(
+    layer_ptr,
     x_ptr,
     low_0_ptr,
     low_1_ptr,
@@ -187,13 +190,12 @@ def slot_gradient_kernel(
     TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`after_m[t] = before_m[t] + dropout_m(x)^T low_m` over the tokens of slot t, in float32.
+    """`after_m[layer, t] = before_m[layer, t] + dropout_m(x)^T low_m` over the tokens of slot t.
 
-    `after` is `before`, in place: [T, ...] with the given strides, so that it is grad A or grad B.
-    Slot t's chunks are order[starts[t] : starts[t + 1]], in stream order; `order` has one entry more
-    than there are chunks. One program owns TILE_K
-    columns of x for one slot, so no two programs write the same place, and the slots that own
-    nothing are not touched.
+    `after` is `before`, in place: float32 [L, T, ...] with the given strides, so that it is the
+    accumulator of A or of B. Slot t's chunks are order[starts[t] : starts[t + 1]], in stream order;
+    `order` has one entry more than there are chunks. One program owns TILE_K columns of x for one
+    slot, so no two write the same place, and what belongs to slots without chunks is not touched.
     """
     column, slot = tl.program_id(0) * TILE_K, tl.program_id(1)
     tiles: tl.constexpr = CHUNK_LEN // TILE_M
@@ -224,7 +226,8 @@ def slot_gradient_kernel(
                 tl.dot(tl.trans(dropped), low, sums[m], input_precision=PRECISION),
             )
         sums = new_sums
-    at = slot.to(tl.int64) * (WIDTH * RANK) + (
+    place = tl.load(layer_ptr).to(tl.int64) * tl.num_programs(1) + slot
+    at = place * (WIDTH * RANK) + (
         (column + columns)[:, None] * STRIDE_WIDTH + ranks[None, :] * STRIDE_RANK
     )
     accumulators = (after_0_ptr, after_1_ptr, after_2_ptr)
@@ -280,6 +283,7 @@ def _add_product(
     total,
     lhs_ptr,
     weight_ptr,
+    slot,
     row,
     column,
     DEPTH: tl.constexpr,
@@ -290,7 +294,7 @@ def _add_product(
     TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`total + lhs W` for one tile; lhs is [N, DEPTH], W [DEPTH, COLUMNS] or its transpose."""
+    """`total + lhs W` for one tile, unless it is empty; W is [DEPTH, COLUMNS] or its transpose."""
     rows, columns, depth = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     stride_depth: tl.constexpr = 1 if TRANSPOSED else COLUMNS
     stride_column: tl.constexpr = DEPTH if TRANSPOSED else 1
@@ -301,7 +305,7 @@ def _add_product(
         + depth[:, None] * stride_depth
         + columns[None, :] * stride_column
     )
-    for _ in range(0, DEPTH, TILE_K):
+    for _ in range(0, tl.where(slot >= 0, DEPTH, 0), TILE_K):
         lhs, weight = tl.load(lhs_tile), tl.load(weight_tile)
         total = tl.dot(lhs, weight, total, input_precision=PRECISION)
         lhs_tile += TILE_K

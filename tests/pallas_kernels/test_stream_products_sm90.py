@@ -7,9 +7,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmux.pallas_kernels.counter_dropout import keep_mask
 from jaxmux.pallas_kernels.grouped_lora.stream_products_sm90 import (
     ColumnJob,
     ColumnTiling,
+    Masks,
     RowJob,
     RowTiling,
     column_products,
@@ -148,6 +150,41 @@ def test_gradient_products_are_both_kinds(interpret):
         assert_column_products(result, job, chunk_slot)
 
 
+def dropout(rng, modules) -> Masks:
+    counters = rng.integers(2**32, size=(modules, TOKENS))
+    return Masks(tuple(jnp.asarray(counters, jnp.uint32)), jnp.asarray((0.5, 0.0, 0.75)))
+
+
+def dropped(z, masks: Masks, module, chunk_slot):
+    """The activation that one of its products meets; the scales 2, 1 and 4 keep it exact."""
+    rate = jnp.repeat(masks.rate[jnp.asarray(chunk_slot)], TOKENS // len(chunk_slot))
+    keep = keep_mask(masks.counters[module], rate, z.shape[1])
+    return jnp.where(keep, z * (1 / (1 - rate))[:, None], 0)
+
+
+def test_row_products_of_dropped_activations(interpret):
+    rng, chunk_slot = np.random.default_rng(7), (2, 0, -1, 1)
+    job = row_job(rng, 256, factors=2)._replace(masks=dropout(rng, 2))
+    tiling = RowTiling(tile_m=64, tile_k=128, splits=2, stages=2)
+    [results] = row_products((job,), jnp.asarray(chunk_slot), tiling=tiling, interpret=interpret)
+    for i, result in enumerate(results):
+        alone = RowJob(dropped(job.z, job.masks, i, chunk_slot), job.factors[i : i + 1])
+        assert_row_products([result], alone, chunk_slot)
+
+
+def test_column_products_of_dropped_activations(interpret):
+    rng, chunk_slot = np.random.default_rng(8), (2, 0, -1, 1)
+    job = column_job(rng, 128, lows=2)._replace(masks=dropout(rng, 2))
+    [results] = column_products(
+        (job,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+    )
+    for i, result in enumerate(results):
+        one = slice(i, i + 1)
+        z = dropped(job.z, job.masks, i, chunk_slot)
+        alone = ColumnJob(z, job.lows[one], job.accumulators[one], False)
+        assert_column_products([result], alone, chunk_slot)
+
+
 def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
     rng, chunk_slot = np.random.default_rng(3), (0, 1, -1, 1)
     size = TOKENS // CHUNKS
@@ -248,12 +285,27 @@ def test_real_shapes_lower(width, rank, slots):
             (RowJob(z, (f,)),),
             (ColumnJob(z, (low,), (g,), True),),
             c,
-            column_tiling=ColumnTiling(stripe=max(64, width // 64)),
+            column_tiling=ColumnTiling(stripe=256 if width > 4096 else 64),
             blocks=132,
         ),
         *(z, factor, low, shape(slots, rank, width, dtype=jnp.float32), chunk_slot),
     )
     assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize(("width", "rank", "slots"), REAL[::5])
+def test_real_shapes_with_dropout_lower(width, rank, slots):
+    masks = Masks((shape(8192, dtype=jnp.uint32),) * 3, shape(slots, dtype=jnp.float32))
+    z, chunk_slot = shape(8192, width), shape(64, dtype=jnp.int32)
+    lowered(
+        lambda z, f, masks, c: row_products((RowJob(z, f, masks),), c),
+        *(z, (shape(slots, rank, width),) * 3, masks, chunk_slot),
+    )
+    accumulators = (shape(slots, width, rank, dtype=jnp.float32),) * 3
+    lowered(
+        lambda z, lows, g, masks, c: column_products((ColumnJob(z, lows, g, False, masks),), c),
+        *(z, (shape(rank, 8192),) * 3, accumulators, masks, chunk_slot),
+    )
 
 
 def test_accumulators_are_updated_in_place():
