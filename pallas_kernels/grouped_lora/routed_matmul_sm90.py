@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 TILE_M = 128
 
@@ -22,7 +22,9 @@ class Tiling(NamedTuple):
     """Tile sizes of the kernel, found by `scripts/tune_grouped_lora.py`.
 
     Attributes:
-      tile_n: output columns of each of the two multiplying warpgroups.
+      tile_n: output columns of a thread block.
+      split_rows: whether the two multiplying warpgroups share a tile by rows, not by columns.
+      cluster: thread blocks, 1 or 2, that lie above each other and share what they load of W.
       tile_k: depth of one pipeline step.
       stages: pipeline steps in flight.
       tile_r: depth of one low-rank product, at most.
@@ -33,7 +35,9 @@ class Tiling(NamedTuple):
       delay_release: steps by which a buffer's release trails its product (0 or 1).
     """
 
-    tile_n: int = 128
+    tile_n: int = 256
+    split_rows: bool = False
+    cluster: int = 1
     tile_k: int = 64
     stages: int = 4
     tile_r: int = 64
@@ -80,6 +84,7 @@ def routed_matmul(
       interpret: see `plgpu.kernel`.
     """
     first = terms[0]
+    cluster = tiling.cluster
     dtype = first.lhs.dtype
     rows, columns = first.lhs.shape[0], first.weight.shape[1 if transposed else 2]
     layout = _Layout(
@@ -89,8 +94,10 @@ def routed_matmul(
         partial(_kernel, layout),
         out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
         scratch_types=_scratch(layout, dtype),
-        grid=(blocks,),
+        grid=(blocks // cluster,),
         grid_names=("sm",),
+        cluster=(cluster,),
+        cluster_names=("cluster",),
         num_threads=3,
         thread_name="wg",
         kernel_name="routed_matmul_transposed" if transposed else "routed_matmul",
@@ -115,8 +122,11 @@ class _Layout(NamedTuple):
     heights: tuple[int, ...]
 
     @property
-    def wide(self) -> int:
-        return 2 * self.tiling.tile_n
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of one warpgroup's part of a tile."""
+        if self.tiling.split_rows:
+            return TILE_M // 2, self.tiling.tile_n
+        return TILE_M, self.tiling.tile_n // 2
 
     @property
     def low_steps(self) -> int:
@@ -141,15 +151,23 @@ class _Scratch(NamedTuple):
 
 
 class _Tile(NamedTuple):
+    """Where a thread block works; `live` where any block of its cluster has a task's tile."""
+
     rows: Any
     columns: Any
     slot: Int[Array, ""]
+    live: Bool[Array, ""]
+
+    @property
+    def owned(self) -> Bool[Array, ""]:
+        return self.slot >= 0
 
 
 def _scratch(layout: _Layout, dtype) -> tuple:
     tiling, low_stages = layout.tiling, min(layout.tiling.low_stages, layout.low_steps)
-    weight = (tiling.tile_k, layout.wide)
+    weight = (tiling.tile_k, tiling.tile_n)
     out = (2, 2, TILE_M // 2, tiling.epilogue_n)
+    consumed = dict(num_arrivals=2, num_barriers=tiling.stages)
 
     def tiles(count: int, rows: int, columns: int, depth: int):
         # The swizzle of an operand may not exceed the depth of the product.
@@ -162,10 +180,12 @@ def _scratch(layout: _Layout, dtype) -> tuple:
                 tiling.stages, *(weight[::-1] if layout.transposed else weight), tiling.tile_k
             ),
             low=tiles(low_stages, layout.tile_r, TILE_M, layout.tile_r),
-            factor=tiles(low_stages, layout.tile_r, layout.wide, layout.tile_r),
+            factor=tiles(low_stages, layout.tile_r, layout.tiling.tile_n, layout.tile_r),
             out=plgpu.SMEM(out, dtype, transforms=_swizzled(tiling.epilogue_n, dtype)),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
+            consumed=plgpu.Barrier(**consumed)
+            if tiling.cluster == 1
+            else plgpu.ClusterBarrier(collective_axes=("cluster",), **consumed),
             low_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
             low_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
         )
@@ -181,8 +201,8 @@ def _swizzled(columns: int, dtype) -> tuple:
 def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
     scratch = _Scratch(*scratch)
     tiling = layout.tiling
-    shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // layout.wide)
-    chunk_tiles = shape[0] // slot_gmem.shape[0]
+    shape = (out_gmem.shape[0] // (tiling.cluster * TILE_M), out_gmem.shape[1] // tiling.tile_n)
+    chunk_tiles = out_gmem.shape[0] // (slot_gmem.shape[0] * TILE_M)
     steps = sum(term.lhs.shape[1] for term in terms) // tiling.tile_k
     thread = lax.axis_index("wg")
 
@@ -191,12 +211,10 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
         @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=(jnp.int32(0),) * 2)
         def counts(info, carry):
             row, column = plgpu.planar_snake(info.index[0], shape, tiling.minor, tiling.group)
-            rows, columns = pl.ds(row * TILE_M, TILE_M), pl.ds(column * layout.wide, layout.wide)
-            tile = _Tile(rows, columns, slot_gmem[lax.div(row, jnp.int32(chunk_tiles))])
+            tile = _tile(tiling, slot_gmem, chunk_tiles, row, column)
             step, owned = carry
             body(tile, step, owned)
-            live = (tile.slot >= 0).astype(jnp.int32)
-            return step + live * steps, owned + live
+            return step + tile.live.astype(jnp.int32) * steps, owned + tile.owned.astype(jnp.int32)
 
         return counts
 
@@ -206,9 +224,12 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
         layer = layer_gmem[0]
 
         def load_tile(tile, step, owned):
-            @pl.when(tile.slot >= 0)
+            @pl.when(tile.owned)
             def _():
                 _load_low_rank(layout, terms, scratch, tile, owned * layout.low_steps)
+
+            @pl.when(tile.live)
+            def _():
                 _load_steps(layout, terms, scratch, tile, layer, step)
 
         step, owned = for_each_tile(load_tile)
@@ -219,21 +240,47 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
     @pl.when(thread < 2)
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
-        half = pl.ds(thread * tiling.tile_n, tiling.tile_n)
+        part = tuple(pl.ds(thread * size, size) for size in layout.part)
+        if tiling.split_rows:
+            part = part[0], slice(None)
+        else:
+            part = slice(None), part[1]
 
         def multiply_tile(tile, step, owned):
-            @partial(pl.run_scoped, acc=plgpu.ACC((TILE_M, tiling.tile_n), jnp.float32))
+            @partial(pl.run_scoped, acc=plgpu.ACC(layout.part, jnp.float32))
             def _scope(acc):
-                @pl.when(tile.slot >= 0)
+                @pl.when(tile.owned)
                 def _():
-                    _multiply_low_rank(layout, acc, scratch, half, owned * layout.low_steps)
-                    _multiply_steps(layout, acc, scratch, half, step, steps)
+                    _multiply_low_rank(layout, acc, scratch, part, owned * layout.low_steps)
 
-                at = out_gmem.at[tile.rows, tile.columns].at[:, half]
-                _store(acc[...], at, scratch.out.at[thread], tiling.epilogue_n)
+                @pl.when(tile.live)
+                def _():
+                    _multiply_steps(layout, acc, scratch, part, step, steps)
+
+                out = acc[...]
+                if tiling.cluster > 1:
+                    # An empty tile may have been multiplied along with its neighbour's.
+                    out = lax.cond(tile.owned, lambda: out, lambda: jnp.zeros_like(out))
+                at = out_gmem.at[tile.rows, tile.columns].at[part]
+                _store(out, at, scratch.out.at[thread], tiling.epilogue_n)
 
         for_each_tile(multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _tile(tiling: Tiling, slot_gmem, chunk_tiles: int, row, column) -> _Tile:
+    """The tile of this block when its cluster is at a row and column of clusters."""
+
+    def slot_of(row):
+        return slot_gmem[lax.div(row, jnp.int32(chunk_tiles))]
+
+    row *= tiling.cluster
+    live = slot_of(row) >= 0
+    if tiling.cluster == 2:
+        live |= slot_of(row + 1) >= 0
+        row += lax.axis_index("cluster")
+    columns = pl.ds(column * tiling.tile_n, tiling.tile_n)
+    return _Tile(pl.ds(row * TILE_M, TILE_M), columns, slot_of(row), live)
 
 
 def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step):
@@ -259,14 +306,17 @@ def _load_steps(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, layer, f
             stage = _claim(scratch.consumed, first_step + i)
             depth = pl.ds(i * tile_k, tile_k)
             if layout.transposed:
-                rows = pl.ds(layer * height + tile.columns.start, layout.wide)
+                rows = pl.ds(layer * height + tile.columns.start, layout.tiling.tile_n)
                 weight = term.weight.at[rows, depth]
             else:
                 rows = pl.ds(layer * height + i * tile_k, tile_k)
                 weight = term.weight.at[rows, tile.columns]
             barrier = scratch.loaded.at[stage]
             plgpu.copy_gmem_to_smem(term.lhs.at[tile.rows, depth], scratch.lhs.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(weight, scratch.weight.at[stage], barrier)
+            shared = "cluster" if layout.tiling.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(
+                weight, scratch.weight.at[stage], barrier, collective_axes=shared
+            )
 
         first_step += count
 
@@ -284,18 +334,18 @@ def _await_all(consumed, steps):
         pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
 
 
-def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, half, step):
+def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, part, step):
     for _ in range(layout.low_steps):
         stage = lax.rem(step, jnp.int32(scratch.low.shape[0]))
         plgpu.barrier_wait(scratch.low_loaded.at[stage])
-        low = scratch.low.at[stage].transpose((1, 0))
-        plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, half])
+        low = scratch.low.at[stage].at[:, part[0]].transpose((1, 0))
+        plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, part[1]])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.low_consumed.at[stage])
         step += 1
 
 
-def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, half, first_step, steps: int):
+def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, part, first_step, steps: int):
     stages, delay = layout.tiling.stages, layout.tiling.delay_release
 
     def stage_of(step):
@@ -306,8 +356,11 @@ def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, half, first_step, s
         stage = stage_of(first_step + i)
         plgpu.barrier_wait(scratch.loaded.at[stage])
         weight = scratch.weight.at[stage]
-        weight = weight.at[half].transpose((1, 0)) if layout.transposed else weight.at[:, half]
-        plgpu.wgmma(acc, scratch.lhs.at[stage], weight)
+        if layout.transposed:
+            weight = weight.at[part[1]].transpose((1, 0))
+        else:
+            weight = weight.at[:, part[1]]
+        plgpu.wgmma(acc, scratch.lhs.at[stage].at[part[0]], weight)
         plgpu.wgmma_wait(delay)
         if delay:
             previous = stage_of(first_step + i + (stages - 1))
@@ -323,8 +376,11 @@ def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, half, first_step, s
 def _store(acc, out_gmem, out_smem, epilogue_n: int):
     out = acc.astype(out_gmem.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    rows, columns = acc.shape
     half = TILE_M // 2
-    pieces = ((row, col) for row in (0, half) for col in range(0, acc.shape[1], epilogue_n))
+    pieces = (
+        (row, column) for row in range(0, rows, half) for column in range(0, columns, epilogue_n)
+    )
     for i, (row, column) in enumerate(pieces):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         at = (slice(row, row + half), slice(column, column + epilogue_n))
