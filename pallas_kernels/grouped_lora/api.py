@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import Dropout
-from . import base, mosaic_gpu
+from . import base, mosaic_gpu, triton
 
 
 class Routing(NamedTuple):
@@ -47,6 +47,7 @@ class Projection(NamedTuple):
 # By name, the function and its refusal: why it cannot serve a call. The first that can is picked.
 _IMPLEMENTATIONS = {
     "mosaic_gpu": (mosaic_gpu.grouped_lora_linear_mosaic_gpu, mosaic_gpu.refusal),
+    "triton": (triton.grouped_lora_linear_triton, triton.refusal),
     "xla": (base.grouped_lora_linear_xla, base.refusal),
 }
 IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
@@ -83,8 +84,9 @@ def grouped_lora_linear(
         frozen one.
       layer: index of the layer in the stacked arrays, and for the dropout hash.
       modules: static index of each projection's module, for the dropout hash.
-      implementation: "mosaic_gpu" on Hopper GPUs, "xla" anywhere. None picks the first of them that
-        can serve the call, and logs which and why.
+      implementation: "mosaic_gpu" on Hopper GPUs, "triton" on these and the two generations before
+        (with the extra `jaxmux[triton]`), "xla" anywhere. None picks the first of them that can
+        serve the call, and logs which and why.
 
     Returns:
       One [N, n] array per projection, in the dtype of `x`, zero on empty chunks; and the

@@ -128,9 +128,9 @@ def _matmul(terms: tuple[Term, ...], routing, layer, *, transposed: bool) -> Flo
 
 
 def _rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Array, "T r n"]]:
-    """One layer's factors in the compute dtype, ranks padded to a multiple of 16."""
+    """One layer's factors in the compute dtype, ranks padded to what the kernels divide evenly."""
     a, b = factors.a[layer].swapaxes(1, 2), factors.b[layer]
-    missing = -a.shape[1] % 16
+    missing = -a.shape[1] % (16 if a.shape[1] <= 64 else 64)
     a, b = (jnp.pad(f.astype(dtype), ((0, 0), (0, missing), (0, 0))) for f in (a, b))
     return a, b
 

@@ -30,7 +30,7 @@ def multiprocessors() -> int:
 def matmul_tiling(terms: tuple[Term, ...], *, transposed: bool) -> Tiling:
     """Tile sizes for a `routed_matmul`."""
     rank = terms[0].low.shape[0]
-    base = Tiling(minor=0, group=16, delay_release=1)
+    base = Tiling(minor=0, group=16, split_rows=True)
     low_bytes = min(rank, base.tile_r) * (TILE_M + base.tile_n) * 2
     stage_bytes = base.tile_k * (TILE_M + base.tile_n) * 2
     epilogue_bytes = 2 * TILE_M * base.epilogue_n * 2

@@ -1,0 +1,206 @@
+"""Every implementation of the grouped LoRA linear against the same formula, and the same promises.
+
+On CPU the Mosaic GPU kernels run in the interpreter, which looks for data races; on a GPU (marker
+`gpu`) all kernels run as they are.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmux.pallas_kernels.grouped_lora import (
+    IMPLEMENTATIONS,
+    Factors,
+    Projection,
+    Routing,
+    grouped_lora_linear,
+    mosaic_gpu,
+)
+
+SLOTS, LAYERS, LAYER, CHUNK = 4, 2, 1, 128
+# Slot 3 owns nothing; one chunk is empty; slot 0's chunks are not adjacent.
+OWNERS = (0, 2, -1, 0, 1, 0)
+
+
+class Case(NamedTuple):
+    x: jax.Array
+    projections: tuple[Projection, ...]
+    sums: tuple[Factors, ...]
+    routing: Routing
+    gradients: tuple[jax.Array, ...]
+
+
+def make_case(
+    k=256, widths=(256, 512), rank=16, owners=OWNERS, slots=SLOTS, chunk=CHUNK, layers=LAYERS
+) -> Case:
+    rng = np.random.default_rng(0)
+    tokens = chunk * len(owners)
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(0.1 * rng.standard_normal(shape), dtype)
+
+    def factors(n):
+        return Factors(
+            normal(layers, slots, k, rank, dtype=jnp.float32),
+            normal(layers, slots, rank, n, dtype=jnp.float32),
+        )
+
+    return Case(
+        normal(tokens, k),
+        tuple(Projection(normal(layers, k, n), factors(n)) for n in widths),
+        tuple(factors(n) for n in widths),
+        Routing(jnp.asarray(owners, jnp.int32), jnp.asarray(rng.uniform(0.5, 2, slots))),
+        tuple(normal(tokens, n) for n in widths),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def differentiate(implementation: str, case: Case):
+    """Outputs, dx and the next accumulators."""
+
+    def forward(x, sums):
+        modules = tuple(range(len(case.projections)))
+        return grouped_lora_linear(
+            x, case.projections, sums, case.routing, None, LAYER, modules, implementation
+        )
+
+    (outputs, _), backward = jax.vjp(forward, case.x, case.sums)
+    return outputs, *backward((case.gradients, case.sums))
+
+
+def expected(case: Case):
+    """The same in float32, by plain XLA."""
+
+    def wide(x):
+        return x.astype(jnp.float32)
+
+    inputs = case.x, case.projections, case.gradients
+    x, projections, gradients = jax.tree.map(wide, inputs)
+    return differentiate("xla", case._replace(x=x, projections=projections, gradients=gradients))
+
+
+def run(implementation: str, case: Case):
+    if jax.default_backend() == "gpu" or implementation != "mosaic_gpu":
+        return differentiate(implementation, case)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
+        patch.setattr(mosaic_gpu, "is_hopper", lambda: True)
+        found = jax.block_until_ready(differentiate(implementation, case))
+    assert not gpu_callbacks.get_races().races_found
+    return found
+
+
+ON_CPU = ("xla", "mosaic_gpu")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in ON_CPU else pytest.param(name, marks=pytest.mark.gpu)
+        for name in IMPLEMENTATIONS
+    ],
+)
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def solved(implementation):
+    case = make_case()
+    return case, run(implementation, case), expected(case)
+
+
+def test_outputs_and_gradients_follow_the_formula(solved):
+    _, found, wanted = solved
+    assert_close(found, wanted)
+
+
+def test_empty_chunks_are_zeros(solved):
+    _, (outputs, dx, _), _ = solved
+    empty = np.repeat(np.asarray(OWNERS) < 0, CHUNK)
+    assert not any(np.any(y[empty]) for y in (*outputs, dx))
+
+
+def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved):
+    case, (*_, sums), _ = solved
+    for before, after in zip(*map(jax.tree.leaves, (case.sums, sums)), strict=True):
+        assert_same_bits(after[:LAYER], before[:LAYER])
+        assert_same_bits(after[:, 3], before[:, 3])
+
+
+@pytest.mark.parametrize("where", ["x", "gradient", "factors", "idle factors"])
+def test_nan_of_one_task_changes_no_bit_of_the_others(where, implementation, solved):
+    case, (outputs, dx, sums), _ = solved
+    owned = np.repeat(np.asarray(OWNERS) == 0, CHUNK)[:, None]
+    if where == "x":
+        broken = case._replace(x=jnp.where(owned, jnp.nan, case.x))
+    elif where == "gradient":
+        poisoned = tuple(jnp.where(owned, jnp.nan, dy) for dy in case.gradients)
+        broken = case._replace(gradients=poisoned)
+    else:
+        slot = 0 if where == "factors" else 3
+        poisoned = [
+            p._replace(factors=jax.tree.map(lambda f: f.at[:, slot].set(jnp.nan), p.factors))
+            for p in case.projections
+        ]
+        broken = case._replace(projections=tuple(poisoned))
+    broken_outputs, broken_dx, broken_sums = run(implementation, broken)
+    others = slice(None) if where == "idle factors" else ~owned[:, 0]
+    for before, after in zip((*outputs, dx), (*broken_outputs, broken_dx), strict=True):
+        assert_same_bits(before[others], after[others])
+    slots = slice(0 if where == "idle factors" else 1, None)
+    for before, after in zip(*map(jax.tree.leaves, (sums, broken_sums)), strict=True):
+        assert_same_bits(before[:, slots], after[:, slots])
+
+
+# The shapes of the benchmark, odd numbers of tasks, ranks and padding, small and large ranks.
+REAL = {
+    "one linear": dict(k=4096, widths=(4096,)),
+    "up": dict(k=4096, widths=(14336,)),
+    "down": dict(k=14336, widths=(4096,)),
+    "q/k/v, five tasks": dict(k=4096, widths=(4096, 1024, 1024), slots=5),
+    "gate/up": dict(k=4096, widths=(14336, 14336)),
+    "rank 8, seven tasks": dict(k=4096, widths=(4096,), rank=8, slots=7),
+    "gate/up, rank 64": dict(k=4096, widths=(14336, 14336), rank=64),
+    "q/k/v, rank 128": dict(k=4096, widths=(4096, 1024, 1024), rank=128),
+    "64 tasks": dict(k=4096, widths=(4096,), slots=64),
+    "rank 40": dict(k=1024, widths=(1024,), rank=40),
+    "rank 72": dict(k=1024, widths=(1024,), rank=72),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL)
+def test_real_shapes_on_the_gpu(shape, implementation):
+    slots = REAL[shape].get("slots", 4)
+    owners = np.random.default_rng(len(shape)).integers(-1, slots, 64)
+    case = make_case(**REAL[shape] | dict(owners=tuple(owners), slots=slots))
+    wanted = jax.device_get(expected(case))
+    # What the outputs are made of must be overwritten, every element.
+    poison = [jnp.full(1 << 28, jnp.nan, jnp.float32) for _ in range(8)]
+    jax.block_until_ready(poison)
+    del poison
+    found = jax.device_get(run(implementation, case))
+    assert_close(found, wanted)
+    again = jax.device_get(run(implementation, case))
+    for one, other in zip(*map(jax.tree.leaves, (found, again)), strict=True):
+        assert_same_bits(one, other)
+
+
+def assert_close(found, wanted):
+    """Each array within 1e-2 of the reference in norm: what bfloat16 allows."""
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
+
+
+def assert_same_bits(one, other):
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
