@@ -42,11 +42,21 @@ def token_counters(
 def keep_mask(
     counters: UInt32[Array, "N"], rate: Float[Array, "N"], columns: int
 ) -> Bool[Array, "N columns"]:
-    """True where a feature survives: a column's hash is at least `rate` of the uint32 range."""
-    column = jnp.uint32(_GOLDEN) * jnp.arange(columns, dtype=jnp.uint32)
-    hashed = _mix(counters[:, None] + column[None, :])
-    # 24 bits are what a float32 rate resolves, and keep the comparison exact.
-    return (hashed >> 8).astype(jnp.float32) >= rate[:, None] * jnp.float32(1 << 24)
+    """True where a feature survives."""
+    column = jnp.arange(columns, dtype=jnp.int32)
+    return keep_columns(counters[:, None], column[None, :], rate[:, None])
+
+
+def keep_columns(
+    counters: UInt32[Array, "*tile"], column: Int[Array, "*tile"], rate: Float[Array, "*tile"]
+) -> Bool[Array, "*tile"]:
+    """True where a feature survives: the hash of counter and column is at least `rate` of the
+    uint32 range. Elementwise, so that kernels can call it on a tile."""
+    hashed = _mix(counters + column.astype(jnp.uint32) * jnp.uint32(_GOLDEN))
+    # 24 bits are what a float32 rate resolves, and keep the comparison exact. Through int32,
+    # because GPUs convert no unsigned numbers here.
+    draw = (hashed >> 8).astype(jnp.int32).astype(jnp.float32)
+    return draw >= rate * jnp.float32(1 << 24)
 
 
 def _mix(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from ..counter_dropout import token_counters
 from .base import LOW_RANK
+from .dropout_sm90 import Masks
 from .routed_matmul_sm90 import TILE_M, Term, routed_matmul
 from .stream_products_sm90 import (
     ColumnJob,
@@ -28,8 +30,6 @@ def refusal(x, projections, routing, dropout) -> str | None:
     """Why this implementation cannot serve a call; None if it can."""
     if not is_hopper():
         return "it needs a Hopper GPU"
-    if dropout is not None:
-        return "it has no dropout"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, found {x.dtype}"
     if any(p.kernel.dtype != x.dtype for p in projections):
@@ -53,9 +53,9 @@ def grouped_lora_linear_mosaic_gpu(modules, x, projections, accumulators, routin
 
 
 def _forward(modules, x, projections, accumulators, routing, dropout, layer):
-    del modules, dropout
+    masks = _masks(modules, x, routing, dropout, layer)
     factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
-    rows = RowJob(x, tuple(a for a, _ in factors))
+    rows = RowJob(x, tuple(a for a, _ in factors), masks)
     (partial_sums,) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
     lows = tuple(
         checkpoint_name(_low_rank(sums, routing, x.dtype), LOW_RANK) for sums in partial_sums
@@ -64,12 +64,11 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         _matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False)
         for p, low, (_, b) in zip(projections, lows, factors, strict=True)
     )
-    return (outputs, accumulators), (x, projections, routing, layer, lows)
+    return (outputs, accumulators), (x, projections, routing, dropout, layer, lows)
 
 
 def _backward(modules, residuals, cotangents):
-    del modules
-    x, projections, routing, layer, lows = residuals
+    x, projections, routing, dropout, layer, lows = residuals
     gradients, sums = cotangents
     factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
     slots, _, rank = projections[0].factors.a.shape[1:]
@@ -86,6 +85,7 @@ def _backward(modules, residuals, cotangents):
         ),
         place,
     )
+    masks = _masks(modules, x, routing, dropout, layer)
     dx = _matmul(
         tuple(
             Term(dy, p.kernel, d_low, a)
@@ -94,6 +94,7 @@ def _backward(modules, residuals, cotangents):
         routing,
         layer,
         transposed=True,
+        masks=masks,
     )
     (new_a,) = column_products(
         (
@@ -102,6 +103,7 @@ def _backward(modules, residuals, cotangents):
                 tuple(d_low[:rank] for d_low in d_lows),
                 tuple(_flat(s.a) for s in sums),
                 rank_major=False,
+                masks=masks and masks._replace(rate=jnp.tile(masks.rate, len(sums[0].a))),
             ),
         ),
         place,
@@ -116,14 +118,26 @@ def _backward(modules, residuals, cotangents):
 grouped_lora_linear_mosaic_gpu.defvjp(_forward, _backward)
 
 
-def _matmul(terms: tuple[Term, ...], routing, layer, *, transposed: bool) -> Float[Array, "N n"]:
+def _masks(modules, x, routing, dropout, layer) -> Masks | None:
+    if dropout is None:
+        return None
+    rows, slots = x.shape[0], routing.chunk_slot
+    owner = jnp.repeat(jnp.maximum(slots, 0), rows // len(slots), total_repeat_length=rows)
+    counters = tuple(token_counters(dropout, owner, layer, module) for module in modules)
+    return Masks(counters, dropout.rate)
+
+
+def _matmul(
+    terms: tuple[Term, ...], routing, layer, *, transposed: bool, masks: Masks | None = None
+) -> Float[Array, "N n"]:
     return routed_matmul(
         terms,
         routing.chunk_slot,
         jnp.asarray(layer),
         transposed=transposed,
-        tiling=matmul_tiling(terms, transposed=transposed),
+        tiling=matmul_tiling(terms, masked=masks is not None),
         blocks=multiprocessors(),
+        masks=masks,
     )
 
 

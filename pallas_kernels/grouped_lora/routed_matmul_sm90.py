@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from .dropout_sm90 import Masks, drop, load_counters, mask_operands
+
 TILE_M = 128
 
 
@@ -72,6 +74,7 @@ def routed_matmul(
     transposed: bool,
     tiling: Tiling,
     blocks: int,
+    masks: Masks | None = None,
     interpret: Any = None,
 ) -> Float[Array, "N n"]:
     """Sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
@@ -81,6 +84,7 @@ def routed_matmul(
     Args:
       chunk_slot: int32 [C], owner slot of each chunk; N / C is a multiple of `TILE_M`.
       blocks: thread blocks to launch, one per multiprocessor.
+      masks: dropout of each term's low-rank product, with counters per term; None for none.
       interpret: see `plgpu.kernel`.
     """
     first = terms[0]
@@ -106,7 +110,8 @@ def routed_matmul(
     )
     # A slice of a three-dimensional array does not lower: layers and slots become row offsets.
     flat = [Term(t.lhs, _flat(t.weight), t.low, _flat(t.factor)) for t in terms]
-    return kernel(jnp.reshape(layer, 1).astype(jnp.int32), chunk_slot, flat)
+    layer = jnp.reshape(layer, 1).astype(jnp.int32)
+    return kernel(layer, chunk_slot, flat, mask_operands(masks))
 
 
 def _flat(stacked: Float[Array, "_ _ n"]) -> Float[Array, "_ n"]:
@@ -127,6 +132,13 @@ class _Layout(NamedTuple):
         if self.tiling.split_rows:
             return TILE_M // 2, self.tiling.tile_n
         return TILE_M, self.tiling.tile_n // 2
+
+    def part_of(self, warpgroup):
+        """Where in a tile a warpgroup's part lies."""
+        rows, columns = self.part
+        if self.tiling.split_rows:
+            return pl.ds(warpgroup * rows, rows), pl.ds(0, columns)
+        return pl.ds(0, rows), pl.ds(warpgroup * columns, columns)
 
     @property
     def low_steps(self) -> int:
@@ -198,7 +210,7 @@ def _swizzled(columns: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
+def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, masks, out_gmem, *scratch):
     scratch = _Scratch(*scratch)
     tiling = layout.tiling
     shape = (out_gmem.shape[0] // (tiling.cluster * TILE_M), out_gmem.shape[1] // tiling.tile_n)
@@ -240,18 +252,18 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
     @pl.when(thread < 2)
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
-        part = tuple(pl.ds(thread * size, size) for size in layout.part)
-        if tiling.split_rows:
-            part = part[0], slice(None)
-        else:
-            part = slice(None), part[1]
+        part = layout.part_of(thread)
 
         def multiply_tile(tile, step, owned):
+            low_step = owned * layout.low_steps
+
             @partial(pl.run_scoped, acc=plgpu.ACC(layout.part, jnp.float32))
             def _scope(acc):
-                @pl.when(tile.owned)
-                def _():
-                    _multiply_low_rank(layout, acc, scratch, part, owned * layout.low_steps)
+                if masks is None:
+
+                    @pl.when(tile.owned)
+                    def _():
+                        _multiply_low_rank(layout, acc, scratch, part, low_step)
 
                 @pl.when(tile.live)
                 def _():
@@ -262,7 +274,12 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, out_gmem, *scratch):
                     # An empty tile may have been multiplied along with its neighbour's.
                     out = lax.cond(tile.owned, lambda: out, lambda: jnp.zeros_like(out))
                 at = out_gmem.at[tile.rows, tile.columns].at[part]
-                _store(out, at, scratch.out.at[thread], tiling.epilogue_n)
+                store = partial(_store, out, at, scratch.out.at[thread], tiling.epilogue_n)
+                if masks is None:
+                    store()
+                else:
+                    add = partial(_add_dropped, layout, scratch, masks, tile, part, low_step)
+                    _with_low_rank(layout, scratch, tile, low_step, lambda: store(add))
 
         for_each_tile(multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -345,6 +362,52 @@ def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, part, step):
         step += 1
 
 
+def _with_low_rank(layout: _Layout, scratch: _Scratch, tile: _Tile, step, function):
+    """Calls the function while the low-rank operands of an owned tile are loaded."""
+    stages = [lax.rem(step + i, jnp.int32(scratch.low.shape[0])) for i in range(layout.low_steps)]
+
+    @pl.when(tile.owned)
+    def _():
+        for stage in stages:
+            plgpu.barrier_wait(scratch.low_loaded.at[stage])
+
+    function()
+
+    @pl.when(tile.owned)
+    def _():
+        for stage in stages:
+            plgpu.barrier_arrive(scratch.low_consumed.at[stage])
+
+
+def _add_dropped(layout, scratch, masks, tile, part, step, total, row: int, column: int):
+    """A piece of the output at a row and column of a warpgroup's part, plus its dropped low-rank
+    products."""
+    rows = pl.ds(part[0].start + row, total.shape[0])
+    columns = pl.ds(part[1].start + column, total.shape[1])
+    per_term = layout.low_steps // len(layout.heights)
+
+    def product(term: int):
+        def multiply(acc):
+            for i in range(term * per_term, (term + 1) * per_term):
+                stage = lax.rem(step + i, jnp.int32(scratch.low.shape[0]))
+                low = scratch.low.at[stage].at[:, rows].transpose((1, 0))
+                plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, columns])
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(total.shape, jnp.float32))
+
+    def with_products():
+        counters = load_counters(masks, pl.ds(tile.rows.start + rows.start, total.shape[0]))
+        first = tile.columns.start + columns.start
+        dropped = (
+            drop(product(term), masks, counters[term], tile.slot, first)
+            for term in range(len(layout.heights))
+        )
+        return sum(dropped, total)
+
+    return lax.cond(tile.owned, with_products, lambda: total)
+
+
 def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, part, first_step, steps: int):
     stages, delay = layout.tiling.stages, layout.tiling.delay_release
 
@@ -373,17 +436,15 @@ def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, part, first_step, s
         plgpu.barrier_arrive(scratch.consumed.at[stage_of(first_step + (steps - 1))])
 
 
-def _store(acc, out_gmem, out_smem, epilogue_n: int):
-    out = acc.astype(out_gmem.dtype)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def _store(acc, out_gmem, out_smem, epilogue_n: int, add=lambda piece, row, column: piece):
     rows, columns = acc.shape
     half = TILE_M // 2
-    pieces = (
-        (row, column) for row in range(0, rows, half) for column in range(0, columns, epilogue_n)
-    )
+    pieces = ((r, c) for r in range(0, rows, half) for c in range(0, columns, epilogue_n))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, (row, column) in enumerate(pieces):
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         at = (slice(row, row + half), slice(column, column + epilogue_n))
-        out_smem[i % 2] = out[at]
+        piece = add(acc[at], row, column).astype(out_gmem.dtype)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        out_smem[i % 2] = piece
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[i % 2], out_gmem.at[at])

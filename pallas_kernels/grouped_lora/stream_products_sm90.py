@@ -20,24 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
-from ..counter_dropout import _GOLDEN, _mix
+from .dropout_sm90 import MaskOperands, Masks, drop, load_counters, mask_operands
 
 # What a thread block may hold, less what barriers and alignment take.
 _SHARED_MEMORY = 224 * 1024
-
-
-class Masks(NamedTuple):
-    """The dropout of an activation, see `counter_dropout`.
-
-    Attributes:
-      counters: uint32 [N] each, the `token_counters` for every matrix that the activation meets.
-      rate: float32 [T], probability in [0, 1) that a feature is dropped.
-    """
-
-    counters: tuple[UInt32[Array, "N"], ...]
-    rate: Float[Array, "T"]
 
 
 class RowJob(NamedTuple):
@@ -264,35 +252,23 @@ def gradient_products(
 _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
-class _MaskOperands(NamedTuple):
-    counters: tuple
-    threshold: Any
-    scale: Any
-
-
 class _RowOperands(NamedTuple):
     z: Any
     factors: tuple
-    masks: _MaskOperands | None
+    masks: MaskOperands | None
 
 
 class _ColumnOperands(NamedTuple):
     z: Any
     lows: tuple
     accumulators: tuple
-    masks: _MaskOperands | None
-
-
-def _mask_operands(masks: Masks | None) -> _MaskOperands | None:
-    if masks is None:
-        return None
-    return _MaskOperands(masks.counters, masks.rate * jnp.float32(1 << 24), 1 / (1 - masks.rate))
+    masks: MaskOperands | None
 
 
 def _row_operands(jobs) -> list[_RowOperands]:
     # A slice of a three-dimensional array does not load: slots become row offsets.
     return [
-        _RowOperands(job.z, tuple(_flat(f) for f in job.factors), _mask_operands(job.masks))
+        _RowOperands(job.z, tuple(_flat(f) for f in job.factors), mask_operands(job.masks))
         for job in jobs
     ]
 
@@ -311,7 +287,7 @@ def _column_operands(jobs) -> list[_ColumnOperands]:
             job.z,
             job.lows,
             tuple(jax.new_ref(_flat(g)) for g in job.accumulators),
-            _mask_operands(job.masks),
+            mask_operands(job.masks),
         )
         for job in jobs
     ]
@@ -372,7 +348,7 @@ def _multiply_rows(tiling: RowTiling, slot_gmem, job: _RowOperands, outputs, til
                 factor.at[pl.ds(slot * rank, rank), columns]
                 for factor, rank in zip(job.factors, ranks, strict=True)
             ]
-            counters = _load_counters(job.masks, rows)
+            counters = load_counters(job.masks, rows)
             pipeline(partial(multiply, accs, dropped_smem, counters))(
                 job.z.at[rows, columns], *owned
             )
@@ -505,7 +481,7 @@ def _load_stripe(stripe: _Stripe, buffers: _Buffers, step, stage):
 def _stripe_products(stripe: _Stripe, buffers: _Buffers, step, stage, slot) -> list:
     """Waits for one step's tiles and returns `z^T low^T` of each intermediate."""
     masks, tiling = stripe.job.masks, stripe.tiling
-    counters = _load_counters(masks, pl.ds(step * tiling.tile_rows, tiling.tile_rows))
+    counters = load_counters(masks, pl.ds(step * tiling.tile_rows, tiling.tile_rows))
     plgpu.barrier_wait(buffers.loaded.at[stage])
 
     def multiply(*accs):
@@ -544,35 +520,20 @@ def _store_sums(stripe: _Stripe, slot, sums: list):
             at[...] = value
 
 
-def _drop(z_smem, dropped_smem, masks: _MaskOperands, counters, slot, first_column):
+def _drop(z_smem, dropped_smem, masks: MaskOperands, counters, slot, first_column):
     """Writes the tile of `z` to another place with the owner's dropout applied."""
-    layout = plgpu.Layout.WGMMA
-    threshold, scale = masks.threshold[slot], masks.scale[slot]
-    shape = (z_smem.shape[0], 64)
     # The product before may still read the place.
     plgpu.wgmma_wait(0)
-    for start in range(0, z_smem.shape[1], shape[1]):
-        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + first_column + start
-        hashed = lax.broadcast_in_dim(counters, shape, (0,)) + column.astype(
-            jnp.uint32
-        ) * jnp.uint32(_GOLDEN)
-        # Between 24-bit integers and float32 the comparison is exact.
-        keep = (_mix(hashed) >> 8).astype(jnp.int32).astype(jnp.float32) >= threshold
-        part = pl.ds(start, shape[1])
-        z = plgpu.load(z_smem.at[:, part], layout=layout)
-        scaled = (z.astype(jnp.float32) * scale).astype(z.dtype)
-        dropped_smem.at[:, part][...] = jnp.where(keep, scaled, jnp.zeros_like(scaled))
+    width = 64
+    for start in range(0, z_smem.shape[1], width):
+        part = pl.ds(start, width)
+        z = plgpu.load(z_smem.at[:, part], layout=plgpu.Layout.WGMMA)
+        dropped = drop(z, masks, counters, slot, first_column + start)
+        dropped_smem.at[:, part][...] = dropped
     plgpu.commit_smem()
 
 
-def _load_counters(masks: _MaskOperands | None, rows) -> list:
-    if masks is None:
-        return []
-    layout = plgpu.Layout.WGMMA.reduce(1)
-    return [plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters]
-
-
-def _with_dropped(masks: _MaskOperands | None, shape, dtype, function):
+def _with_dropped(masks: MaskOperands | None, shape, dtype, function):
     """Calls the function with a place for a dropped tile, or with None where nothing drops."""
     if masks is None:
         function(None)
@@ -580,7 +541,7 @@ def _with_dropped(masks: _MaskOperands | None, shape, dtype, function):
         pl.run_scoped(function, plgpu.SMEM(shape, dtype, transforms=_swizzled(dtype)))
 
 
-def _dropped_size(masks: _MaskOperands | None, shape) -> int:
+def _dropped_size(masks: MaskOperands | None, shape) -> int:
     return 0 if masks is None else shape[0] * shape[1]
 
 

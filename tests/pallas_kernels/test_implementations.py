@@ -14,6 +14,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import (
     IMPLEMENTATIONS,
     Factors,
@@ -33,29 +34,40 @@ class Case(NamedTuple):
     projections: tuple[Projection, ...]
     sums: tuple[Factors, ...]
     routing: Routing
+    dropout: Dropout | None
     gradients: tuple[jax.Array, ...]
 
 
-def make_case(
-    k=256, widths=(256, 512), rank=16, owners=OWNERS, slots=SLOTS, chunk=CHUNK, layers=LAYERS
-) -> Case:
-    rng = np.random.default_rng(0)
-    tokens = chunk * len(owners)
+def make_case(k=256, widths=(256, 512), rank=16, owners=OWNERS, slots=SLOTS, rates=None) -> Case:
+    keys = iter(jax.random.split(jax.random.key(len(widths) + rank), 64))
+    tokens = CHUNK * len(owners)
 
     def normal(*shape, dtype=jnp.bfloat16):
-        return jnp.asarray(0.1 * rng.standard_normal(shape), dtype)
+        return (0.1 * jax.random.normal(next(keys), shape)).astype(dtype)
 
     def factors(n):
         return Factors(
-            normal(layers, slots, k, rank, dtype=jnp.float32),
-            normal(layers, slots, rank, n, dtype=jnp.float32),
+            normal(LAYERS, slots, k, rank, dtype=jnp.float32),
+            normal(LAYERS, slots, rank, n, dtype=jnp.float32),
+        )
+
+    dropout = None
+    if rates is not None:
+        dropout = Dropout(
+            jnp.asarray(rates, jnp.float32),
+            jax.random.bits(next(keys), (slots,), jnp.uint32),
+            jax.random.bits(next(keys), (tokens,), jnp.uint32),
+            jnp.arange(tokens, dtype=jnp.int32) % 11,
         )
 
     return Case(
         normal(tokens, k),
-        tuple(Projection(normal(layers, k, n), factors(n)) for n in widths),
+        tuple(Projection(normal(LAYERS, k, n), factors(n)) for n in widths),
         tuple(factors(n) for n in widths),
-        Routing(jnp.asarray(owners, jnp.int32), jnp.asarray(rng.uniform(0.5, 2, slots))),
+        Routing(
+            jnp.asarray(owners, jnp.int32), jax.random.uniform(next(keys), (slots,), minval=0.5)
+        ),
+        dropout,
         tuple(normal(tokens, n) for n in widths),
     )
 
@@ -67,7 +79,7 @@ def differentiate(implementation: str, case: Case):
     def forward(x, sums):
         modules = tuple(range(len(case.projections)))
         return grouped_lora_linear(
-            x, case.projections, sums, case.routing, None, LAYER, modules, implementation
+            x, case.projections, sums, case.routing, case.dropout, LAYER, modules, implementation
         )
 
     (outputs, _), backward = jax.vjp(forward, case.x, case.sums)
@@ -112,9 +124,12 @@ def implementation(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def solved(implementation):
-    case = make_case()
+RATES = {"no dropout": None, "dropout": (0.5, 0.0, 0.25, 0.9)}
+
+
+@pytest.fixture(scope="module", params=RATES.values(), ids=RATES)
+def solved(implementation, request):
+    case = make_case(rates=request.param)
     return case, run(implementation, case), expected(case)
 
 
@@ -139,6 +154,8 @@ def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved)
 @pytest.mark.parametrize("where", ["x", "gradient", "factors", "idle factors"])
 def test_nan_of_one_task_changes_no_bit_of_the_others(where, implementation, solved):
     case, (outputs, dx, sums), _ = solved
+    if case.dropout is not None and where != "x":
+        pytest.skip("dropout acts on x alone")
     owned = np.repeat(np.asarray(OWNERS) == 0, CHUNK)[:, None]
     if where == "x":
         broken = case._replace(x=jnp.where(owned, jnp.nan, case.x))
@@ -173,6 +190,8 @@ REAL = {
     "q/k/v, rank 128": dict(k=4096, widths=(4096, 1024, 1024), rank=128),
     "64 tasks": dict(k=4096, widths=(4096,), slots=64),
     "rank 40": dict(k=1024, widths=(1024,), rank=40),
+    "q/k/v, dropout": dict(k=4096, widths=(4096, 1024, 1024), rates=(0.1, 0.0, 0.05, 0.1)),
+    "down, dropout": dict(k=14336, widths=(4096,), rates=(0.1,) * 4),
     "rank 72": dict(k=1024, widths=(1024,), rank=72),
 }
 

@@ -1,0 +1,606 @@
+"""The gated activation of an MLP, `silu(gate) * up`, fused with its low-rank products, for Hopper.
+
+`gated_forward` makes the activation and multiplies its rows by the A factors of `down_proj`.
+`gated_backward` makes the gradients of `gate` and `up` and, from the same tiles in shared memory,
+the five low-rank products that meet them and the activation. Both read and write each long array
+once. A warpgroup loads tiles through TMA; two others compute each result in the place of one of its
+inputs, where it is an operand of the products and the source of the TMA store.
+
+As in `stream_products_sm90`, everything that meets a long array in a product is rank-major.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from .routed_matmul_sm90 import _await_all, _claim
+from .stream_products_sm90 import _check_chunks, _flat, _owner, _stages, _swizzled
+
+# Rows or columns of one computing warpgroup's part of a tile; two of them share a tile.
+_PART = 64
+
+
+class ForwardTiling(NamedTuple):
+    """Tile sizes of `gated_forward`, whose tiles have 128 rows.
+
+    Attributes:
+      tile_k: columns of one load, a multiple of 64.
+      splits: thread blocks that share the columns of a row tile.
+      stages: loads in flight, at most; fewer where shared memory ends.
+    """
+
+    tile_k: int = 64
+    splits: int = 2
+    stages: int = 6
+
+
+class BackwardTiling(NamedTuple):
+    """Tile sizes of `gated_backward`, whose tiles have 64 rows and 128 columns.
+
+    Attributes:
+      stages: loads in flight, at most; fewer where shared memory ends.
+    """
+
+    stages: int = 4
+
+
+def gated_forward(
+    gate: Float[Array, "N w"],
+    up: Float[Array, "N w"],
+    a: Float[Array, "T r w"],
+    chunk_slot: Int[Array, "C"],
+    *,
+    tiling: ForwardTiling = ForwardTiling(),  # noqa: B008
+    interpret: Any = None,
+) -> tuple[Float[Array, "N w"], Float[Array, "splits N r"]]:
+    """`h = silu(gate) * up` and `h a[t]^T`, the latter in partial sums over ranges of columns.
+
+    The activation is computed in float32 and rounded once; the products see the rounded one. Rows
+    of empty chunks (slot -1) are zeros and their inputs are not read.
+
+    Args:
+      gate: in half precision, as is all but the sums.
+      a: the A factors of `down_proj`, rank-major.
+      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
+      interpret: see `plgpu.kernel`.
+
+    Returns:
+      h; and float32 sums whose sum over the first axis is the product.
+
+    Raises:
+      ValueError: the tiling does not divide the arrays.
+    """
+    rows, width = gate.shape
+    rank = a.shape[1]
+    _check_chunks(rows, chunk_slot, "tile_m", 2 * _PART)
+    _check_width(width, tiling.splits * tiling.tile_k)
+    _check_rank(rank)
+    return plgpu.kernel(
+        partial(_forward_kernel, tiling),
+        out_type=(
+            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+            jax.ShapeDtypeStruct((tiling.splits, rows, rank), jnp.float32),
+        ),
+        scratch_types=_forward_scratch(tiling, rank, gate.dtype),
+        grid=(rows // (2 * _PART), tiling.splits),
+        grid_names=("tile", "split"),
+        kernel_name="gated_forward",
+        **_WARPGROUPS,
+        interpret=interpret,
+    )(chunk_slot, gate, up, _flat(a))
+
+
+def gated_backward(
+    gate: Float[Array, "N w"],
+    up: Float[Array, "N w"],
+    dh: Float[Array, "N w"],
+    b: tuple[Float[Array, "T r w"], Float[Array, "T r w"]],
+    lows: tuple[Float[Array, "r N"], Float[Array, "r N"], Float[Array, "r N"]],
+    accumulators: tuple[Float[Array, "LT r w"], Float[Array, "LT r w"], Float[Array, "LT w r"]],
+    chunk_slot: Int[Array, "C"],
+    place: Int[Array, "C"],
+    *,
+    tiling: BackwardTiling = BackwardTiling(),  # noqa: B008
+    interpret: Any = None,
+) -> tuple[
+    tuple[Float[Array, "N w"], Float[Array, "N w"]],
+    Float[Array, "2 splits N r"],
+    tuple[Float[Array, "LT r w"], Float[Array, "LT r w"], Float[Array, "LT w r"]],
+]:
+    """The gradients of `h = silu(gate) * up`, and every low-rank product that meets them or h.
+
+    With σ the sigmoid of the gate, `dup = dh gate σ` and `dgate = dh up σ (1 + gate (1 - σ))`, each
+    computed in float32 and rounded once; h is made again in the same way and never written. The
+    products see the rounded values. An accumulator's sum is one left fold in stream order over the
+    products of 64 rows: its bits depend on the task's own rows alone. Slots that own no chunk keep
+    their bits. Rows of empty chunks (slot -1) are zeros and their inputs are not read. XLA updates
+    the accumulators in place where it may.
+
+    Args:
+      gate: in half precision, as is all but the sums and accumulators.
+      dh: the cotangent of h.
+      b: the B factors of `gate_proj` and `up_proj`.
+      lows: s of `gate_proj` and `up_proj`, whose products with dgate and dup are the gradients of
+        their B; and ds of `down_proj`, whose product with h is the gradient of its A.
+      accumulators: float32, of those three gradients.
+      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
+      place: int32 [C], index of each chunk's owner in the accumulators, -1 for an empty chunk.
+      interpret: see `plgpu.kernel`.
+
+    Returns:
+      dgate and dup; `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked, in float32 partial sums over
+      the second axis; the new accumulators.
+
+    Raises:
+      ValueError: the tiles do not divide the arrays.
+    """
+    rows, width = gate.shape
+    rank = lows[0].shape[0]
+    _check_chunks(rows, chunk_slot, "tile rows", _PART)
+    _check_width(width, 2 * _PART)
+    _check_rank(rank)
+    refs = tuple(jax.new_ref(_flat(each)) for each in accumulators)
+    stripes = width // (2 * _PART)
+    dgate, dup, sums = plgpu.kernel(
+        _backward_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+            jax.ShapeDtypeStruct((2, stripes, rows, rank), jnp.float32),
+        ),
+        scratch_types=_backward_scratch(tiling, rank, gate.dtype),
+        grid=(stripes,),
+        grid_names=("stripe",),
+        kernel_name="gated_backward",
+        **_WARPGROUPS,
+        interpret=interpret,
+    )(chunk_slot, place, _Operands((gate, up, dh), tuple(map(_flat, b)), lows, refs))
+    new = (jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, accumulators, strict=True))
+    return (dgate, dup), sums, tuple(new)
+
+
+_WARPGROUPS = dict(
+    num_threads=3,
+    thread_name="wg",
+    compiler_params=plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+    ),
+)
+
+
+class _ForwardScratch(NamedTuple):
+    """Tiles of one stage each; the activation takes the place of `gate`."""
+
+    gate: Any
+    up: Any
+    a: Any
+    loaded: Any
+    consumed: Any
+
+
+def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> tuple:
+    stages = _stages(tiling.stages, (4 * _PART + rank) * tiling.tile_k, dtype)
+
+    def tiles(height: int):
+        return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=_swizzled(dtype))
+
+    return tuple(
+        _ForwardScratch(
+            gate=tiles(2 * _PART),
+            up=tiles(2 * _PART),
+            a=tiles(rank),
+            loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        )
+    )
+
+
+def _forward_kernel(
+    tiling: ForwardTiling, slot_gmem, gate_gmem, up_gmem, a_gmem, h_gmem, sums_gmem, *scratch
+):
+    scratch = _ForwardScratch(*scratch)
+    tile, split = lax.axis_index("tile"), lax.axis_index("split")
+    rows, width = gate_gmem.shape
+    slot = _owner(slot_gmem, tile, rows // (2 * _PART))
+    steps, rank = width // tiling.splits // tiling.tile_k, sums_gmem.shape[-1]
+    first_row, first_column = tile * 2 * _PART, split * (width // tiling.splits)
+    thread = lax.axis_index("wg")
+
+    def columns(step):
+        return pl.ds(first_column + step * tiling.tile_k, tiling.tile_k)
+
+    def load():
+        tile_rows, ranks = pl.ds(first_row, 2 * _PART), pl.ds(slot * rank, rank)
+
+        @pl.loop(0, steps)
+        def _step(i):
+            stage = _claim(scratch.consumed, i)
+            copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
+            copy(gate_gmem.at[tile_rows, columns(i)], scratch.gate.at[stage])
+            copy(up_gmem.at[tile_rows, columns(i)], scratch.up.at[stage])
+            copy(a_gmem.at[ranks, columns(i)], scratch.a.at[stage])
+
+        # No barrier may be left with an arrival that nobody waited for.
+        _await_all(scratch.consumed, steps)
+
+    def compute(acc):
+        part, part_rows = pl.ds(thread * _PART, _PART), pl.ds(first_row + thread * _PART, _PART)
+        stages = scratch.loaded.shape[0]
+
+        def step(i, _):
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(scratch.loaded.at[stage])
+            h_smem = scratch.gate.at[stage].at[part]
+            _gate_part(h_smem, scratch.up.at[stage].at[part])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[part_rows, columns(i)])
+            plgpu.wgmma(acc, h_smem, scratch.a.at[stage].transpose((1, 0)))
+            # The step before is over once only this step's store and product are in flight.
+            plgpu.wgmma_wait(1)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            previous = lax.rem(i + (stages - 1), jnp.int32(stages))
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.consumed.at[previous]))
+
+        @pl.when(slot >= 0)
+        def _():
+            lax.fori_loop(0, steps, step, None)
+            plgpu.wgmma_wait(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            last = lax.rem(jnp.int32(steps - 1), jnp.int32(stages))
+            plgpu.barrier_arrive(scratch.consumed.at[last])
+
+        @pl.when(slot < 0)
+        def _():
+            @pl.loop(0, steps)
+            def _step(i):
+                _clear(h_gmem.at[part_rows, columns(i)])
+
+        sums_gmem.at[split, part_rows][...] = acc[...]
+
+    @pl.when(thread == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        pl.when(slot >= 0)(load)
+
+    @pl.when(thread < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        pl.run_scoped(compute, plgpu.ACC((_PART, rank)))
+
+
+def _gate_part(gate_smem, up_smem):
+    """Writes `silu(gate) * up` in the place of the gate."""
+    gate, up = _load_float32(gate_smem), _load_float32(up_smem)
+    gate_smem[...] = (gate * _sigmoid(gate) * up).astype(gate_smem.dtype)
+
+
+def _sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    # Where the exponential overflows, the root of its inverse is zero. A division takes many
+    # instructions, a root one.
+    root = lax.rsqrt(1 + jnp.exp(-x))
+    return root * root
+
+
+def _load_float32(smem) -> Float[Array, "_ _"]:
+    return plgpu.load(smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _clear(gmem):
+    zeros = jnp.zeros(gmem.shape, gmem.dtype)
+    gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
+class _Operands(NamedTuple):
+    activations: tuple
+    factors: tuple
+    lows: tuple
+    accumulators: tuple
+
+
+class _BackwardScratch(NamedTuple):
+    """Tiles of one stage each: gate, up and dh, in whose places dgate, dup and h are written; the
+    three lows. And two tiles of each factor, for the owner now and the next.
+    """
+
+    activations: Any
+    lows: Any
+    factors: Any
+    loaded: Any
+    written: Any
+    consumed: Any
+    factors_loaded: Any
+    factors_consumed: Any
+
+
+class _Stripe(NamedTuple):
+    """What one thread block works on: two parts of 64 columns each, over all rows."""
+
+    slot_gmem: Any
+    place_gmem: Any
+    operands: _Operands
+    gradients: tuple
+    sums: Any
+    scratch: _BackwardScratch
+    index: Any
+    thread: Any
+
+    @property
+    def rank(self) -> int:
+        return self.sums.shape[-1]
+
+    @property
+    def tiles(self) -> int:
+        return self.sums.shape[2] // _PART
+
+    @property
+    def columns(self):
+        return pl.ds(self.index * 2 * _PART, 2 * _PART)
+
+    @property
+    def part(self):
+        """Columns of this warpgroup's part."""
+        return pl.ds(self.index * 2 * _PART + self.thread * _PART, _PART)
+
+    def stage(self, step):
+        return lax.rem(step, jnp.int32(self.scratch.loaded.shape[0]))
+
+    def place(self, tile):
+        return _owner(self.place_gmem, tile, self.tiles)
+
+
+class _Progress(NamedTuple):
+    """What the loop over the row tiles carries.
+
+    Attributes:
+      step: tiles with an owner, so far.
+      runs: runs of tiles of the same owner, so far.
+      place: the owner of the last of them.
+    """
+
+    step: Int[Array, ""]
+    runs: Int[Array, ""]
+    place: Int[Array, ""]
+
+
+_START = (0, 0, -1)
+
+
+def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> tuple:
+    factors = 2 * 2 * rank * 2 * _PART
+    stages = _stages(tiling.stages, 3 * _PART * (2 * _PART + rank), dtype, factors)
+
+    def tiles(*shape: int):
+        return plgpu.SMEM(shape, dtype, transforms=_swizzled(dtype))
+
+    return tuple(
+        _BackwardScratch(
+            activations=tiles(stages, 3, _PART, 2 * _PART),
+            lows=tiles(stages, 3, rank, _PART),
+            factors=tiles(2, 2, rank, 2 * _PART),
+            loaded=plgpu.Barrier(num_arrivals=6, num_barriers=stages),
+            written=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            factors_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            factors_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        )
+    )
+
+
+def _backward_kernel(slot_gmem, place_gmem, operands, dgate_gmem, dup_gmem, sums_gmem, *scratch):
+    stripe = _Stripe(
+        slot_gmem,
+        place_gmem,
+        operands,
+        (dgate_gmem, dup_gmem),
+        sums_gmem,
+        _BackwardScratch(*scratch),
+        lax.axis_index("stripe"),
+        lax.axis_index("wg"),
+    )
+
+    @pl.when(stripe.thread == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        _load_tiles(stripe)
+
+    @pl.when(stripe.thread < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        _compute_tiles(stripe)
+
+
+def _load_tiles(stripe: _Stripe):
+    scratch = stripe.scratch
+
+    def load(tile, progress):
+        place = stripe.place(tile)
+
+        def load_owned(progress):
+            starts_run = place != progress.place
+            pl.when(starts_run)(lambda: _load_factors(stripe, tile, progress.runs))
+            _load_tile(stripe, tile, progress.step)
+            runs = progress.runs + starts_run.astype(jnp.int32)
+            return _Progress(progress.step + 1, runs, place)
+
+        return lax.cond(place >= 0, load_owned, lambda progress: progress, progress)
+
+    progress = lax.fori_loop(0, stripe.tiles, load, _Progress(*map(jnp.int32, _START)))
+    # No barrier may be left with an arrival that nobody waited for.
+    _await_all(scratch.consumed, progress.step)
+    _await_all(scratch.factors_consumed, progress.runs)
+
+
+def _load_factors(stripe: _Stripe, tile, run):
+    scratch = stripe.scratch
+    stage = _claim(scratch.factors_consumed, run)
+    slot = _owner(stripe.slot_gmem, tile, stripe.tiles)
+    ranks = pl.ds(slot * stripe.rank, stripe.rank)
+    for i, factor in enumerate(stripe.operands.factors):
+        plgpu.copy_gmem_to_smem(
+            factor.at[ranks, stripe.columns],
+            scratch.factors.at[stage, i],
+            scratch.factors_loaded.at[stage],
+        )
+
+
+def _load_tile(stripe: _Stripe, tile, step):
+    scratch = stripe.scratch
+    stage, rows = _claim(scratch.consumed, step), pl.ds(tile * _PART, _PART)
+    copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
+    for i, (activation, low) in enumerate(
+        zip(stripe.operands.activations, stripe.operands.lows, strict=True)
+    ):
+        copy(activation.at[rows, stripe.columns], scratch.activations.at[stage, i])
+        copy(low.at[:, rows], scratch.lows.at[stage, i])
+
+
+def _compute_tiles(stripe: _Stripe):
+    """The loop over the row tiles. It carries, in registers, the sums of the owner that passes."""
+    scratch = stripe.scratch
+
+    def compute(tile, carry):
+        place = stripe.place(tile)
+
+        def compute_owned(progress, sums):
+            runs, sums = lax.cond(
+                place != progress.place,
+                lambda: (progress.runs + 1, _change_owner(stripe, progress, place, sums)),
+                lambda: (progress.runs, sums),
+            )
+            progress = _Progress(progress.step, runs, place)
+            _differentiate(stripe, progress.step)
+            products = _products(stripe, tile, progress)
+            sums = [total + new for total, new in zip(sums, products, strict=True)]
+            return progress._replace(step=progress.step + 1), sums
+
+        def clear(*carry):
+            rows = pl.ds(tile * _PART, _PART)
+            for gradient in stripe.gradients:
+                _clear(gradient.at[rows, stripe.part])
+            _clear(stripe.sums.at[stripe.thread, stripe.index, rows])
+            return carry
+
+        return lax.cond(place >= 0, compute_owned, clear, *carry)
+
+    zeros = jnp.zeros((_PART, stripe.rank), jnp.float32)
+    sums = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)] * 3
+    carry = _Progress(*map(jnp.int32, _START)), sums
+    progress, sums = lax.fori_loop(0, stripe.tiles, compute, carry)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(progress.step > 0)
+    def _():
+        _store_sums(stripe, progress.place, sums)
+        plgpu.barrier_arrive(scratch.consumed.at[stripe.stage(progress.step - 1)])
+        plgpu.barrier_arrive(scratch.factors_consumed.at[lax.rem(progress.runs - 1, 2)])
+
+
+def _change_owner(stripe: _Stripe, before: _Progress, place, sums: list) -> list:
+    """Puts the sums of the owner before away, and returns those of the next."""
+
+    @pl.when(before.runs > 0)
+    def _():
+        _store_sums(stripe, before.place, sums)
+        plgpu.barrier_arrive(stripe.scratch.factors_consumed.at[lax.rem(before.runs - 1, 2)])
+
+    plgpu.barrier_wait(stripe.scratch.factors_loaded.at[lax.rem(before.runs, 2)])
+    return _load_sums(stripe, place)
+
+
+def _differentiate(stripe: _Stripe, step):
+    """Makes dgate, dup and h of this warpgroup's part of a tile."""
+    scratch, stage = stripe.scratch, stripe.stage(step)
+    plgpu.barrier_wait(scratch.loaded.at[stage])
+    part = pl.ds(stripe.thread * _PART, _PART)
+    places = [scratch.activations.at[stage, i].at[:, part] for i in range(3)]
+    gate, up, dh = map(_load_float32, places)
+    sigmoid = _sigmoid(gate)
+    silu = gate * sigmoid
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    for place, value in zip(places, (slope * dh * up, silu * dh, silu * up), strict=True):
+        place[...] = value.astype(place.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.written.at[stage])
+
+
+def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
+    """Products of a tile: over its rows for this warpgroup's columns, returned; and over its
+    columns, of dgate by the first warpgroup and dup by the second, stored.
+    """
+    scratch, stage, thread = stripe.scratch, stripe.stage(progress.step), stripe.thread
+    part, rows = pl.ds(thread * _PART, _PART), pl.ds(tile * _PART, _PART)
+
+    def multiply(row_acc, *column_accs):
+        for i, acc in enumerate(column_accs):
+            activation = scratch.activations.at[stage, i].at[:, part]
+            low = scratch.lows.at[stage, i]
+            plgpu.wgmma(acc, activation.transpose((1, 0)), low.transpose((1, 0)))
+        plgpu.barrier_wait(scratch.written.at[stage])
+        factor = scratch.factors.at[lax.rem(progress.runs - 1, 2), thread]
+        plgpu.wgmma(row_acc, scratch.activations.at[stage, thread], factor.transpose((1, 0)))
+        _store_gradient(stripe, rows, progress.step)
+        stripe.sums.at[thread, stripe.index, rows][...] = row_acc[...]
+        return [acc[...] for acc in column_accs]
+
+    accs = (plgpu.ACC((_PART, stripe.rank)) for _ in range(4))
+    return pl.run_scoped(multiply, *accs)
+
+
+def _store_gradient(stripe: _Stripe, rows, step):
+    """Starts to store dgate or dup of a tile, and releases the stage of the step before."""
+    scratch, stage = stripe.scratch, stripe.stage(step)
+    for i, gradient in enumerate(stripe.gradients):
+
+        @pl.when(stripe.thread == i)
+        def _(i=i, gradient=gradient):
+            tile = scratch.activations.at[stage, i]
+            plgpu.copy_smem_to_gmem(tile, gradient.at[rows, stripe.columns])
+
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+    @pl.when(step > 0)
+    def _():
+        plgpu.barrier_arrive(scratch.consumed.at[stripe.stage(step - 1)])
+
+
+def _sums_at(stripe: _Stripe, place) -> list:
+    """This warpgroup's [64, r] parts of one owner's accumulators, and the layout to access each."""
+    *rank_major, da_down = stripe.operands.accumulators
+    ranks = pl.ds(place * stripe.rank, stripe.rank)
+    width = stripe.gradients[0].shape[1]
+    return [
+        (db.at[ranks, stripe.part].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+        for db in rank_major
+    ] + [(da_down.at[pl.ds(place * width + stripe.part.start, _PART)], plgpu.Layout.WGMMA)]
+
+
+def _load_sums(stripe: _Stripe, place) -> list:
+    # Loads that count as optimized exist for shared memory only.
+    return [
+        plgpu.layout_cast(plgpu.load(at, layout=layout, optimized=False), plgpu.Layout.WGMMA)
+        for at, layout in _sums_at(stripe, place)
+    ]
+
+
+def _store_sums(stripe: _Stripe, place, sums: list):
+    for (at, layout), value in zip(_sums_at(stripe, place), sums, strict=True):
+        at[...] = plgpu.layout_cast(value, layout)
+
+
+def _check_width(width: int, size: int):
+    if width % size or size % _PART:
+        raise ValueError(
+            f"arrays of {width} columns; expected a multiple of {size}, the columns that a thread "
+            f"block takes at once, itself a multiple of {_PART}"
+        )
+
+
+def _check_rank(rank: int):
+    if rank % 16 or rank > 64:
+        raise ValueError(f"rank {rank}; expected 16, 32, 48 or 64")

@@ -1,0 +1,264 @@
+"""The fused gated activation for Hopper: values in interpret mode, lowering of the real shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmux.pallas_kernels.grouped_lora.gated_products_sm90 import (
+    BackwardTiling,
+    ForwardTiling,
+    gated_backward,
+    gated_forward,
+)
+
+TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
+ROUTINGS = {
+    "one task": (1, 1, 1, 1),
+    "owners alternate": (0, 2, 0, 2),
+    "empty in the middle": (2, -1, 2, 0),
+    "empty at the ends": (-1, 0, 1, -1),
+    "all empty": (-1, -1, -1, -1),
+}
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+MESH = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=H200)
+
+
+@pytest.fixture
+def interpret():
+    """Interpret mode; a test that uses it fails if a kernel has a data race."""
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def normals(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def forward_arguments(rng) -> dict:
+    return dict(
+        gate=normals(rng, TOKENS, WIDTH),
+        up=normals(rng, TOKENS, WIDTH),
+        a=normals(rng, SLOTS, RANK, WIDTH),
+    )
+
+
+def backward_arguments(rng) -> dict:
+    rank_major = (2 * SLOTS, RANK, WIDTH)
+    shapes = rank_major, rank_major, (2 * SLOTS, WIDTH, RANK)
+    return dict(
+        gate=normals(rng, TOKENS, WIDTH),
+        up=normals(rng, TOKENS, WIDTH),
+        dh=normals(rng, TOKENS, WIDTH),
+        b=tuple(normals(rng, SLOTS, RANK, WIDTH) for _ in range(2)),
+        lows=tuple(normals(rng, RANK, TOKENS) for _ in range(3)),
+        accumulators=tuple(normals(rng, *shape, dtype=jnp.float32) for shape in shapes),
+    )
+
+
+def forward(arguments, chunk_slot, interpret, stages=3):
+    tiling = ForwardTiling(stages=stages)
+    return gated_forward(
+        **arguments, chunk_slot=jnp.asarray(chunk_slot), tiling=tiling, interpret=interpret
+    )
+
+
+def backward(arguments, chunk_slot, interpret, stages=3):
+    """The accumulators are those of two layers; the second is used."""
+    chunk_slot = jnp.asarray(chunk_slot)
+    place = jnp.where(chunk_slot < 0, -1, SLOTS + chunk_slot)
+    return gated_backward(
+        **arguments,
+        chunk_slot=chunk_slot,
+        place=place,
+        tiling=BackwardTiling(stages=stages),
+        interpret=interpret,
+    )
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def chunks(chunk_slot):
+    """Owner and rows of every chunk that has an owner."""
+    size = TOKENS // len(chunk_slot)
+    return [(s, slice(i * size, (i + 1) * size)) for i, s in enumerate(chunk_slot) if s >= 0]
+
+
+def float32(x):
+    return np.asarray(x, np.float32)
+
+
+def empty_rows(chunk_slot):
+    return np.repeat(np.asarray(chunk_slot) < 0, TOKENS // len(chunk_slot))
+
+
+def assert_rounded(result, expected):
+    """The result is the bfloat16 nearest to a value that differs from the expected in float32."""
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_allclose(float32(result), expected, rtol=2**-8, atol=1e-30)
+
+
+@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_slot, interpret):
+    arguments = forward_arguments(np.random.default_rng(0))
+    h, sums = forward(arguments, chunk_slot, interpret)
+    expected = float32(swiglu(float32(arguments["gate"]), float32(arguments["up"])))
+    assert_rounded(h, np.where(empty_rows(chunk_slot)[:, None], 0, expected))
+    product = np.zeros((TOKENS, RANK), np.float32)
+    for slot, rows in chunks(chunk_slot):
+        product[rows] = float32(h[rows]) @ float32(arguments["a"][slot]).T
+    np.testing.assert_allclose(np.sum(sums, axis=0), product, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
+    arguments = backward_arguments(np.random.default_rng(1))
+    gradients, _, _ = backward(arguments, chunk_slot, interpret)
+    gate, up, dh = (float32(arguments[name]) for name in ("gate", "up", "dh"))
+    expected = jax.vjp(swiglu, gate, up)[1](dh)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        reference = np.where(empty_rows(chunk_slot)[:, None], 0, reference)
+        assert_rounded(gradient, reference)
+
+
+@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+def test_backward_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
+    arguments = backward_arguments(np.random.default_rng(2))
+    gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
+    h, _ = forward(
+        dict(gate=arguments["gate"], up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
+    )
+    for gradient, partial_sums, b in zip(gradients, sums, arguments["b"], strict=True):
+        expected = np.zeros((TOKENS, RANK), np.float32)
+        for slot, rows in chunks(chunk_slot):
+            expected[rows] = float32(gradient[rows]) @ float32(b[slot]).T
+        np.testing.assert_allclose(np.sum(partial_sums, axis=0), expected, rtol=1e-5, atol=1e-3)
+    expected = [np.array(each) for each in arguments["accumulators"]]
+    for slot, rows in chunks(chunk_slot):
+        s_gate, s_up, ds_down = (float32(low[:, rows]) for low in arguments["lows"])
+        expected[0][SLOTS + slot] += s_gate @ float32(gradients[0][rows])
+        expected[1][SLOTS + slot] += s_up @ float32(gradients[1][rows])
+        expected[2][SLOTS + slot] += float32(h[rows]).T @ ds_down.T
+    for result, reference in zip(accumulators, expected, strict=True):
+        np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-3)
+
+
+def test_chunks_of_one_tile_and_two_stages(interpret):
+    chunk_slot = (0, 0, 1, 2, -1, 2, 1, 0)
+    arguments = backward_arguments(np.random.default_rng(3))
+    results = backward(arguments, chunk_slot, interpret, stages=2)
+    # Values that the other tests have checked.
+    expected = backward(arguments, chunk_slot, interpret, stages=4)
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+    empty = slice(4 * TOKENS // 8, 5 * TOKENS // 8)
+    assert not np.any(results[0][0][empty]) and not np.any(results[1][:, :, empty])
+
+
+def test_extreme_gates_give_no_nan(interpret):
+    rng, chunk_slot = np.random.default_rng(4), (0, 1, 2, 0)
+    gates = np.array([0.0, -0.0, 1e-38, 20, 200, 3e38], np.float32)
+    gates = jnp.asarray(np.r_[gates, -gates], jnp.bfloat16)
+    gate = jnp.resize(gates, (TOKENS, WIDTH))
+    arguments = backward_arguments(rng) | dict(gate=gate)
+    gradients, _, _ = backward(arguments, chunk_slot, interpret)
+    h, _ = forward(
+        dict(gate=gate, up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
+    )
+    up, dh = float32(arguments["up"]), float32(arguments["dh"])
+    on, off = float32(gate) >= 20, float32(gate) <= -100
+    for result, where_on in zip(
+        (h, *gradients), (float32(gate) * up, dh * up, float32(gate) * dh), strict=True
+    ):
+        assert not np.isnan(result).any()
+        np.testing.assert_allclose(float32(result)[on], where_on[on], rtol=2**-8)
+        np.testing.assert_array_equal(float32(result)[off], 0)
+
+
+def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
+    rng, chunk_slot = np.random.default_rng(5), (0, 1, -1, 1)
+    size = TOKENS // CHUNKS
+    poisoned = np.r_[0:size, 2 * size : 3 * size]
+    arguments = backward_arguments(rng)
+    for name in ("gate", "up", "dh"):
+        arguments[name] = arguments[name].at[poisoned].set(jnp.nan)
+    arguments["b"] = tuple(b.at[0].set(jnp.nan) for b in arguments["b"])
+    arguments["lows"] = tuple(low.at[:, poisoned].set(jnp.nan) for low in arguments["lows"])
+    h, h_sums = forward(
+        dict(gate=arguments["gate"], up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
+    )
+    gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
+    for rows in (h, *gradients, *h_sums, *sums[0], *sums[1]):
+        by_chunk = np.isnan(float32(rows)).reshape(CHUNKS, -1)
+        assert by_chunk.all(axis=1).tolist() == [True, False, False, False]
+        assert by_chunk.any(axis=1).tolist() == [True, False, False, False]
+    for accumulator in accumulators:
+        has_nan = np.isnan(accumulator).any(axis=(1, 2))
+        assert has_nan.tolist() == [False] * SLOTS + [True, False, False]
+
+
+def test_slot_without_chunks_keeps_its_bits(interpret):
+    arguments = backward_arguments(np.random.default_rng(6))
+    bits = [np.array(each).view(np.uint32) for each in arguments["accumulators"]]
+    for each in bits:
+        each[SLOTS + 2, 0, :4] = 0x80000000, 0x7FC12345, 0xFF800000, 0x00000001
+    arguments["accumulators"] = tuple(jnp.asarray(each.view(np.float32)) for each in bits)
+    _, _, accumulators = backward(arguments, (0, 1, -1, 0), interpret)
+    for result, before in zip(accumulators, bits, strict=True):
+        idle = np.r_[0:SLOTS, SLOTS + 2]
+        np.testing.assert_array_equal(np.asarray(result).view(np.uint32)[idle], before[idle])
+
+
+def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
+    arguments = backward_arguments(np.random.default_rng(7))
+    *_, alone = backward(arguments, (-1, 1, -1, 1), interpret)
+    *_, shared = backward(arguments, (0, 1, 2, 1), interpret)
+    for one, other in zip(alone, shared, strict=True):
+        np.testing.assert_array_equal(one[SLOTS + 1], other[SLOTS + 1])
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    slots = jnp.zeros(CHUNKS, jnp.int32)
+
+    def forward_of(width, rank):
+        z, a = jnp.zeros((TOKENS, width), jnp.bfloat16), jnp.zeros((SLOTS, rank, width))
+        gated_forward(z, z, a.astype(z.dtype), slots)
+
+    with pytest.raises(ValueError, match="192 columns"):
+        forward_of(192, RANK)
+    with pytest.raises(ValueError, match="rank 8"):
+        forward_of(WIDTH, 8)
+    with pytest.raises(ValueError, match="512 rows in 8 chunks"):
+        z = jnp.zeros((TOKENS, WIDTH), jnp.bfloat16)
+        a = jnp.zeros((SLOTS, RANK, WIDTH), jnp.bfloat16)
+        gated_forward(z, z, a, jnp.zeros(8, jnp.int32))
+
+
+def lowered(function, *shapes) -> str:
+    """The module for an H200, made without one; raises where a kernel does not lower or asks for
+    more shared memory than there is.
+    """
+    with jax.sharding.use_abstract_mesh(MESH):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shape(*dimensions, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+@pytest.mark.parametrize("rank", [16, 32, 48, 64])
+@pytest.mark.parametrize("slots", [1, 4, 16])
+def test_real_shapes_lower(rank, slots):
+    rows, width = 8192, 14336
+    z, factor, low = shape(rows, width), shape(slots, rank, width), shape(rank, rows)
+    index = shape(64, dtype=jnp.int32)
+    lowered(gated_forward, z, z, factor, index)
+    db = shape(2 * slots, rank, width, dtype=jnp.float32)
+    da = shape(2 * slots, width, rank, dtype=jnp.float32)
+    text = lowered(
+        gated_backward, *(z, z, z, (factor,) * 2, (low,) * 3, (db, db, da)), index, index
+    )
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
