@@ -40,6 +40,8 @@ def refusal(x, projections, routing, dropout) -> str | None:
     ranks = [p.factors.a.shape[-1] for p in projections]
     if len(set(ranks)) > 1 or ranks[0] % 8:
         return f"pool ranks {ranks}; expected one multiple of 8"
+    if matmul_tiling(len(projections), _padded_rank(ranks[0]), masked=dropout is not None) is None:
+        return f"pool rank {ranks[0]} with dropout and {len(projections)} projections does not fit"
     sizes = [size for p in projections for size in p.kernel.shape[1:]]
     if any(size % 256 for size in sizes):
         return f"kernels of {sizes} rows and columns; expected multiples of 256"
@@ -135,16 +137,21 @@ def _matmul(
         routing.chunk_slot,
         jnp.asarray(layer),
         transposed=transposed,
-        tiling=matmul_tiling(terms, masked=masks is not None),
+        tiling=matmul_tiling(len(terms), terms[0].low.shape[0], masked=masks is not None),
         blocks=multiprocessors(),
         masks=masks,
     )
 
 
+def _padded_rank(rank: int) -> int:
+    """The next rank that the kernels divide evenly."""
+    return -(-rank // 16) * 16 if rank <= 64 else -(-rank // 64) * 64
+
+
 def _rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Array, "T r n"]]:
     """One layer's factors in the compute dtype, ranks padded to what the kernels divide evenly."""
     a, b = factors.a[layer].swapaxes(1, 2), factors.b[layer]
-    missing = -a.shape[1] % (16 if a.shape[1] <= 64 else 64)
+    missing = _padded_rank(a.shape[1]) - a.shape[1]
     a, b = (jnp.pad(f.astype(dtype), ((0, 0), (0, missing), (0, 0))) for f in (a, b))
     return a, b
 

@@ -3,7 +3,7 @@
 import jax
 from jax.extend import backend
 
-from .routed_matmul_sm90 import TILE_M, Term, Tiling
+from .routed_matmul_sm90 import TILE_M, Tiling
 from .stream_products_sm90 import RowJob, RowTiling
 
 # What a thread block may hold, less what barriers and alignment take.
@@ -27,23 +27,22 @@ def multiprocessors() -> int:
     return device.core_count if device.platform == "gpu" else 2
 
 
-def matmul_tiling(terms: tuple[Term, ...], *, masked: bool) -> Tiling:
-    """Tile sizes for a `routed_matmul`.
+def matmul_tiling(terms: int, rank: int, *, masked: bool) -> Tiling | None:
+    """Tile sizes for a `routed_matmul` of so many terms; None if they do not fit.
 
     Args:
       masked: with dropout, all low-rank operands of a tile stay in shared memory.
     """
-    base = Tiling(minor=0, group=16, split_rows=True)
-    rank = terms[0].low.shape[0]
+    base = Tiling(minor=0, group=16, split_rows=True, tile_r=16 if masked else 64)
     low_bytes = min(rank, base.tile_r) * (TILE_M + base.tile_n) * 2
     stage_bytes = base.tile_k * (TILE_M + base.tile_n) * 2
     epilogue_bytes = 2 * TILE_M * base.epilogue_n * 2
-    low_steps = len(terms) * -(-rank // base.tile_r)
+    low_steps = terms * -(-rank // base.tile_r)
     room = _SHARED_MEMORY - epilogue_bytes
     low_stages = min(low_steps, (room - 3 * stage_bytes) // low_bytes)
     low_stages = low_steps if masked else max(1, low_stages)
     stages = min(4, (room - low_stages * low_bytes) // stage_bytes)
-    return base._replace(low_stages=low_stages, stages=stages)
+    return base._replace(low_stages=low_stages, stages=stages) if stages > 1 else None
 
 
 def row_tiling(*jobs: RowJob) -> RowTiling:

@@ -191,7 +191,7 @@ def _pass_through(inputs, outputs, buffers, loaded, tiling: Tiling, apply):
     @pl.loop(0, steps)
     def _step(step):
         slot = lax.rem(step, jnp.int32(stages))
-        pass
+        plgpu.barrier_wait(loaded.at[slot])
         apply(slot)
         plgpu.commit_smem()
         for array, buffer in zip(outputs, buffers, strict=False):

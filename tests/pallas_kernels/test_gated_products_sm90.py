@@ -58,14 +58,14 @@ def backward_arguments(rng) -> dict:
     )
 
 
-def forward(arguments, chunk_slot, interpret, stages=3):
-    tiling = ForwardTiling(stages=stages)
+def forward(arguments, chunk_slot, interpret, splits=1):
+    tiling = ForwardTiling(splits=splits, stages=2)
     return gated_forward(
         **arguments, chunk_slot=jnp.asarray(chunk_slot), tiling=tiling, interpret=interpret
     )
 
 
-def backward(arguments, chunk_slot, interpret, stages=3):
+def backward(arguments, chunk_slot, interpret):
     """The accumulators are those of two layers; the second is used."""
     chunk_slot = jnp.asarray(chunk_slot)
     place = jnp.where(chunk_slot < 0, -1, SLOTS + chunk_slot)
@@ -73,7 +73,7 @@ def backward(arguments, chunk_slot, interpret, stages=3):
         **arguments,
         chunk_slot=chunk_slot,
         place=place,
-        tiling=BackwardTiling(stages=stages),
+        tiling=BackwardTiling(stages=3),
         interpret=interpret,
     )
 
@@ -125,13 +125,12 @@ def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
         assert_rounded(gradient, reference)
 
 
-@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("chunk_slot", [*ROUTINGS.values(), (0, 0, 1, 2, -1, 2, 1, 0)])
 def test_backward_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
     arguments = backward_arguments(np.random.default_rng(2))
     gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
-    h, _ = forward(
-        dict(gate=arguments["gate"], up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
-    )
+    gates = dict(gate=arguments["gate"], up=arguments["up"])
+    h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS, interpret)
     for gradient, partial_sums, b in zip(gradients, sums, arguments["b"], strict=True):
         expected = np.zeros((TOKENS, RANK), np.float32)
         for slot, rows in chunks(chunk_slot):
@@ -147,15 +146,13 @@ def test_backward_products_are_those_of_each_chunks_owner(chunk_slot, interpret)
         np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-3)
 
 
-def test_chunks_of_one_tile_and_two_stages(interpret):
-    chunk_slot = (0, 0, 1, 2, -1, 2, 1, 0)
-    arguments = backward_arguments(np.random.default_rng(3))
-    results = backward(arguments, chunk_slot, interpret, stages=2)
-    # Values that the other tests have checked.
-    expected = backward(arguments, chunk_slot, interpret, stages=4)
-    jax.tree.map(np.testing.assert_array_equal, results, expected)
-    empty = slice(4 * TOKENS // 8, 5 * TOKENS // 8)
-    assert not np.any(results[0][0][empty]) and not np.any(results[1][:, :, empty])
+def test_splits_of_the_columns_add_up(interpret):
+    arguments = forward_arguments(np.random.default_rng(3))
+    h, sums = forward(arguments, (0, 2, -1, 1), interpret)
+    same_h, split_sums = forward(arguments, (0, 2, -1, 1), interpret, splits=2)
+    np.testing.assert_array_equal(h, same_h)
+    assert split_sums.shape == (2, TOKENS, RANK)
+    np.testing.assert_allclose(np.sum(split_sums, axis=0), sums[0], rtol=1e-5, atol=1e-3)
 
 
 def test_extreme_gates_give_no_nan(interpret):

@@ -56,8 +56,15 @@ def normals(seed, *shapes, dtype=jnp.bfloat16):
 
 
 def operands(width, dtype=jnp.bfloat16):
-    """A stream, a branch, and a weight."""
-    return normals(width, (ROWS, width), (ROWS, width), (width,), dtype=dtype)
+    """A stream and a branch, of rows so small that eps counts to large ones, and a weight."""
+    x, branch, weight = normals(width, (ROWS, width), (ROWS, width), (width,), dtype=jnp.float32)
+    size = jnp.logspace(-3, 1, ROWS)[:, None]
+    return [array.astype(dtype) for array in (x * size, branch * size, weight)]
+
+
+def d_normed_along(stream):
+    """A gradient that has a component along the stream, as has that of a mean."""
+    return (normals(2, stream.shape)[0] + jnp.sign(stream)).astype(stream.dtype)
 
 
 def gradients(x, branch, weight, cotangents, implementation=None):
@@ -119,8 +126,8 @@ def test_sum_has_the_bits_of_an_addition_and_its_norm_is_rounded_as_the_referenc
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gradient_is_that_of_the_reference_rounded_once(width, interpret):
-    stream, d_normed, weight = operands(width)
-    (d_stream,) = normals(2, stream.shape)
+    stream, d_stream, weight = operands(width)
+    d_normed = d_normed_along(stream)
     result = stream_gradient(
         stream, d_normed, d_stream, weight, EPS, tiling=TILING, interpret=interpret
     )
@@ -133,8 +140,9 @@ def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
     stream, normed = add_and_normalize(x, branch, weight, EPS, tiling=tiling, interpret=interpret)
     np.testing.assert_array_equal(stream, x + branch)
     assert_rounded(normed, rms_norm(stream, weight, EPS), roundings=2)
-    dx = stream_gradient(x, branch, stream, weight, EPS, tiling=tiling, interpret=interpret)
-    assert_rounded(dx, exact_gradient(x, weight, stream, branch), roundings=1)
+    d_normed = d_normed_along(x)
+    dx = stream_gradient(x, d_normed, branch, weight, EPS, tiling=tiling, interpret=interpret)
+    assert_rounded(dx, exact_gradient(x, weight, branch, d_normed), roundings=1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -142,8 +150,8 @@ def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
 def test_hopper_implementation_is_the_reference(with_branch, dtype, on_hopper):
     x, branch, weight = operands(512, dtype)
     branch = branch if with_branch else None
-    cotangents = tuple(normals(3, x.shape, x.shape, dtype=dtype))
     stream, normed = residual_norm(x, branch, weight, EPS)
+    cotangents = (*normals(3, x.shape, dtype=dtype), d_normed_along(x))
     expected_stream, expected = residual_norm(x, branch, weight, EPS, "xla")
     np.testing.assert_array_equal(stream, expected_stream)
     assert_rounded(normed, expected, roundings=2)
