@@ -32,7 +32,7 @@ def fill_microbatch(
     loss_weight = np.zeros(shape, np.float32)
     segment_ids = np.full(shape, -1, np.int32)
     sample_id = np.zeros(shape, np.uint32)
-    chunk_slot = np.full((rows, row_len // chunk_len), -1, np.int32)
+    chunk_slot = np.full(rows * row_len // chunk_len, -1, np.int32)
     weight = {slot: 1 / sum(s.target_tokens for s in batch) for slot, batch in batches.items()}
     sequences = [0] * rows
 
@@ -45,8 +45,7 @@ def fill_microbatch(
         positions[row, at] = np.arange(sample.stream_length)
         segment_ids[row, at] = sequences[row]
         sample_id[row, at] = sample.sample_id
-        chunk_slot[row, at.start // chunk_len : -(-at.stop // chunk_len)] = slot
+        start, stop = row * row_len + at.start, row * row_len + at.stop
+        chunk_slot[start // chunk_len : -(-stop // chunk_len)] = slot
         sequences[row] += 1
-    return Microbatch(
-        tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot.reshape(-1)
-    )
+    return Microbatch(tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot)

@@ -119,7 +119,9 @@ def _update_member(kind: str, due, hyper, members, i, carry: tuple[TrainState, U
     own = read_slot(state, kind, slot, i)
     own_hyper = {name: values[i] for name, values in hyper.items()}
 
-    norm = jnp.sqrt(sum(jnp.square(_rows(g)).sum(axis=1).sum() for g in jax.tree.leaves(own.grads)))
+    norm = jnp.sqrt(
+        sum(jnp.square(_rows(g)).sum(axis=-1).sum() for g in jax.tree.leaves(own.grads))
+    )
     new = _update_slot(kind, own.adapter, own.grads, own.optimizer, own_hyper, norm)
     finite = jnp.isfinite(norm) & jnp.isfinite(own.loss) & _all_finite(new[0])
     applied = due[slot] & finite
@@ -163,10 +165,10 @@ def _update_slot(kind: str, params: Adapter, grads: Adapter, optimizer, hyper, n
 
 def _all_finite(tree: Adapter) -> Bool[Array, ""]:
     return jnp.stack(
-        [jnp.isfinite(_rows(x)).all(axis=1).all() for x in jax.tree.leaves(tree)]
+        [jnp.isfinite(_rows(x)).all(axis=-1).all() for x in jax.tree.leaves(tree)]
     ).all()
 
 
-def _rows(x: Array) -> Float[Array, "rows columns"]:
+def _rows(x: Float[Array, "L k n"]) -> Float[Array, "L rows columns"]:
     # GPUs reduce many rows of moderate length at memory speed, a whole array to one number not.
-    return x.reshape(-1, math.gcd(x.size, 4096))
+    return x.reshape(x.shape[0], -1, math.gcd(math.prod(x.shape[1:]), 4096))

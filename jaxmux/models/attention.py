@@ -46,7 +46,7 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
       implementation: "xla" or "cudnn".
-      block: tokens per block of the XLA implementation; the chunk length.
+      block: tokens per block of the XLA implementation; the chunk length, at most a row's.
       window: sliding window in tokens, or None.
     """
 
@@ -74,8 +74,14 @@ def attend(
       The outputs (zero or meaningless, but finite, on padding), and for every token whether its
       query, key and value were all finite. Where they were not, the outputs of that token's
       sequence are wrong and its task must not use them; a non-finite output cotangent makes the
-      token's query cotangent NaN.
+      token's query cotangent NaN. Dense rows of one sequence need none of this: there what is not
+      finite stays in its row as it is.
     """
+    if options.implementation == "cudnn" and segments.starts.shape[1] == 1:
+        # Rows never meet in dense attention, and each holds one task's sequence: what is not finite
+        # stays with its owner.
+        q, k, v = (keepable(x, ATTENTION_INPUT) for x in (q, k, v))
+        return _attention(options, segments, q, k, v), jnp.ones(q.shape[:2], bool)
     finite = _finite_tokens(q) & _finite_tokens(k) & _finite_tokens(v)
     return _isolated_attention(options, q, k, v, segments), finite
 

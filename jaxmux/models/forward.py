@@ -78,9 +78,8 @@ def hidden_states(
     """
     chunks = len(microbatch.chunk_slot)
     stream = _stream(config, microbatch, slots, options)
-    attention = AttentionOptions(
-        options.attention, microbatch.tokens.size // chunks, config.sliding_window
-    )
+    block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
+    attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(attention, options.grouped_lora)
     layer_function = rematerialised(
         partial(decoder_layer, config, layer_options), options.remat, in_scan=not options.unroll

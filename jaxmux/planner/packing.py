@@ -52,7 +52,11 @@ def pack_round(
     queues = {slot: _runs(slot, sizes, shape) for slot, sizes in lengths.items()}
     rows: list[list[Placement]] = []
     while any(queues.values()):
-        rows.append(_fill_row(queues, lengths, shape, len(rows) % shape.rows))
+        row = len(rows) % shape.rows
+        if shape.chunk_len > shape.row_len:
+            rows += _fill_chunk(queues, lengths, shape, row)
+        else:
+            rows.append(_fill_row(queues, lengths, shape, row))
     return [
         tuple(p for row in rows[start : start + shape.rows] for p in row)
         for start in range(0, len(rows), shape.rows)
@@ -77,6 +81,21 @@ def _runs(slot: int, lengths: Sequence[int], shape: ShapeClass) -> list[_Run]:
     return sorted(runs, key=lambda run: -run.tokens)
 
 
+def _fill_chunk(
+    queues: dict[int, list[_Run]],
+    lengths: Mapping[int, Sequence[int]],
+    shape: ShapeClass,
+    row: int,
+) -> list[list[Placement]]:
+    """The rows of one chunk from `row` on, a run each, of the task whose next run is longest."""
+    slot = max((s for s, queue in queues.items() if queue), key=lambda s: queues[s][0].tokens)
+    rows = []
+    for i in range(row, row + shape.chunk_len // shape.row_len):
+        run = queues[slot].pop(0) if queues[slot] else _Run((), 0)
+        rows.append(_place(run, slot, lengths, i, offset=0))
+    return rows
+
+
 def _fill_row(
     queues: dict[int, list[_Run]],
     lengths: Mapping[int, Sequence[int]],
@@ -99,8 +118,15 @@ def _fill_row(
             return placements
         slot = max(fitting, key=lambda s: queues[s][0].tokens)
         run = queues[slot].pop(0)
-        offset = start
-        for sample in run.samples:
-            placements.append(Placement(slot, sample, row, offset))
-            offset += lengths[slot][sample]
-        start = -(-offset // shape.chunk_len) * shape.chunk_len
+        placements += _place(run, slot, lengths, row, offset=start)
+        start += -(-run.tokens // shape.chunk_len) * shape.chunk_len
+
+
+def _place(
+    run: _Run, slot: int, lengths: Mapping[int, Sequence[int]], row: int, offset: int
+) -> list[Placement]:
+    placements = []
+    for sample in run.samples:
+        placements.append(Placement(slot, sample, row, offset))
+        offset += lengths[slot][sample]
+    return placements

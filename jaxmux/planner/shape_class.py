@@ -19,7 +19,8 @@ class ShapeClass:
     Attributes:
       rows: rows of a microbatch.
       row_len: tokens of a row, a power of two; attention looks no further.
-      chunk_len: tokens of a chunk, the unit that belongs to one task (MuxTune 3.5).
+      chunk_len: tokens of a chunk, the unit that belongs to one task (MuxTune 3.5). Where it is
+        longer than a row, it spans several whole rows.
       max_sequences: most sequences packed into one row; 1 lets attention run on dense rows.
     """
 
@@ -35,8 +36,11 @@ class ShapeClass:
                 raise PlanningError(
                     f"{name}={value} is not a power of two of at least {MIN_CHUNK_LEN}"
                 )
-        if self.chunk_len > self.row_len:
-            raise PlanningError(f"chunk_len={self.chunk_len} exceeds row_len={self.row_len}")
+        if self.tokens % self.chunk_len:
+            raise PlanningError(
+                f"{self.rows} rows of row_len={self.row_len} are no multiple of "
+                f"chunk_len={self.chunk_len}"
+            )
         if self.max_sequences < 1:
             raise PlanningError(f"max_sequences={self.max_sequences}: a row holds at least one")
         if self.rows < 1:
@@ -61,7 +65,7 @@ def choose_shape_class(
 
     Args:
       lengths: stream lengths, in tokens, of all samples of all tasks.
-      tokens: N, the tokens of a microbatch; rounded up to whole rows.
+      tokens: N, the tokens of a microbatch; rounded up to whole rows and chunks.
       chunk_len: None takes `MIN_CHUNK_LEN`.
       row_len: None takes the least power of two that holds the longest sample.
 
@@ -72,7 +76,7 @@ def choose_shape_class(
         raise PlanningError("no samples to choose a shape class for")
     longest = max(lengths)
     chunk_len = chunk_len or MIN_CHUNK_LEN
-    row_len = row_len or max(MIN_CHUNK_LEN, chunk_len, 1 << (longest - 1).bit_length())
+    row_len = row_len or max(MIN_CHUNK_LEN, 1 << (longest - 1).bit_length())
     if longest > row_len:
         raise PlanningError(
             f"row_len={row_len} is shorter than the longest sample ({longest} tokens)"
@@ -80,4 +84,6 @@ def choose_shape_class(
     # Where no two samples fit into one row, say so: dense attention is the faster one.
     pair = 2 * min(lengths)
     max_sequences = 1 if pair > row_len else max(2, row_len // _SHORTEST_AVERAGE)
-    return ShapeClass(-(-tokens // row_len), row_len, chunk_len, max_sequences)
+    unit = max(row_len, chunk_len)
+    rows = -(-tokens // unit) * (unit // row_len)
+    return ShapeClass(rows, row_len, chunk_len, max_sequences)

@@ -160,7 +160,7 @@ def gated_backward(
         kernel_name="gated_backward",
         **_WARPGROUPS,
         interpret=interpret,
-    )(chunk_slot, place, _Operands((gate, up, dh), tuple(map(_flat, b)), lows, refs))
+    )(chunk_slot, place, (gate, up, dh), tuple(map(_flat, b)), lows, refs)
     new = (jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, accumulators, strict=True))
     return (dgate, dup), sums, tuple(new)
 
@@ -174,8 +174,22 @@ _WARPGROUPS = dict(
 )
 
 
+def _run_warpgroups(load, compute):
+    thread = lax.axis_index("wg")
+
+    @pl.when(thread == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        load()
+
+    @pl.when(thread < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        compute(thread)
+
+
 class _ForwardScratch(NamedTuple):
-    """Tiles of one stage each; the activation takes the place of `gate`."""
+    """Tiles of one stage each: gate, in whose place h is written; up; the factor."""
 
     gate: Any
     up: Any
@@ -201,88 +215,101 @@ def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> tuple:
     )
 
 
-def _forward_kernel(
-    tiling: ForwardTiling, slot_gmem, gate_gmem, up_gmem, a_gmem, h_gmem, sums_gmem, *scratch
-):
-    scratch = _ForwardScratch(*scratch)
-    tile, split = lax.axis_index("tile"), lax.axis_index("split")
-    rows, width = gate_gmem.shape
-    slot = _owner(slot_gmem, tile, rows // (2 * _PART))
-    steps, rank = width // tiling.splits // tiling.tile_k, sums_gmem.shape[-1]
-    first_row, first_column = tile * 2 * _PART, split * (width // tiling.splits)
-    thread = lax.axis_index("wg")
+class _RowTile(NamedTuple):
+    """What one thread block works on: two parts of 64 rows each, over one range of columns."""
 
-    def columns(step):
-        return pl.ds(first_column + step * tiling.tile_k, tiling.tile_k)
+    tiling: ForwardTiling
+    gate: Any
+    up: Any
+    a: Any
+    h: Any
+    sums: Any
+    scratch: _ForwardScratch
+    slot: Any
+    row: Any
+    split: Any
+
+    @property
+    def steps(self) -> int:
+        return self.gate.shape[1] // self.tiling.splits // self.tiling.tile_k
+
+    def columns(self, step):
+        return pl.ds((self.split * self.steps + step) * self.tiling.tile_k, self.tiling.tile_k)
+
+    def stage(self, step):
+        return lax.rem(jnp.int32(step), jnp.int32(self.scratch.loaded.shape[0]))
+
+
+def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, sums, *scratch):
+    tile, split = lax.axis_index("tile"), lax.axis_index("split")
+    slot, row = _owner(slot_gmem, tile, gate.shape[0] // (2 * _PART)), tile * 2 * _PART
+    block = _RowTile(tiling, gate, up, a, h, sums, _ForwardScratch(*scratch), slot, row, split)
 
     def load():
-        tile_rows, ranks = pl.ds(first_row, 2 * _PART), pl.ds(slot * rank, rank)
+        pl.when(slot >= 0)(lambda: _load_columns(block))
 
-        @pl.loop(0, steps)
+    def compute(thread):
+        acc = plgpu.ACC((_PART, sums.shape[-1]))
+        pl.run_scoped(lambda acc: _compute_columns(block, thread, acc), acc)
+
+    _run_warpgroups(load, compute)
+
+
+def _load_columns(block: _RowTile):
+    scratch, rank = block.scratch, block.sums.shape[-1]
+    rows, ranks = pl.ds(block.row, 2 * _PART), pl.ds(block.slot * rank, rank)
+
+    @pl.loop(0, block.steps)
+    def _step(i):
+        stage, columns = _claim(scratch.consumed, i), block.columns(i)
+        copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
+        copy(block.gate.at[rows, columns], scratch.gate.at[stage])
+        copy(block.up.at[rows, columns], scratch.up.at[stage])
+        copy(block.a.at[ranks, columns], scratch.a.at[stage])
+
+    # No barrier may be left with an arrival that nobody waited for.
+    _await_all(scratch.consumed, block.steps)
+
+
+def _compute_columns(block: _RowTile, thread, acc):
+    """This warpgroup's rows of h, and their product with the owner's factor."""
+    scratch, rows = block.scratch, pl.ds(block.row + thread * _PART, _PART)
+    part = pl.ds(thread * _PART, _PART)
+
+    def release(step):
+        plgpu.barrier_arrive(scratch.consumed.at[block.stage(step)])
+
+    @pl.when(block.slot >= 0)
+    def _():
+        @pl.loop(0, block.steps)
         def _step(i):
-            stage = _claim(scratch.consumed, i)
-            copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
-            copy(gate_gmem.at[tile_rows, columns(i)], scratch.gate.at[stage])
-            copy(up_gmem.at[tile_rows, columns(i)], scratch.up.at[stage])
-            copy(a_gmem.at[ranks, columns(i)], scratch.a.at[stage])
-
-        # No barrier may be left with an arrival that nobody waited for.
-        _await_all(scratch.consumed, steps)
-
-    def compute(acc):
-        part, part_rows = pl.ds(thread * _PART, _PART), pl.ds(first_row + thread * _PART, _PART)
-        stages = scratch.loaded.shape[0]
-
-        def step(i, _):
-            stage = lax.rem(i, jnp.int32(stages))
+            stage = block.stage(i)
             plgpu.barrier_wait(scratch.loaded.at[stage])
             h_smem = scratch.gate.at[stage].at[part]
-            _gate_part(h_smem, scratch.up.at[stage].at[part])
+            gate, up = _load_float32(h_smem), _load_float32(scratch.up.at[stage].at[part])
+            h_smem[...] = (gate * _sigmoid(gate) * up).astype(h_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[part_rows, columns(i)])
+            plgpu.copy_smem_to_gmem(h_smem, block.h.at[rows, block.columns(i)])
             plgpu.wgmma(acc, h_smem, scratch.a.at[stage].transpose((1, 0)))
             # The step before is over once only this step's store and product are in flight.
             plgpu.wgmma_wait(1)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            previous = lax.rem(i + (stages - 1), jnp.int32(stages))
-            pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.consumed.at[previous]))
+            pl.when(i > 0)(lambda: release(i - 1))
 
-        @pl.when(slot >= 0)
-        def _():
-            lax.fori_loop(0, steps, step, None)
-            plgpu.wgmma_wait(0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            last = lax.rem(jnp.int32(steps - 1), jnp.int32(stages))
-            plgpu.barrier_arrive(scratch.consumed.at[last])
+        plgpu.wgmma_wait(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        release(block.steps - 1)
 
-        @pl.when(slot < 0)
-        def _():
-            @pl.loop(0, steps)
-            def _step(i):
-                _clear(h_gmem.at[part_rows, columns(i)])
-
-        sums_gmem.at[split, part_rows][...] = acc[...]
-
-    @pl.when(thread == 2)
+    @pl.when(block.slot < 0)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
-        pl.when(slot >= 0)(load)
+        pl.loop(0, block.steps)(lambda i: _clear(block.h.at[rows, block.columns(i)]))
 
-    @pl.when(thread < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        pl.run_scoped(compute, plgpu.ACC((_PART, rank)))
-
-
-def _gate_part(gate_smem, up_smem):
-    """Writes `silu(gate) * up` in the place of the gate."""
-    gate, up = _load_float32(gate_smem), _load_float32(up_smem)
-    gate_smem[...] = (gate * _sigmoid(gate) * up).astype(gate_smem.dtype)
+    block.sums.at[block.split, rows][...] = acc[...]
 
 
 def _sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    # Where the exponential overflows, the root of its inverse is zero. A division takes many
-    # instructions, a root one.
+    # Where the exponential overflows, the inverse root is zero. It is one instruction, a division
+    # many.
     root = lax.rsqrt(1 + jnp.exp(-x))
     return root * root
 
@@ -294,13 +321,6 @@ def _load_float32(smem) -> Float[Array, "_ _"]:
 def _clear(gmem):
     zeros = jnp.zeros(gmem.shape, gmem.dtype)
     gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-
-
-class _Operands(NamedTuple):
-    activations: tuple
-    factors: tuple
-    lows: tuple
-    accumulators: tuple
 
 
 class _BackwardScratch(NamedTuple):
@@ -321,9 +341,12 @@ class _BackwardScratch(NamedTuple):
 class _Stripe(NamedTuple):
     """What one thread block works on: two parts of 64 columns each, over all rows."""
 
-    slot_gmem: Any
-    place_gmem: Any
-    operands: _Operands
+    slots: Any
+    places: Any
+    activations: tuple
+    factors: tuple
+    lows: tuple
+    accumulators: tuple
     gradients: tuple
     sums: Any
     scratch: _BackwardScratch
@@ -351,7 +374,7 @@ class _Stripe(NamedTuple):
         return lax.rem(step, jnp.int32(self.scratch.loaded.shape[0]))
 
     def place(self, tile):
-        return _owner(self.place_gmem, tile, self.tiles)
+        return _owner(self.places, tile, self.tiles)
 
 
 class _Progress(NamedTuple):
@@ -368,7 +391,8 @@ class _Progress(NamedTuple):
     place: Int[Array, ""]
 
 
-_START = (0, 0, -1)
+def _no_progress() -> _Progress:
+    return _Progress(jnp.int32(0), jnp.int32(0), jnp.int32(-1))
 
 
 def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> tuple:
@@ -392,27 +416,22 @@ def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> tuple:
     )
 
 
-def _backward_kernel(slot_gmem, place_gmem, operands, dgate_gmem, dup_gmem, sums_gmem, *scratch):
+def _backward_kernel(slots, places, activations, factors, lows, accumulators, *outputs_scratch):
+    dgate, dup, sums, *scratch = outputs_scratch
     stripe = _Stripe(
-        slot_gmem,
-        place_gmem,
-        operands,
-        (dgate_gmem, dup_gmem),
-        sums_gmem,
+        slots,
+        places,
+        activations,
+        factors,
+        lows,
+        accumulators,
+        (dgate, dup),
+        sums,
         _BackwardScratch(*scratch),
         lax.axis_index("stripe"),
         lax.axis_index("wg"),
     )
-
-    @pl.when(stripe.thread == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        _load_tiles(stripe)
-
-    @pl.when(stripe.thread < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        _compute_tiles(stripe)
+    _run_warpgroups(lambda: _load_tiles(stripe), lambda _: _compute_tiles(stripe))
 
 
 def _load_tiles(stripe: _Stripe):
@@ -430,7 +449,7 @@ def _load_tiles(stripe: _Stripe):
 
         return lax.cond(place >= 0, load_owned, lambda progress: progress, progress)
 
-    progress = lax.fori_loop(0, stripe.tiles, load, _Progress(*map(jnp.int32, _START)))
+    progress = lax.fori_loop(0, stripe.tiles, load, _no_progress())
     # No barrier may be left with an arrival that nobody waited for.
     _await_all(scratch.consumed, progress.step)
     _await_all(scratch.factors_consumed, progress.runs)
@@ -439,9 +458,9 @@ def _load_tiles(stripe: _Stripe):
 def _load_factors(stripe: _Stripe, tile, run):
     scratch = stripe.scratch
     stage = _claim(scratch.factors_consumed, run)
-    slot = _owner(stripe.slot_gmem, tile, stripe.tiles)
+    slot = _owner(stripe.slots, tile, stripe.tiles)
     ranks = pl.ds(slot * stripe.rank, stripe.rank)
-    for i, factor in enumerate(stripe.operands.factors):
+    for i, factor in enumerate(stripe.factors):
         plgpu.copy_gmem_to_smem(
             factor.at[ranks, stripe.columns],
             scratch.factors.at[stage, i],
@@ -453,9 +472,7 @@ def _load_tile(stripe: _Stripe, tile, step):
     scratch = stripe.scratch
     stage, rows = _claim(scratch.consumed, step), pl.ds(tile * _PART, _PART)
     copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
-    for i, (activation, low) in enumerate(
-        zip(stripe.operands.activations, stripe.operands.lows, strict=True)
-    ):
+    for i, (activation, low) in enumerate(zip(stripe.activations, stripe.lows, strict=True)):
         copy(activation.at[rows, stripe.columns], scratch.activations.at[stage, i])
         copy(low.at[:, rows], scratch.lows.at[stage, i])
 
@@ -490,7 +507,7 @@ def _compute_tiles(stripe: _Stripe):
 
     zeros = jnp.zeros((_PART, stripe.rank), jnp.float32)
     sums = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)] * 3
-    carry = _Progress(*map(jnp.int32, _START)), sums
+    carry = _no_progress(), sums
     progress, sums = lax.fori_loop(0, stripe.tiles, compute, carry)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -571,7 +588,7 @@ def _store_gradient(stripe: _Stripe, rows, step):
 
 def _sums_at(stripe: _Stripe, place) -> list:
     """This warpgroup's [64, r] parts of one owner's accumulators, and the layout to access each."""
-    *rank_major, da_down = stripe.operands.accumulators
+    *rank_major, da_down = stripe.accumulators
     ranks = pl.ds(place * stripe.rank, stripe.rank)
     width = stripe.gradients[0].shape[1]
     return [

@@ -122,7 +122,9 @@ def _across(values, shape, axis: int):
 
 
 def _map_rows(function, name: str, inputs, weight, outputs: int, tiling: Tiling, interpret):
-    """Applies `function(weight, *inputs)`, written for `[rows, d]` in registers, to all rows."""
+    """Applies `function(weight, *inputs)`, which maps `[rows, d]` arrays in registers to a tuple of
+    as many outputs of that shape, to all blocks of rows.
+    """
     rows, width = inputs[0].shape
     dtype = inputs[0].dtype
     if rows % tiling.rows or width % (2 * WARPGROUP) or tiling.stages < 2:
@@ -131,12 +133,7 @@ def _map_rows(function, name: str, inputs, weight, outputs: int, tiling: Tiling,
             f"columns, and at least 2 stages, not {tiling.stages}"
         )
 
-    def body(*refs):
-        arrays, (weight_gmem, *results), (buffers, loaded) = (
-            refs[: len(inputs)],
-            refs[len(inputs) : -2],
-            refs[-2:],
-        )
+    def body(arrays, weight_gmem, *results, buffers, loaded):
         layout = _row_layout(width)
         weight = plgpu.load(weight_gmem, layout=layout.reduce(0), optimized=False)
 
@@ -153,23 +150,22 @@ def _map_rows(function, name: str, inputs, weight, outputs: int, tiling: Tiling,
         out_type=tuple(jax.ShapeDtypeStruct((rows, width), dtype) for _ in range(outputs)),
         grid=(tiling.blocks,),
         grid_names=("block",),
-        scratch_types=(
-            [block] * len(inputs),
-            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tiling.stages),
-        ),
+        scratch_types={
+            "buffers": [block] * len(inputs),
+            "loaded": plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tiling.stages),
+        },
         kernel_name=name,
         interpret=interpret,
-    )(*inputs, weight)
+    )(inputs, weight)
 
 
 def _pass_through(inputs, outputs, buffers, loaded, tiling: Tiling, apply):
     """Passes this thread block's share of the rows through the buffers; `apply(slot)` is called
     with every slot that was filled from the inputs, and leaves in it what the outputs get.
     """
-    first, stages = lax.axis_index("block"), tiling.stages
-    steps = lax.div(
-        inputs[0].shape[0] // tiling.rows - first + tiling.blocks - 1, jnp.int32(tiling.blocks)
-    )
+    first, stages = lax.axis_index("block"), jnp.int32(tiling.stages)
+    total = inputs[0].shape[0] // tiling.rows
+    steps = lax.div(total - first + tiling.blocks - 1, jnp.int32(tiling.blocks))
 
     def rows(step):
         return pl.ds((first + step * tiling.blocks) * tiling.rows, tiling.rows)
@@ -185,24 +181,24 @@ def _pass_through(inputs, outputs, buffers, loaded, tiling: Tiling, apply):
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
-    for i in range(stages):
+    for i in range(tiling.stages):
         load(jnp.int32(i), i)
 
     @pl.loop(0, steps)
     def _step(step):
-        slot = lax.rem(step, jnp.int32(stages))
+        slot = lax.rem(step, stages)
         plgpu.barrier_wait(loaded.at[slot])
         apply(slot)
         plgpu.commit_smem()
         for array, buffer in zip(outputs, buffers, strict=False):
             plgpu.copy_smem_to_gmem(buffer.at[slot], array.at[rows(step)], commit_group=False)
         plgpu.commit_smem_to_gmem_group()
-        # The stores of the step before have had time to read their slot.
+        # The stores of the step before had time to leave its slot, which the next load may take.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         @pl.when(step > 0)
         def _():
-            load(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
+            load(step - 1 + stages, lax.rem(step - 1, stages))
 
     plgpu.wait_smem_to_gmem(0)
 

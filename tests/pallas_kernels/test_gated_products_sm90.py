@@ -162,9 +162,7 @@ def test_extreme_gates_give_no_nan(interpret):
     gate = jnp.resize(gates, (TOKENS, WIDTH))
     arguments = backward_arguments(rng) | dict(gate=gate)
     gradients, _, _ = backward(arguments, chunk_slot, interpret)
-    h, _ = forward(
-        dict(gate=gate, up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
-    )
+    h, _ = forward(dict(gate=gate, up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret)
     up, dh = float32(arguments["up"]), float32(arguments["dh"])
     on, off = float32(gate) >= 20, float32(gate) <= -100
     for result, where_on in zip(

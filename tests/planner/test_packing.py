@@ -12,6 +12,8 @@ SHAPES = [
     ShapeClass(rows=1, row_len=64, chunk_len=64, max_sequences=4),
     ShapeClass(rows=4, row_len=256, chunk_len=64, max_sequences=16),
     ShapeClass(rows=3, row_len=512, chunk_len=128, max_sequences=3),
+    ShapeClass(rows=8, row_len=64, chunk_len=128, max_sequences=1),
+    ShapeClass(rows=8, row_len=64, chunk_len=256, max_sequences=4),
     ShapeClass(rows=2, row_len=1024, chunk_len=64, max_sequences=1),
 ]
 
@@ -39,8 +41,8 @@ def chunks_of(packed_round, lengths, shape) -> dict[int, list[tuple]]:
     for number, placements in enumerate(packed_round):
         for slot, sample, row, offset in placements:
             for part in range(lengths[slot][sample]):
-                place = (number, row, (offset + part) // shape.chunk_len)
-                contents[slot].append((place, sample, part, (offset + part) % shape.chunk_len))
+                chunk, rest = divmod(row * shape.row_len + offset + part, shape.chunk_len)
+                contents[slot].append(((number, chunk), sample, part, rest))
     return {slot: sorted(tokens) for slot, tokens in contents.items()}
 
 
@@ -59,8 +61,9 @@ def test_no_token_belongs_to_two_samples_and_no_chunk_to_two_tasks(packed):
             end = offset + lengths[slot][sample]
             assert 0 <= row < shape.rows and 0 <= offset and end <= shape.row_len
             tokens[row, offset:end] += 1
-            for chunk in range(offset // shape.chunk_len, (end - 1) // shape.chunk_len + 1):
-                owners[row, chunk].add(slot)
+            first, last = row * shape.row_len + offset, row * shape.row_len + end - 1
+            for chunk in range(first // shape.chunk_len, last // shape.chunk_len + 1):
+                owners[chunk].add(slot)
         assert tokens.max() <= 1
         assert all(len(slots) == 1 for slots in owners.values())
 
@@ -79,9 +82,11 @@ def test_placements_come_in_the_order_of_the_rows(packed):
 
 
 def test_every_microbatch_but_the_last_fills_its_rows(packed):
+    """Or, where a chunk spans several rows, its chunks."""
     shape, _, microbatches = packed
+    unit = max(1, shape.chunk_len // shape.row_len)
     for placements in microbatches[:-1]:
-        assert {p.row for p in placements} == set(range(shape.rows))
+        assert {p.row // unit for p in placements} == set(range(shape.rows // unit))
 
 
 def test_rows_are_close_to_a_lower_bound(packed):

@@ -24,8 +24,9 @@ def test_given_lengths_are_kept():
     assert (shape.rows, shape.row_len, shape.chunk_len, shape.chunks) == (4, 1024, 128, 32)
 
 
-def test_a_long_chunk_makes_a_long_row():
-    assert choose_shape_class([10], tokens=512, chunk_len=256).row_len == 256
+def test_a_chunk_longer_than_a_row_spans_several():
+    shape = choose_shape_class([10], tokens=512, chunk_len=256)
+    assert (shape.rows, shape.row_len, shape.chunk_len, shape.chunks) == (8, 64, 256, 2)
 
 
 def test_rows_are_dense_exactly_where_no_two_samples_fit():
@@ -47,7 +48,7 @@ def test_a_row_of_average_samples_fits_the_permitted_sequences(lengths):
         ({"row_len": 32}, "row_len=32 is not a power of two of at least 64"),
         ({"chunk_len": 100}, "chunk_len=100 is not a power of two"),
         ({"chunk_len": 32}, "chunk_len=32 is not a power of two of at least 64"),
-        ({"chunk_len": 512}, "chunk_len=512 exceeds row_len=256"),
+        ({"chunk_len": 1024}, "2 rows of row_len=256 are no multiple of chunk_len=1024"),
         ({"rows": 0}, "at least one row"),
         ({"max_sequences": 0}, "max_sequences"),
     ],
