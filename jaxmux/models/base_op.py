@@ -54,6 +54,7 @@ def adapted_linears(
     layer: Int[Array, ""] | int,
     modules: tuple[str, ...],
     implementation: str | None,
+    residual: Float[Array, "N n"] | None = None,
 ) -> tuple[tuple[Float[Array, "N n"], ...], Adapters | None]:
     """Applies the linears `modules`, which all read `x`, with whatever adapters they carry.
 
@@ -63,10 +64,13 @@ def adapted_linears(
       sums: their gradient accumulators, threaded through: see `grouped_lora_linear`. None where no
         gradients are wanted.
       implementation: of the grouped LoRA linear.
+      residual: added to the result of a single module.
     """
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
     outputs = {m: x @ w["kernel"][layer] for m, w in weights.items() if m not in adapted}
+    if residual is not None and not adapted:
+        outputs = {m: residual + y for m, y in outputs.items()}
     if adapted:
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
@@ -79,6 +83,7 @@ def adapted_linears(
                 layer,
                 tuple(MODULES.index(m) for m in adapted),
                 implementation,
+                residual,
             )
         outputs |= dict(zip(adapted, results, strict=True))
         if sums is not None:

@@ -66,7 +66,7 @@ def decoder_layer(
       (see `attention.attend`).
     """
 
-    def linears(h, block: str, sums, *names: str):
+    def linears(h, block: str, sums, *names: str, residual=None):
         modules = tuple(f"{block}.{name}" for name in names)
         return adapted_linears(
             h,
@@ -77,6 +77,7 @@ def decoder_layer(
             layer,
             modules,
             options.grouped_lora,
+            residual,
         )
 
     def norm(y, weight):
@@ -94,14 +95,14 @@ def decoder_layer(
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
     out = keepable(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
-    (out,), sums = linears(out, "self_attn", sums, "o_proj")
-    x = keepable(x + out, MIDDLE)
+    (x,), sums = linears(out, "self_attn", sums, "o_proj", residual=x)
+    x = keepable(x, MIDDLE)
 
     h = norm(x, weights["post_attention_layernorm"])
     (gate, up), sums = linears(h, "mlp", sums, "gate_proj", "up_proj")
     h = jax.nn.silu(keepable(gate, GATE)) * keepable(up, UP)
-    (out,), sums = linears(h, "mlp", sums, "down_proj")
-    return x + out, sums, finite
+    (x,), sums = linears(h, "mlp", sums, "down_proj", residual=x)
+    return x, sums, finite
 
 
 def rms_norm(

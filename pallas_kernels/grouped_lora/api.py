@@ -62,6 +62,7 @@ def grouped_lora_linear(
     layer: Int[Array, ""] | int,
     modules: tuple[int, ...],
     implementation: str | None = None,
+    residual: Float[Array, "N n"] | None = None,
 ) -> tuple[tuple[Float[Array, "N n"], ...], tuple[Factors, ...] | None]:
     """Applies several linears that share their input, each with the LoRA of the task that owns the
     chunk.
@@ -87,6 +88,8 @@ def grouped_lora_linear(
       implementation: "mosaic_gpu" on Hopper GPUs, "triton" on these and the two generations before
         (with the extra `jaxmux[triton]`), "xla" anywhere. None picks the first of them that can
         serve the call, and logs which and why.
+      residual: added to the result; only with a single projection. On empty chunks its gradient is
+        not defined.
 
     Returns:
       One [N, n] array per projection, in the dtype of `x`, zero on empty chunks; and the
@@ -100,6 +103,8 @@ def grouped_lora_linear(
         raise ValueError(
             f"unknown implementation {implementation!r} of grouped_lora_linear; known: {known}"
         )
+    if residual is not None and len(projections) > 1:
+        raise ValueError(f"grouped_lora_linear: one residual for {len(projections)} projections")
     candidates = [implementation] if implementation else list(_IMPLEMENTATIONS)
     refusals = {}
     for name in candidates:
@@ -112,7 +117,7 @@ def grouped_lora_linear(
     if implementation is None:
         sizes = ", ".join(str(p.kernel.shape[2]) for p in projections)
         _log_choice(f"{x.dtype} {x.shape[0]}x{x.shape[1]} to {sizes}", name, _reasons(refusals))
-    return function(modules, x, projections, accumulators, routing, dropout, layer)
+    return function(modules, x, projections, accumulators, routing, dropout, layer, residual)
 
 
 def _reasons(refusals: dict[str, str | None]) -> str:

@@ -24,9 +24,20 @@ def refusal(x, projections, routing, dropout) -> str | None:
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_lora_linear_xla(modules, x, projections, accumulators, routing, dropout, layer):
+def grouped_lora_linear_xla(
+    modules, x, projections, accumulators, routing, dropout, layer, residual
+):
     """See `api.grouped_lora_linear`; `modules` is static."""
+    outputs, accumulators = _grouped_lora_linear(
+        modules, x, projections, accumulators, routing, dropout, layer
+    )
+    if residual is not None:
+        outputs = (clear_empty(residual, routing) + outputs[0],)
+    return outputs, accumulators
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_lora_linear(modules, x, projections, accumulators, routing, dropout, layer):
     return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
 
 
@@ -39,7 +50,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
         s = jax.ad_checkpoint.checkpoint_name(s.astype(x.dtype), LOW_RANK)
         delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
-        outputs.append(_clear_empty(x @ p.kernel[layer] + delta, routing))
+        outputs.append(clear_empty(x @ p.kernel[layer] + delta, routing))
         intermediates.append(s)
     residuals = (x, projections, routing, dropout, layer, tuple(intermediates))
     return (tuple(outputs), accumulators), residuals
@@ -68,10 +79,10 @@ def _backward(modules, residuals, cotangents):
                 b=sums.b.at[layer].set(add_to_slots(sums.b[layer], db, routing.chunk_slot)),
             )
         )
-    return _clear_empty(dx, routing), None, tuple(gradients), None, None, None
+    return clear_empty(dx, routing), None, tuple(gradients), None, None, None
 
 
-grouped_lora_linear_xla.defvjp(_forward, _backward)
+_grouped_lora_linear.defvjp(_forward, _backward)
 
 
 def _gather(per_slot: Float[Array, "T ..."], chunk_slot: Int[Array, "C"]) -> Float[Array, "C ..."]:
@@ -86,7 +97,8 @@ def _factors(p, routing, layer, dtype) -> tuple[Float[Array, "C k r"], Float[Arr
     return a, b
 
 
-def _clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
+def clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
+    """`x` with zeros on empty chunks."""
     owned = (routing.chunk_slot >= 0)[:, None, None]
     return jnp.where(owned, _chunked(x, routing), 0).reshape(x.shape)
 

@@ -16,14 +16,14 @@ from jaxtyping import Array, Float
 from ..counter_dropout import token_counters
 from .base import LOW_RANK
 from .dropout_sm90 import Masks
-from .routed_matmul_sm90 import TILE_M, Term, routed_matmul
+from .routed_matmul_sm90 import TILE_M, Term, Tiling, routed_matmul
 from .stream_products_sm90 import (
     ColumnJob,
     RowJob,
     column_products,
     row_products,
 )
-from .tilings import is_hopper, matmul_tiling, multiprocessors, row_tiling
+from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
@@ -40,8 +40,9 @@ def refusal(x, projections, routing, dropout) -> str | None:
     ranks = [p.factors.a.shape[-1] for p in projections]
     if len(set(ranks)) > 1 or ranks[0] % 8:
         return f"pool ranks {ranks}; expected one multiple of 8"
-    if matmul_tiling(len(projections), _padded_rank(ranks[0]), masked=dropout is not None) is None:
-        return f"pool rank {ranks[0]} with dropout and {len(projections)} projections does not fit"
+    terms, rank = len(projections), _padded_rank(ranks[0])
+    if fitted(Tiling(), terms=terms, rank=rank, masked=dropout is not None) is None:
+        return f"with dropout, pool rank {rank} times {terms} projections exceeds shared memory"
     sizes = [size for p in projections for size in p.kernel.shape[1:]]
     if any(size % 256 for size in sizes):
         return f"kernels of {sizes} rows and columns; expected multiples of 256"
@@ -49,12 +50,14 @@ def refusal(x, projections, routing, dropout) -> str | None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_lora_linear_mosaic_gpu(modules, x, projections, accumulators, routing, dropout, layer):
+def grouped_lora_linear_mosaic_gpu(
+    modules, x, projections, accumulators, routing, dropout, layer, residual
+):
     """See `api.grouped_lora_linear`; `modules` is static."""
-    return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
+    return _forward(modules, x, projections, accumulators, routing, dropout, layer, residual)[0]
 
 
-def _forward(modules, x, projections, accumulators, routing, dropout, layer):
+def _forward(modules, x, projections, accumulators, routing, dropout, layer, residual):
     masks = _masks(modules, x, routing, dropout, layer)
     factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
     rows = RowJob(x, tuple(a for a, _ in factors), masks)
@@ -63,14 +66,15 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         checkpoint_name(_low_rank(sums, routing, x.dtype), LOW_RANK) for sums in partial_sums
     )
     outputs = tuple(
-        _matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False)
+        _matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False, residual=residual)
         for p, low, (_, b) in zip(projections, lows, factors, strict=True)
     )
-    return (outputs, accumulators), (x, projections, routing, dropout, layer, lows)
+    added = None if residual is None else ()
+    return (outputs, accumulators), (x, projections, routing, dropout, layer, lows, added)
 
 
 def _backward(modules, residuals, cotangents):
-    x, projections, routing, dropout, layer, lows = residuals
+    x, projections, routing, dropout, layer, lows, added = residuals
     gradients, sums = cotangents
     factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
     slots, _, rank = projections[0].factors.a.shape[1:]
@@ -114,7 +118,7 @@ def _backward(modules, residuals, cotangents):
         s._replace(a=a.reshape(s.a.shape), b=b.reshape(s.b.shape))
         for s, a, (b,) in zip(sums, new_a, new_b, strict=True)
     )
-    return dx, None, new_sums, None, None, None
+    return dx, None, new_sums, None, None, None, None if added is None else gradients[0]
 
 
 grouped_lora_linear_mosaic_gpu.defvjp(_forward, _backward)
@@ -130,15 +134,22 @@ def _masks(modules, x, routing, dropout, layer) -> Masks | None:
 
 
 def _matmul(
-    terms: tuple[Term, ...], routing, layer, *, transposed: bool, masks: Masks | None = None
+    terms: tuple[Term, ...], routing, layer, *, transposed: bool, residual=None, masks=None
 ) -> Float[Array, "N n"]:
     return routed_matmul(
         terms,
         routing.chunk_slot,
         jnp.asarray(layer),
         transposed=transposed,
-        tiling=matmul_tiling(len(terms), terms[0].low.shape[0], masked=masks is not None),
+        tiling=matmul_tiling(
+            *terms[0].weight.shape[1:],
+            len(terms),
+            terms[0].low.shape[0],
+            transposed=transposed,
+            masked=masks is not None,
+        ),
         blocks=multiprocessors(),
+        residual=residual,
         masks=masks,
     )
 

@@ -38,15 +38,15 @@ class Tiling(NamedTuple):
     """
 
     tile_n: int = 256
-    split_rows: bool = False
+    split_rows: bool = True
     cluster: int = 1
     tile_k: int = 64
     stages: int = 4
     tile_r: int = 64
     low_stages: int = 1
     epilogue_n: int = 32
-    group: int = 8
-    minor: int = 1
+    group: int = 16
+    minor: int = 0
     delay_release: int = 0
 
 
@@ -74,6 +74,7 @@ def routed_matmul(
     transposed: bool,
     tiling: Tiling,
     blocks: int,
+    residual: Float[Array, "N n"] | None = None,
     masks: Masks | None = None,
     interpret: Any = None,
 ) -> Float[Array, "N n"]:
@@ -84,6 +85,7 @@ def routed_matmul(
     Args:
       chunk_slot: int32 [C], owner slot of each chunk; N / C is a multiple of `TILE_M`.
       blocks: thread blocks to launch, one per multiprocessor.
+      residual: added to the result; only with W as it is.
       masks: dropout of each term's low-rank product, with counters per term; None for none.
       interpret: see `plgpu.kernel`.
     """
@@ -111,7 +113,9 @@ def routed_matmul(
     # A slice of a three-dimensional array does not lower: layers and slots become row offsets.
     flat = [Term(t.lhs, _flat(t.weight), t.low, _flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
-    return kernel(layer, chunk_slot, flat, mask_operands(masks))
+    # As the product with an identity, the residual takes the pipeline's way into the accumulator.
+    added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
+    return kernel(layer, chunk_slot, flat, added, mask_operands(masks))
 
 
 def _flat(stacked: Float[Array, "_ _ n"]) -> Float[Array, "_ n"]:
@@ -210,12 +214,13 @@ def _swizzled(columns: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, masks, out_gmem, *scratch):
+def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gmem, *scratch):
     scratch = _Scratch(*scratch)
     tiling = layout.tiling
     shape = (out_gmem.shape[0] // (tiling.cluster * TILE_M), out_gmem.shape[1] // tiling.tile_n)
     chunk_tiles = out_gmem.shape[0] // (slot_gmem.shape[0] * TILE_M)
-    steps = sum(term.lhs.shape[1] for term in terms) // tiling.tile_k
+    depth = sum(term.lhs.shape[1] for term in terms) + (TILE_M if added else 0)
+    steps = depth // tiling.tile_k
     thread = lax.axis_index("wg")
 
     def for_each_tile(body):
@@ -242,7 +247,7 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, masks, out_gmem, *scr
 
             @pl.when(tile.live)
             def _():
-                _load_steps(layout, terms, scratch, tile, layer, step)
+                _load_steps(layout, terms, added, scratch, tile, layer, step)
 
         step, owned = for_each_tile(load_tile)
         # No barrier may be left with an arrival that nobody waited for.
@@ -313,14 +318,13 @@ def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step)
             step += 1
 
 
-def _load_steps(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, layer, first_step):
+def _load_steps(layout: _Layout, terms, added, scratch: _Scratch, tile: _Tile, layer, step):
     tile_k = layout.tiling.tile_k
     for term, height in zip(terms, layout.heights, strict=True):
         count = term.lhs.shape[1] // tile_k
 
         @pl.loop(0, count)
-        def _step(i, term=term, height=height, first_step=first_step):
-            stage = _claim(scratch.consumed, first_step + i)
+        def _step(i, term=term, height=height, step=step):
             depth = pl.ds(i * tile_k, tile_k)
             if layout.transposed:
                 rows = pl.ds(layer * height + tile.columns.start, layout.tiling.tile_n)
@@ -328,14 +332,27 @@ def _load_steps(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, layer, f
             else:
                 rows = pl.ds(layer * height + i * tile_k, tile_k)
                 weight = term.weight.at[rows, tile.columns]
-            barrier = scratch.loaded.at[stage]
-            plgpu.copy_gmem_to_smem(term.lhs.at[tile.rows, depth], scratch.lhs.at[stage], barrier)
-            shared = "cluster" if layout.tiling.cluster > 1 else None
-            plgpu.copy_gmem_to_smem(
-                weight, scratch.weight.at[stage], barrier, collective_axes=shared
-            )
+            _load_step(layout, scratch, step + i, term.lhs.at[tile.rows, depth], weight)
 
-        first_step += count
+        step += count
+
+    if added:
+        identity, residual = added
+        for i in range(TILE_M // tile_k):
+            rows = pl.ds(tile.rows.start + i * tile_k, tile_k)
+            lhs, weight = identity.at[:, pl.ds(i * tile_k, tile_k)], residual.at[rows, tile.columns]
+            # The rows of a residual are the tile's own: nothing to share with a neighbour.
+            _load_step(layout, scratch, step + i, lhs, weight, shared=False)
+
+
+def _load_step(layout: _Layout, scratch: _Scratch, step, lhs, weight, shared: bool = True):
+    stage = _claim(scratch.consumed, step)
+    barrier = scratch.loaded.at[stage]
+    plgpu.copy_gmem_to_smem(lhs, scratch.lhs.at[stage], barrier)
+    shared = shared and layout.tiling.cluster > 1
+    plgpu.copy_gmem_to_smem(
+        weight, scratch.weight.at[stage], barrier, collective_axes="cluster" if shared else None
+    )
 
 
 def _claim(consumed, step):

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout, token_counters
-from .base import LOW_RANK
+from .base import LOW_RANK, clear_empty
 
 _MAX_MODULES = 3
 _MAX_RANK = 128
@@ -115,9 +115,20 @@ def _unsupported_projection(projection, x) -> str | None:
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_lora_linear_triton(modules, x, projections, accumulators, routing, dropout, layer):
+def grouped_lora_linear_triton(
+    modules, x, projections, accumulators, routing, dropout, layer, residual
+):
     """See `api.grouped_lora_linear`; `modules` is static. `refusal` must have no objection."""
+    outputs, accumulators = _grouped_lora_linear(
+        modules, x, projections, accumulators, routing, dropout, layer
+    )
+    if residual is not None:
+        outputs = (clear_empty(residual, routing) + outputs[0],)
+    return outputs, accumulators
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_lora_linear(modules, x, projections, accumulators, routing, dropout, layer):
     return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
 
 
@@ -157,7 +168,7 @@ def _backward(modules, residuals, cotangents):
     return dx, None, next_sums, None, None, None
 
 
-grouped_lora_linear_triton.defvjp(_forward, _backward)
+_grouped_lora_linear.defvjp(_forward, _backward)
 
 
 def _factors(projections, layer, dtype) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

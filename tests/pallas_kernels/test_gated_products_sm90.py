@@ -155,6 +155,7 @@ def test_splits_of_the_columns_add_up(interpret):
     np.testing.assert_allclose(np.sum(split_sums, axis=0), sums[0], rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_extreme_gates_give_no_nan(interpret):
     rng, chunk_slot = np.random.default_rng(4), (0, 1, 2, 0)
     gates = np.array([0.0, -0.0, 1e-38, 20, 200, 3e38], np.float32)

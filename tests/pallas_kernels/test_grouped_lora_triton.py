@@ -169,7 +169,7 @@ def differentiate(function, case: Case):
 
     def apply(x, accumulators):
         return function(
-            modules, x, case.projections, accumulators, case.routing, case.dropout, LAYER
+            modules, x, case.projections, accumulators, case.routing, case.dropout, LAYER, None
         )
 
     (outputs, _), vjp = jax.vjp(apply, case.x, case.accumulators)

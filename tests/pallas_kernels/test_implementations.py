@@ -36,6 +36,7 @@ class Case(NamedTuple):
     routing: Routing
     dropout: Dropout | None
     gradients: tuple[jax.Array, ...]
+    residual: jax.Array | None = None
 
 
 def make_case(k=256, widths=(256, 512), rank=16, owners=OWNERS, slots=SLOTS, rates=None) -> Case:
@@ -76,14 +77,22 @@ def make_case(k=256, widths=(256, 512), rank=16, owners=OWNERS, slots=SLOTS, rat
 def differentiate(implementation: str, case: Case):
     """Outputs, dx and the next accumulators."""
 
-    def forward(x, sums):
-        modules = tuple(range(len(case.projections)))
+    def forward(x, residual, sums):
         return grouped_lora_linear(
-            x, case.projections, sums, case.routing, case.dropout, LAYER, modules, implementation
+            x,
+            case.projections,
+            sums,
+            case.routing,
+            case.dropout,
+            LAYER,
+            tuple(range(len(case.projections))),
+            implementation,
+            residual,
         )
 
-    (outputs, _), backward = jax.vjp(forward, case.x, case.sums)
-    return outputs, *backward((case.gradients, case.sums))
+    (outputs, _), backward = jax.vjp(forward, case.x, case.residual, case.sums)
+    dx, d_residual, sums = backward((case.gradients, case.sums))
+    return outputs, (dx, d_residual), sums
 
 
 def expected(case: Case):
@@ -92,9 +101,21 @@ def expected(case: Case):
     def wide(x):
         return x.astype(jnp.float32)
 
-    inputs = case.x, case.projections, case.gradients
-    x, projections, gradients = jax.tree.map(wide, inputs)
-    return differentiate("xla", case._replace(x=x, projections=projections, gradients=gradients))
+    wide_case = jax.tree.map(wide, case._replace(sums=None, routing=None, dropout=None))
+    return differentiate(
+        "xla", wide_case._replace(sums=case.sums, routing=case.routing, dropout=case.dropout)
+    )
+
+
+def with_residual(case: Case) -> Case:
+    """One projection alone, added to a residual."""
+    residual = case.gradients[0][::-1]
+    return case._replace(
+        projections=case.projections[:1],
+        sums=case.sums[:1],
+        gradients=case.gradients[:1],
+        residual=residual,
+    )
 
 
 def run(implementation: str, case: Case):
@@ -139,7 +160,7 @@ def test_outputs_and_gradients_follow_the_formula(solved):
 
 
 def test_empty_chunks_are_zeros(solved):
-    _, (outputs, dx, _), _ = solved
+    _, (outputs, (dx, _), _), _ = solved
     empty = np.repeat(np.asarray(OWNERS) < 0, CHUNK)
     assert not any(np.any(y[empty]) for y in (*outputs, dx))
 
@@ -151,9 +172,18 @@ def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved)
         assert_same_bits(after[:, 3], before[:, 3])
 
 
+def test_a_residual_is_added_and_gets_the_gradient(implementation):
+    case = with_residual(make_case())
+    (outputs, (dx, d_residual), _), (wanted, *_) = run(implementation, case), expected(case)
+    assert_close(outputs, wanted)
+    owned = np.repeat(np.asarray(OWNERS) >= 0, CHUNK)
+    assert_same_bits(d_residual[owned], case.gradients[0][owned])
+    assert not np.any(outputs[0][~owned]) and not np.any(dx[~owned])
+
+
 @pytest.mark.parametrize("where", ["x", "gradient", "factors", "idle factors"])
 def test_nan_of_one_task_changes_no_bit_of_the_others(where, implementation, solved):
-    case, (outputs, dx, sums), _ = solved
+    case, (outputs, (dx, _), sums), _ = solved
     if case.dropout is not None and where != "x":
         pytest.skip("dropout acts on x alone")
     owned = np.repeat(np.asarray(OWNERS) == 0, CHUNK)[:, None]
@@ -169,7 +199,7 @@ def test_nan_of_one_task_changes_no_bit_of_the_others(where, implementation, sol
             for p in case.projections
         ]
         broken = case._replace(projections=tuple(poisoned))
-    broken_outputs, broken_dx, broken_sums = run(implementation, broken)
+    broken_outputs, (broken_dx, _), broken_sums = run(implementation, broken)
     others = slice(None) if where == "idle factors" else ~owned[:, 0]
     for before, after in zip((*outputs, dx), (*broken_outputs, broken_dx), strict=True):
         assert_same_bits(before[others], after[others])
