@@ -16,10 +16,12 @@ from jaxmux.pallas_kernels.grouped_lora import (
     Factors,
     Projection,
     Routing,
+    gated_mlp,
     grouped_lora_linear,
 )
 
 from .modules import Weights
+from .remat import GATE, UP, keepable
 
 # The linears that can carry an adapter, by their Hugging Face path within a layer. A module's place
 # in this tuple is its identity in the dropout hash: append, never reorder.
@@ -92,3 +94,48 @@ def adapted_linears(
         outputs[m] + w["bias"][layer] if "bias" in w else outputs[m] for m, w in weights.items()
     )
     return tuple(biased), sums
+
+
+def adapted_mlp(
+    x: Float[Array, "N d"],
+    block: Weights,
+    adapters: Adapters,
+    sums: Adapters | None,
+    dispatch: Dispatch,
+    layer: Int[Array, ""] | int,
+    implementation: str | None,
+    residual: Float[Array, "N d"],
+) -> tuple[Float[Array, "N d"], Adapters | None]:
+    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`.
+
+    Where all three linears are adapted and the fused MLP can serve them, it does.
+    """
+    modules = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    biased = any("bias" in weights for weights in block.values())
+    if sums is not None and not biased and all(module in adapters for module in modules):
+        projections = tuple(
+            Projection(block[module.split(".")[-1]]["kernel"], adapters[module])
+            for module in modules
+        )
+        refusal = gated_mlp.refusal(x, projections, dispatch.routing, dispatch.dropout)
+        if implementation in (None, "mosaic_gpu") and refusal is None:
+            with jax.named_scope("grouped_lora"):
+                out, new_sums = gated_mlp.grouped_lora_gated_mlp(
+                    x,
+                    projections,
+                    tuple(sums[module] for module in modules),
+                    dispatch.routing,
+                    layer,
+                    residual,
+                )
+            return out, {**sums, **dict(zip(modules, new_sums, strict=True))}
+
+    def linears(x, sums, *names: str, residual=None):
+        return adapted_linears(
+            x, block, adapters, sums, dispatch, layer, names, implementation, residual
+        )
+
+    (gate, up), sums = linears(x, sums, *modules[:2])
+    h = jax.nn.silu(keepable(gate, GATE)) * keepable(up, UP)
+    (out,), sums = linears(h, sums, modules[2], residual=residual)
+    return out, sums

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .attention import AttentionOptions, Segments, attend
-from .base_op import Adapters, Dispatch, adapted_linears
+from .base_op import Adapters, Dispatch, adapted_linears, adapted_mlp
 from .config import BackboneConfig
 from .modules import Weights
-from .remat import ATTENTION_OUTPUT, GATE, HEADS, MIDDLE, UP, keepable
+from .remat import ATTENTION_OUTPUT, HEADS, MIDDLE, keepable
 from .rope import rotate
 
 
@@ -66,16 +66,15 @@ def decoder_layer(
       (see `attention.attend`).
     """
 
-    def linears(h, block: str, sums, *names: str, residual=None):
-        modules = tuple(f"{block}.{name}" for name in names)
+    def linears(h, sums, *names: str, residual=None):
         return adapted_linears(
             h,
-            weights[block],
+            weights["self_attn"],
             adapters,
             sums,
             stream.dispatch,
             layer,
-            modules,
+            tuple(f"self_attn.{name}" for name in names),
             options.grouped_lora,
             residual,
         )
@@ -87,7 +86,7 @@ def decoder_layer(
         return y.reshape(*stream.segments.ids.shape, -1, config.head_dim)
 
     h = norm(x, weights["input_layernorm"])
-    projected, sums = linears(h, "self_attn", sums, "q_proj", "k_proj", "v_proj")
+    projected, sums = linears(h, sums, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
         q = norm(keepable(q, HEADS), weights["self_attn"]["q_norm"])
@@ -95,13 +94,13 @@ def decoder_layer(
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
     out = keepable(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
-    (x,), sums = linears(out, "self_attn", sums, "o_proj", residual=x)
+    (x,), sums = linears(out, sums, "o_proj", residual=x)
     x = keepable(x, MIDDLE)
 
     h = norm(x, weights["post_attention_layernorm"])
-    (gate, up), sums = linears(h, "mlp", sums, "gate_proj", "up_proj")
-    h = jax.nn.silu(keepable(gate, GATE)) * keepable(up, UP)
-    (x,), sums = linears(h, "mlp", sums, "down_proj", residual=x)
+    x, sums = adapted_mlp(
+        h, weights["mlp"], adapters, sums, stream.dispatch, layer, options.grouped_lora, residual=x
+    )
     return x, sums, finite
 
 

@@ -9,16 +9,14 @@ recomputed.
 from jax import checkpoint, checkpoint_policies
 from jax.ad_checkpoint import checkpoint_name as keepable
 
-from jaxmux.pallas_kernels.grouped_lora import LOW_RANK
+from jaxmux.pallas_kernels.grouped_lora import GATE, LOW_RANK, UP
 
 # Outputs of q/k/v, where the norms of heads need them; inputs of attention; its output; the stream
-# between attention and MLP; the two halves of the MLP.
+# between attention and MLP.
 HEADS = "heads"
 ATTENTION_INPUT = "attention_input"
 ATTENTION_OUTPUT = "attention_output"
 MIDDLE = "middle"
-GATE = "gate"
-UP = "up"
 
 _PRODUCTS = (LOW_RANK, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, MIDDLE, GATE, UP)
 

@@ -3,6 +3,15 @@ tasks.
 """
 
 from .api import IMPLEMENTATIONS, Factors, Projection, Routing, grouped_lora_linear
-from .base import LOW_RANK
+from .base import GATE, LOW_RANK, UP
 
-__all__ = ["IMPLEMENTATIONS", "LOW_RANK", "Factors", "Projection", "Routing", "grouped_lora_linear"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "GATE",
+    "LOW_RANK",
+    "UP",
+    "Factors",
+    "Projection",
+    "Routing",
+    "grouped_lora_linear",
+]

@@ -14,8 +14,11 @@ from jaxtyping import Array, Float, Int
 from ..counter_dropout import Dropout, keep_mask, token_counters
 from ..slot_sum import add_to_slots
 
-# Under this name a rematerialisation policy can keep the rank-r intermediates.
+# Under these names a rematerialisation policy can keep the rank-r intermediates, and the two halves
+# of a gated MLP.
 LOW_RANK = "low_rank"
+GATE = "gate"
+UP = "up"
 
 
 def refusal(x, projections, routing, dropout) -> str | None:

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import token_counters
 from .base import LOW_RANK
@@ -59,14 +59,14 @@ def grouped_lora_linear_mosaic_gpu(
 
 def _forward(modules, x, projections, accumulators, routing, dropout, layer, residual):
     masks = _masks(modules, x, routing, dropout, layer)
-    factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
+    factors = [rank_major(p.factors, layer, x.dtype) for p in projections]
     rows = RowJob(x, tuple(a for a, _ in factors), masks)
     (partial_sums,) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
     lows = tuple(
-        checkpoint_name(_low_rank(sums, routing, x.dtype), LOW_RANK) for sums in partial_sums
+        checkpoint_name(low_rank(sums, routing, x.dtype), LOW_RANK) for sums in partial_sums
     )
     outputs = tuple(
-        _matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False, residual=residual)
+        matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False, residual=residual)
         for p, low, (_, b) in zip(projections, lows, factors, strict=True)
     )
     added = None if residual is None else ()
@@ -76,23 +76,22 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer, res
 def _backward(modules, residuals, cotangents):
     x, projections, routing, dropout, layer, lows, added = residuals
     gradients, sums = cotangents
-    factors = [_rank_major(p.factors, layer, x.dtype) for p in projections]
-    slots, _, rank = projections[0].factors.a.shape[1:]
-    # The accumulators of all layers lie one behind the other.
-    place = jnp.where(routing.chunk_slot < 0, -1, layer * slots + routing.chunk_slot)
+    factors = [rank_major(p.factors, layer, x.dtype) for p in projections]
+    rank = projections[0].factors.a.shape[-1]
+    place = chunk_places(routing, sums[0], layer)
 
     rows = tuple(RowJob(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
     partial_sums = row_products(rows, routing.chunk_slot, tiling=row_tiling(*rows))
-    d_lows = tuple(_low_rank(each, routing, x.dtype) for (each,) in partial_sums)
+    d_lows = tuple(low_rank(each, routing, x.dtype) for (each,) in partial_sums)
     new_b = column_products(
         tuple(
-            ColumnJob(dy, (low[:rank],), (_flat(s.b),), rank_major=True)
+            ColumnJob(dy, (low[:rank],), (flat(s.b),), rank_major=True)
             for dy, low, s in zip(gradients, lows, sums, strict=True)
         ),
         place,
     )
     masks = _masks(modules, x, routing, dropout, layer)
-    dx = _matmul(
+    dx = matmul(
         tuple(
             Term(dy, p.kernel, d_low, a)
             for dy, p, d_low, (a, _) in zip(gradients, projections, d_lows, factors, strict=True)
@@ -107,7 +106,7 @@ def _backward(modules, residuals, cotangents):
             ColumnJob(
                 x,
                 tuple(d_low[:rank] for d_low in d_lows),
-                tuple(_flat(s.a) for s in sums),
+                tuple(flat(s.a) for s in sums),
                 rank_major=False,
                 masks=masks and masks._replace(rate=jnp.tile(masks.rate, len(sums[0].a))),
             ),
@@ -133,9 +132,10 @@ def _masks(modules, x, routing, dropout, layer) -> Masks | None:
     return Masks(counters, dropout.rate)
 
 
-def _matmul(
+def matmul(
     terms: tuple[Term, ...], routing, layer, *, transposed: bool, residual=None, masks=None
 ) -> Float[Array, "N n"]:
+    """`routed_matmul` with the tiling for its shape and device."""
     return routed_matmul(
         terms,
         routing.chunk_slot,
@@ -159,7 +159,13 @@ def _padded_rank(rank: int) -> int:
     return -(-rank // 16) * 16 if rank <= 64 else -(-rank // 64) * 64
 
 
-def _rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Array, "T r n"]]:
+def chunk_places(routing, sums, layer) -> Int[Array, "C"]:
+    """Of each chunk's owner, the index in accumulators whose layers lie one behind the other."""
+    slots = sums.a.shape[1]
+    return jnp.where(routing.chunk_slot < 0, -1, layer * slots + routing.chunk_slot)
+
+
+def rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Array, "T r n"]]:
     """One layer's factors in the compute dtype, ranks padded to what the kernels divide evenly."""
     a, b = factors.a[layer].swapaxes(1, 2), factors.b[layer]
     missing = _padded_rank(a.shape[1]) - a.shape[1]
@@ -167,7 +173,8 @@ def _rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Arr
     return a, b
 
 
-def _low_rank(partial_sums: Float[Array, "splits N r"], routing, dtype) -> Float[Array, "r N"]:
+def low_rank(partial_sums: Float[Array, "splits N r"], routing, dtype) -> Float[Array, "r N"]:
+    """Rank-r intermediates from their partial sums: scaled by the owner's factor, rank-major."""
     slot = routing.chunk_slot
     scale = jnp.where(slot < 0, 0, routing.scale[slot])
     per_token = jnp.repeat(
@@ -176,5 +183,6 @@ def _low_rank(partial_sums: Float[Array, "splits N r"], routing, dtype) -> Float
     return (partial_sums.sum(axis=0) * per_token[:, None]).astype(dtype).T
 
 
-def _flat(stacked: Float[Array, "L T _ _"]) -> Float[Array, "LT _ _"]:
+def flat(stacked: Float[Array, "L T _ _"]) -> Float[Array, "LT _ _"]:
+    """Layers one behind the other."""
     return stacked.reshape(-1, *stacked.shape[2:])

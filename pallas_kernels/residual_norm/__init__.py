@@ -1,6 +1,5 @@
-"""`stream = x + branch` and its RMS norm, in one pass over memory."""
+"""The RMS norm at a residual stream; its backward pass also adds the stream's own gradient."""
 
 from .api import IMPLEMENTATIONS, residual_norm
-from .base import STREAM
 
-__all__ = ["IMPLEMENTATIONS", "STREAM", "residual_norm"]
+__all__ = ["IMPLEMENTATIONS", "residual_norm"]

@@ -1,4 +1,4 @@
-"""The public function of the residual norm, and the choice of its implementation."""
+"""The RMS norm at a residual stream: its public function, and the choice of implementation."""
 
 import functools
 import logging
@@ -17,30 +17,29 @@ IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
 def residual_norm(
     x: Float[Array, "N d"],
-    branch: Float[Array, "N d"] | None,
     weight: Float[Array, "d"],
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
-    """Adds a branch to the residual stream and normalises the sum by its root mean square.
+    """Normalises the residual stream by its root mean square, and hands it through.
 
-    `stream = x + branch` and `normed = weight * (stream / sqrt(mean(stream^2) + eps))`, the mean
-    over a row in float32 (RMSNorm, arXiv 1910.07467, equation 4). The quotient is rounded to the
-    dtype of `x` before the weight multiplies it. Rows never mix.
+    `normed = weight * (x / sqrt(mean(x^2) + eps))`, the mean over a row in float32 (RMSNorm, arXiv
+    1910.07467, equation 4). The quotient is rounded to the dtype of `x` before the weight
+    multiplies it. Rows never mix.
 
-    Differentiable in `x` and `branch`; the weight is frozen and gets a zero cotangent.
+    Let the residual path go on from the returned `x`, not from the argument: its gradient `d_x`
+    then reaches the backward pass of the norm, which adds it in the same pass over memory,
+    `dx = d_x + vjp_of_norm(d_normed)`. The weight is frozen and gets a zero cotangent.
 
     Args:
       x: the stream, in the compute dtype.
-      branch: what is added to it; None for nothing: then `x` itself is the stream, and only its
-        norm is computed.
       weight: of the norm.
       eps: static.
       implementation: "mosaic_gpu" on Hopper GPUs, "xla" anywhere. None picks the first of them that
         can serve the call, and logs which and why.
 
     Returns:
-      The stream and its norm, in the dtype of `x`.
+      `x`, unchanged, and `normed`, in the dtype of `x`.
 
     Raises:
       ValueError: no such implementation, or it cannot serve these arguments.
@@ -54,14 +53,14 @@ def residual_norm(
     refusals = {}
     for name in candidates:
         function, refusal = _IMPLEMENTATIONS[name]
-        refusals[name] = refusal(x, branch, weight)
+        refusals[name] = refusal(x, weight)
         if refusals[name] is None:
             break
     else:
         raise ValueError(f"residual_norm: {_reasons(refusals)}")
     if implementation is None:
         _log_choice(f"{x.dtype} {x.shape[0]}x{x.shape[1]}", name, _reasons(refusals))
-    return function(eps, x, branch, weight)
+    return function(x, weight, eps)
 
 
 def _reasons(refusals: dict[str, str | None]) -> str:

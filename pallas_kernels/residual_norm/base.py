@@ -2,27 +2,19 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-# Under this name a rematerialisation policy can keep the sum of stream and branch.
-STREAM = "residual_stream"
 
-
-def refusal(x, branch, weight) -> str | None:
+def refusal(x, weight) -> str | None:
     """Why this implementation cannot serve a call; None if it can. It serves all."""
-    del x, branch, weight
+    del x, weight
     return None
 
 
 def residual_norm_xla(
-    eps: float,
-    x: Float[Array, "N d"],
-    branch: Float[Array, "N d"] | None,
-    weight: Float[Array, "d"],
+    x: Float[Array, "N d"], weight: Float[Array, "d"], eps: float
 ) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
     """See `api.residual_norm`."""
-    stream = x if branch is None else checkpoint_name(x + branch, STREAM)
-    wide = stream.astype(jnp.float32)
+    wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return stream, lax.stop_gradient(weight) * normed.astype(stream.dtype)
+    return x, lax.stop_gradient(weight) * normed.astype(x.dtype)

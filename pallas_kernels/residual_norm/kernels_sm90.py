@@ -1,4 +1,4 @@
-"""The residual addition with its RMS norm, and their gradient, at the speed of memory, for Hopper.
+"""The RMS norm at a residual stream, and the stream's gradient, at the speed of memory, for Hopper.
 
 Blocks of whole rows pass through a ring of buffers in shared memory: bulk copies fill and empty it,
 one warpgroup a thread block works on a block of rows in registers, each row spread over all its
@@ -32,30 +32,6 @@ class Tiling(NamedTuple):
     blocks: int
 
 
-def add_and_normalize(
-    x: Float[Array, "N d"],
-    branch: Float[Array, "N d"],
-    weight: Float[Array, "d"],
-    eps: float,
-    *,
-    tiling: Tiling,
-    interpret: Any = None,
-) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
-    """`x + branch` and its RMS norm.
-
-    Args:
-      x, branch: in half precision, d a multiple of 256.
-      weight: in the dtype of `x`.
-      interpret: see `plgpu.kernel`.
-    """
-
-    def add(weight, x, branch):
-        stream = x + branch
-        return stream, _normalize(weight, stream, eps)
-
-    return _map_rows(add, "add_and_normalize", (x, branch), weight, 2, tiling, interpret)
-
-
 def normalize(
     stream: Float[Array, "N d"],
     weight: Float[Array, "d"],
@@ -64,13 +40,20 @@ def normalize(
     tiling: Tiling,
     interpret: Any = None,
 ) -> Float[Array, "N d"]:
-    """The RMS norm alone; see `add_and_normalize`."""
+    """The RMS norm.
+
+    Args:
+      stream: in half precision, d a multiple of 256.
+      weight: in the dtype of `stream`.
+      interpret: see `plgpu.kernel`.
+    """
 
     def norm(weight, stream):
-        return (_normalize(weight, stream, eps),)
+        wide = stream.astype(jnp.float32)
+        normed = wide * _across(_rstd(wide, eps), wide.shape, 0)
+        return _across(weight, wide.shape, 1) * normed.astype(stream.dtype)
 
-    (normed,) = _map_rows(norm, "normalize", (stream,), weight, 1, tiling, interpret)
-    return normed
+    return _map_rows(norm, "normalize", (stream,), weight, tiling, interpret)
 
 
 def stream_gradient(
@@ -86,6 +69,7 @@ def stream_gradient(
     """`d_stream` plus what `d_normed` sends back through the norm, rounded once.
 
     With `y = stream rstd` and `n = weight d_normed` that is `rstd (n - y mean(n y)) + d_stream`.
+    Arguments as in `normalize`.
     """
 
     def gradient(weight, stream, d_normed, d_stream):
@@ -95,17 +79,10 @@ def stream_gradient(
         # mean(n y) rstd, the factor of the stream itself.
         factor = rstd * rstd * _mean(n * s)
         rstd, factor = (_across(each, s.shape, 0) for each in (rstd, factor))
-        return ((rstd * (n - factor * s) + d_stream.astype(jnp.float32)).astype(stream.dtype),)
+        return (rstd * (n - factor * s) + d_stream.astype(jnp.float32)).astype(stream.dtype)
 
     inputs = (stream, d_normed, d_stream)
-    (dx,) = _map_rows(gradient, "stream_gradient", inputs, weight, 1, tiling, interpret)
-    return dx
-
-
-def _normalize(weight, stream, eps):
-    wide = stream.astype(jnp.float32)
-    normed = wide * _across(_rstd(wide, eps), wide.shape, 0)
-    return _across(weight, wide.shape, 1) * normed.astype(stream.dtype)
+    return _map_rows(gradient, "stream_gradient", inputs, weight, tiling, interpret)
 
 
 def _rstd(wide, eps):
@@ -121,9 +98,9 @@ def _across(values, shape, axis: int):
     return lax.broadcast_in_dim(values, shape, (axis,))
 
 
-def _map_rows(function, name: str, inputs, weight, outputs: int, tiling: Tiling, interpret):
-    """Applies `function(weight, *inputs)`, which maps `[rows, d]` arrays in registers to a tuple of
-    as many outputs of that shape, to all blocks of rows.
+def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
+    """Applies `function(weight, *inputs)`, which maps `[rows, d]` arrays in registers to one of
+    that shape, to all blocks of rows.
     """
     rows, width = inputs[0].shape
     dtype = inputs[0].dtype
@@ -133,21 +110,20 @@ def _map_rows(function, name: str, inputs, weight, outputs: int, tiling: Tiling,
             f"columns, and at least 2 stages, not {tiling.stages}"
         )
 
-    def body(arrays, weight_gmem, *results, buffers, loaded):
+    def body(arrays, weight_gmem, result, buffers, loaded):
         layout = _row_layout(width)
         weight = plgpu.load(weight_gmem, layout=layout.reduce(0), optimized=False)
 
         def apply(slot):
             values = [plgpu.load(buffer.at[slot], layout=layout) for buffer in buffers]
-            for buffer, value in zip(buffers, function(weight, *values), strict=False):
-                buffer.at[slot][...] = value
+            buffers[0].at[slot][...] = function(weight, *values)
 
-        _pass_through(arrays, results, buffers, loaded, tiling, apply)
+        _pass_through(arrays, result, buffers, loaded, tiling, apply)
 
     block = plgpu.SMEM((tiling.stages, tiling.rows, width), dtype)
     return plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct((rows, width), dtype) for _ in range(outputs)),
+        out_type=jax.ShapeDtypeStruct((rows, width), dtype),
         grid=(tiling.blocks,),
         grid_names=("block",),
         scratch_types={
@@ -159,9 +135,10 @@ def _map_rows(function, name: str, inputs, weight, outputs: int, tiling: Tiling,
     )(inputs, weight)
 
 
-def _pass_through(inputs, outputs, buffers, loaded, tiling: Tiling, apply):
+def _pass_through(inputs, output, buffers, loaded, tiling: Tiling, apply):
     """Passes this thread block's share of the rows through the buffers; `apply(slot)` is called
-    with every slot that was filled from the inputs, and leaves in it what the outputs get.
+    with every slot that was filled from the inputs, and leaves in the first buffer's what the
+    output gets.
     """
     first, stages = lax.axis_index("block"), jnp.int32(tiling.stages)
     total = inputs[0].shape[0] // tiling.rows
@@ -190,9 +167,7 @@ def _pass_through(inputs, outputs, buffers, loaded, tiling: Tiling, apply):
         plgpu.barrier_wait(loaded.at[slot])
         apply(slot)
         plgpu.commit_smem()
-        for array, buffer in zip(outputs, buffers, strict=False):
-            plgpu.copy_smem_to_gmem(buffer.at[slot], array.at[rows(step)], commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+        plgpu.copy_smem_to_gmem(buffers[0].at[slot], output.at[rows(step)])
         # The stores of the step before had time to leave its slot, which the next load may take.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 

@@ -1,15 +1,16 @@
-"""The implementation for Hopper: one Pallas Mosaic GPU kernel forward and one backward."""
+"""The implementation for Hopper: one Pallas Mosaic GPU kernel forward and one backward.
+
+That of the backward pass also adds the gradient that arrives for the stream it handed through.
+"""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ..grouped_lora.tilings import is_hopper, multiprocessors
-from .base import STREAM
-from .kernels_sm90 import Tiling, add_and_normalize, normalize, stream_gradient
+from .kernels_sm90 import Tiling, normalize, stream_gradient
 
 # Of a multiprocessor, less what it reserves and what barriers and sums take of two thread blocks.
 _SHARED_MEMORY = 216 * 1024
@@ -19,15 +20,14 @@ _BLOCK = 4096
 _WIDEST = 8192
 
 
-def refusal(x, branch, weight) -> str | None:
+def refusal(x, weight) -> str | None:
     """Why this implementation cannot serve a call; None if it can."""
     if not is_hopper():
         return "it needs a Hopper GPU"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it reads bfloat16 or float16, found {x.dtype}"
-    others = [str(array.dtype) for array in (branch, weight) if array is not None]
-    if any(dtype != str(x.dtype) for dtype in others):
-        return f"x is {x.dtype}, branch and weight {others}"
+    if weight.dtype != x.dtype:
+        return f"x is {x.dtype}, weight {weight.dtype}"
     rows, width = x.shape
     if width % 256 or width > _WIDEST:
         return f"rows of {width} columns; expected a multiple of 256, at most {_WIDEST}"
@@ -36,55 +36,25 @@ def refusal(x, branch, weight) -> str | None:
     return None
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def residual_norm_mosaic_gpu(
-    eps: float,
-    x: Float[Array, "N d"],
-    branch: Float[Array, "N d"] | None,
-    weight: Float[Array, "d"],
+    x: Float[Array, "N d"], weight: Float[Array, "d"], eps: float
 ) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
-    """See `api.residual_norm`; `eps` is static."""
-    if branch is None:
-        return _norm(eps, x, weight)
-    return _add_and_norm(eps, x, branch, weight)
+    """See `api.residual_norm`."""
+    return _forward(x, weight, eps)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(eps, x, weight):
-    return _norm_forward(eps, x, weight)[0]
-
-
-def _norm_forward(eps, x, weight):
+def _forward(x, weight, eps):
     return (x, normalize(x, weight, eps, tiling=_tiling(x, 1))), (x, weight)
 
 
-def _norm_backward(eps, residuals, cotangents):
-    return _gradient(eps, residuals, cotangents), None
+def _backward(eps, residuals, cotangents):
+    x, weight = residuals
+    d_x, d_normed = cotangents
+    return stream_gradient(x, d_normed, d_x, weight, eps, tiling=_tiling(x, 3)), None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_and_norm(eps, x, branch, weight):
-    return _add_and_norm_forward(eps, x, branch, weight)[0]
-
-
-def _add_and_norm_forward(eps, x, branch, weight):
-    stream, normed = add_and_normalize(x, branch, weight, eps, tiling=_tiling(x, 2))
-    stream = checkpoint_name(stream, STREAM)
-    return (stream, normed), (stream, weight)
-
-
-def _add_and_norm_backward(eps, residuals, cotangents):
-    dx = _gradient(eps, residuals, cotangents)
-    return dx, dx, None
-
-
-def _gradient(eps, residuals, cotangents) -> Float[Array, "N d"]:
-    stream, weight = residuals
-    d_stream, d_normed = cotangents
-    return stream_gradient(stream, d_normed, d_stream, weight, eps, tiling=_tiling(stream, 3))
-
-
-_norm.defvjp(_norm_forward, _norm_backward)
-_add_and_norm.defvjp(_add_and_norm_forward, _add_and_norm_backward)
+residual_norm_mosaic_gpu.defvjp(_forward, _backward)
 
 
 def _rows(width: int) -> int:

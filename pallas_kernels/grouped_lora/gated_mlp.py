@@ -1,0 +1,118 @@
+"""A whole gated MLP with the LoRA of every task, on Hopper: `down(silu(gate(x)) * up(x))`.
+
+What `mosaic_gpu` does for each linear, with the activation and its gradient fused with the low-rank
+products that read them: none of the wide arrays between the linears is read twice.
+"""
+
+from functools import partial
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from . import mosaic_gpu
+from .base import GATE, LOW_RANK, UP
+from .gated_products_sm90 import gated_backward, gated_forward
+from .mosaic_gpu import chunk_places, flat, low_rank, matmul, rank_major
+from .routed_matmul_sm90 import Term
+from .stream_products_sm90 import ColumnJob, RowJob, column_products, row_products
+from .tilings import row_tiling
+
+_RANKS = (16, 32, 48, 64)
+
+
+def refusal(x, projections, routing, dropout) -> str | None:
+    """Why this function cannot serve a call; None if it can."""
+    gate, _, down = projections
+    if dropout is not None:
+        return "it has no dropout"
+    rank = gate.factors.a.shape[-1]
+    if rank not in _RANKS:
+        return f"pool rank {rank}; expected one of {_RANKS}"
+    wide = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
+    return mosaic_gpu.refusal(x, projections[:2], routing, dropout) or mosaic_gpu.refusal(
+        wide, (down,), routing, dropout
+    )
+
+
+@jax.custom_vjp
+def grouped_lora_gated_mlp(x, projections, accumulators, routing, layer, residual):
+    """`residual + down(silu(gate(x)) * up(x))`, each linear with the LoRA of the chunk's task.
+
+    Args:
+      x: [N, d] in half precision.
+      projections: gate, up and down, as in `api.grouped_lora_linear`.
+      accumulators: one for each, threaded through as there.
+      routing, layer: as there.
+      residual: [N, d].
+
+    Returns:
+      [N, d], zero on empty chunks, and the accumulators.
+    """
+    return _forward(x, projections, accumulators, routing, layer, residual)[0]
+
+
+def _forward(x, projections, accumulators, routing, layer, residual):
+    gate, up, down = projections
+    factors = tuple(rank_major(p.factors, layer, x.dtype) for p in projections)
+    (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
+
+    def low(partial_sums):
+        return checkpoint_name(low_rank(partial_sums, routing, x.dtype), LOW_RANK)
+
+    rows = RowJob(x, (a_gate, a_up))
+    (partial_sums,) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
+    s_gate, s_up = map(low, partial_sums)
+    product = partial(matmul, routing=routing, layer=layer, transposed=False)
+    g = checkpoint_name(product((Term(x, gate.kernel, s_gate, b_gate),)), GATE)
+    u = checkpoint_name(product((Term(x, up.kernel, s_up, b_up),)), UP)
+    h, partial_sums = gated_forward(g, u, a_down, routing.chunk_slot)
+    s_down = low(partial_sums)
+    out = product((Term(h, down.kernel, s_down, b_down),), residual=residual)
+    residuals = (x, projections, routing, layer, g, u, (s_gate, s_up, s_down))
+    return (out, accumulators), residuals
+
+
+def _backward(residuals, cotangents):
+    x, (gate, up, down), routing, layer, g, u, (s_gate, s_up, s_down) = residuals
+    d_out, (sums_gate, sums_up, sums_down) = cotangents
+    (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = (
+        rank_major(p.factors, layer, x.dtype) for p in (gate, up, down)
+    )
+    place = chunk_places(routing, sums_gate, layer)
+    low = partial(low_rank, routing=routing, dtype=x.dtype)
+    product = partial(matmul, routing=routing, layer=layer, transposed=True)
+
+    rows = RowJob(d_out, (b_down,))
+    ((partial_sums,),) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
+    ds_down = low(partial_sums)
+    job = ColumnJob(d_out, (s_down,), (flat(sums_down.b),), rank_major=True)
+    ((new_b_down,),) = column_products((job,), place)
+    dh = product((Term(d_out, down.kernel, ds_down, a_down),))
+
+    (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
+        g,
+        u,
+        dh,
+        (b_gate, b_up),
+        (s_gate, s_up, ds_down),
+        (flat(sums_gate.b), flat(sums_up.b), flat(sums_down.a)),
+        routing.chunk_slot,
+        place,
+    )
+    ds_gate, ds_up = map(low, partial_sums)
+    dx = product((Term(dg, gate.kernel, ds_gate, a_gate), Term(du, up.kernel, ds_up, a_up)))
+    job = ColumnJob(x, (ds_gate, ds_up), (flat(sums_gate.a), flat(sums_up.a)), rank_major=False)
+    ((new_a_gate, new_a_up),) = column_products((job,), place)
+
+    new = (
+        sums._replace(a=a.reshape(sums.a.shape), b=b.reshape(sums.b.shape))
+        for sums, a, b in (
+            (sums_gate, new_a_gate, new_b_gate),
+            (sums_up, new_a_up, new_b_up),
+            (sums_down, new_a_down, new_b_down),
+        )
+    )
+    return dx, None, tuple(new), None, None, d_out
+
+
+grouped_lora_gated_mlp.defvjp(_forward, _backward)
