@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import Routing
+from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .attention import AttentionOptions, find_segments
 from .base_op import Adapters, Dispatch
 from .config import BackboneConfig
-from .layer import LayerOptions, Stream, decoder_layer, rms_norm
+from .layer import LayerOptions, Stream, decoder_layer
 from .modules import Weights
 from .remat import rematerialised
 from .rope import rotary_angles
@@ -84,6 +85,9 @@ def hidden_states(
     layer_function = rematerialised(
         partial(decoder_layer, config, layer_options), options.remat, in_scan=not options.unroll
     )
+    if options.unroll:
+        # Layers differ in their index alone: as one function they are traced and lowered once.
+        layer_function = jax.jit(layer_function)
 
     def step(carry, layer):
         x, sums = carry
@@ -92,7 +96,7 @@ def hidden_states(
 
     x = weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
     (x, sums), finite = _for_each_layer(step, (x, sums), config.num_layers, options.unroll)
-    x = rms_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
+    _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
     finite &= jnp.isfinite(x).reshape(chunks, -1).all(axis=1)
     return x, sums, finite
 

@@ -4,9 +4,9 @@ tokens.
 
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .attention import AttentionOptions, Segments, attend
 from .base_op import Adapters, Dispatch, adapted_linears, adapted_mlp
@@ -79,35 +79,28 @@ def decoder_layer(
             residual,
         )
 
-    def norm(y, weight):
-        return rms_norm(y, weight["weight"][layer], config.rms_norm_eps)
-
     def heads(y: Float[Array, "N n"]) -> Float[Array, "rows row_len H D"]:
         return y.reshape(*stream.segments.ids.shape, -1, config.head_dim)
 
-    h = norm(x, weights["input_layernorm"])
+    eps = config.rms_norm_eps
+    x, h = residual_norm(x, weights["input_layernorm"]["weight"][layer], eps)
     projected, sums = linears(h, sums, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
-        q = norm(keepable(q, HEADS), weights["self_attn"]["q_norm"])
-        k = norm(keepable(k, HEADS), weights["self_attn"]["k_norm"])
+        q, k = (
+            residual_norm(
+                keepable(y, HEADS), weights["self_attn"][name]["weight"][layer], eps, "xla"
+            )[1]
+            for y, name in ((q, "q_norm"), (k, "k_norm"))
+        )
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
     out = keepable(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
     (x,), sums = linears(out, sums, "o_proj", residual=x)
     x = keepable(x, MIDDLE)
 
-    h = norm(x, weights["post_attention_layernorm"])
+    x, h = residual_norm(x, weights["post_attention_layernorm"]["weight"][layer], eps)
     x, sums = adapted_mlp(
         h, weights["mlp"], adapters, sums, stream.dispatch, layer, options.grouped_lora, residual=x
     )
     return x, sums, finite
-
-
-def rms_norm(
-    x: Float[Array, "*stack d"], weight: Float[Array, "d"], eps: float
-) -> Float[Array, "*stack d"]:
-    """Root-mean-square norm over the last axis, computed in float32."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * normed.astype(x.dtype)

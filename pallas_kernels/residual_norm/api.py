@@ -32,7 +32,7 @@ def residual_norm(
     `dx = d_x + vjp_of_norm(d_normed)`. The weight is frozen and gets a zero cotangent.
 
     Args:
-      x: the stream, in the compute dtype.
+      x: the stream, in the compute dtype. "xla" takes any number of leading axes.
       weight: of the norm.
       eps: static.
       implementation: "mosaic_gpu" on Hopper GPUs, "xla" anywhere. None picks the first of them that
