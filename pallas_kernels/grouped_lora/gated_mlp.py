@@ -85,8 +85,6 @@ def _backward(residuals, cotangents):
     rows = RowJob(d_out, (b_down,))
     ((partial_sums,),) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
     ds_down = low(partial_sums)
-    job = ColumnJob(d_out, (s_down,), (flat(sums_down.b),), rank_major=True)
-    ((new_b_down,),) = column_products((job,), place)
     dh = product((Term(d_out, down.kernel, ds_down, a_down),))
 
     (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
@@ -101,8 +99,11 @@ def _backward(residuals, cotangents):
     )
     ds_gate, ds_up = map(low, partial_sums)
     dx = product((Term(dg, gate.kernel, ds_gate, a_gate), Term(du, up.kernel, ds_up, a_up)))
-    job = ColumnJob(x, (ds_gate, ds_up), (flat(sums_gate.a), flat(sums_up.a)), rank_major=False)
-    ((new_a_gate, new_a_up),) = column_products((job,), place)
+    jobs = (
+        ColumnJob(d_out, (s_down,), (flat(sums_down.b),), rank_major=True),
+        ColumnJob(x, (ds_gate, ds_up), (flat(sums_gate.a), flat(sums_up.a)), rank_major=False),
+    )
+    (new_b_down,), (new_a_gate, new_a_up) = column_products(jobs, place)
 
     new = (
         sums._replace(a=a.reshape(sums.a.shape), b=b.reshape(sums.b.shape))

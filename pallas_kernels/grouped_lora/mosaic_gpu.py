@@ -83,13 +83,6 @@ def _backward(modules, residuals, cotangents):
     rows = tuple(RowJob(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
     partial_sums = row_products(rows, routing.chunk_slot, tiling=row_tiling(*rows))
     d_lows = tuple(low_rank(each, routing, x.dtype) for (each,) in partial_sums)
-    new_b = column_products(
-        tuple(
-            ColumnJob(dy, (low[:rank],), (flat(s.b),), rank_major=True)
-            for dy, low, s in zip(gradients, lows, sums, strict=True)
-        ),
-        place,
-    )
     masks = _masks(modules, x, routing, dropout, layer)
     dx = matmul(
         tuple(
@@ -101,18 +94,19 @@ def _backward(modules, residuals, cotangents):
         transposed=True,
         masks=masks,
     )
-    (new_a,) = column_products(
-        (
-            ColumnJob(
-                x,
-                tuple(d_low[:rank] for d_low in d_lows),
-                tuple(flat(s.a) for s in sums),
-                rank_major=False,
-                masks=masks and masks._replace(rate=jnp.tile(masks.rate, len(sums[0].a))),
-            ),
-        ),
-        place,
+    # All in one launch: a narrow array alone does not occupy the GPU.
+    of_b = tuple(
+        ColumnJob(dy, (low[:rank],), (flat(s.b),), rank_major=True)
+        for dy, low, s in zip(gradients, lows, sums, strict=True)
     )
+    of_a = ColumnJob(
+        x,
+        tuple(d_low[:rank] for d_low in d_lows),
+        tuple(flat(s.a) for s in sums),
+        rank_major=False,
+        masks=masks and masks._replace(rate=jnp.tile(masks.rate, len(sums[0].a))),
+    )
+    *new_b, new_a = column_products((*of_b, of_a), place)
     new_sums = tuple(
         s._replace(a=a.reshape(s.a.shape), b=b.reshape(s.b.shape))
         for s, a, (b,) in zip(sums, new_a, new_b, strict=True)
