@@ -1,7 +1,7 @@
 """Training throughput on one GPU: jaxmux's engine beside Hugging Face PEFT, in one run, on a
 Llama-3.1-8B shape.
 
-  python scripts/benchmark_step.py --out benchmarks/first_light_h200.json
+  python scripts/benchmark_step.py --out benchmarks/step_h200.json
 
 Random bf16 weights, random tokens, LoRA r=16 on all linears, AdamW. jaxmux trains all tasks
 together in microbatches of 8,192 tokens through the same `Engine.train_round` as `python -m
@@ -42,8 +42,8 @@ def main() -> None:
         tasks, length = (int(part) for part in case.split("x"))
         for remat in args.remat:
             record = in_own_process(measure, config, args, tasks, length, remat)
-            records.append(record | baselines.get(length, {}))
-            print(one_line(records[-1]), flush=True)
+            records += beside(record, baselines.get(length, {})) or [record]
+            print(one_line(record), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(records, indent=2) + "\n")
 
@@ -55,12 +55,28 @@ def in_own_process(function, *arguments):
         return executor.submit(function, *arguments).result()
 
 
+def beside(record: dict, baselines: dict[str, dict]) -> list[dict]:
+    """The record once for each baseline; the ratio is that of the tokens per second."""
+    return [
+        record
+        | {
+            "baseline": f"Hugging Face PEFT, {mode}, one task, batch {peft['batch']}",
+            "baseline_ms_median": peft["ms_median"],
+            "baseline_tokens_per_second": peft["tokens_per_second"],
+            "baseline_peak_bytes": peft["peak_bytes"],
+            "baseline_versions": peft["versions"],
+            "ratio": record["tokens_per_second"] / peft["tokens_per_second"],
+        }
+        for mode, peft in baselines.items()
+    ]
+
+
 def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> dict:
     """Median time per microbatch over `args.rounds` rounds of `args.microbatches` microbatches
     each."""
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     shape = choose_shape_class([length], args.tokens, chunk_len=args.chunk_len)
-    engine = Engine(backbone, EngineOptions(shape, remat=remat))
+    engine = Engine(backbone, EngineOptions(shape, remat=remat, grouped_lora=args.grouped_lora))
     batch = args.tokens * args.microbatches // (tasks * length)
     rounds = args.rounds + 3
     engine.register_tasks(
@@ -84,10 +100,13 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
         "tasks": tasks,
         "ranks": [args.rank] * tasks,
         "dropout": 0.0,
-        "implementation": f"xla, remat={remat}",
+        "implementation": f"{args.grouped_lora or 'picked'}, remat={remat}",
         "ms_median": 1e3 * median,
         "ms_min": 1e3 * timed[0],
         "ms_max": 1e3 * timed[-1],
+        "baseline": None,
+        "baseline_ms_median": None,
+        "ratio": None,
         "tokens_per_second": args.tokens / median,
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "device": device.device_kind,
@@ -119,9 +138,9 @@ def random_task(
     )
 
 
-def peft_baseline(args) -> dict[int, dict]:
-    """Hugging Face PEFT, eager and compiled, one process each; by sequence length."""
-    found: dict[int, dict] = {}
+def peft_baseline(args) -> dict[int, dict[str, dict]]:
+    """Hugging Face PEFT, eager and compiled, one process each; by sequence length and mode."""
+    found: dict[int, dict[str, dict]] = {}
     for mode in ("eager", "compiled"):
         command = [sys.executable, str(Path(__file__).with_name("benchmark_peft.py"))]
         command += [f"--{mode}", "--batch", *args.peft, "--layers", str(args.layers)]
@@ -129,7 +148,7 @@ def peft_baseline(args) -> dict[int, dict]:
         for line in lines.splitlines():
             record = json.loads(line)
             print(f"PEFT {mode}: {record}", flush=True)
-            found.setdefault(record["length"], {})[f"peft_{mode}"] = record
+            found.setdefault(record["length"], {})[mode] = record
     return found
 
 
@@ -159,7 +178,10 @@ def one_line(record: dict) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", default=["4x2048", "8x128"], help="tasks x length")
+    parser.add_argument(
+        "--cases", nargs="+", default=["4x2048", "8x128", "8x64"], help="tasks x length"
+    )
+    parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
     parser.add_argument("--remat", nargs="+", default=["dots"])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--chunk_len", type=int, default=128)
@@ -169,7 +191,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--peft", nargs="*", default=["4x2048", "8x128"], help="batch x length")
+    parser.add_argument(
+        "--peft", nargs="*", default=["4x2048", "8x128", "8x64"], help="batch x length"
+    )
     return parser.parse_args()
 
 

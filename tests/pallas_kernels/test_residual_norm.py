@@ -28,12 +28,6 @@ MESH = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=H200)
 
 
 @pytest.fixture
-def rms_norm(x, weight, eps):
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * normed.astype(x.dtype)
-
-
 def interpret():
     """Interpret mode; a test that uses it fails if a kernel has a data race."""
     yield plgpu.InterpretGPUParams(detect_races=True)
@@ -65,6 +59,12 @@ def operands(width, dtype=jnp.bfloat16):
 def d_normed_along(x):
     """A gradient that has a component along the stream, as has that of a mean."""
     return (normals(2, x.shape)[0] + jnp.sign(x)).astype(x.dtype)
+
+
+def rms_norm(x, weight, eps):
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * normed.astype(x.dtype)
 
 
 def gradient(x, weight, cotangents, implementation=None):
