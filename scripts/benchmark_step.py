@@ -44,8 +44,8 @@ def main() -> None:
             record = in_own_process(measure, config, args, tasks, length, remat)
             records += beside(record, baselines.get(length, {})) or [record]
             print(one_line(record), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(records, indent=2) + "\n")
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(records, indent=2) + "\n")
 
 
 def in_own_process(function, *arguments):
