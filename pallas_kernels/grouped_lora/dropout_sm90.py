@@ -4,10 +4,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
 from ..counter_dropout import keep_columns
+from .tiles_sm90 import swizzled
 
 
 class Masks(NamedTuple):
@@ -51,3 +53,28 @@ def drop(value, masks: MaskOperands, counters, slot, first_column):
     keep = keep_columns(per_token, column + first_column, masks.rate[slot])
     scaled = (value.astype(jnp.float32) * masks.scale[slot]).astype(value.dtype)
     return jnp.where(keep, scaled, jnp.zeros_like(scaled))
+
+
+def drop_tile(z_smem, dropped_smem, masks: MaskOperands, counters, slot, first_column):
+    """Writes the tile of `z` to another place with the owner's dropout applied."""
+    # The product before may still read the place.
+    plgpu.wgmma_wait(0)
+    width = 64
+    for start in range(0, z_smem.shape[1], width):
+        part = pl.ds(start, width)
+        z = plgpu.load(z_smem.at[:, part], layout=plgpu.Layout.WGMMA)
+        dropped = drop(z, masks, counters, slot, first_column + start)
+        dropped_smem.at[:, part][...] = dropped
+    plgpu.commit_smem()
+
+
+def with_dropped_tile(masks: MaskOperands | None, shape, dtype, function):
+    """Calls the function with a place for a dropped tile, or with None where nothing drops."""
+    if masks is None:
+        function(None)
+    else:
+        pl.run_scoped(function, plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)))
+
+
+def dropped_size(masks: MaskOperands | None, shape) -> int:
+    return 0 if masks is None else shape[0] * shape[1]

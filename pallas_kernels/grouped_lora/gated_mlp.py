@@ -11,10 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import mosaic_gpu
 from .base import GATE, LOW_RANK, UP
-from .gated_products_sm90 import gated_backward, gated_forward
+from .column_products_sm90 import ColumnJob, column_products
+from .gated_backward_sm90 import gated_backward
+from .gated_forward_sm90 import gated_forward
 from .mosaic_gpu import chunk_places, flat, low_rank, matmul, rank_major
 from .routed_matmul_sm90 import Term
-from .stream_products_sm90 import ColumnJob, RowJob, column_products, row_products
+from .row_products_sm90 import RowJob, row_products
 from .tilings import row_tiling
 
 _RANKS = (16, 32, 48, 64)

@@ -15,14 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import token_counters
 from .base import LOW_RANK
+from .column_products_sm90 import ColumnJob, column_products
 from .dropout_sm90 import Masks
 from .routed_matmul_sm90 import TILE_M, Term, Tiling, routed_matmul
-from .stream_products_sm90 import (
-    ColumnJob,
-    RowJob,
-    column_products,
-    row_products,
-)
+from .row_products_sm90 import RowJob, row_products
 from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
 
 

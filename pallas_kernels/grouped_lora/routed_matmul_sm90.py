@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from .dropout_sm90 import Masks, drop, load_counters, mask_operands
+from .tiles_sm90 import COMPILER_PARAMS, await_all, claim, flat
 
 TILE_M = 128
 
@@ -107,19 +108,15 @@ def routed_matmul(
         num_threads=3,
         thread_name="wg",
         kernel_name="routed_matmul_transposed" if transposed else "routed_matmul",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )
     # A slice of a three-dimensional array does not lower: layers and slots become row offsets.
-    flat = [Term(t.lhs, _flat(t.weight), t.low, _flat(t.factor)) for t in terms]
+    operands = [Term(t.lhs, flat(t.weight), t.low, flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
     # As the product with an identity, the residual takes the pipeline's way into the accumulator.
     added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
-    return kernel(layer, chunk_slot, flat, added, mask_operands(masks))
-
-
-def _flat(stacked: Float[Array, "_ _ n"]) -> Float[Array, "_ n"]:
-    return stacked.reshape(-1, stacked.shape[-1])
+    return kernel(layer, chunk_slot, operands, added, mask_operands(masks))
 
 
 class _Layout(NamedTuple):
@@ -251,8 +248,8 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
 
         step, owned = for_each_tile(load_tile)
         # No barrier may be left with an arrival that nobody waited for.
-        _await_all(scratch.consumed, step)
-        _await_all(scratch.low_consumed, owned * layout.low_steps)
+        await_all(scratch.consumed, step)
+        await_all(scratch.low_consumed, owned * layout.low_steps)
 
     @pl.when(thread < 2)
     def _multiply():
@@ -308,7 +305,7 @@ def _tile(tiling: Tiling, slot_gmem, chunk_tiles: int, row, column) -> _Tile:
 def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step):
     for term in terms:
         for rank in range(0, layout.rank, layout.tile_r):
-            stage = _claim(scratch.low_consumed, step)
+            stage = claim(scratch.low_consumed, step)
             barrier = scratch.low_loaded.at[stage]
             ranks = pl.ds(tile.slot * layout.rank + rank, layout.tile_r)
             low = term.low.at[pl.ds(rank, layout.tile_r), tile.rows]
@@ -346,26 +343,13 @@ def _load_steps(layout: _Layout, terms, added, scratch: _Scratch, tile: _Tile, l
 
 
 def _load_step(layout: _Layout, scratch: _Scratch, step, lhs, weight, shared: bool = True):
-    stage = _claim(scratch.consumed, step)
+    stage = claim(scratch.consumed, step)
     barrier = scratch.loaded.at[stage]
     plgpu.copy_gmem_to_smem(lhs, scratch.lhs.at[stage], barrier)
     shared = shared and layout.tiling.cluster > 1
     plgpu.copy_gmem_to_smem(
         weight, scratch.weight.at[stage], barrier, collective_axes="cluster" if shared else None
     )
-
-
-def _claim(consumed, step):
-    """The stage of a step, once its last user has released it."""
-    stages = consumed.shape[0]
-    stage = lax.rem(step, jnp.int32(stages))
-    pl.when(step >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
-    return stage
-
-
-def _await_all(consumed, steps):
-    for stage in range(consumed.shape[0]):
-        pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
 
 
 def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, part, step):

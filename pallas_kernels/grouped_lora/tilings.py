@@ -11,7 +11,7 @@ import jax
 from jax.extend import backend
 
 from .routed_matmul_sm90 import TILE_M, Tiling
-from .stream_products_sm90 import RowJob, RowTiling
+from .row_products_sm90 import RowJob, RowTiling
 
 TABLE = Path(__file__).with_name("tilings.json")
 # The fields of a `Tiling` that the table holds.

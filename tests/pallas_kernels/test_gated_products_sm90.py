@@ -7,12 +7,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmux.pallas_kernels.grouped_lora.gated_products_sm90 import (
-    BackwardTiling,
-    ForwardTiling,
-    gated_backward,
-    gated_forward,
-)
+from jaxmux.pallas_kernels.grouped_lora.gated_backward_sm90 import BackwardTiling, gated_backward
+from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import ForwardTiling, gated_forward
 
 TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
 ROUTINGS = {

@@ -8,16 +8,13 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmux.pallas_kernels.counter_dropout import keep_mask
-from jaxmux.pallas_kernels.grouped_lora.stream_products_sm90 import (
+from jaxmux.pallas_kernels.grouped_lora.column_products_sm90 import (
     ColumnJob,
     ColumnTiling,
-    Masks,
-    RowJob,
-    RowTiling,
     column_products,
-    gradient_products,
-    row_products,
 )
+from jaxmux.pallas_kernels.grouped_lora.dropout_sm90 import Masks
+from jaxmux.pallas_kernels.grouped_lora.row_products_sm90 import RowJob, RowTiling, row_products
 
 TOKENS, CHUNKS, SLOTS, RANK = 512, 4, 3, 16
 ROW_TILING = RowTiling(tile_m=64, tile_k=64, splits=2, stages=3)
@@ -130,26 +127,6 @@ def test_column_products_of_several_jobs_in_one_launch(interpret):
         assert_column_products(result, job, chunk_slot)
 
 
-def test_gradient_products_are_both_kinds(interpret):
-    rng, chunk_slot = np.random.default_rng(2), (1, -1, 0, 1)
-    rows = (row_job(rng, 256), row_job(rng, 128))
-    columns = tuple(column_job(rng, job.z.shape[1], rank_major=True) for job in rows)
-    columns = tuple(c._replace(z=job.z) for c, job in zip(columns, rows, strict=True))
-    row_results, column_results = gradient_products(
-        rows,
-        columns,
-        jnp.asarray(chunk_slot),
-        row_tiling=ROW_TILING,
-        column_tiling=COLUMN_TILING,
-        blocks=9,
-        interpret=interpret,
-    )
-    for result, job in zip(row_results, rows, strict=True):
-        assert_row_products(result, job, chunk_slot)
-    for result, job in zip(column_results, columns, strict=True):
-        assert_column_products(result, job, chunk_slot)
-
-
 def dropout(rng, modules) -> Masks:
     counters = rng.integers(2**32, size=(modules, TOKENS))
     return Masks(tuple(jnp.asarray(counters, jnp.uint32)), jnp.asarray((0.5, 0.0, 0.75)))
@@ -242,15 +219,6 @@ def test_tilings_that_do_not_fit_are_refused():
         row_products(
             (row_job(rng, 512),), slots, tiling=RowTiling(tile_m=128, tile_k=512, splits=1)
         )
-    with pytest.raises(ValueError, match="leave none of 2 blocks"):
-        gradient_products(
-            (row_job(rng, 128),),
-            (column_job(rng, 128),),
-            slots,
-            row_tiling=ROW_TILING,
-            column_tiling=COLUMN_TILING,
-            blocks=2,
-        )
 
 
 def lowered(function, *shapes) -> str:
@@ -280,17 +248,6 @@ def test_real_shapes_lower(width, rank, slots):
             lambda z, lows, g, c: column_products((ColumnJob(z, lows, g, False),), c),
             *(z, (low,) * modules, accumulators, chunk_slot),
         )
-    text = lowered(
-        lambda z, f, low, g, c: gradient_products(
-            (RowJob(z, (f,)),),
-            (ColumnJob(z, (low,), (g,), True),),
-            c,
-            column_tiling=ColumnTiling(stripe=256 if width > 4096 else 64),
-            blocks=132,
-        ),
-        *(z, factor, low, shape(slots, rank, width, dtype=jnp.float32), chunk_slot),
-    )
-    assert "output_operand_alias" in text
 
 
 @pytest.mark.parametrize(("width", "rank", "slots"), REAL[::5])

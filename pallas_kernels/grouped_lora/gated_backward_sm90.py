@@ -1,12 +1,9 @@
-"""The gated activation of an MLP, `silu(gate) * up`, fused with its low-rank products, for Hopper.
+"""The gradients of `silu(gate) * up`, fused with the five low-rank products that meet them and the
+activation, for Hopper.
 
-`gated_forward` makes the activation and multiplies its rows by the A factors of `down_proj`.
-`gated_backward` makes the gradients of `gate` and `up` and, from the same tiles in shared memory,
-the five low-rank products that meet them and the activation. Both read and write each long array
-once. A warpgroup loads tiles through TMA; two others compute each result in the place of one of its
-inputs, where it is an operand of the products and the source of the TMA store.
-
-As in `stream_products_sm90`, everything that meets a long array in a product is rank-major.
+Each long array is read or written once. A warpgroup loads tiles through TMA; two others compute
+each result in the place of one of its inputs, where it is an operand of the products and the source
+of the TMA store. As in `row_products_sm90`, everything that meets a long array is rank-major.
 """
 
 from functools import partial
@@ -19,25 +16,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from .routed_matmul_sm90 import _await_all, _claim
-from .stream_products_sm90 import _check_chunks, _flat, _owner, _stages, _swizzled
-
-# Rows or columns of one computing warpgroup's part of a tile; two of them share a tile.
-_PART = 64
-
-
-class ForwardTiling(NamedTuple):
-    """Tile sizes of `gated_forward`, whose tiles have 128 rows.
-
-    Attributes:
-      tile_k: columns of one load, a multiple of 64.
-      splits: thread blocks that share the columns of a row tile.
-      stages: loads in flight, at most; fewer where shared memory ends.
-    """
-
-    tile_k: int = 64
-    splits: int = 2
-    stages: int = 6
+from .gated_tiles_sm90 import (
+    PART,
+    WARPGROUPS,
+    check_gated_rank,
+    check_width,
+    load_float32,
+    run_warpgroups,
+    sigmoid,
+    write_zeros,
+)
+from .tiles_sm90 import await_all, check_chunks, claim, flat, owner, stages_that_fit, swizzled
 
 
 class BackwardTiling(NamedTuple):
@@ -48,52 +37,6 @@ class BackwardTiling(NamedTuple):
     """
 
     stages: int = 4
-
-
-def gated_forward(
-    gate: Float[Array, "N w"],
-    up: Float[Array, "N w"],
-    a: Float[Array, "T r w"],
-    chunk_slot: Int[Array, "C"],
-    *,
-    tiling: ForwardTiling = ForwardTiling(),  # noqa: B008
-    interpret: Any = None,
-) -> tuple[Float[Array, "N w"], Float[Array, "splits N r"]]:
-    """`h = silu(gate) * up` and `h a[t]^T`, the latter in partial sums over ranges of columns.
-
-    The activation is computed in float32 and rounded once; the products see the rounded one. Rows
-    of empty chunks (slot -1) are zeros and their inputs are not read.
-
-    Args:
-      gate: in half precision, as is all but the sums.
-      a: the A factors of `down_proj`, rank-major.
-      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
-      interpret: see `plgpu.kernel`.
-
-    Returns:
-      h; and float32 sums whose sum over the first axis is the product.
-
-    Raises:
-      ValueError: the tiling does not divide the arrays.
-    """
-    rows, width = gate.shape
-    rank = a.shape[1]
-    _check_chunks(rows, chunk_slot, "tile_m", 2 * _PART)
-    _check_width(width, tiling.splits * tiling.tile_k)
-    _check_rank(rank)
-    return plgpu.kernel(
-        partial(_forward_kernel, tiling),
-        out_type=(
-            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
-            jax.ShapeDtypeStruct((tiling.splits, rows, rank), jnp.float32),
-        ),
-        scratch_types=_forward_scratch(tiling, rank, gate.dtype),
-        grid=(rows // (2 * _PART), tiling.splits),
-        grid_names=("tile", "split"),
-        kernel_name="gated_forward",
-        **_WARPGROUPS,
-        interpret=interpret,
-    )(chunk_slot, gate, up, _flat(a))
 
 
 def gated_backward(
@@ -142,11 +85,11 @@ def gated_backward(
     """
     rows, width = gate.shape
     rank = lows[0].shape[0]
-    _check_chunks(rows, chunk_slot, "tile rows", _PART)
-    _check_width(width, 2 * _PART)
-    _check_rank(rank)
-    refs = tuple(jax.new_ref(_flat(each)) for each in accumulators)
-    stripes = width // (2 * _PART)
+    check_chunks(rows, chunk_slot, "tile rows", PART)
+    check_width(width, 2 * PART)
+    check_gated_rank(rank)
+    refs = tuple(jax.new_ref(flat(each)) for each in accumulators)
+    stripes = width // (2 * PART)
     dgate, dup, sums = plgpu.kernel(
         _backward_kernel,
         out_type=(
@@ -158,169 +101,11 @@ def gated_backward(
         grid=(stripes,),
         grid_names=("stripe",),
         kernel_name="gated_backward",
-        **_WARPGROUPS,
+        **WARPGROUPS,
         interpret=interpret,
-    )(chunk_slot, place, (gate, up, dh), tuple(map(_flat, b)), lows, refs)
+    )(chunk_slot, place, (gate, up, dh), tuple(map(flat, b)), lows, refs)
     new = (jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, accumulators, strict=True))
     return (dgate, dup), sums, tuple(new)
-
-
-_WARPGROUPS = dict(
-    num_threads=3,
-    thread_name="wg",
-    compiler_params=plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-    ),
-)
-
-
-def _run_warpgroups(load, compute):
-    thread = lax.axis_index("wg")
-
-    @pl.when(thread == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        load()
-
-    @pl.when(thread < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        compute(thread)
-
-
-class _ForwardScratch(NamedTuple):
-    """Tiles of one stage each: gate, in whose place h is written; up; the factor."""
-
-    gate: Any
-    up: Any
-    a: Any
-    loaded: Any
-    consumed: Any
-
-
-def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> tuple:
-    stages = _stages(tiling.stages, (4 * _PART + rank) * tiling.tile_k, dtype)
-
-    def tiles(height: int):
-        return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=_swizzled(dtype))
-
-    return tuple(
-        _ForwardScratch(
-            gate=tiles(2 * _PART),
-            up=tiles(2 * _PART),
-            a=tiles(rank),
-            loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        )
-    )
-
-
-class _RowTile(NamedTuple):
-    """What one thread block works on: two parts of 64 rows each, over one range of columns."""
-
-    tiling: ForwardTiling
-    gate: Any
-    up: Any
-    a: Any
-    h: Any
-    sums: Any
-    scratch: _ForwardScratch
-    slot: Any
-    row: Any
-    split: Any
-
-    @property
-    def steps(self) -> int:
-        return self.gate.shape[1] // self.tiling.splits // self.tiling.tile_k
-
-    def columns(self, step):
-        return pl.ds((self.split * self.steps + step) * self.tiling.tile_k, self.tiling.tile_k)
-
-    def stage(self, step):
-        return lax.rem(jnp.int32(step), jnp.int32(self.scratch.loaded.shape[0]))
-
-
-def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, sums, *scratch):
-    tile, split = lax.axis_index("tile"), lax.axis_index("split")
-    slot, row = _owner(slot_gmem, tile, gate.shape[0] // (2 * _PART)), tile * 2 * _PART
-    block = _RowTile(tiling, gate, up, a, h, sums, _ForwardScratch(*scratch), slot, row, split)
-
-    def load():
-        pl.when(slot >= 0)(lambda: _load_columns(block))
-
-    def compute(thread):
-        acc = plgpu.ACC((_PART, sums.shape[-1]))
-        pl.run_scoped(lambda acc: _compute_columns(block, thread, acc), acc)
-
-    _run_warpgroups(load, compute)
-
-
-def _load_columns(block: _RowTile):
-    scratch, rank = block.scratch, block.sums.shape[-1]
-    rows, ranks = pl.ds(block.row, 2 * _PART), pl.ds(block.slot * rank, rank)
-
-    @pl.loop(0, block.steps)
-    def _step(i):
-        stage, columns = _claim(scratch.consumed, i), block.columns(i)
-        copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
-        copy(block.gate.at[rows, columns], scratch.gate.at[stage])
-        copy(block.up.at[rows, columns], scratch.up.at[stage])
-        copy(block.a.at[ranks, columns], scratch.a.at[stage])
-
-    # No barrier may be left with an arrival that nobody waited for.
-    _await_all(scratch.consumed, block.steps)
-
-
-def _compute_columns(block: _RowTile, thread, acc):
-    """This warpgroup's rows of h, and their product with the owner's factor."""
-    scratch, rows = block.scratch, pl.ds(block.row + thread * _PART, _PART)
-    part = pl.ds(thread * _PART, _PART)
-
-    def release(step):
-        plgpu.barrier_arrive(scratch.consumed.at[block.stage(step)])
-
-    @pl.when(block.slot >= 0)
-    def _():
-        @pl.loop(0, block.steps)
-        def _step(i):
-            stage = block.stage(i)
-            plgpu.barrier_wait(scratch.loaded.at[stage])
-            h_smem = scratch.gate.at[stage].at[part]
-            gate, up = _load_float32(h_smem), _load_float32(scratch.up.at[stage].at[part])
-            h_smem[...] = (gate * _sigmoid(gate) * up).astype(h_smem.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(h_smem, block.h.at[rows, block.columns(i)])
-            plgpu.wgmma(acc, h_smem, scratch.a.at[stage].transpose((1, 0)))
-            # The step before is over once only this step's store and product are in flight.
-            plgpu.wgmma_wait(1)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            pl.when(i > 0)(lambda: release(i - 1))
-
-        plgpu.wgmma_wait(0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        release(block.steps - 1)
-
-    @pl.when(block.slot < 0)
-    def _():
-        pl.loop(0, block.steps)(lambda i: _clear(block.h.at[rows, block.columns(i)]))
-
-    block.sums.at[block.split, rows][...] = acc[...]
-
-
-def _sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    # Where the exponential overflows, the inverse root is zero. It is one instruction, a division
-    # many.
-    root = lax.rsqrt(1 + jnp.exp(-x))
-    return root * root
-
-
-def _load_float32(smem) -> Float[Array, "_ _"]:
-    return plgpu.load(smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-
-def _clear(gmem):
-    zeros = jnp.zeros(gmem.shape, gmem.dtype)
-    gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
 class _BackwardScratch(NamedTuple):
@@ -359,22 +144,22 @@ class _Stripe(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        return self.sums.shape[2] // _PART
+        return self.sums.shape[2] // PART
 
     @property
     def columns(self):
-        return pl.ds(self.index * 2 * _PART, 2 * _PART)
+        return pl.ds(self.index * 2 * PART, 2 * PART)
 
     @property
     def part(self):
         """Columns of this warpgroup's part."""
-        return pl.ds(self.index * 2 * _PART + self.thread * _PART, _PART)
+        return pl.ds(self.index * 2 * PART + self.thread * PART, PART)
 
     def stage(self, step):
         return lax.rem(step, jnp.int32(self.scratch.loaded.shape[0]))
 
     def place(self, tile):
-        return _owner(self.places, tile, self.tiles)
+        return owner(self.places, tile, self.tiles)
 
 
 class _Progress(NamedTuple):
@@ -396,17 +181,17 @@ def _no_progress() -> _Progress:
 
 
 def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> tuple:
-    factors = 2 * 2 * rank * 2 * _PART
-    stages = _stages(tiling.stages, 3 * _PART * (2 * _PART + rank), dtype, factors)
+    factors = 2 * 2 * rank * 2 * PART
+    stages = stages_that_fit(tiling.stages, 3 * PART * (2 * PART + rank), dtype, factors)
 
     def tiles(*shape: int):
-        return plgpu.SMEM(shape, dtype, transforms=_swizzled(dtype))
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
 
     return tuple(
         _BackwardScratch(
-            activations=tiles(stages, 3, _PART, 2 * _PART),
-            lows=tiles(stages, 3, rank, _PART),
-            factors=tiles(2, 2, rank, 2 * _PART),
+            activations=tiles(stages, 3, PART, 2 * PART),
+            lows=tiles(stages, 3, rank, PART),
+            factors=tiles(2, 2, rank, 2 * PART),
             loaded=plgpu.Barrier(num_arrivals=6, num_barriers=stages),
             written=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -431,7 +216,7 @@ def _backward_kernel(slots, places, activations, factors, lows, accumulators, *o
         lax.axis_index("stripe"),
         lax.axis_index("wg"),
     )
-    _run_warpgroups(lambda: _load_tiles(stripe), lambda _: _compute_tiles(stripe))
+    run_warpgroups(lambda: _load_tiles(stripe), lambda _: _compute_tiles(stripe))
 
 
 def _load_tiles(stripe: _Stripe):
@@ -451,14 +236,14 @@ def _load_tiles(stripe: _Stripe):
 
     progress = lax.fori_loop(0, stripe.tiles, load, _no_progress())
     # No barrier may be left with an arrival that nobody waited for.
-    _await_all(scratch.consumed, progress.step)
-    _await_all(scratch.factors_consumed, progress.runs)
+    await_all(scratch.consumed, progress.step)
+    await_all(scratch.factors_consumed, progress.runs)
 
 
 def _load_factors(stripe: _Stripe, tile, run):
     scratch = stripe.scratch
-    stage = _claim(scratch.factors_consumed, run)
-    slot = _owner(stripe.slots, tile, stripe.tiles)
+    stage = claim(scratch.factors_consumed, run)
+    slot = owner(stripe.slots, tile, stripe.tiles)
     ranks = pl.ds(slot * stripe.rank, stripe.rank)
     for i, factor in enumerate(stripe.factors):
         plgpu.copy_gmem_to_smem(
@@ -470,7 +255,7 @@ def _load_factors(stripe: _Stripe, tile, run):
 
 def _load_tile(stripe: _Stripe, tile, step):
     scratch = stripe.scratch
-    stage, rows = _claim(scratch.consumed, step), pl.ds(tile * _PART, _PART)
+    stage, rows = claim(scratch.consumed, step), pl.ds(tile * PART, PART)
     copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
     for i, (activation, low) in enumerate(zip(stripe.activations, stripe.lows, strict=True)):
         copy(activation.at[rows, stripe.columns], scratch.activations.at[stage, i])
@@ -497,15 +282,15 @@ def _compute_tiles(stripe: _Stripe):
             return progress._replace(step=progress.step + 1), sums
 
         def clear(*carry):
-            rows = pl.ds(tile * _PART, _PART)
+            rows = pl.ds(tile * PART, PART)
             for gradient in stripe.gradients:
-                _clear(gradient.at[rows, stripe.part])
-            _clear(stripe.sums.at[stripe.thread, stripe.index, rows])
+                write_zeros(gradient.at[rows, stripe.part])
+            write_zeros(stripe.sums.at[stripe.thread, stripe.index, rows])
             return carry
 
         return lax.cond(place >= 0, compute_owned, clear, *carry)
 
-    zeros = jnp.zeros((_PART, stripe.rank), jnp.float32)
+    zeros = jnp.zeros((PART, stripe.rank), jnp.float32)
     sums = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)] * 3
     carry = _no_progress(), sums
     progress, sums = lax.fori_loop(0, stripe.tiles, compute, carry)
@@ -534,12 +319,12 @@ def _differentiate(stripe: _Stripe, step):
     """Makes dgate, dup and h of this warpgroup's part of a tile."""
     scratch, stage = stripe.scratch, stripe.stage(step)
     plgpu.barrier_wait(scratch.loaded.at[stage])
-    part = pl.ds(stripe.thread * _PART, _PART)
+    part = pl.ds(stripe.thread * PART, PART)
     places = [scratch.activations.at[stage, i].at[:, part] for i in range(3)]
-    gate, up, dh = map(_load_float32, places)
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    gate, up, dh = map(load_float32, places)
+    openness = sigmoid(gate)
+    silu = gate * openness
+    slope = openness * (1 + gate * (1 - openness))
     for place, value in zip(places, (slope * dh * up, silu * dh, silu * up), strict=True):
         place[...] = value.astype(place.dtype)
     plgpu.commit_smem()
@@ -551,7 +336,7 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
     columns, of dgate by the first warpgroup and dup by the second, stored.
     """
     scratch, stage, thread = stripe.scratch, stripe.stage(progress.step), stripe.thread
-    part, rows = pl.ds(thread * _PART, _PART), pl.ds(tile * _PART, _PART)
+    part, rows = pl.ds(thread * PART, PART), pl.ds(tile * PART, PART)
 
     def multiply(row_acc, *column_accs):
         for i, acc in enumerate(column_accs):
@@ -565,7 +350,7 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
         stripe.sums.at[thread, stripe.index, rows][...] = row_acc[...]
         return [acc[...] for acc in column_accs]
 
-    accs = (plgpu.ACC((_PART, stripe.rank)) for _ in range(4))
+    accs = (plgpu.ACC((PART, stripe.rank)) for _ in range(4))
     return pl.run_scoped(multiply, *accs)
 
 
@@ -594,7 +379,7 @@ def _sums_at(stripe: _Stripe, place) -> list:
     return [
         (db.at[ranks, stripe.part].transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
         for db in rank_major
-    ] + [(da_down.at[pl.ds(place * width + stripe.part.start, _PART)], plgpu.Layout.WGMMA)]
+    ] + [(da_down.at[pl.ds(place * width + stripe.part.start, PART)], plgpu.Layout.WGMMA)]
 
 
 def _load_sums(stripe: _Stripe, place) -> list:
@@ -608,16 +393,3 @@ def _load_sums(stripe: _Stripe, place) -> list:
 def _store_sums(stripe: _Stripe, place, sums: list):
     for (at, layout), value in zip(_sums_at(stripe, place), sums, strict=True):
         at[...] = plgpu.layout_cast(value, layout)
-
-
-def _check_width(width: int, size: int):
-    if width % size or size % _PART:
-        raise ValueError(
-            f"arrays of {width} columns; expected a multiple of {size}, the columns that a thread "
-            f"block takes at once, itself a multiple of {_PART}"
-        )
-
-
-def _check_rank(rank: int):
-    if rank % 16 or rank > 64:
-        raise ValueError(f"rank {rank}; expected 16, 32, 48 or 64")

@@ -1,0 +1,208 @@
+"""The activation of a gated MLP, `silu(gate) * up`, fused with its product with the A factors of
+`down_proj`, for Hopper.
+
+A warpgroup loads tiles through TMA; two others compute each result in the place of one of its
+inputs, where it is an operand of the product and the source of the TMA store. As in
+`row_products_sm90`, the factors are rank-major.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from .gated_tiles_sm90 import (
+    PART,
+    WARPGROUPS,
+    check_gated_rank,
+    check_width,
+    load_float32,
+    run_warpgroups,
+    sigmoid,
+    write_zeros,
+)
+from .tiles_sm90 import await_all, check_chunks, claim, flat, owner, stages_that_fit, swizzled
+
+
+class ForwardTiling(NamedTuple):
+    """Tile sizes of `gated_forward`, whose tiles have 128 rows.
+
+    Attributes:
+      tile_k: columns of one load, a multiple of 64.
+      splits: thread blocks that share the columns of a row tile.
+      stages: loads in flight, at most; fewer where shared memory ends.
+    """
+
+    tile_k: int = 64
+    splits: int = 2
+    stages: int = 6
+
+
+def gated_forward(
+    gate: Float[Array, "N w"],
+    up: Float[Array, "N w"],
+    a: Float[Array, "T r w"],
+    chunk_slot: Int[Array, "C"],
+    *,
+    tiling: ForwardTiling = ForwardTiling(),  # noqa: B008
+    interpret: Any = None,
+) -> tuple[Float[Array, "N w"], Float[Array, "splits N r"]]:
+    """`h = silu(gate) * up` and `h a[t]^T`, the latter in partial sums over ranges of columns.
+
+    The activation is computed in float32 and rounded once; the products see the rounded one. Rows
+    of empty chunks (slot -1) are zeros and their inputs are not read.
+
+    Args:
+      gate: in half precision, as is all but the sums.
+      a: the A factors of `down_proj`, rank-major.
+      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
+      interpret: see `plgpu.kernel`.
+
+    Returns:
+      h; and float32 sums whose sum over the first axis is the product.
+
+    Raises:
+      ValueError: the tiling does not divide the arrays.
+    """
+    rows, width = gate.shape
+    rank = a.shape[1]
+    check_chunks(rows, chunk_slot, "tile_m", 2 * PART)
+    check_width(width, tiling.splits * tiling.tile_k)
+    check_gated_rank(rank)
+    return plgpu.kernel(
+        partial(_forward_kernel, tiling),
+        out_type=(
+            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+            jax.ShapeDtypeStruct((tiling.splits, rows, rank), jnp.float32),
+        ),
+        scratch_types=_forward_scratch(tiling, rank, gate.dtype),
+        grid=(rows // (2 * PART), tiling.splits),
+        grid_names=("tile", "split"),
+        kernel_name="gated_forward",
+        **WARPGROUPS,
+        interpret=interpret,
+    )(chunk_slot, gate, up, flat(a))
+
+
+class _ForwardScratch(NamedTuple):
+    """Tiles of one stage each: gate, in whose place h is written; up; the factor."""
+
+    gate: Any
+    up: Any
+    a: Any
+    loaded: Any
+    consumed: Any
+
+
+def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> tuple:
+    stages = stages_that_fit(tiling.stages, (4 * PART + rank) * tiling.tile_k, dtype)
+
+    def tiles(height: int):
+        return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=swizzled(dtype))
+
+    return tuple(
+        _ForwardScratch(
+            gate=tiles(2 * PART),
+            up=tiles(2 * PART),
+            a=tiles(rank),
+            loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        )
+    )
+
+
+class _RowTile(NamedTuple):
+    """What one thread block works on: two parts of 64 rows each, over one range of columns."""
+
+    tiling: ForwardTiling
+    gate: Any
+    up: Any
+    a: Any
+    h: Any
+    sums: Any
+    scratch: _ForwardScratch
+    slot: Any
+    row: Any
+    split: Any
+
+    @property
+    def steps(self) -> int:
+        return self.gate.shape[1] // self.tiling.splits // self.tiling.tile_k
+
+    def columns(self, step):
+        return pl.ds((self.split * self.steps + step) * self.tiling.tile_k, self.tiling.tile_k)
+
+    def stage(self, step):
+        return lax.rem(jnp.int32(step), jnp.int32(self.scratch.loaded.shape[0]))
+
+
+def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, sums, *scratch):
+    tile, split = lax.axis_index("tile"), lax.axis_index("split")
+    slot, row = owner(slot_gmem, tile, gate.shape[0] // (2 * PART)), tile * 2 * PART
+    block = _RowTile(tiling, gate, up, a, h, sums, _ForwardScratch(*scratch), slot, row, split)
+
+    def load():
+        pl.when(slot >= 0)(lambda: _load_columns(block))
+
+    def compute(thread):
+        acc = plgpu.ACC((PART, sums.shape[-1]))
+        pl.run_scoped(lambda acc: _compute_columns(block, thread, acc), acc)
+
+    run_warpgroups(load, compute)
+
+
+def _load_columns(block: _RowTile):
+    scratch, rank = block.scratch, block.sums.shape[-1]
+    rows, ranks = pl.ds(block.row, 2 * PART), pl.ds(block.slot * rank, rank)
+
+    @pl.loop(0, block.steps)
+    def _step(i):
+        stage, columns = claim(scratch.consumed, i), block.columns(i)
+        copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
+        copy(block.gate.at[rows, columns], scratch.gate.at[stage])
+        copy(block.up.at[rows, columns], scratch.up.at[stage])
+        copy(block.a.at[ranks, columns], scratch.a.at[stage])
+
+    # No barrier may be left with an arrival that nobody waited for.
+    await_all(scratch.consumed, block.steps)
+
+
+def _compute_columns(block: _RowTile, thread, acc):
+    """This warpgroup's rows of h, and their product with the owner's factor."""
+    scratch, rows = block.scratch, pl.ds(block.row + thread * PART, PART)
+    part = pl.ds(thread * PART, PART)
+
+    def release(step):
+        plgpu.barrier_arrive(scratch.consumed.at[block.stage(step)])
+
+    @pl.when(block.slot >= 0)
+    def _():
+        @pl.loop(0, block.steps)
+        def _step(i):
+            stage = block.stage(i)
+            plgpu.barrier_wait(scratch.loaded.at[stage])
+            h_smem = scratch.gate.at[stage].at[part]
+            gate, up = load_float32(h_smem), load_float32(scratch.up.at[stage].at[part])
+            h_smem[...] = (gate * sigmoid(gate) * up).astype(h_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(h_smem, block.h.at[rows, block.columns(i)])
+            plgpu.wgmma(acc, h_smem, scratch.a.at[stage].transpose((1, 0)))
+            # The step before is over once only this step's store and product are in flight.
+            plgpu.wgmma_wait(1)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            pl.when(i > 0)(lambda: release(i - 1))
+
+        plgpu.wgmma_wait(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        release(block.steps - 1)
+
+    @pl.when(block.slot < 0)
+    def _():
+        pl.loop(0, block.steps)(lambda i: write_zeros(block.h.at[rows, block.columns(i)]))
+
+    block.sums.at[block.split, rows][...] = acc[...]

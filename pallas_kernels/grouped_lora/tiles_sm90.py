@@ -1,0 +1,62 @@
+"""What the Hopper kernels share: owners of tiles, layouts in shared memory, and its limits."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+# What a thread block may hold, less what barriers and alignment take.
+_SHARED_MEMORY = 224 * 1024
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+def flat(stacked: Float[Array, "T _ _"]) -> Float[Array, "_ _"]:
+    return stacked.reshape(-1, stacked.shape[-1])
+
+
+def owner(slot_gmem, tile, tiles: int):
+    return slot_gmem[lax.div(tile, jnp.int32(tiles // slot_gmem.shape[0]))]
+
+
+def swizzled(dtype) -> tuple:
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+
+
+def stages_that_fit(wanted: int, elements: int, dtype, reserved: int = 0) -> int:
+    """How many loads of so many elements fit beside the reserved ones."""
+    available = _SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
+    if 2 * elements > available:
+        raise ValueError(
+            f"two loads of {elements} elements do not fit into shared memory, which has room for "
+            f"{available}; use smaller tiles"
+        )
+    return min(wanted, available // elements)
+
+
+def claim(consumed, step):
+    """The stage of a step, once its last user has released it."""
+    stages = consumed.shape[0]
+    stage = lax.rem(step, jnp.int32(stages))
+    pl.when(step >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+    return stage
+
+
+def await_all(consumed, steps):
+    for stage in range(consumed.shape[0]):
+        pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
+
+
+def check_chunks(rows: int, chunk_slot, name: str, size: int):
+    chunks = chunk_slot.shape[0]
+    if rows % (chunks * size) or size % 64:
+        raise ValueError(
+            f"{rows} rows in {chunks} chunks; expected chunks of a multiple of {name} = {size}, "
+            "itself a multiple of 64"
+        )
+
+
+def check_ranks(ranks: list[int]):
+    if any(rank % 8 or rank > 256 for rank in ranks):
+        raise ValueError(f"ranks {ranks}; expected multiples of 8, at most 256")
