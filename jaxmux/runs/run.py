@@ -71,7 +71,8 @@ def fine_tune(
         sample needs.
       chunk_len: tokens of the unit that belongs to one task, a power of two; None takes 128 on GPU
         and 64 on CPU.
-      remat: "none", "dots" or "full": from fastest to least memory.
+      remat: "none", "dots", "lean" or "full": what is kept from forward to backward, from most to
+        least memory; "dots" recomputes no matrix product.
       checkpoint_every: rounds between checkpoints. A round is one global batch of every task.
       keep_checkpoints: how many are kept.
       max_bad_steps: consecutive non-finite updates after which a task fails; the others go on.
