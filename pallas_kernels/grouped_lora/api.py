@@ -1,12 +1,11 @@
 """The public function of the grouped LoRA linear, and the choice of its implementation."""
 
-import functools
-import logging
 from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import Dropout
+from ..implementations import Implementations, choose
 from . import base, mosaic_gpu, triton
 
 
@@ -44,8 +43,7 @@ class Projection(NamedTuple):
     factors: Factors
 
 
-# By name, the function and its refusal: why it cannot serve a call. The first that can is picked.
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: Implementations = {
     "mosaic_gpu": (mosaic_gpu.grouped_lora_linear_mosaic_gpu, mosaic_gpu.refusal),
     "triton": (triton.grouped_lora_linear_triton, triton.refusal),
     "xla": (base.grouped_lora_linear_xla, base.refusal),
@@ -98,35 +96,14 @@ def grouped_lora_linear(
     Raises:
       ValueError: no such implementation, or it cannot serve these arguments.
     """
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        known = ", ".join(_IMPLEMENTATIONS)
-        raise ValueError(
-            f"unknown implementation {implementation!r} of grouped_lora_linear; known: {known}"
-        )
     if residual is not None and len(projections) > 1:
         raise ValueError(f"grouped_lora_linear: one residual for {len(projections)} projections")
-    candidates = [implementation] if implementation else list(_IMPLEMENTATIONS)
-    refusals = {}
-    for name in candidates:
-        function, refusal = _IMPLEMENTATIONS[name]
-        refusals[name] = refusal(x, projections, routing, dropout)
-        if refusals[name] is None:
-            break
-    else:
-        raise ValueError(f"grouped_lora_linear: {_reasons(refusals)}")
-    if implementation is None:
-        sizes = ", ".join(str(p.kernel.shape[2]) for p in projections)
-        _log_choice(f"{x.dtype} {x.shape[0]}x{x.shape[1]} to {sizes}", name, _reasons(refusals))
-    return function(modules, x, projections, accumulators, routing, dropout, layer, residual)
-
-
-def _reasons(refusals: dict[str, str | None]) -> str:
-    found = [f"{name} cannot serve it: {reason}" for name, reason in refusals.items() if reason]
-    return "; ".join(found)
-
-
-@functools.cache  # A choice is worth one line, not one per layer.
-def _log_choice(call: str, name: str, reasons: str) -> None:
-    logging.getLogger("jaxmux").info(
-        "grouped LoRA linear, %s: %s%s", call, name, f" ({reasons})" if reasons else ""
+    sizes = ", ".join(str(p.kernel.shape[2]) for p in projections)
+    function = choose(
+        "grouped_lora_linear",
+        _IMPLEMENTATIONS,
+        implementation,
+        (x, projections, routing, dropout),
+        f"grouped LoRA linear, {x.dtype} {x.shape[0]}x{x.shape[1]} to {sizes}",
     )
+    return function(modules, x, projections, accumulators, routing, dropout, layer, residual)

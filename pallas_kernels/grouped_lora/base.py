@@ -34,9 +34,19 @@ def grouped_lora_linear_xla(
     outputs, accumulators = _grouped_lora_linear(
         modules, x, projections, accumulators, routing, dropout, layer
     )
-    if residual is not None:
-        outputs = (clear_empty(residual, routing) + outputs[0],)
-    return outputs, accumulators
+    return add_residual(outputs, residual, routing), accumulators
+
+
+def add_residual(outputs: tuple[Array, ...], residual: Array | None, routing) -> tuple[Array, ...]:
+    """A single output plus the residual, zero on empty chunks; without one the outputs as they
+    are."""
+    return outputs if residual is None else (_clear_empty(residual, routing) + outputs[0],)
+
+
+def module_counters(modules, routing, dropout: Dropout, layer, tokens: int) -> list[Array]:
+    """The dropout counters of every token, uint32 [N], for each module."""
+    owner = _token_slots(routing, tokens)
+    return [token_counters(dropout, owner, layer, module) for module in modules]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -53,7 +63,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
         s = jax.ad_checkpoint.checkpoint_name(s.astype(x.dtype), LOW_RANK)
         delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
-        outputs.append(clear_empty(x @ p.kernel[layer] + delta, routing))
+        outputs.append(_clear_empty(x @ p.kernel[layer] + delta, routing))
         intermediates.append(s)
     residuals = (x, projections, routing, dropout, layer, tuple(intermediates))
     return (tuple(outputs), accumulators), residuals
@@ -82,7 +92,7 @@ def _backward(modules, residuals, cotangents):
                 b=sums.b.at[layer].set(add_to_slots(sums.b[layer], db, routing.chunk_slot)),
             )
         )
-    return clear_empty(dx, routing), None, tuple(gradients), None, None, None
+    return _clear_empty(dx, routing), None, tuple(gradients), None, None, None
 
 
 _grouped_lora_linear.defvjp(_forward, _backward)
@@ -100,14 +110,22 @@ def _factors(p, routing, layer, dtype) -> tuple[Float[Array, "C k r"], Float[Arr
     return a, b
 
 
-def clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
-    """`x` with zeros on empty chunks."""
+def _clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
     owned = (routing.chunk_slot >= 0)[:, None, None]
     return jnp.where(owned, _chunked(x, routing), 0).reshape(x.shape)
 
 
 def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "C l k"]:
     return x.reshape(len(routing.chunk_slot), -1, x.shape[-1])
+
+
+def _token_slots(routing, tokens: int) -> Int[Array, "N"]:
+    """The owner of every token; slot 0 for those of empty chunks."""
+    return jnp.repeat(
+        jnp.maximum(routing.chunk_slot, 0),
+        tokens // len(routing.chunk_slot),
+        total_repeat_length=tokens,
+    )
 
 
 def _matmul(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
@@ -120,12 +138,8 @@ def _drop(
     """The task's inverted dropout of `x`. It is linear in `x` and its own transpose."""
     if dropout is None:
         return x
-    owner = jnp.repeat(
-        jnp.maximum(routing.chunk_slot, 0),
-        x.shape[0] // len(routing.chunk_slot),
-        total_repeat_length=x.shape[0],
-    )
-    rate = dropout.rate[owner]
-    keep = keep_mask(token_counters(dropout, owner, layer, module), rate, x.shape[1])
+    rate = dropout.rate[_token_slots(routing, len(x))]
+    (counters,) = module_counters((module,), routing, dropout, layer, len(x))
+    keep = keep_mask(counters, rate, x.shape[1])
     scaled = x.astype(jnp.float32) * (1 / (1 - rate))[:, None]
     return jnp.where(keep, scaled.astype(x.dtype), 0)

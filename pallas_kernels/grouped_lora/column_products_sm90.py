@@ -42,14 +42,15 @@ class ColumnJob(NamedTuple):
     Attributes:
       z: [N, w] in half precision.
       lows: [r, N] each, in the dtype of `z`.
-      accumulators: one per intermediate, float32 [T, w, r] or, if rank-major, [T, r, w].
+      accumulators: one per intermediate, float32 [T, w, r] or, if rank-major, [T, r, w]; those of
+        several layers as [L, T, …], with the slots of layer l counted from l T.
       rank_major: whether the accumulators are, as the gradient of `b` is.
       masks: dropout of `z`, with counters per intermediate; None for none.
     """
 
     z: Float[Array, "N w"]
     lows: tuple[Float[Array, "r N"], ...]
-    accumulators: tuple[Float[Array, "T _ _"], ...]
+    accumulators: tuple[Float[Array, "*T _ _"], ...]
     rank_major: bool
     masks: Masks | None = None
 
@@ -75,7 +76,7 @@ def column_products(
     *,
     tiling: ColumnTiling = ColumnTiling(),  # noqa: B008
     interpret: Any = None,
-) -> tuple[tuple[Float[Array, "T _ _"], ...], ...]:
+) -> tuple[tuple[Float[Array, "*T _ _"], ...], ...]:
     """Every accumulator plus the sum over each slot's chunks of `z^T low^T`.
 
     An accumulator's sum is one left fold in stream order over the products of `tile_rows` rows: its

@@ -22,11 +22,19 @@ from .gated_tiles_sm90 import (
     check_gated_rank,
     check_width,
     load_float32,
-    run_warpgroups,
     sigmoid,
     write_zeros,
 )
-from .tiles_sm90 import await_all, check_chunks, claim, flat, owner, stages_that_fit, swizzled
+from .tiles_sm90 import (
+    await_all,
+    check_chunks,
+    claim,
+    flat,
+    owner,
+    run_warpgroups,
+    stages_that_fit,
+    swizzled,
+)
 
 
 class BackwardTiling(NamedTuple):
@@ -45,7 +53,7 @@ def gated_backward(
     dh: Float[Array, "N w"],
     b: tuple[Float[Array, "T r w"], Float[Array, "T r w"]],
     lows: tuple[Float[Array, "r N"], Float[Array, "r N"], Float[Array, "r N"]],
-    accumulators: tuple[Float[Array, "LT r w"], Float[Array, "LT r w"], Float[Array, "LT w r"]],
+    accumulators: tuple[Float[Array, "*LT r w"], Float[Array, "*LT r w"], Float[Array, "*LT w r"]],
     chunk_slot: Int[Array, "C"],
     place: Int[Array, "C"],
     *,
@@ -54,7 +62,7 @@ def gated_backward(
 ) -> tuple[
     tuple[Float[Array, "N w"], Float[Array, "N w"]],
     Float[Array, "2 splits N r"],
-    tuple[Float[Array, "LT r w"], Float[Array, "LT r w"], Float[Array, "LT w r"]],
+    tuple[Float[Array, "*LT r w"], Float[Array, "*LT r w"], Float[Array, "*LT w r"]],
 ]:
     """The gradients of `h = silu(gate) * up`, and every low-rank product that meets them or h.
 

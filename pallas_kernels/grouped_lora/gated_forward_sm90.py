@@ -22,11 +22,19 @@ from .gated_tiles_sm90 import (
     check_gated_rank,
     check_width,
     load_float32,
-    run_warpgroups,
     sigmoid,
     write_zeros,
 )
-from .tiles_sm90 import await_all, check_chunks, claim, flat, owner, stages_that_fit, swizzled
+from .tiles_sm90 import (
+    await_all,
+    check_chunks,
+    claim,
+    flat,
+    owner,
+    run_warpgroups,
+    stages_that_fit,
+    swizzled,
+)
 
 
 class ForwardTiling(NamedTuple):

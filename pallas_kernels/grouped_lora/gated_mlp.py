@@ -14,12 +14,11 @@ from .base import GATE, LOW_RANK, UP
 from .column_products_sm90 import ColumnJob, column_products
 from .gated_backward_sm90 import gated_backward
 from .gated_forward_sm90 import gated_forward
-from .mosaic_gpu import chunk_places, flat, low_rank, matmul, rank_major
+from .gated_tiles_sm90 import GATED_RANKS
+from .mosaic_gpu import chunk_places, low_rank, matmul, rank_major
 from .routed_matmul_sm90 import Term
 from .row_products_sm90 import RowJob, row_products
 from .tilings import row_tiling
-
-_RANKS = (16, 32, 48, 64)
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
@@ -28,8 +27,8 @@ def refusal(x, projections, routing, dropout) -> str | None:
     if dropout is not None:
         return "it has no dropout"
     rank = gate.factors.a.shape[-1]
-    if rank not in _RANKS:
-        return f"pool rank {rank}; expected one of {_RANKS}"
+    if rank not in GATED_RANKS:
+        return f"pool rank {rank}; expected one of {GATED_RANKS}"
     wide = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
     return mosaic_gpu.refusal(x, projections[:2], routing, dropout) or mosaic_gpu.refusal(
         wide, (down,), routing, dropout
@@ -95,20 +94,20 @@ def _backward(residuals, cotangents):
         dh,
         (b_gate, b_up),
         (s_gate, s_up, ds_down),
-        (flat(sums_gate.b), flat(sums_up.b), flat(sums_down.a)),
+        (sums_gate.b, sums_up.b, sums_down.a),
         routing.chunk_slot,
         place,
     )
     ds_gate, ds_up = map(low, partial_sums)
     dx = product((Term(dg, gate.kernel, ds_gate, a_gate), Term(du, up.kernel, ds_up, a_up)))
     jobs = (
-        ColumnJob(d_out, (s_down,), (flat(sums_down.b),), rank_major=True),
-        ColumnJob(x, (ds_gate, ds_up), (flat(sums_gate.a), flat(sums_up.a)), rank_major=False),
+        ColumnJob(d_out, (s_down,), (sums_down.b,), rank_major=True),
+        ColumnJob(x, (ds_gate, ds_up), (sums_gate.a, sums_up.a), rank_major=False),
     )
     (new_b_down,), (new_a_gate, new_a_up) = column_products(jobs, place)
 
     new = (
-        sums._replace(a=a.reshape(sums.a.shape), b=b.reshape(sums.b.shape))
+        sums._replace(a=a, b=b)
         for sums, a, b in (
             (sums_gate, new_a_gate, new_b_gate),
             (sums_up, new_a_up, new_b_up),

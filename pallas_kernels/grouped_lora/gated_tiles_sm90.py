@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 # Rows or columns of one computing warpgroup's part of a tile; two of them share a tile.
 PART = 64
+GATED_RANKS = (16, 32, 48, 64)
 
 
 WARPGROUPS = dict(
@@ -17,20 +17,6 @@ WARPGROUPS = dict(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
     ),
 )
-
-
-def run_warpgroups(load, compute):
-    thread = lax.axis_index("wg")
-
-    @pl.when(thread == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        load()
-
-    @pl.when(thread < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        compute(thread)
 
 
 def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -58,5 +44,5 @@ def check_width(width: int, size: int):
 
 
 def check_gated_rank(rank: int):
-    if rank % 16 or rank > 64:
+    if rank not in GATED_RANKS:
         raise ValueError(f"rank {rank}; expected 16, 32, 48 or 64")

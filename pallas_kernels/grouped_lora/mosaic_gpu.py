@@ -2,8 +2,8 @@
 (LoRAFusion 5.1).
 
 Forward: one read of x gives the intermediates of all its projections, then each projection's matrix
-product adds its low-rank part in the accumulator. Backward: one read of each dy gives ds and dB,
-one matrix product over all projections gives dx, one more read of x gives dA.
+product adds its low-rank part in the accumulator. Backward: one read of each dy gives ds, one
+matrix product over all projections gives dx, one launch that reads each dy and x gives dB and dA.
 """
 
 from functools import partial
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..counter_dropout import token_counters
-from .base import LOW_RANK
+from .base import LOW_RANK, module_counters
 from .column_products_sm90 import ColumnJob, column_products
 from .dropout_sm90 import Masks
 from .routed_matmul_sm90 import TILE_M, Term, Tiling, routed_matmul
@@ -92,21 +91,18 @@ def _backward(modules, residuals, cotangents):
     )
     # All in one launch: a narrow array alone does not occupy the GPU.
     of_b = tuple(
-        ColumnJob(dy, (low[:rank],), (flat(s.b),), rank_major=True)
+        ColumnJob(dy, (low[:rank],), (s.b,), rank_major=True)
         for dy, low, s in zip(gradients, lows, sums, strict=True)
     )
     of_a = ColumnJob(
         x,
         tuple(d_low[:rank] for d_low in d_lows),
-        tuple(flat(s.a) for s in sums),
+        tuple(s.a for s in sums),
         rank_major=False,
         masks=masks and masks._replace(rate=jnp.tile(masks.rate, len(sums[0].a))),
     )
     *new_b, new_a = column_products((*of_b, of_a), place)
-    new_sums = tuple(
-        s._replace(a=a.reshape(s.a.shape), b=b.reshape(s.b.shape))
-        for s, a, (b,) in zip(sums, new_a, new_b, strict=True)
-    )
+    new_sums = tuple(s._replace(a=a, b=b) for s, a, (b,) in zip(sums, new_a, new_b, strict=True))
     return dx, None, new_sums, None, None, None, None if added is None else gradients[0]
 
 
@@ -116,10 +112,8 @@ grouped_lora_linear_mosaic_gpu.defvjp(_forward, _backward)
 def _masks(modules, x, routing, dropout, layer) -> Masks | None:
     if dropout is None:
         return None
-    rows, slots = x.shape[0], routing.chunk_slot
-    owner = jnp.repeat(jnp.maximum(slots, 0), rows // len(slots), total_repeat_length=rows)
-    counters = tuple(token_counters(dropout, owner, layer, module) for module in modules)
-    return Masks(counters, dropout.rate)
+    counters = module_counters(modules, routing, dropout, layer, len(x))
+    return Masks(tuple(counters), dropout.rate)
 
 
 def matmul(
@@ -171,8 +165,3 @@ def low_rank(partial_sums: Float[Array, "splits N r"], routing, dtype) -> Float[
         scale, partial_sums.shape[1] // len(slot), total_repeat_length=partial_sums.shape[1]
     )
     return (partial_sums.sum(axis=0) * per_token[:, None]).astype(dtype).T
-
-
-def flat(stacked: Float[Array, "L T _ _"]) -> Float[Array, "LT _ _"]:
-    """Layers one behind the other."""
-    return stacked.reshape(-1, *stacked.shape[2:])

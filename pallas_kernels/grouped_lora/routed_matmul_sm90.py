@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from .dropout_sm90 import Masks, drop, load_counters, mask_operands
-from .tiles_sm90 import COMPILER_PARAMS, await_all, claim, flat
+from .tiles_sm90 import COMPILER_PARAMS, await_all, claim, flat, run_warpgroups
 
 TILE_M = 128
 
@@ -218,7 +218,6 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
     chunk_tiles = out_gmem.shape[0] // (slot_gmem.shape[0] * TILE_M)
     depth = sum(term.lhs.shape[1] for term in terms) + (TILE_M if added else 0)
     steps = depth // tiling.tile_k
-    thread = lax.axis_index("wg")
 
     def for_each_tile(body):
         # The carry counts the pipeline steps, and the tiles that have a task, so far.
@@ -232,9 +231,7 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
 
         return counts
 
-    @pl.when(thread == 2)
-    def _load():
-        plgpu.set_max_registers(40, action="decrease")
+    def load():
         layer = layer_gmem[0]
 
         def load_tile(tile, step, owned):
@@ -251,9 +248,7 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
         await_all(scratch.consumed, step)
         await_all(scratch.low_consumed, owned * layout.low_steps)
 
-    @pl.when(thread < 2)
-    def _multiply():
-        plgpu.set_max_registers(232, action="increase")
+    def multiply(thread):
         part = layout.part_of(thread)
 
         def multiply_tile(tile, step, owned):
@@ -285,6 +280,8 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
 
         for_each_tile(multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    run_warpgroups(load, multiply)
 
 
 def _tile(tiling: Tiling, slot_gmem, chunk_tiles: int, row, column) -> _Tile:

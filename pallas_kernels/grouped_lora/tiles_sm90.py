@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 # What a thread block may hold, less what barriers and alignment take.
-_SHARED_MEMORY = 224 * 1024
+SHARED_MEMORY = 224 * 1024
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
@@ -26,13 +26,28 @@ def swizzled(dtype) -> tuple:
 
 def stages_that_fit(wanted: int, elements: int, dtype, reserved: int = 0) -> int:
     """How many loads of so many elements fit beside the reserved ones."""
-    available = _SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
+    available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
     if 2 * elements > available:
         raise ValueError(
             f"two loads of {elements} elements do not fit into shared memory, which has room for "
             f"{available}; use smaller tiles"
         )
     return min(wanted, available // elements)
+
+
+def run_warpgroups(load, compute):
+    """Runs `load()` on the last of three warpgroups, and `compute(i)` on the others."""
+    thread = lax.axis_index("wg")
+
+    @pl.when(thread == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        load()
+
+    @pl.when(thread < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        compute(thread)
 
 
 def claim(consumed, step):

@@ -12,12 +12,11 @@ from jax.extend import backend
 
 from .routed_matmul_sm90 import TILE_M, Tiling
 from .row_products_sm90 import RowJob, RowTiling
+from .tiles_sm90 import SHARED_MEMORY
 
 TABLE = Path(__file__).with_name("tilings.json")
 # The fields of a `Tiling` that the table holds.
 TUNED = ("split_rows", "delay_release", "minor", "group")
-# What a thread block may hold, less what barriers and alignment take.
-_SHARED_MEMORY = 226 * 1024
 
 
 def is_hopper() -> bool:
@@ -61,7 +60,7 @@ def fitted(tiling: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | N
     stage_bytes = tiling.tile_k * (TILE_M + tiling.tile_n) * 2
     epilogue_bytes = 2 * TILE_M * tiling.epilogue_n * 2
     low_steps = terms * -(-rank // tiling.tile_r)
-    room = _SHARED_MEMORY - epilogue_bytes
+    room = SHARED_MEMORY - epilogue_bytes
     low_stages = min(low_steps, (room - 3 * stage_bytes) // low_bytes)
     low_stages = low_steps if masked else max(1, low_stages)
     stages = min(4, (room - low_stages * low_bytes) // stage_bytes)

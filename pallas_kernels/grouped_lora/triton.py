@@ -15,8 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
-from ..counter_dropout import Dropout, token_counters
-from .base import LOW_RANK, clear_empty
+from ..counter_dropout import Dropout
+from .base import LOW_RANK, add_residual, module_counters
 
 _MAX_MODULES = 3
 _MAX_RANK = 128
@@ -122,9 +122,7 @@ def grouped_lora_linear_triton(
     outputs, accumulators = _grouped_lora_linear(
         modules, x, projections, accumulators, routing, dropout, layer
     )
-    if residual is not None:
-        outputs = (clear_empty(residual, routing) + outputs[0],)
-    return outputs, accumulators
+    return add_residual(outputs, residual, routing), accumulators
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -181,12 +179,7 @@ def _factors(projections, layer, dtype) -> tuple[tuple[Array, ...], tuple[Array,
 def _masks(modules, routing, dropout: Dropout | None, layer, tokens: int) -> _Masks | None:
     if dropout is None:
         return None
-    owner = jnp.repeat(
-        jnp.maximum(routing.chunk_slot, 0),
-        tokens // len(routing.chunk_slot),
-        total_repeat_length=tokens,
-    )
-    counters = [token_counters(dropout, owner, layer, module) for module in modules]
+    counters = module_counters(modules, routing, dropout, layer, tokens)
     return _Masks(jnp.stack(counters), dropout.rate)
 
 

@@ -1,14 +1,11 @@
 """The RMS norm at a residual stream: its public function, and the choice of implementation."""
 
-import functools
-import logging
-
 from jaxtyping import Array, Float
 
+from ..implementations import Implementations, choose
 from . import base, mosaic_gpu
 
-# By name, the function and its refusal: why it cannot serve a call. The first that can is picked.
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: Implementations = {
     "mosaic_gpu": (mosaic_gpu.residual_norm_mosaic_gpu, mosaic_gpu.refusal),
     "xla": (base.residual_norm_xla, base.refusal),
 }
@@ -44,32 +41,11 @@ def residual_norm(
     Raises:
       ValueError: no such implementation, or it cannot serve these arguments.
     """
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        known = ", ".join(_IMPLEMENTATIONS)
-        raise ValueError(
-            f"unknown implementation {implementation!r} of residual_norm; known: {known}"
-        )
-    candidates = [implementation] if implementation else list(_IMPLEMENTATIONS)
-    refusals = {}
-    for name in candidates:
-        function, refusal = _IMPLEMENTATIONS[name]
-        refusals[name] = refusal(x, weight)
-        if refusals[name] is None:
-            break
-    else:
-        raise ValueError(f"residual_norm: {_reasons(refusals)}")
-    if implementation is None:
-        _log_choice(f"{x.dtype} {x.shape[0]}x{x.shape[1]}", name, _reasons(refusals))
-    return function(x, weight, eps)
-
-
-def _reasons(refusals: dict[str, str | None]) -> str:
-    found = [f"{name} cannot serve it: {reason}" for name, reason in refusals.items() if reason]
-    return "; ".join(found)
-
-
-@functools.cache  # A choice is worth one line, not one per layer.
-def _log_choice(call: str, name: str, reasons: str) -> None:
-    logging.getLogger("jaxmux").info(
-        "residual norm, %s: %s%s", call, name, f" ({reasons})" if reasons else ""
+    function = choose(
+        "residual_norm",
+        _IMPLEMENTATIONS,
+        implementation,
+        (x, weight),
+        f"residual norm, {x.dtype} {x.shape[0]}x{x.shape[1]}",
     )
+    return function(x, weight, eps)
