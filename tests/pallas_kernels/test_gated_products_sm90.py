@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmux.pallas_kernels.grouped_lora.gated_backward_sm90 import BackwardTiling, gated_backward
 from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import ForwardTiling, gated_forward
@@ -18,15 +16,6 @@ ROUTINGS = {
     "empty at the ends": (-1, 0, 1, -1),
     "all empty": (-1, -1, -1, -1),
 }
-H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-MESH = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=H200)
-
-
-@pytest.fixture
-def interpret():
-    """Interpret mode; a test that uses it fails if a kernel has a data race."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    assert not gpu_callbacks.get_races().races_found
 
 
 def normals(rng, *shape, dtype=jnp.bfloat16):
@@ -229,21 +218,13 @@ def test_shapes_that_do_not_fit_are_refused():
         gated_forward(z, z, a, jnp.zeros(8, jnp.int32))
 
 
-def lowered(function, *shapes) -> str:
-    """The module for an H200, made without one; raises where a kernel does not lower or asks for
-    more shared memory than there is.
-    """
-    with jax.sharding.use_abstract_mesh(MESH):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def shape(*dimensions, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(dimensions, dtype)
 
 
 @pytest.mark.parametrize("rank", [16, 32, 48, 64])
 @pytest.mark.parametrize("slots", [1, 4, 16])
-def test_real_shapes_lower(rank, slots):
+def test_real_shapes_lower(rank, slots, lowered):
     rows, width = 8192, 14336
     z, factor, low = shape(rows, width), shape(slots, rank, width), shape(rank, rows)
     index = shape(64, dtype=jnp.int32)

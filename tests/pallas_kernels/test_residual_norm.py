@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmux.pallas_kernels.residual_norm import IMPLEMENTATIONS, mosaic_gpu, residual_norm
@@ -23,15 +22,6 @@ TILINGS = (
     Tiling(rows=8, stages=5, blocks=2),
     Tiling(rows=16, stages=2, blocks=3),
 )
-H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-MESH = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=H200)
-
-
-@pytest.fixture
-def interpret():
-    """Interpret mode; a test that uses it fails if a kernel has a data race."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.fixture
@@ -169,11 +159,11 @@ def test_errors_name_the_implementations():
     ],
 )
 def test_hopper_implementation_refuses_what_it_cannot_serve(
-    rows, width, dtype, weight_dtype, reason
+    rows, width, dtype, weight_dtype, reason, h200
 ):
     x = jax.ShapeDtypeStruct((rows, width), dtype)
     weight = jax.ShapeDtypeStruct((width,), weight_dtype)
-    with jax.sharding.use_abstract_mesh(MESH):
+    with jax.sharding.use_abstract_mesh(h200):
         refusal = mosaic_gpu.refusal(x, weight)
     assert refusal is None if reason is None else reason in refusal
 
@@ -185,14 +175,8 @@ def test_tilings_that_do_not_fit_are_refused():
             normalize(x, weight, EPS, tiling=tiling)
 
 
-def lowered(function, *shapes) -> str:
-    """The module for an H200, made without one; raises where a kernel does not lower."""
-    with jax.sharding.use_abstract_mesh(MESH):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.mark.parametrize("width", [1024, 2048, 2304, 3584, 4096, 5120, 8192])
-def test_real_shapes_lower_to_one_kernel_each_way_and_no_addition(width):
+def test_real_shapes_lower_to_one_kernel_each_way_and_no_addition(width, lowered):
     x = jax.ShapeDtypeStruct((8192, width), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((width,), jnp.bfloat16)
 

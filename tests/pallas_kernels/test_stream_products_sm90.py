@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmux.pallas_kernels.counter_dropout import keep_mask
 from jaxmux.pallas_kernels.grouped_lora.column_products_sm90 import (
@@ -26,15 +24,6 @@ ROUTINGS = {
     "empty at the ends": (-1, 0, 1, -1),
     "all empty": (-1, -1, -1, -1),
 }
-H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-MESH = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=H200)
-
-
-@pytest.fixture
-def interpret():
-    """Interpret mode; a test that uses it fails if a kernel has a data race."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    assert not gpu_callbacks.get_races().races_found
 
 
 def integers(rng, *shape, dtype=jnp.bfloat16):
@@ -221,12 +210,6 @@ def test_tilings_that_do_not_fit_are_refused():
         )
 
 
-def lowered(function, *shapes) -> str:
-    """The module for an H200, made without one; raises where a kernel does not lower."""
-    with jax.sharding.use_abstract_mesh(MESH):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def shape(*dimensions, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(dimensions, dtype)
 
@@ -235,7 +218,7 @@ REAL = [(w, r, slots) for w in (1024, 4096, 14336) for r in (16, 32, 64) for slo
 
 
 @pytest.mark.parametrize(("width", "rank", "slots"), REAL)
-def test_real_shapes_lower(width, rank, slots):
+def test_real_shapes_lower(width, rank, slots, lowered):
     z, factor, low = shape(8192, width), shape(slots, rank, width), shape(rank, 8192)
     chunk_slot = shape(64, dtype=jnp.int32)
     for modules in (1, 3):
@@ -251,7 +234,7 @@ def test_real_shapes_lower(width, rank, slots):
 
 
 @pytest.mark.parametrize(("width", "rank", "slots"), REAL[::5])
-def test_real_shapes_with_dropout_lower(width, rank, slots):
+def test_real_shapes_with_dropout_lower(width, rank, slots, lowered):
     masks = Masks((shape(8192, dtype=jnp.uint32),) * 3, shape(slots, dtype=jnp.float32))
     z, chunk_slot = shape(8192, width), shape(64, dtype=jnp.int32)
     lowered(
@@ -265,7 +248,7 @@ def test_real_shapes_with_dropout_lower(width, rank, slots):
     )
 
 
-def test_accumulators_are_updated_in_place():
+def test_accumulators_are_updated_in_place(lowered):
     job = (shape(8192, 1024), (shape(16, 8192),), (shape(4, 1024, 16, dtype=jnp.float32),))
     text = lowered(
         lambda job, c: column_products((ColumnJob(*job, False),), c),
