@@ -64,7 +64,8 @@ def complete(
         tokens[row, : len(ids)] = ids
     scale = [r.spec.scale if r.spec else 0.0 for r in requests]
     eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    attention = pick_implementation(backbone.weights["embed_tokens"]["weight"].dtype)
+    dtype = backbone.weights["embed_tokens"]["weight"].dtype
+    attention = pick_implementation(backbone.config, dtype, row_len, max_sequences=1)
     completed = _complete(
         backbone.config,
         attention,

@@ -1,7 +1,6 @@
 """The engine: it owns the slots, runs rounds over them, and hands out and takes back tasks."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -9,13 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data import Prefetch
-from jaxmux.models import Backbone, ForwardOptions, pick_implementation
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.models import (
+    Backbone,
+    ForwardOptions,
+    SlotTable,
+    choose_remat,
+    device_memory,
+    pick_implementation,
+)
 from jaxmux.peft import Adapter, SlotArrays, adapter_of, slot_arrays, slot_tree
 from jaxmux.planner import ShapeClass
 from jaxmux.tasks import TaskError
 
 from .prepare import PreparedTask
-from .progress import TaskProgress, TaskUpdate
+from .progress import TaskProgress, TaskUpdate, book
 from .rounds import Round, pack_batches, slot_table, training_rounds
 from .state import SlotState, TrainState, empty_state, fresh_optimizer, read_slot, write_slot
 from .step import UpdateStats, accumulate, evaluate, update
@@ -27,8 +34,11 @@ class EngineOptions:
 
     Attributes:
       shape: shape class of the microbatches.
-      remat: "none", "dots", "lean" or "full": what is kept from forward to backward.
-      attention: "xla" or "cudnn"; None picks by device and dtype.
+      remat: "none", "dots", "lean" or "full": what is kept from forward to backward. "auto" picks
+        for every layer what recomputes least in `memory`; "dots" where that is unknown.
+      memory: bytes that weights, train state and step may take; None for all that JAX may use of
+        the device.
+      attention: "xla", "cudnn" or "short"; None picks by device, dtype and shape class.
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       unroll: whether every layer is compiled on its own; None where it pays, on GPU.
       max_bad_steps: consecutive skipped updates after which a task has failed.
@@ -42,7 +52,8 @@ class EngineOptions:
     rank: int = 1
     modules: tuple[str, ...] = ()
     dropout: bool = False
-    remat: str = "dots"
+    remat: str = "auto"
+    memory: int | None = None
     attention: str | None = None
     grouped_lora: str | None = None
     unroll: bool | None = None
@@ -88,6 +99,7 @@ class Engine:
         self._current: Round | None = None
         self._stream: Prefetch[Round] | None = None
         self._stream_tasks: set[int] = set()
+        self._remat: str | tuple[str, ...] | None = None
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Gives each task a slot; tasks already in training go on undisturbed.
@@ -103,6 +115,7 @@ class Engine:
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
         self._pause()
+        self._remat = None
         kept = [self.task_arrays(name) for name in self.names]
         self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
         self.state = None  # Its memory is needed for the next one.
@@ -115,6 +128,7 @@ class Engine:
     def release(self, name: str) -> None:
         """Frees the slot of a task; its adapter is gone from the engine."""
         self._pause()
+        self._remat = None
         kept = {other: self.task_arrays(other) for other in self.names if other != name}
         del self._slots[self._index(name)]
         self.state = None
@@ -149,8 +163,8 @@ class Engine:
             return self.drain()
         current = self._current = self._current or self._next_round()
         updates: list[TaskUpdate] = []
-        options = self._forward_options(training=True)
         slots = jax.device_put(current.slots)
+        options = self._training_options(current.microbatches[0], slots)
         for microbatch in current.microbatches[self.microbatches_done :]:
             state = self.state
             grads, loss = accumulate(
@@ -198,7 +212,12 @@ class Engine:
                     skipped=not stats.applied[slot],
                 )
             )
-            self._book(self._slots[slot], updates[-1])
+            book(
+                self._slots[slot].progress,
+                updates[-1],
+                self._slots[slot].prepared.steps,
+                self.options.max_bad_steps,
+            )
         return updates
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
@@ -296,48 +315,46 @@ class Engine:
         self.rounds += 1
         self.microbatches_done = 0
 
-    def _book(self, slot: _Slot, done: TaskUpdate) -> None:
-        progress = slot.progress
-        progress.step = done.task_step
-        progress.tokens += done.tokens
-        progress.target_tokens += done.target_tokens
-        if done.skipped:
-            progress.skipped += 1
-            progress.bad_streak += 1
-        else:
-            progress.updates += 1
-            progress.bad_streak = 0
-            progress.train_loss_last = done.loss
-            if progress.train_loss_first is None:
-                progress.train_loss_first = done.loss
-        last = progress.step == slot.prepared.steps
-        if progress.bad_streak >= self.options.max_bad_steps or (last and not progress.updates):
-            progress.status = "failed"
-            progress.error = (
-                "loss, gradient or update not finite in "
-                f"{progress.bad_streak} consecutive updates, the last at step {progress.step}"
-            )
-        elif last and not math.isfinite(done.loss):
-            progress.status, progress.error = "failed", "loss not finite at the last step"
-        elif last:
-            progress.status = "succeeded"
-
     def _kinds(self) -> dict[str, np.ndarray]:
         kinds: dict[str, list[int]] = {}
         for i, slot in enumerate(self._slots):
             kinds.setdefault(slot.kind, []).append(i)
         return {kind: np.asarray(members, np.int32) for kind, members in kinds.items()}
 
+    def _training_options(self, microbatch: Microbatch, slots: SlotTable) -> ForwardOptions:
+        options = self._forward_options(training=True)
+        if self._remat is None:
+            self._remat = self.options.remat
+            if self._remat == "auto":
+                self._remat = self._fitting_remat(options, microbatch, slots)
+        return options._replace(remat=self._remat)
+
+    def _fitting_remat(self, options, microbatch, slots) -> str | tuple[str, ...]:
+        memory = self.options.memory or device_memory()
+        if memory is None:
+            return "dots"
+        resident = jax.tree.leaves((self.backbone.weights, self.state))
+        room = int(0.97 * memory) - sum(array.nbytes for array in resident)
+        return choose_remat(
+            self.backbone.config,
+            options,
+            self.backbone.weights,
+            self.state.adapters,
+            microbatch,
+            slots,
+            room,
+        )
+
     def _forward_options(self, training: bool) -> ForwardOptions:
         dtype = self.backbone.weights["embed_tokens"]["weight"].dtype
-        unroll = self.options.unroll
+        unroll, shape = self.options.unroll, self.options.shape
         return ForwardOptions(
-            attention=self.options.attention or pick_implementation(dtype),
+            attention=self.options.attention
+            or pick_implementation(self.backbone.config, dtype, shape.row_len, shape.max_sequences),
             grouped_lora=self.options.grouped_lora,
-            remat=self.options.remat,
             unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
             dropout=training and (self.options.dropout or self._any_dropout),
-            max_sequences=self.options.shape.max_sequences,
+            max_sequences=shape.max_sequences,
         )
 
     @property
@@ -364,10 +381,9 @@ class Engine:
         template = jax.eval_shape(lambda: self._read(name))
         self.state = write_slot(self.state, *self._address(name), slot_tree(template, arrays))
 
-    def _address(self, name: str) -> tuple[str, int, int]:
+    def _address(self, name: str) -> tuple[str, int]:
         slot = self._index(name)
-        kind = self._slots[slot].kind
-        return kind, slot, int(np.flatnonzero(self._kinds()[kind] == slot)[0])
+        return self._slots[slot].kind, slot
 
     def _index(self, name: str) -> int:
         if name not in self.names:

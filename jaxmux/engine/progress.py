@@ -1,6 +1,7 @@
 """How far a task has come: plain numbers, kept on the host and in checkpoints."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 
@@ -59,3 +60,35 @@ class TaskUpdate(NamedTuple):
     target_tokens: int
     tokens: int
     skipped: bool
+
+
+def book(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
+    """Enters a finished global batch; decides whether the task has succeeded or failed.
+
+    Args:
+      steps: global batches of the task in all.
+      max_bad_steps: consecutive skipped updates after which it has failed.
+    """
+    progress.step = done.task_step
+    progress.tokens += done.tokens
+    progress.target_tokens += done.target_tokens
+    if done.skipped:
+        progress.skipped += 1
+        progress.bad_streak += 1
+    else:
+        progress.updates += 1
+        progress.bad_streak = 0
+        progress.train_loss_last = done.loss
+        if progress.train_loss_first is None:
+            progress.train_loss_first = done.loss
+    last = progress.step == steps
+    if progress.bad_streak >= max_bad_steps or (last and not progress.updates):
+        progress.status = "failed"
+        progress.error = (
+            "loss, gradient or update not finite in "
+            f"{progress.bad_streak} consecutive updates, the last at step {progress.step}"
+        )
+    elif last and not math.isfinite(done.loss):
+        progress.status, progress.error = "failed", "loss not finite at the last step"
+    elif last:
+        progress.status = "succeeded"

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmux.models import BackboneConfig
 from jaxmux.optimizers import transform
 from jaxmux.peft import Adapter, empty_pool
 
-# Slots of each optimizer kind, in the order of the kind's stacked states.
+# Slots of each optimizer kind.
 KindSlots = Mapping[str, np.ndarray]
 
 
@@ -24,13 +24,16 @@ class TrainState(NamedTuple):
       adapters: float32 masters by module, a [L, T, k, R] and b [L, T, R, n].
       grads: accumulators of the current global batches, of the same shapes.
       loss: float32 [T], accumulated over the current global batch.
-      optimizers: by kind, the optax states of the slots that use it, stacked on axis 0.
+      moments: pools of the same shapes, as many as the optimizer kind with most moments has. A slot
+        uses as many as its own kind has, from the first.
+      count: int32 [T], updates so far, for optimizer kinds that count.
     """
 
     adapters: Adapter
     grads: Adapter
     loss: Float[Array, "T"]
-    optimizers: dict[str, Any]
+    moments: tuple[Adapter, ...]
+    count: Int[Array, "T"]
 
 
 def empty_state(
@@ -38,22 +41,51 @@ def empty_state(
 ) -> TrainState:
     """A state in which every slot is empty."""
     pool = empty_pool(config, modules, slots, rank)
-    one_slot = jax.tree.map(lambda x: x[:, 0], pool)
-    optimizers = {}
-    for kind, members in kinds.items():
-        fresh = fresh_optimizer(kind, one_slot)
-        optimizers[kind] = jax.tree.map(partial(_stack, len(members)), fresh)
-    return TrainState(pool, jax.tree.map(jnp.zeros_like, pool), jnp.zeros(slots), optimizers)
-
-
-def _stack(count: int, leaf: Array) -> Array:
-    return jnp.repeat(jnp.asarray(leaf)[None], count, axis=0)
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    moments = max(len(_moments(fresh_optimizer(kind, {}))) for kind in kinds)
+    return TrainState(
+        pool,
+        zeros(pool),
+        jnp.zeros(slots),
+        tuple(zeros(pool) for _ in range(moments)),
+        jnp.zeros(slots, jnp.int32),
+    )
 
 
 def fresh_optimizer(kind: str, adapter: Adapter) -> Any:
     """The optimizer state of a slot that has not been updated yet."""
     hyper = dict.fromkeys(("b1", "b2", "eps", "weight_decay", "momentum"), 0.0)
     return transform(kind, hyper).init(adapter)
+
+
+def optax_state(kind: str, moments: Sequence[Adapter], count: Int[Array, "..."]) -> Any:
+    """The optax state of an optimizer kind, of the first of these moments and the count, as far as
+    the kind has them."""
+    leaves, structure = jax.tree.flatten(fresh_optimizer(kind, {}), is_leaf=_is_adapter)
+    unused = iter(moments)
+    return structure.unflatten([next(unused) if _is_adapter(x) else count for x in leaves])
+
+
+def replace_optax_state(state: TrainState, optimizer: Any) -> TrainState:
+    """The state with what `optax_state` took from it replaced."""
+    moments, count = _moments(optimizer), _count(optimizer)
+    return state._replace(
+        moments=(*moments, *state.moments[len(moments) :]),
+        count=state.count if count is None else count,
+    )
+
+
+def _moments(optimizer: Any) -> list[Adapter]:
+    return [x for x in jax.tree.leaves(optimizer, is_leaf=_is_adapter) if _is_adapter(x)]
+
+
+def _count(optimizer: Any) -> Int[Array, "..."] | None:
+    counts = [x for x in jax.tree.leaves(optimizer, is_leaf=_is_adapter) if not _is_adapter(x)]
+    return counts[0] if counts else None
+
+
+def _is_adapter(node: Any) -> bool:
+    return isinstance(node, dict)
 
 
 class SlotState(NamedTuple):
@@ -65,39 +97,28 @@ class SlotState(NamedTuple):
     optimizer: Any
 
 
-def read_slot(state: TrainState, kind: str, slot: int, member: int) -> SlotState:
-    """One slot's state; `member` is the slot's place among those of its optimizer kind."""
-    return _read_slot(state.adapters, state.grads, state.loss, state.optimizers[kind], slot, member)
-
-
-@jax.jit
-def _read_slot(adapters, grads, loss, optimizer, slot, member) -> SlotState:
-    of_slot = partial(jax.tree.map, lambda x: x[:, slot])
-    return SlotState(
-        of_slot(adapters), of_slot(grads), loss[slot], jax.tree.map(lambda x: x[member], optimizer)
+@partial(jax.jit, static_argnums=1)
+def read_slot(state: TrainState, kind: str, slot: Int[Array, ""] | int) -> SlotState:
+    """The state of a slot that uses an optimizer of this kind."""
+    adapter, grads, moments = jax.tree.map(
+        lambda x: x[:, slot], (state.adapters, state.grads, state.moments)
     )
+    optimizer = optax_state(kind, moments, state.count[slot])
+    return SlotState(adapter, grads, state.loss[slot], optimizer)
 
 
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
 def write_slot(
-    state: TrainState, kind: str, slot: int, member: int, value: SlotState
+    state: TrainState, kind: str, slot: Int[Array, ""] | int, value: SlotState
 ) -> TrainState:
     """The state with one slot replaced; every other slot keeps its bits."""
-    written = _write_slot(
-        state.adapters, state.grads, state.loss, state.optimizers[kind], slot, member, value
+
+    def put(pool: Array, one: Array) -> Array:
+        return pool.at[slot].set(one) if one.ndim == 0 else pool.at[:, slot].set(one)
+
+    stacked = SlotState(
+        state.adapters, state.grads, state.loss, optax_state(kind, state.moments, state.count)
     )
-    adapters, grads, loss, optimizer = written
-    return TrainState(adapters, grads, loss, state.optimizers | {kind: optimizer})
-
-
-@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
-def _write_slot(adapters, grads, loss, optimizer, slot, member, value: SlotState):
-    def put(stacked, one):
-        return jax.tree.map(lambda x, y: x.at[:, slot].set(y), stacked, one)
-
-    optimizer = jax.tree.map(lambda x, y: x.at[member].set(y), optimizer, value.optimizer)
-    return (
-        put(adapters, value.adapter),
-        put(grads, value.grads),
-        loss.at[slot].set(value.loss),
-        optimizer,
-    )
+    adapters, grads, loss, optimizer = jax.tree.map(put, stacked, value)
+    state = state._replace(adapters=adapters, grads=grads, loss=loss)
+    return replace_optax_state(state, optimizer)

@@ -26,7 +26,7 @@ from jaxmux.optimizers import transform
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
 from jaxmux.peft import Adapter, Factors
 
-from .state import KindSlots, SlotState, TrainState, read_slot, write_slot
+from .state import KindSlots, TrainState, optax_state, replace_optax_state
 
 Hyperparameters = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -89,50 +89,72 @@ def evaluate(
     return add_to_slots(losses, chunk, microbatch.chunk_slot)
 
 
-@partial(jax.jit, donate_argnums=(0,))
 def update(
-    state: TrainState, due: Bool[Array, "T"], hyper: Hyperparameters, kinds: KindSlots
+    state: TrainState, due: Bool[np.ndarray, "T"], hyper: Hyperparameters, kinds: KindSlots
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due and clears their accumulators; others keep their bits.
 
     A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
-    and update count. Slots are updated one after the other, by a program that knows of one slot
-    only: a task's bits do not depend on how many others there are, and temporaries are one slot's.
+    and update count. Each optimizer kind has a program of its own that updates all its slots at
+    once and in place: in one pool, a task's bits do not depend on how many others there are or on
+    their optimizers, and temporaries are far smaller than a slot.
 
     Args:
+      state: donated.
       due: slots whose global batch is complete.
       hyper: by optimizer kind and name, float32 [T_kind].
       kinds: by optimizer kind, int32 [T_kind]: the slots that use it.
     """
-    slots = len(due)
-    stats = UpdateStats(state.loss, jnp.zeros(slots), jnp.zeros(slots, bool))
+
+    def spread(values: np.ndarray, members: np.ndarray) -> np.ndarray:
+        pool = np.zeros(len(due), values.dtype)
+        pool[members] = values
+        return pool
+
+    none = np.zeros(len(due), np.float32)
+    stats = UpdateStats(none, none, none > 0)
     for kind, members in kinds.items():
-        body = partial(_update_member, kind, due, hyper[kind], jnp.asarray(members))
-        state, stats = jax.lax.fori_loop(0, len(members), body, (state, stats))
+        own_due = spread(due[members], members)
+        own_hyper = {name: spread(values, members) for name, values in hyper[kind].items()}
+        state, stats = _update_kind(kind, state, stats, own_due, own_hyper)
     return state, stats
 
 
-def _update_member(kind: str, due, hyper, members, i, carry: tuple[TrainState, UpdateStats]):
-    """Updates the i-th slot of an optimizer kind, if it is due."""
-    state, stats = carry
-    slot = members[i]
-    own = read_slot(state, kind, slot, i)
-    own_hyper = {name: values[i] for name, values in hyper.items()}
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _update_kind(
+    kind: str,
+    state: TrainState,
+    stats: UpdateStats,
+    due: Bool[Array, "T"],
+    hyper: Mapping[str, Float[Array, "T"]],
+) -> tuple[TrainState, UpdateStats]:
+    """Updates the slots that are due, all of one optimizer kind, and enters them in `stats`."""
+    optimizer = optax_state(kind, state.moments, state.count)
+    axes = jax.tree.map(lambda x: 0 if x.ndim == 1 else 1, optimizer)
+    update_slots = jax.vmap(
+        partial(_update_slot, kind), in_axes=(1, 1, axes, 0, 0), out_axes=(1, axes)
+    )
+    norm = jnp.sqrt(_reduce_slots(jnp.sum, jax.tree.map(jnp.square, state.grads)))
 
-    norm = jnp.sqrt(
-        sum(jnp.square(_rows(g)).sum(axis=-1).sum() for g in jax.tree.leaves(own.grads))
+    def new(hyper):
+        return update_slots(state.adapters, state.grads, optimizer, hyper, norm)
+
+    # Computed once to look at and once to be written, which costs less memory traffic than to store
+    # it in between. The barrier hides from XLA that both are the same.
+    candidates, _ = new(jax.lax.optimization_barrier(hyper))
+    finite = _reduce_slots(jnp.all, jax.tree.map(jnp.isfinite, candidates))
+    applied = due & finite & jnp.isfinite(norm) & jnp.isfinite(state.loss)
+    old = state.adapters, optimizer
+    adapters, optimizer = jax.tree.map(partial(_select, applied), new(hyper), old)
+
+    cleared = state._replace(
+        adapters=adapters,
+        grads=jax.tree.map(partial(_select, due, 0), state.grads),
+        loss=_select(due, 0, state.loss),
     )
-    new = _update_slot(kind, own.adapter, own.grads, own.optimizer, own_hyper, norm)
-    finite = jnp.isfinite(norm) & jnp.isfinite(own.loss) & _all_finite(new[0])
-    applied = due[slot] & finite
-    old = own.adapter, own.optimizer
-    adapter, optimizer = jax.tree.map(partial(jnp.where, applied), new, old)
-    grads, loss = jax.tree.map(lambda g: jnp.where(due[slot], 0, g), (own.grads, own.loss))
-    state = write_slot(state, kind, slot, i, SlotState(adapter, grads, loss, optimizer))
-    stats = stats._replace(
-        grad_norm=stats.grad_norm.at[slot].set(norm), applied=stats.applied.at[slot].set(applied)
-    )
-    return state, stats
+    seen = UpdateStats(state.loss, norm, applied)
+    stats = jax.tree.map(partial(_select, due), seen, stats)
+    return replace_optax_state(cleared, optimizer), stats
 
 
 def _losses(
@@ -163,12 +185,18 @@ def _update_slot(kind: str, params: Adapter, grads: Adapter, optimizer, hyper, n
     return params, optimizer
 
 
-def _all_finite(tree: Adapter) -> Bool[Array, ""]:
-    return jnp.stack(
-        [jnp.isfinite(_rows(x)).all(axis=-1).all() for x in jax.tree.leaves(tree)]
-    ).all()
+def _select(chosen: Bool[Array, "T"], new, old: Array) -> Array:
+    """`new` in the chosen slots, `old` in the others; leaves [T] or [L, T, k, n]."""
+    return jnp.where(chosen if old.ndim == 1 else chosen[:, None, None], new, old)
 
 
-def _rows(x: Float[Array, "L k n"]) -> Float[Array, "L rows columns"]:
-    # GPUs reduce many rows of moderate length at memory speed, a whole array to one number not.
-    return x.reshape(x.shape[0], -1, math.gcd(math.prod(x.shape[1:]), 4096))
+def _reduce_slots(reduce, tree: Adapter) -> Array:
+    """Reduces leaves [L, T, k, n] to one value [T] of every slot."""
+
+    def rows(x: Array) -> Array:
+        # GPUs reduce many rows of moderate length at memory speed, a whole array to one number not.
+        columns = math.gcd(math.prod(x.shape[2:]), 4096)
+        return reduce(x.reshape(*x.shape[:2], -1, columns), axis=-1)
+
+    leaves = [rows(x) for x in jax.tree.leaves(tree)]
+    return reduce(jnp.concatenate(leaves, axis=-1), axis=(0, 2))

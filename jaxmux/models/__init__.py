@@ -8,6 +8,7 @@ from .checkpoint import Backbone, load_backbone, save_backbone
 from .config import BackboneConfig, BackboneError
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .loss import chunk_losses
+from .memory import choose_remat, device_memory
 from .modules import Weights
 from .remat import REMAT_POLICIES
 
@@ -21,7 +22,9 @@ __all__ = [
     "ForwardOptions",
     "SlotTable",
     "Weights",
+    "choose_remat",
     "chunk_losses",
+    "device_memory",
     "head_kernel",
     "hidden_states",
     "load_backbone",

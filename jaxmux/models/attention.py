@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmux.pallas_kernels import short_attention
+
 from .blockwise_attention import blockwise_attention
+from .config import BackboneConfig
 from .remat import ATTENTION_INPUT, keepable
 
 
@@ -45,7 +48,7 @@ class AttentionOptions(NamedTuple):
     """Static choices.
 
     Attributes:
-      implementation: "xla" or "cudnn".
+      implementation: "xla", "cudnn" or "short", see `pick_implementation`.
       block: tokens per block of the XLA implementation; the chunk length, at most a row's.
       window: sliding window in tokens, or None.
     """
@@ -55,10 +58,25 @@ class AttentionOptions(NamedTuple):
     window: int | None
 
 
-def pick_implementation(dtype: jnp.dtype) -> str:
-    """cuDNN's fused attention on GPU in half precision, plain XLA elsewhere."""
+def pick_implementation(
+    config: BackboneConfig, dtype: jnp.dtype, row_len: int, max_sequences: int
+) -> str:
+    """The fastest for a shape class.
+
+    "short" is our kernel for rows of one sequence and at most 128 tokens on Hopper, "cudnn" cuDNN's
+    fused attention on GPU in half precision, "xla" plain XLA anywhere.
+    """
     half = dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if jax.default_backend() == "gpu" and half else "xla"
+    if jax.default_backend() != "gpu" or not half:
+        return "xla"
+    q, k = (
+        jax.ShapeDtypeStruct((1, row_len, heads, config.head_dim), dtype)
+        for heads in (config.num_heads, config.num_kv_heads)
+    )
+    windowed = config.sliding_window is not None and config.sliding_window < row_len
+    if max_sequences > 1 or windowed or short_attention.refusal(q, k, k):
+        return "cudnn"
+    return "short"
 
 
 def attend(
@@ -77,7 +95,7 @@ def attend(
       token's query cotangent NaN. Dense rows of one sequence need none of this: there what is not
       finite stays in its row as it is.
     """
-    if options.implementation == "cudnn" and segments.starts.shape[1] == 1:
+    if options.implementation != "xla" and segments.starts.shape[1] == 1:
         # Rows never meet in dense attention, and each holds one task's sequence: what is not finite
         # stays with its owner.
         q, k, v = (keepable(x, ATTENTION_INPUT) for x in (q, k, v))
@@ -106,9 +124,22 @@ _isolated_attention.defvjp(_isolated_forward, _isolated_backward)
 
 
 def _attention(options: AttentionOptions, segments: Segments, q, k, v):
+    if options.implementation == "short":
+        return _short_attention(options, segments, q, k, v)
     if options.implementation == "xla":
         return blockwise_attention(q, k, v, segments.ids, options.block, options.window)
     return _cudnn_attention(options, segments, q, k, v)
+
+
+def _short_attention(options: AttentionOptions, segments: Segments, q, k, v):
+    reason = short_attention.refusal(q, k, v)
+    if segments.starts.shape[1] > 1:
+        reason = "rows hold several sequences"
+    if options.window is not None and options.window < q.shape[1]:
+        reason = f"a window of {options.window} tokens"
+    if reason:
+        raise ValueError(f"attention 'short' cannot serve this call: {reason}")
+    return short_attention.short_attention(q, k, v)
 
 
 def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):

@@ -1,6 +1,7 @@
 """The whole backbone over one microbatch: embedding, the stacked layers, final norm."""
 
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from .base_op import Adapters, Dispatch
 from .config import BackboneConfig
 from .layer import LayerOptions, Stream, decoder_layer
 from .modules import Weights
-from .remat import rematerialised
+from .remat import per_layer, rematerialised
 from .rope import rotary_angles
 
 
@@ -39,9 +40,10 @@ class ForwardOptions(NamedTuple):
     """Static choices of a forward pass; a change of any compiles another program.
 
     Attributes:
-      attention: "xla" or "cudnn".
+      attention: "xla", "cudnn" or "short", see `attention.pick_implementation`.
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
-      remat: what is kept from forward to backward, see `remat.rematerialised`.
+      remat: what is kept from forward to backward, see `remat.rematerialised`: one policy for all
+        layers, or one for each.
       unroll: True compiles every layer on its own. It takes longer to compile, but nothing is
         copied into and out of a scan's stacked arrays.
       dropout: False leaves the dropout code out, when no live task uses it.
@@ -50,7 +52,7 @@ class ForwardOptions(NamedTuple):
 
     attention: str
     grouped_lora: str | None = None
-    remat: str = "dots"
+    remat: str | tuple[str, ...] = "dots"
     unroll: bool = False
     dropout: bool = False
     max_sequences: int = 64
@@ -82,34 +84,42 @@ def hidden_states(
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(attention, options.grouped_lora)
-    layer_function = rematerialised(
-        partial(decoder_layer, config, layer_options), options.remat, in_scan=not options.unroll
-    )
-    if options.unroll:
-        # Layers differ in their index alone: as one function they are traced and lowered once.
-        layer_function = jax.jit(layer_function)
 
-    def step(carry, layer):
-        x, sums = carry
-        x, sums, finite = layer_function(weights["layers"], adapters, stream, x, sums, layer)
-        return (x, sums), finite.reshape(chunks, -1).all(axis=1)
+    def stepper(policy: str):
+        function = rematerialised(
+            partial(decoder_layer, config, layer_options), policy, in_scan=not options.unroll
+        )
+        if options.unroll:
+            # Layers differ in their index alone: as one function they are traced and lowered once.
+            function = jax.jit(function)
+
+        def step(carry, layer):
+            x, sums = carry
+            x, sums, finite = function(weights["layers"], adapters, stream, x, sums, layer)
+            return (x, sums), finite.reshape(chunks, -1).all(axis=1)
+
+        return step
 
     x = weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
-    (x, sums), finite = _for_each_layer(step, (x, sums), config.num_layers, options.unroll)
+    policies = per_layer(options.remat, config.num_layers)
+    (x, sums), finite = _for_each_layer(stepper, (x, sums), policies, options.unroll)
     _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
     finite &= jnp.isfinite(x).reshape(chunks, -1).all(axis=1)
     return x, sums, finite
 
 
-def _for_each_layer(step, carry, layers: int, unroll: bool):
+def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
     """Runs the layers; of the second results, whether all are true."""
-    if not unroll:
-        carry, finite = jax.lax.scan(step, carry, jnp.arange(layers))
-        return carry, finite.all(axis=0)
-    everything = True
-    for layer in range(layers):
-        carry, finite = step(carry, jnp.int32(layer))
-        everything &= finite
+    everything, layer = True, 0
+    for policy, group in groupby(policies):
+        step, layers = stepper(policy), range(layer, layer := layer + len(list(group)))
+        if unroll:
+            for i in layers:
+                carry, finite = step(carry, jnp.int32(i))
+                everything &= finite
+        else:
+            carry, finite = jax.lax.scan(step, carry, jnp.asarray(layers))
+            everything &= finite.all(axis=0)
     return carry, everything
 
 

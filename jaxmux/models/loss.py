@@ -13,6 +13,11 @@ from jaxtyping import Array, Float, Int
 _BLOCK_TOKENS = 1024
 
 
+def block_bytes(vocab_size: int) -> int:
+    """Memory of one block: its logits, and their gradient in at most as much."""
+    return 2 * 4 * _BLOCK_TOKENS * vocab_size
+
+
 @jax.custom_vjp
 def chunk_losses(
     hidden: Float[Array, "N d"],

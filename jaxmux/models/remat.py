@@ -10,6 +10,7 @@ from jax import checkpoint, checkpoint_policies
 from jax.ad_checkpoint import checkpoint_name as keepable
 
 from jaxmux.pallas_kernels.grouped_lora import GATE, LOW_RANK, UP
+from jaxmux.pallas_kernels.short_attention import TOTALS
 
 # Outputs of q/k/v, where the norms of heads need them; inputs of attention; its output; the stream
 # between attention and MLP.
@@ -18,7 +19,7 @@ ATTENTION_INPUT = "attention_input"
 ATTENTION_OUTPUT = "attention_output"
 MIDDLE = "middle"
 
-_PRODUCTS = (LOW_RANK, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, MIDDLE, GATE, UP)
+_PRODUCTS = (LOW_RANK, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS, MIDDLE, GATE, UP)
 
 # By policy, the names of what is kept besides each layer's input; None keeps everything.
 _KEPT = {
@@ -30,31 +31,41 @@ _KEPT = {
 REMAT_POLICIES = tuple(_KEPT)
 
 
-def rematerialised(layer, remat: str, *, in_scan: bool):
+def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
+    """The policy of every layer.
+
+    Raises:
+      ValueError: no such policy, or not one for each layer.
+    """
+    policies = (remat,) * layers if isinstance(remat, str) else remat
+    if len(policies) != layers:
+        raise ValueError(f"{len(policies)} remat policies for {layers} layers")
+    for policy in policies:
+        if policy not in _KEPT:
+            raise ValueError(f"unknown remat policy {policy!r}; known: {', '.join(_KEPT)}")
+    return policies
+
+
+def rematerialised(layer, policy: str, *, in_scan: bool):
     """The layer function under a rematerialisation policy.
 
     Args:
-      remat: "none" keeps every intermediate; "dots" recomputes no matrix product; "lean"
+      policy: "none" keeps every intermediate; "dots" recomputes no matrix product; "lean"
         recomputes the gate's and q/k/v's; "full" keeps each layer's input alone.
       in_scan: a scan already keeps the compiler from merging the recomputation with the forward
         pass.
-
-    Raises:
-      ValueError: no such policy.
     """
-    if remat not in _KEPT:
-        raise ValueError(f"unknown remat policy {remat!r}; known: {', '.join(_KEPT)}")
-    names = _KEPT[remat]
+    names = _KEPT[policy]
     if names is None:
         return layer
     named = checkpoint_policies.save_only_these_names(*names)
 
-    def policy(primitive, *args, **params) -> bool:
+    def keeps(primitive, *args, **params) -> bool:
         # cuDNN's statistics carry no name of ours.
         fused_attention = primitive.name.startswith("dot_product_attention")
         return (fused_attention and ATTENTION_OUTPUT in names) or named(primitive, *args, **params)
 
-    return checkpoint(layer, policy=policy, prevent_cse=not in_scan)
+    return checkpoint(layer, policy=keeps, prevent_cse=not in_scan)
 
 
 __all__ = [
@@ -66,5 +77,6 @@ __all__ = [
     "REMAT_POLICIES",
     "UP",
     "keepable",
+    "per_layer",
     "rematerialised",
 ]

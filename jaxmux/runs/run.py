@@ -46,7 +46,8 @@ def fine_tune(
     tokens_per_microbatch: int = 8192,
     row_len: int | None = None,
     chunk_len: int | None = None,
-    remat: str = "dots",
+    remat: str = "auto",
+    memory_gib: float | None = None,
     checkpoint_every: int = 50,
     keep_checkpoints: int = 3,
     max_bad_steps: int = 10,
@@ -72,7 +73,9 @@ def fine_tune(
       chunk_len: tokens of the unit that belongs to one task, a power of two; None takes 128 on GPU
         and 64 on CPU.
       remat: "none", "dots", "lean" or "full": what is kept from forward to backward, from most to
-        least memory; "dots" recomputes no matrix product.
+        least memory; "dots" recomputes no matrix product. "auto" mixes them over the layers so that
+        least is recomputed in the memory that there is.
+      memory_gib: memory of the device to use, for "auto"; None for all that JAX may use.
       checkpoint_every: rounds between checkpoints. A round is one global batch of every task.
       keep_checkpoints: how many are kept.
       max_bad_steps: consecutive non-finite updates after which a task fails; the others go on.
@@ -94,7 +97,10 @@ def fine_tune(
     backbone = str(Path(resolve_path(backbone)).absolute())
     _check_names(tasks)
     _check_options(
-        {"dtype": (dtype, ("auto", "bfloat16", "float32")), "remat": (remat, REMAT_POLICIES)},
+        {
+            "dtype": (dtype, ("auto", "bfloat16", "float32")),
+            "remat": (remat, ("auto", *REMAT_POLICIES)),
+        },
         {
             "tokens_per_microbatch": tokens_per_microbatch,
             "checkpoint_every": checkpoint_every,
@@ -103,6 +109,8 @@ def fine_tune(
             "sample_tokens": sample_tokens,
         },
     )
+    if memory_gib is not None and not memory_gib > 0:
+        raise PlanningError(f"memory_gib should be positive, found {memory_gib!r}")
     identity = {
         "backbone": backbone,
         "dtype": dtype,
@@ -129,7 +137,9 @@ def fine_tune(
         shape = choose_shape_class(
             lengths, tokens_per_microbatch, chunk_len or default_chunk, row_len
         )
-        engine = Engine(model, EngineOptions(shape, remat=remat, max_bad_steps=max_bad_steps))
+        memory = None if memory_gib is None else int(memory_gib * 2**30)
+        options = EngineOptions(shape, remat=remat, memory=memory, max_bad_steps=max_bad_steps)
+        engine = Engine(model, options)
         engine.register_tasks(prepared)
         directory.begin(config_text)
         checkpoints = Checkpoints(directory.checkpoints, keep_checkpoints)

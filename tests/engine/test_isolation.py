@@ -1,5 +1,7 @@
 """What belongs to one task is changed by no other, and by nothing while the task is idle."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -15,6 +17,18 @@ DECAYING = {
 }
 
 
+def hyperparameters(optimizers, **overrides):
+    """The hyperparameters of slots of one optimizer kind, as `update` takes them."""
+    overrides = {"learning_rate": 0.1, "loraplus_ratio": 1.0} | overrides
+    rows = [o.hyperparameters() | overrides for o in optimizers]
+    return {name: np.asarray([row[name] for row in rows], np.float32) for name in rows[0]}
+
+
+def of_slot(state, slot):
+    """All leaves of one slot, in order."""
+    return [x[slot] if x.ndim == 1 else x[:, slot] for x in map(np.asarray, jax.tree.leaves(state))]
+
+
 @pytest.fixture(scope="module", params=["clean", "nan"])
 def idle_case(request, make_task, make_engine, train):
     """An engine of three trained tasks of which only the first is due; the others hold finite
@@ -27,15 +41,7 @@ def idle_case(request, make_task, make_engine, train):
         loss=engine.state.loss.at[1:].set(fill).at[0].set(1.0),
     )
     before = jax.device_get(state)
-    hyper = {
-        kind: {
-            name: np.asarray([value], np.float32)
-            for name, value in (
-                o.hyperparameters() | {"learning_rate": 0.1, "loraplus_ratio": 1.0}
-            ).items()
-        }
-        for kind, o in DECAYING.items()
-    }
+    hyper = {kind: hyperparameters([o]) for kind, o in DECAYING.items()}
     kinds = {kind: np.asarray([i], np.int32) for i, kind in enumerate(DECAYING)}
     after, stats = update(state, np.asarray([True, False, False, False]), hyper, kinds)
     return before, jax.device_get(after), jax.device_get(stats)
@@ -43,19 +49,69 @@ def idle_case(request, make_task, make_engine, train):
 
 def test_an_idle_slot_is_unchanged_by_weight_decay(idle_case, assert_same_bits):
     before, after, _ = idle_case
-    for tree in ("adapters", "grads"):
-        one, other = (
-            jax.tree.map(lambda x: x[:, 1:], getattr(state, tree)) for state in (before, after)
+    for slot in (1, 2, 3):
+        assert_same_bits(tuple(of_slot(before, slot)), tuple(of_slot(after, slot)))
+
+
+@pytest.fixture
+def filled(make_task, make_engine):
+    """Makes a state of four slots full of random finite values; `update` donates it."""
+    engine = make_engine(*(make_task(k, optimizer=o) for k, o in DECAYING.items()))
+    shapes = jax.tree.map(lambda x: x.shape, engine.state)
+
+    def make():
+        rng = np.random.default_rng(3)
+        state = jax.tree.map(
+            lambda shape: jax.numpy.asarray(rng.uniform(0.1, 1, shape), np.float32),
+            shapes,
+            is_leaf=lambda x: type(x) is tuple and all(type(n) is int for n in x),
         )
-        assert_same_bits(one, other)
-    np.testing.assert_array_equal(before.loss[1:], after.loss[1:])
-    for kind in ("sgd", "lion"):
-        for one, other in zip(
-            jax.tree.leaves(before.optimizers[kind]),
-            jax.tree.leaves(after.optimizers[kind]),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, other)
+        return state._replace(count=np.full(4, 2, np.int32))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", DECAYING)
+def test_an_update_does_not_depend_on_the_others(kind, filled, assert_same_bits):
+    """Neither on how many are due, nor on how many share the optimizer, nor on other optimizers."""
+    other = next(k for k in DECAYING if k != kind)
+    optimizers = DECAYING[kind], dataclasses.replace(DECAYING[kind], weight_decay=0.0)
+    alone, _ = update(
+        filled(),
+        np.asarray([False, True, False, False]),
+        {kind: hyperparameters(optimizers[:1])},
+        {kind: np.asarray([1], np.int32)},
+    )
+    beside, stats = update(
+        filled(),
+        np.ones(4, bool),
+        {
+            other: hyperparameters([DECAYING[other]] * 2),
+            kind: hyperparameters(optimizers[::-1]),
+        },
+        {other: np.asarray([0, 3], np.int32), kind: np.asarray([2, 1], np.int32)},
+    )
+    assert stats.applied.all()
+    assert_same_bits(tuple(of_slot(alone, 1)), tuple(of_slot(beside, 1)))
+
+
+@pytest.mark.parametrize("kind", DECAYING)
+def test_parameters_that_would_overflow_stay_with_moments_and_count(kind, filled, assert_same_bits):
+    """Loss and gradient are finite: only the new parameters tell."""
+    before = filled()
+    members = np.asarray([0, 1, 2], np.int32)
+    hyper = hyperparameters([DECAYING[kind]] * 3)
+    hyper["learning_rate"][1] = 3e38
+    hyper["weight_decay"][1] = 3e38
+    after, stats = update(filled(), np.ones(4, bool), {kind: hyper}, {kind: members})
+    np.testing.assert_array_equal(stats.applied, [True, False, True, False])
+    assert np.isfinite(stats.grad_norm).all() and np.isfinite(stats.loss).all()
+    cleared = before._replace(
+        grads=jax.tree.map(lambda g: 0 * g, before.grads), loss=0 * before.loss
+    )
+    assert_same_bits(tuple(of_slot(cleared, 1)), tuple(of_slot(after, 1)))
+    for slot in (0, 2):
+        assert all(np.isfinite(x).all() for x in of_slot(after, slot))
 
 
 def test_the_due_slot_is_updated_and_its_accumulators_are_cleared(idle_case):

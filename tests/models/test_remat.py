@@ -73,7 +73,8 @@ def compiled(inputs):
         return jax.jit(gradients).lower(*inputs).compile()
 
     compiled = {remat: step(remat) for remat in REMAT_POLICIES}
-    return compiled | {"dots, unrolled": step("dots", unroll=True)}
+    mixed = ("lean", "full", "full", "dots")
+    return compiled | {"dots, unrolled": step("dots", unroll=True), "mixed": step(mixed)}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def results(inputs, compiled):
     return {name: run(*inputs) for name, run in compiled.items()}
 
 
-@pytest.mark.parametrize("name", ["dots", "lean", "full", "dots, unrolled"])
+@pytest.mark.parametrize("name", ["dots", "lean", "full", "dots, unrolled", "mixed"])
 def test_losses_and_gradients_do_not_depend_on_the_policy(name, results):
     gradients, losses = results[name]
     expected, expected_losses = results["none"]
@@ -103,4 +104,11 @@ def test_an_unknown_policy_is_refused_by_name(inputs):
     weights, _, microbatch, slots = inputs
     with pytest.raises(ValueError, match="'some'; known: none, dots, lean, full"):
         options = ForwardOptions("xla", remat="some")
+        hidden_states(CONFIG, weights, {}, None, microbatch, slots, options)
+
+
+def test_a_policy_for_each_layer_or_one_for_all(inputs):
+    weights, _, microbatch, slots = inputs
+    with pytest.raises(ValueError, match="2 remat policies for 4 layers"):
+        options = ForwardOptions("xla", remat=("dots", "lean"))
         hidden_states(CONFIG, weights, {}, None, microbatch, slots, options)

@@ -1,0 +1,5 @@
+"""Causal attention of short dense rows."""
+
+from .mosaic_gpu import TOTALS, refusal, short_attention
+
+__all__ = ["TOTALS", "refusal", "short_attention"]

@@ -1,0 +1,64 @@
+"""Causal attention of short dense rows on Hopper, differentiable."""
+
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from ..grouped_lora.tilings import is_hopper
+from .kernels_sm90 import BLOCK, Heads, backward, forward
+
+# Under this name a rematerialisation policy can keep the softmax's totals.
+TOTALS = "attention_totals"
+
+
+def refusal(q, k, v) -> str | None:
+    """Why `short_attention` cannot serve a call; None if it can."""
+    del v
+    if not is_hopper():
+        return "it needs a Hopper GPU"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
+        return f"it multiplies bfloat16 or float16, found {q.dtype}, {k.dtype}"
+    if q.shape[1] not in (BLOCK, 2 * BLOCK):
+        return f"rows of {q.shape[1]} tokens; expected {BLOCK} or {2 * BLOCK}"
+    if q.shape[3] not in (64, 128):
+        return f"heads of {q.shape[3]}; expected 64 or 128"
+    return None
+
+
+@jax.custom_vjp
+def short_attention(
+    q: Float[Array, "rows row_len H D"],
+    k: Float[Array, "rows row_len K D"],
+    v: Float[Array, "rows row_len K D"],
+) -> Float[Array, "rows row_len H D"]:
+    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D)."""
+    return _forward(q, k, v)[0]
+
+
+def _forward(q, k, v):
+    heads = _heads(q, k)
+    out, log_total = forward(*map(_flat, (q, k, v)), heads)
+    return out.reshape(q.shape), (q, k, v, checkpoint_name(log_total, TOTALS))
+
+
+def _backward(residuals, d_out):
+    q, k, v, log_total = residuals
+    gradients = backward(*map(_flat, (q, k, v)), log_total, _flat(d_out), _heads(q, k))
+    return tuple(d.reshape(x.shape) for d, x in zip(gradients, (q, k, v), strict=True))
+
+
+short_attention.defvjp(_forward, _backward)
+
+
+def _heads(q, k) -> Heads:
+    _, row_len, count, size = q.shape
+    return Heads(row_len, k.shape[2], count // k.shape[2], size)
+
+
+def _flat(x):
+    return x.reshape(x.shape[0] * x.shape[1], -1)
+
+
+__all__ = ["TOTALS", "refusal", "short_attention"]
