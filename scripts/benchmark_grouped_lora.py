@@ -2,159 +2,143 @@
 
   python scripts/benchmark_grouped_lora.py --out benchmarks/grouped_lora_h200.json
 
-Random data in bfloat16, a stream of 8,192 tokens in chunks of 128. The baseline is XLA's (cuBLAS's)
-`x W` and `dy W^T`, which a frozen model needs in any case. Both are timed in turns, so that the
-clock of a hot GPU counts alike; each figure is the median over turns of the mean of a turn's calls.
+Random data in bfloat16, a stream of 8,192 tokens in chunks of 128. What is timed is one program
+that runs the op in 16 layers, each with weights, factors and accumulators of its own, as a model
+does; a time is that of the program over its layers, so that neither the gaps between programs nor a
+warm L2 cache count. The baseline is the same program of the frozen linears alone, XLA's (cuBLAS's)
+`x W` and `dy W^T`, which a frozen model needs in any case.
+
+The programs run in turns, so that the clock of a hot GPU counts alike. A time is the median over
+turns; `ratio` is the median over turns of the op's time over the baseline's. Groups of records:
+
+  tasks    1, 4 and 16 tasks of rank 16 at three shapes
+  shared   q/k/v and gate/up, which share their input
+  ranks    ranks 8, 16, 32 and 64 together, in turns with uniform 64 and uniform 16
+  dropout  0.1 at the three shapes
+
+The first implementation named is measured in all of them, any other with the tasks of the first
+shape. For a dry run on CPU:
+
+  python scripts/benchmark_grouped_lora.py --out /tmp/dry.json --implementations xla \
+      --shrink 16 --tokens 256 --repeat 2 --turns 2 --calls 1
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxmux.pallas_kernels.counter_dropout import Dropout
-from jaxmux.pallas_kernels.grouped_lora import (
-    IMPLEMENTATIONS,
-    Factors,
-    Projection,
-    Routing,
-    grouped_lora_linear,
+from benchmark_records import Record, RecordFile, installed_versions, make_record
+from grouped_lora_chain import (
+    Case,
+    Frozen,
+    Linear,
+    adapted_program,
+    frozen_program,
+    make_adapters,
+    make_frozen,
+    shape_name,
 )
 
+from jaxmux.pallas_kernels.grouped_lora import IMPLEMENTATIONS
 
-class Case(NamedTuple):
-    """One linear, or several that share their input: k to each of `widths`."""
-
-    k: int
-    widths: tuple[int, ...]
-    ranks: tuple[int, ...]
-    dropout: float = 0.0
+LINEARS = (Linear(4096, (4096,)), Linear(4096, (14336,)), Linear(14336, (4096,)))
+SHARED = (Linear(4096, (4096, 1024, 1024)), Linear(4096, (14336, 14336)))
+UNIFORM, RANK_64, MIXED = (16,) * 4, (64,) * 4, (8, 16, 32, 64)
+GROUPS = ("tasks", "shared", "ranks", "dropout")
 
 
-LINEARS = ((4096, (4096,)), (4096, (14336,)), (14336, (4096,)))
-GROUPS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)))
+class Measurement(NamedTuple):
+    """Cases of one linear that are timed in turns with each other and with the frozen linear."""
 
-
-def cases() -> list[Case]:
-    found = [Case(k, n, (16,) * tasks) for k, n in LINEARS for tasks in (1, 4, 16)]
-    found += [Case(k, n, (16,) * 4) for k, n in GROUPS]
-    found += [Case(4096, (4096,), ranks) for ranks in ((8, 16, 32, 64), (64,) * 4)]
-    return found + [Case(k, n, (16,) * 4, 0.1) for k, n in LINEARS]
+    group: str
+    implementation: str
+    cases: tuple[Case, ...]
 
 
 def main() -> None:
     args = parse_arguments()
-    records = []
-    for case in cases()[: args.cases]:
-        for implementation in args.implementations:
-            records.append(measure(case, implementation, args))
-            print(one_line(records[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(records, indent=2) + "\n")
+    records = RecordFile(args.out, args.append)
+    wanted = [m for m in measurements(args.implementations, args.shrink) if m.group in args.groups]
+    for linear, of_linear in groupby(wanted, key=lambda m: m.cases[0].linear):
+        frozen = make_frozen(linear, args.tokens, args.repeat)
+        baseline = frozen_program(frozen)
+        for measurement in of_linear:
+            try:
+                found = measure(measurement, frozen, baseline, args)
+            except ValueError as refused:
+                print(f"{measurement.implementation} is not measured: {refused}", flush=True)
+                continue
+            records.add(*found)
+            for record in found:
+                print(one_line(record), flush=True)
 
 
-def measure(case: Case, implementation: str, args) -> dict:
-    x, projections, sums, routing, dropout, gradients = make_inputs(case, args.tokens)
-    modules = tuple(range(len(projections)))
-
-    @jax.jit
-    def frozen(x, kernels, gradients):
-        outputs, dx = frozen_linears(x, kernels)
-        return outputs, dx(gradients)
-
-    def adapted(x, projections, sums, routing, dropout, gradients):
-        def forward(x, sums):
-            return grouped_lora_linear(
-                x, projections, sums, routing, dropout, jnp.int32(0), modules, implementation
-            )
-
-        (outputs, _), backward = jax.vjp(forward, x, sums)
-        return outputs, *backward((gradients, sums))
-
-    step = jax.jit(adapted, donate_argnums=2)
-
-    def call():
-        nonlocal sums
-        outputs, dx, sums = step(x, projections, sums, routing, dropout, gradients)
-        return outputs, dx
-
-    kernels = tuple(p.kernel[0] for p in projections)
-    timed = in_turns([call, lambda: frozen(x, kernels, gradients)], args.turns, args.calls)
-    ours, baseline = (statistics.median(times) for times in timed)
-    device = jax.devices()[0]
-    return {
-        "name": "grouped_lora_linear",
-        "shape": f"{args.tokens}x{case.k}x{'+'.join(map(str, case.widths))}",
-        "dtype": "bfloat16",
-        "tasks": len(case.ranks),
-        "ranks": list(case.ranks),
-        "dropout": case.dropout,
-        "implementation": implementation,
-        "ms_median": ours,
-        "ms_min": min(timed[0]),
-        "ms_max": max(timed[0]),
-        "baseline": "frozen linears, forward and dX, XLA",
-        "baseline_ms_median": baseline,
-        "ratio": statistics.median(a / b for a, b in zip(*timed, strict=True)),
-        "tokens_per_second": 1e3 * args.tokens / ours,
-        "peak_bytes": None,
-        "device": device.device_kind,
-        "versions": {p: version(p) for p in ("jax", "jaxlib")},
-        "command": " ".join(["python", *sys.argv]),
-    }
+def measurements(implementations: list[str], shrink: int = 1) -> Iterator[Measurement]:
+    """All that is measured, linear by linear; `shrink` divides the widths."""
+    first, *others = implementations
+    for linear in LINEARS + SHARED:
+        small = Linear(linear.k // shrink, tuple(n // shrink for n in linear.widths))
+        if linear in SHARED:
+            yield Measurement("shared", first, (Case(small, UNIFORM),))
+            continue
+        for tasks in (1, 4, 16):
+            yield Measurement("tasks", first, (Case(small, (16,) * tasks),))
+        if linear == LINEARS[0]:
+            cases = tuple(Case(small, ranks) for ranks in (MIXED, RANK_64, UNIFORM))
+            yield Measurement("ranks", first, cases)
+        yield Measurement("dropout", first, (Case(small, UNIFORM, 0.1),))
+        if linear == LINEARS[0]:
+            for other in others:
+                for tasks in (1, 4, 16):
+                    yield Measurement("tasks", other, (Case(small, (16,) * tasks),))
 
 
-def frozen_linears(x, kernels):
-    outputs = tuple(x @ kernel for kernel in kernels)
-
-    def dx(gradients):
-        return sum(
-            jnp.einsum("Nn,kn->Nk", dy, kernel)
-            for dy, kernel in zip(gradients, kernels, strict=True)
+def measure(
+    measurement: Measurement, frozen: Frozen, baseline: Callable[[], list], args
+) -> list[Record]:
+    programs = [
+        adapted_program(
+            measurement.implementation, frozen, make_adapters(case, args.tokens, args.repeat)
         )
-
-    return outputs, dx
-
-
-def make_inputs(case: Case, tokens: int):
-    rng = np.random.default_rng(0)
-    slots, rank = len(case.ranks), max(case.ranks)
-    chunks = tokens // 128
-
-    def normal(*shape, dtype=jnp.bfloat16):
-        key = jax.random.key(int(rng.integers(2**31)))
-        return (0.1 * jax.random.normal(key, shape)).astype(dtype)
-
-    # True ranks below the pool's are padded with zeros, as in a pool.
-    live = jnp.arange(rank)[None, :] < jnp.asarray(case.ranks)[:, None]
-
-    def factors(n: int) -> Factors:
-        a = normal(1, slots, case.k, rank, dtype=jnp.float32) * live[None, :, None, :]
-        return Factors(a, normal(1, slots, rank, n, dtype=jnp.float32) * live[None, :, :, None])
-
-    projections = tuple(Projection(normal(1, case.k, n), factors(n)) for n in case.widths)
-    sums = tuple(factors(n) for n in case.widths)
-    owners = jnp.asarray(np.repeat(np.arange(slots), -(-chunks // slots))[:chunks], jnp.int32)
-    routing = Routing(owners, jnp.full(slots, 2.0))
-    dropout = None
-    if case.dropout:
-        dropout = Dropout(
-            jnp.full(slots, case.dropout),
-            jnp.arange(slots, dtype=jnp.uint32),
-            jnp.arange(tokens, dtype=jnp.uint32),
-            jnp.arange(tokens, dtype=jnp.int32),
+        for case in measurement.cases
+    ]
+    start = time.perf_counter()
+    for program in (*programs, baseline):
+        jax.block_until_ready(program())
+    compile_seconds = time.perf_counter() - start
+    *timed, of_baseline = [
+        [milliseconds / args.repeat for milliseconds in times]
+        for times in in_turns([*programs, baseline], args.turns, args.calls)
+    ]
+    return [
+        make_record(
+            name="grouped_lora_linear",
+            shape=shape_name(case.linear, args.tokens),
+            dtype="bfloat16",
+            tasks=len(case.ranks),
+            ranks=list(case.ranks),
+            dropout=case.dropout,
+            implementation=measurement.implementation,
+            ms_median=statistics.median(times),
+            ms_min=min(times),
+            ms_max=max(times),
+            baseline="frozen linears, forward and dX, XLA",
+            baseline_ms_median=statistics.median(of_baseline),
+            ratio=statistics.median(a / b for a, b in zip(times, of_baseline, strict=True)),
+            tokens_per_second=1e3 * args.tokens / statistics.median(times),
+            device=jax.devices()[0].device_kind,
+            versions=installed_versions("jax", "jaxlib", "jax-triton"),
+            group=measurement.group,
+            layers=args.repeat,
+            compile_seconds=round(compile_seconds, 1),
         )
-    gradients = tuple(normal(tokens, n) for n in case.widths)
-    return normal(tokens, case.k), projections, sums, routing, dropout, gradients
+        for case, times in zip(measurement.cases, timed, strict=True)
+    ]
 
 
 def in_turns(functions: list[Callable], turns: int, calls: int) -> list[list[float]]:
@@ -162,32 +146,37 @@ def in_turns(functions: list[Callable], turns: int, calls: int) -> list[list[flo
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):
         for function, found in zip(functions, times, strict=True):
-            jax.block_until_ready(function())
             start = time.perf_counter()
             for _ in range(calls):
                 result = function()
             jax.block_until_ready(result)
             if turn:
                 found.append(1e3 * (time.perf_counter() - start) / calls)
+            # Its memory is the next program's.
+            del result
     return times
 
 
-def one_line(record: dict) -> str:
+def one_line(record: Record) -> str:
     return (
         f"{record['shape']}, {record['tasks']} tasks, ranks {sorted(set(record['ranks']))}, "
         f"dropout {record['dropout']}, {record['implementation']}: {record['ms_median']:.3f} ms, "
-        f"frozen {record['baseline_ms_median']:.3f} ms, {record['ratio']:.3f}x"
+        f"frozen {record['baseline_ms_median']:.3f} ms, {record['ratio']:.3f}x "
+        f"(compiled in {record['compile_seconds']:.0f} s)"
     )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--cases", type=int, default=None, help="only the first so many")
+    parser.add_argument("--repeat", type=int, default=16, help="layers of the program")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=3, help="of a program in a turn")
+    parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     return parser.parse_args()
 
 

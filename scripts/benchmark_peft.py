@@ -1,8 +1,11 @@
 """The baseline: a Hugging Face PEFT LoRA training step on one GPU, Llama-3.1-8B shape.
 
 What a PEFT user runs: float32 adapters under bf16 autocast, SDPA attention, fused AdamW. Prints one
-JSON object per batch: batch, length, ms_median, tokens_per_second, peak_bytes, versions. Needs
-torch, transformers and peft.
+JSON object per mode and batch: mode, batch, length, times, tokens_per_second, peak_bytes, device,
+versions. Needs torch, transformers and peft. For a dry run on CPU:
+
+  python scripts/benchmark_peft.py --modes eager --batch 2x64 --device cpu \
+      --layers 2 --hidden 256 --vocab 512 --steps 2
 """
 
 import argparse
@@ -14,73 +17,100 @@ import peft
 import torch
 import transformers
 
+MODES = ("eager", "compiled")
+WARM_UP = 3
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--eager", action="store_true")
-    mode.add_argument("--compiled", action="store_true", help="through torch.compile")
-    parser.add_argument("--batch", nargs="+", default=["4x2048", "8x128", "8x64"])
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=10)
-    args = parser.parse_args()
-
-    model = make_model(args.layers)
+    args = parse_arguments()
+    model = make_model(args)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True
     )
-    run = torch.compile(model) if args.compiled else model
-    for spec in args.batch:
-        batch, length = map(int, spec.split("x"))
-        print(json.dumps(measure(run, optimizer, model, batch, length, args.steps)), flush=True)
+    for mode in args.modes:
+        for spec in args.batch:
+            batch, length = map(int, spec.split("x"))
+            # Each batch is compiled for its own shape, as for a tenant that has no other.
+            torch.compiler.reset()
+            run = torch.compile(model) if mode == "compiled" else model
+            found = measure(run, optimizer, model, batch, length, args.steps)
+            print(json.dumps({"mode": mode} | found), flush=True)
 
 
-def make_model(layers: int) -> torch.nn.Module:
+def make_model(args) -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 128,
+        num_key_value_heads=max(1, args.hidden // 512),
         max_position_embeddings=8192,
         rope_theta=500000.0,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(args.device):
         model = transformers.LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=args.rank,
+        lora_alpha=2 * args.rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
     return peft.get_peft_model(model, lora).train()
 
 
 def measure(run, optimizer, model, batch: int, length: int, steps: int) -> dict:
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
+    device = model.device
+    on_gpu = device.type == "cuda"
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
 
     def step() -> float:
         start = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    for _ in range(3):
+    for _ in range(WARM_UP):
         step()
-    torch.cuda.reset_peak_memory_stats()
-    median = statistics.median(step() for _ in range(steps))
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = sorted(step() for _ in range(steps))
+    median = statistics.median(seconds)
     return {
         "batch": batch,
         "length": length,
         "ms_median": 1e3 * median,
+        "ms_min": 1e3 * seconds[0],
+        "ms_max": 1e3 * seconds[-1],
         "tokens_per_second": batch * length / median,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
     }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument(
+        "--batch", nargs="+", default=["4x2048", "8x128", "8x64"], help="batch x length"
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--device", default="cuda")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -5,25 +5,44 @@ Llama-3.1-8B shape.
 
 Random bf16 weights, random tokens, LoRA r=16 on all linears, AdamW. jaxmux trains all tasks
 together in microbatches of 8,192 tokens through the same `Engine.train_round` as `python -m
-jaxmux.train`. PEFT trains one tenant's task with the batch a tenant would use
-(scripts/benchmark_peft.py, in a process of its own). Both report the median of repeated,
-synchronised steps. `--layers 2 --hidden 256 …` makes it small enough for a dry run on CPU.
+jaxmux.train`; `--cases 1x2048 2x2048 4x2048 …` sweeps the number of tasks. PEFT trains one tenant's
+task with the batch a tenant would use (scripts/benchmark_peft.py, in a process of its own). Both
+report the median of repeated, synchronised steps; a time is that of one microbatch, the round's
+update included.
+
+PEFT's steps are records of their own. The baseline of a jaxmux record is the fastest of those with
+its length; `ratio` is that of the tokens per second. A run may be split over several calls on one
+machine:
+
+  python scripts/benchmark_step.py --out step.json --cases
+  python scripts/benchmark_step.py --out step.json --append --peft_from step.json --cases 4x2048
+
+For a dry run on CPU:
+
+  python scripts/benchmark_step.py --out /tmp/dry.json --cases 1x64 4x64 --peft --tokens 128 \
+      --chunk_len 64 --rounds 1 --layers 1 --hidden 256 --vocab 512
 """
 
 import argparse
+import dataclasses
+import gc
 import json
+import math
 import multiprocessing
+import shlex
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_records import Record, RecordFile, installed_versions, make_record, read_records
 
 from jaxmux import AdamW, LoRA, Task
 from jaxmux.data import GlobalBatches, Sample, Samples
@@ -32,87 +51,135 @@ from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.peft import initial_adapter, resolve_targets
 from jaxmux.planner import choose_shape_class
 
+PEFT = "Hugging Face PEFT"
+# The first compiles, the second is the first to find a round before it.
+WARM_UP_ROUNDS = 2
+FEWEST_ROUNDS = 4
+# Master, two moments of AdamW and accumulator, float32.
+BYTES_PER_ADAPTER_PARAMETER = 16
+
 
 def main() -> None:
     args = parse_arguments()
+    records = RecordFile(args.out, args.append)
+    baselines = []
+    for baseline in earlier_peft(args.peft_from) if args.peft_from else measured_peft(args):
+        records.add(baseline)
+        baselines.append(baseline)
+        print(one_line(baseline), flush=True)
     config = llama_config(args)
-    baselines = peft_baseline(args) if args.peft else {}
-    records = []
     for case in args.cases:
         tasks, length = (int(part) for part in case.split("x"))
         for remat in args.remat:
-            record = in_own_process(measure, config, args, tasks, length, remat)
-            records += beside(record, baselines.get(length, {})) or [record]
+            call = partial(measure, config, args, tasks, length, remat)
+            record = beside(call() if args.one_process else in_own_process(call), baselines)
+            records.add(record)
             print(one_line(record), flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(records, indent=2) + "\n")
 
 
-def in_own_process(function, *arguments):
+def in_own_process(call: Callable[[], Record]) -> Record:
     """Calls a function in a fresh process, so that its peak memory is its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
-        return executor.submit(function, *arguments).result()
+        return executor.submit(call).result()
 
 
-def beside(record: dict, baselines: dict[str, dict]) -> list[dict]:
-    """The record once for each baseline; the ratio is that of the tokens per second."""
-    return [
-        record
-        | {
-            "baseline": f"Hugging Face PEFT, {mode}, one task, batch {peft['batch']}",
-            "baseline_ms_median": peft["ms_median"],
-            "baseline_tokens_per_second": peft["tokens_per_second"],
-            "baseline_peak_bytes": peft["peak_bytes"],
-            "baseline_versions": peft["versions"],
-            "ratio": record["tokens_per_second"] / peft["tokens_per_second"],
-        }
-        for mode, peft in baselines.items()
-    ]
+def beside(record: Record, baselines: list[Record]) -> Record:
+    """The record with the fastest of the baselines that train its length, if there is any."""
+    same = [peft for peft in baselines if peft["length"] == record["length"]]
+    if not same:
+        return record
+    peft = max(same, key=lambda peft: peft["tokens_per_second"])
+    return record | {
+        "baseline": f"{peft['implementation']}, one task, {peft['shape']}",
+        "baseline_ms_median": peft["ms_median"],
+        "ratio": record["tokens_per_second"] / peft["tokens_per_second"],
+    }
 
 
-def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> dict:
-    """Median time per microbatch over `args.rounds` rounds of `args.microbatches` microbatches
-    each."""
+def round_size(tasks: int, length: int, tokens: int, microbatches: int) -> tuple[int, int]:
+    """Microbatches of a round and samples of a task in it, so that every microbatch is full.
+
+    Args:
+      tasks: whose batches the round holds, in equal parts.
+      length: of a sample, in tokens.
+      tokens: of a microbatch.
+      microbatches: the fewest that the round may have.
+    """
+    fewest_full = math.lcm(tokens, tasks * length) // tokens
+    needed = -(-microbatches // fewest_full) * fewest_full
+    return needed, needed * tokens // (tasks * length)
+
+
+def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> Record:
+    """Median time per microbatch over about `args.rounds` times `args.microbatches` of them."""
+    if args.cache:
+        jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
+    device = jax.devices()[0]
+    peak_before = peak_bytes(device)
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     shape = choose_shape_class([length], args.tokens, chunk_len=args.chunk_len)
     engine = Engine(backbone, EngineOptions(shape, remat=remat, grouped_lora=args.grouped_lora))
-    batch = args.tokens * args.microbatches // (tasks * length)
-    rounds = args.rounds + 3
-    engine.register_tasks(
-        [random_task(config, f"task{i}", length, batch, rounds, args.rank) for i in range(tasks)]
-    )
+    microbatches, batch = round_size(tasks, length, args.tokens, args.microbatches)
+    timed = max(FEWEST_ROUNDS, -(-args.rounds * args.microbatches // microbatches))
+    rounds = WARM_UP_ROUNDS + timed
+    prepared = random_tasks(tasks, config, length, batch, rounds, args.rank)
+    engine.register_tasks(prepared)
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         engine.train_round()
         jax.block_until_ready(engine.state)
-        seconds.append((time.perf_counter() - start) / args.microbatches)
+        seconds.append((time.perf_counter() - start) / microbatches)
     engine.drain()
-    timed = sorted(seconds[3:])
-    median = statistics.median(timed)
-    device = jax.devices()[0]
-    return {
-        "name": "train_step",
-        "shape": f"{args.tokens} tokens, length {length}, {config.num_layers} layers",
-        "length": length,
-        "dtype": "bfloat16",
-        "tasks": tasks,
-        "ranks": [args.rank] * tasks,
-        "dropout": 0.0,
-        "implementation": f"{args.grouped_lora or 'picked'}, remat={remat}",
-        "ms_median": 1e3 * median,
-        "ms_min": 1e3 * timed[0],
-        "ms_max": 1e3 * timed[-1],
-        "baseline": None,
-        "baseline_ms_median": None,
-        "ratio": None,
-        "tokens_per_second": args.tokens / median,
-        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "device": device.device_kind,
-        "versions": {p: version(p) for p in ("jax", "jaxlib", "flax", "optax")},
-        "command": " ".join(["python", *sys.argv]),
-    }
+    engine.close()
+    if engine.microbatches != rounds * microbatches:
+        raise RuntimeError(
+            f"{tasks} tasks of length {length}: {engine.microbatches} microbatches in {rounds} "
+            f"rounds; expected {microbatches} a round, all full"
+        )
+    parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.adapter))
+    peak = peak_bytes(device)
+    del engine, backbone
+    gc.collect()
+    times = seconds[WARM_UP_ROUNDS:]
+    median = statistics.median(times)
+    return make_record(
+        name="train_step",
+        shape=f"{args.tokens} tokens, length {length}, {config.num_layers} layers",
+        dtype="bfloat16",
+        tasks=tasks,
+        ranks=[args.rank] * tasks,
+        dropout=0.0,
+        implementation=f"jaxmux, linears {args.grouped_lora or 'picked'}, remat={remat}",
+        ms_median=1e3 * median,
+        ms_min=1e3 * min(times),
+        ms_max=1e3 * max(times),
+        tokens_per_second=args.tokens / median,
+        # In a process with earlier cases, a lower peak than theirs does not show.
+        peak_bytes=peak if peak != peak_before else None,
+        device=device.device_kind,
+        versions=installed_versions("jax", "jaxlib", "flax", "optax"),
+        length=length,
+        adapter_bytes=BYTES_PER_ADAPTER_PARAMETER * parameters,
+        microbatches_per_round=microbatches,
+        rounds=timed,
+        first_round_seconds=round(seconds[0] * microbatches, 1),
+    )
+
+
+def peak_bytes(device: jax.Device) -> int | None:
+    """Most memory that this process has used at once; None where the device does not say."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def random_tasks(count: int, config: BackboneConfig, *sizes: int) -> list[PreparedTask]:
+    """Tasks that differ in name alone: to make an adapter takes the host a second."""
+    first = random_task(config, "task0", *sizes)
+    return [
+        dataclasses.replace(first, task=dataclasses.replace(first.task, name=f"task{i}"))
+        for i in range(count)
+    ]
 
 
 def random_task(
@@ -138,18 +205,39 @@ def random_task(
     )
 
 
-def peft_baseline(args) -> dict[int, dict[str, dict]]:
-    """Hugging Face PEFT, eager and compiled, one process each; by sequence length and mode."""
-    found: dict[int, dict[str, dict]] = {}
-    for mode in ("eager", "compiled"):
-        command = [sys.executable, str(Path(__file__).with_name("benchmark_peft.py"))]
-        command += [f"--{mode}", "--batch", *args.peft, "--layers", str(args.layers)]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        for line in lines.splitlines():
-            record = json.loads(line)
-            print(f"PEFT {mode}: {record}", flush=True)
-            found.setdefault(record["length"], {})[mode] = record
-    return found
+def earlier_peft(path: Path) -> list[Record]:
+    return [r for r in read_records(path) if r["implementation"].startswith(PEFT)]
+
+
+def measured_peft(args) -> Iterator[Record]:
+    """Hugging Face PEFT, in a process of its own: a record for each mode and batch."""
+    if not args.peft:
+        return
+    command = [args.peft_python, str(Path(__file__).with_name("benchmark_peft.py"))]
+    command += ["--modes", *args.peft_modes, "--batch", *args.peft]
+    for size in ("rank", "layers", "hidden", "vocab"):
+        command += [f"--{size}", str(getattr(args, size))]
+    command += ["--device", args.peft_device]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            yield peft_record(json.loads(line), args.layers, args.rank)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(command)}: exit status {process.returncode}")
+
+
+def peft_record(found: dict, layers: int, rank: int) -> Record:
+    """A line of scripts/benchmark_peft.py as a record; its step is one microbatch."""
+    tokens = found["batch"] * found["length"]
+    return make_record(
+        name="train_step",
+        shape=f"{tokens} tokens, length {found['length']}, {layers} layers",
+        dtype="bfloat16",
+        tasks=1,
+        ranks=[rank],
+        dropout=0.0,
+        implementation=f"{PEFT}, {found['mode']}",
+        **{field: found[field] for field in found if field not in ("mode", "batch")},
+    )
 
 
 def llama_config(args) -> BackboneConfig:
@@ -166,10 +254,10 @@ def llama_config(args) -> BackboneConfig:
     )
 
 
-def one_line(record: dict) -> str:
+def one_line(record: Record) -> str:
     peak = record["peak_bytes"]
     return (
-        f"jaxmux {record['tasks']} tasks x {record['length']}, {record['implementation']}: "
+        f"{record['implementation']}, {record['tasks']} tasks, {record['shape']}: "
         f"{record['ms_median']:.1f} ms, {record['tokens_per_second']:,.0f} tokens/s, "
         f"peak {'unknown' if peak is None else f'{peak / 2**30:.1f} GiB'}"
     )
@@ -178,22 +266,34 @@ def one_line(record: dict) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
     parser.add_argument(
-        "--cases", nargs="+", default=["4x2048", "8x128", "8x64"], help="tasks x length"
+        "--cases", nargs="*", default=["4x2048", "8x128", "8x64"], help="tasks x length"
     )
+    parser.add_argument(
+        "--one_process",
+        action="store_true",
+        help="saves each case's start; a case's peak memory is known where it exceeds those before",
+    )
+    parser.add_argument("--cache", type=Path, help="folder of JAX's persistent compilation cache")
     parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
     parser.add_argument("--remat", nargs="+", default=["dots"])
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")
     parser.add_argument("--chunk_len", type=int, default=128)
-    parser.add_argument("--microbatches", type=int, default=2, help="per round")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--microbatches", type=int, default=2, help="of a round, at least")
+    parser.add_argument("--rounds", type=int, default=8, help=f"timed, at least {FEWEST_ROUNDS}")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument(
+    baseline = parser.add_mutually_exclusive_group()
+    baseline.add_argument(
         "--peft", nargs="*", default=["4x2048", "8x128", "8x64"], help="batch x length"
     )
+    baseline.add_argument("--peft_from", type=Path, help="records of PEFT from an earlier call")
+    parser.add_argument("--peft_modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--peft_python", default=sys.executable, help="interpreter with peft")
+    parser.add_argument("--peft_device", default="cuda")
     return parser.parse_args()
 
 

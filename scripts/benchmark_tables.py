@@ -1,0 +1,203 @@
+"""The tables of docs/benchmarks.md, made from the records in benchmarks/.
+
+  python scripts/benchmark_tables.py
+
+On the page a block between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by what `BLOCKS` makes
+of the records; the rest is left alone.
+"""
+
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmark_records import Record, read_records
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+RECORDS = ROOT / "benchmarks"
+FILES = {
+    "grouped_lora": "grouped_lora_h200.json",
+    "step": "step_h200.json",
+    "dram": "dram_h200.json",
+}
+# What the fused op may cost over the frozen linears, by how many share their input; dropout adds.
+SQUARE_BAR, WIDE_BAR, PAIR_BAR, TRIPLE_BAR, DROPOUT_BAR, TRITON_BAR = (
+    1.10,
+    1.06,
+    1.05,
+    1.08,
+    0.06,
+    1.25,
+)
+
+
+def main() -> None:
+    PAGE.write_text(with_tables(PAGE.read_text(), read_all(RECORDS)))
+
+
+def read_all(folder: Path) -> dict[str, list[Record]]:
+    """The records by name of their benchmark; empty where there is no file yet."""
+    return {
+        name: read_records(folder / file) if (folder / file).exists() else []
+        for name, file in FILES.items()
+    }
+
+
+def with_tables(page: str, records: dict[str, list[Record]]) -> str:
+    """The page with its blocks made anew.
+
+    Raises:
+      ValueError: the page lacks a block.
+    """
+    for name, make in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(page):
+            raise ValueError(f"no block <!-- {name} --> … <!-- /{name} -->")
+        found = records[name.partition(":")[0]]
+        body = make(found) if found else "Not measured yet.\n"
+        page = pattern.sub(lambda match, body=body: f"{match[1]}{body}{match[2]}", page)
+    return page
+
+
+def op_table(records: Sequence[Record]) -> str:
+    rows = [
+        [
+            linear_name(r),
+            r["tasks"],
+            f"{r['dropout']:g}",
+            r["implementation"],
+            f"{r['ms_median']:.3f}",
+            f"{r['baseline_ms_median']:.3f}",
+            f"**{r['ratio']:.3f}**",
+            "" if bar(r) is None else f"{bar(r):.2f}",
+        ]
+        for r in records
+        if r["group"] != "ranks"
+    ]
+    head = ["linear", "tasks", "dropout", "implementation", "ms", "frozen, ms", "ratio", "bar"]
+    return source(records) + markdown(head, rows)
+
+
+def rank_table(records: Sequence[Record]) -> str:
+    """Mixed ranks beside uniform ones, which were timed in turns with them."""
+    together = [r for r in records if r["group"] == "ranks"]
+    if not together:
+        return "Not measured yet.\n"
+    (mixed,) = (r for r in together if len(set(r["ranks"])) > 1)
+    rows = [
+        [
+            ", ".join(map(str, r["ranks"])),
+            f"{r['ms_median']:.3f}",
+            f"{r['ratio']:.3f}",
+            "" if r is mixed else f"**{mixed['ratio'] / r['ratio']:.3f}**",
+            "" if r is mixed else f"{rank_bar(r):.2f}",
+        ]
+        for r in together
+    ]
+    return markdown(["ranks", "ms", "ratio", "mixed over this", "bar"], rows)
+
+
+def step_table(records: Sequence[Record]) -> str:
+    rows = []
+    for r in records:
+        ours = "adapter_bytes" in r
+        tokens = r["tokens_per_second"] * r["ms_median"] / 1e3
+        rows.append(
+            [
+                f"**{r['implementation']}**" if ours else r["implementation"],
+                r["tasks"],
+                f"{r['length']:,}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['ms_median']:,.0f} of {tokens:,.0f} tokens",
+                gibibytes(r["peak_bytes"]),
+                gibibytes(r.get("adapter_bytes")),
+                "" if r["ratio"] is None else f"{r['ratio']:.3f}",
+            ]
+        )
+    head = ["", "tasks", "length", "tokens/s", "ms", "peak memory", "adapter state", "ratio"]
+    return source(records) + markdown(head, rows)
+
+
+def dram_table(records: Sequence[Record]) -> str:
+    first = records[0]
+    moved = [("frozen linear", "", first["baseline_bytes_read"], first["baseline_bytes_written"])]
+    moved += [
+        (r["implementation"], f"{r['dropout']:g}", r["bytes_read"], r["bytes_written"])
+        for r in records
+    ]
+    frozen = moved[0][2] + moved[0][3]
+    rows = [
+        [name, dropout, f"{read / 1e6:,.0f}", f"{written / 1e6:,.0f}"]
+        + [f"{(read + written) / frozen:.2f}"]
+        for name, dropout, read, written in moved
+    ]
+    head = ["", "dropout", "read, MB", "written, MB", "ratio"]
+    return source(records) + markdown(head, rows)
+
+
+BLOCKS = {
+    "grouped_lora": op_table,
+    "grouped_lora: ranks": rank_table,
+    "step": step_table,
+    "dram": dram_table,
+}
+
+
+def bar(record: Record) -> float | None:
+    """What a record's ratio may be at most; None where nothing is asked."""
+    k, widths = sizes(record)
+    square = widths == [k]
+    if record["implementation"] == "triton" and square:
+        return TRITON_BAR
+    if record["implementation"] != "mosaic_gpu" or set(record["ranks"]) != {16}:
+        return None
+    of_widths = {1: SQUARE_BAR if square else WIDE_BAR, 2: PAIR_BAR, 3: TRIPLE_BAR}
+    return of_widths[len(widths)] + (DROPOUT_BAR if record["dropout"] else 0.0)
+
+
+def rank_bar(uniform: Record) -> float:
+    """What mixed ranks may cost over a uniform rank: nothing over their greatest."""
+    return 1.05 if uniform["ranks"][0] == 16 else 1.0
+
+
+def sizes(record: Record) -> tuple[int, list[int]]:
+    """The input width of an op's record, and its output widths."""
+    _, k, widths = record["shape"].split("x")
+    return int(k), [int(n) for n in widths.split("+")]
+
+
+def linear_name(record: Record) -> str:
+    k, widths = sizes(record)
+    group = {1: "", 2: "gate/up: ", 3: "q/k/v: "}[len(widths)]
+    return f"{group}{k:,} × {' + '.join(f'{n:,}' for n in widths)}"
+
+
+def gibibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**30:.1f} GiB"
+
+
+def hardware_and_versions(records: Sequence[Record]) -> str:
+    """What the records were measured with, each part once."""
+    devices = dict.fromkeys(r["device"] for r in records)
+    versions = dict.fromkeys(f"{p} {v}" for r in records for p, v in r["versions"].items())
+    return ", ".join([*devices, *versions])
+
+
+def source(records: Sequence[Record]) -> str:
+    """The commands and what they ran on, as the head of a table."""
+    commands = "\n".join(dict.fromkeys(r["command"] for r in records))
+    spreads = [(r["ms_max"] - r["ms_min"]) / r["ms_median"] for r in records if r["ms_median"]]
+    spread = ""
+    if spreads:
+        spread = f" Slowest less fastest turn: {statistics.median(spreads):.1%} (median of rows)."
+    return f"```\n{commands}\n```\n\n{hardware_and_versions(records)}.{spread}\n\n"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
