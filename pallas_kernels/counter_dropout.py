@@ -3,6 +3,15 @@
 A mask bit is a pure function of (task key at its step, layer, module, sample id, position, column).
 It does not depend on where in a microbatch a sample lies or with whom it shares it, and no mask is
 ever stored.
+
+The columns fall into groups of eight, and one hash of token and group gives all eight a draw:
+hash times M, M², …, M⁸, for the multiplier M of a linear congruential generator whose eight
+successive values cover the unit cube evenly (L'Ecuyer 1999, "Tables of linear congruential
+generators of different sizes and good lattice structure"). So a draw costs one multiplication,
+which a GPU does beside the hashing. The members of a group are those that one thread holds in the
+registers of a Hopper matrix product: columns c and c + 1, c even, and those 8, 16 and 24 further.
+
+A feature is dropped with its `rate` rounded to a multiple of 2^-16; with rate 0, never.
 """
 
 from typing import NamedTuple
@@ -10,7 +19,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+# After so many columns the members of groups repeat.
+PERIOD = 32
+# No draw reaches this threshold.
+KEEP_ALL = 1 << 15
 _GOLDEN = 0x9E3779B9
+_MULTIPLIER = 2891336453
 
 
 class Dropout(NamedTuple):
@@ -44,19 +58,51 @@ def keep_mask(
 ) -> Bool[Array, "N columns"]:
     """True where a feature survives."""
     column = jnp.arange(columns, dtype=jnp.int32)
-    return keep_columns(counters[:, None], column[None, :], rate[:, None])
+    drawn = draws(counters[:, None], salts(counters)[:, None], column[None, :])
+    return drawn >> 16 < keep_threshold(rate)[:, None]
 
 
-def keep_columns(
-    counters: UInt32[Array, "*tile"], column: Int[Array, "*tile"], rate: Float[Array, "*tile"]
-) -> Bool[Array, "*tile"]:
-    """True where a feature survives: the hash of counter and column is at least `rate` of the
-    uint32 range. Elementwise, so that kernels can call it on a tile."""
-    hashed = _mix(counters + column.astype(jnp.uint32) * jnp.uint32(_GOLDEN))
-    # 24 bits are what a float32 rate resolves, and keep the comparison exact. Through int32,
-    # because GPUs convert no unsigned numbers here.
-    draw = (hashed >> 8).astype(jnp.int32).astype(jnp.float32)
-    return draw >= rate * jnp.float32(1 << 24)
+def keep_threshold(rate: Float[Array, "*rates"]) -> Int[Array, "*rates"]:
+    """A feature survives if the upper, signed half of its draw is less than this number."""
+    return KEEP_ALL - (rate * (1 << 16) + 0.5).astype(jnp.int32)
+
+
+def salts(counters: UInt32[Array, "*tokens"]) -> UInt32[Array, "*tokens"]:
+    """A second word of every token, without which tokens whose counters differ by a multiple of
+    the step between groups would have the same draws, shifted."""
+    return (counters ^ (counters >> 15)) * jnp.uint32(0xC2B2AE35)
+
+
+def counters_from(
+    counters: UInt32[Array, "*tokens"], first_column: Int[Array, ""] | int
+) -> UInt32[Array, "*tokens"]:
+    """Counters whose column 0 is `first_column`, a multiple of `PERIOD`, of the old ones."""
+    first_group = jnp.asarray(first_column, jnp.int32) >> 3
+    return counters + first_group.astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+
+
+def draws(
+    counters: UInt32[Array, "*tile"], salts: UInt32[Array, "*tile"], column: Int[Array, "*tile"]
+) -> Int[Array, "*tile"]:
+    """One int32 draw per token and column. Elementwise, so that kernels can call it on a tile,
+    where a compiler that knows the bits of `column` hashes once for all members of a group."""
+    # Two summands, of which kernels compute one per thread and one while they are compiled.
+    h = counters + ((column >> 1) & 3).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+    h += (column >> 5).astype(jnp.uint32) * jnp.uint32(4 * _GOLDEN & 0xFFFFFFFF)
+    h = (h ^ (h >> 16) ^ salts) * jnp.uint32(0x85EBCA6B)
+    return ((h ^ (h >> 15)) * _member_multiplier(column)).astype(jnp.int32)
+
+
+def _member_multiplier(column: Int[Array, "*tile"]) -> UInt32[Array, "*tile"]:
+    """M^(i + 1) for member i of a group, whose bits are bits 0, 3 and 4 of the column."""
+
+    def power(exponent: int):
+        return jnp.uint32(pow(_MULTIPLIER, exponent, 1 << 32))
+
+    multiplier = power(1)
+    for i, bit in enumerate((0, 3, 4)):
+        multiplier *= jnp.where((column >> bit) & 1 == 1, power(1 << i), power(0))
+    return multiplier
 
 
 def _mix(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

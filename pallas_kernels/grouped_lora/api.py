@@ -106,4 +106,8 @@ def grouped_lora_linear(
         (x, projections, routing, dropout),
         f"grouped LoRA linear, {x.dtype} {x.shape[0]}x{x.shape[1]} to {sizes}",
     )
+    if dropout is not None:
+        # Inverted dropout scales what it keeps. Both of a task's products with a dropped activation
+        # have its scale as a factor, so implementations only select.
+        routing = routing._replace(scale=routing.scale / (1 - dropout.rate))
     return function(modules, x, projections, accumulators, routing, dropout, layer, residual)

@@ -135,11 +135,10 @@ def _matmul(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
 def _drop(
     x: Float[Array, "N k"], routing, dropout: Dropout | None, layer, module: int
 ) -> Float[Array, "N k"]:
-    """The task's inverted dropout of `x`. It is linear in `x` and its own transpose."""
+    """The task's dropout of `x`, unscaled. It is linear in `x` and its own transpose."""
     if dropout is None:
         return x
     rate = dropout.rate[_token_slots(routing, len(x))]
     (counters,) = module_counters((module,), routing, dropout, layer, len(x))
     keep = keep_mask(counters, rate, x.shape[1])
-    scaled = x.astype(jnp.float32) * (1 / (1 - rate))[:, None]
-    return jnp.where(keep, scaled.astype(x.dtype), 0)
+    return jnp.where(keep, x, 0)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
-from ..counter_dropout import keep_columns
+from ..counter_dropout import KEEP_ALL, counters_from, draws, keep_threshold, salts
 from .tiles_sm90 import swizzled
 
 
@@ -25,47 +25,87 @@ class Masks(NamedTuple):
 
 
 class MaskOperands(NamedTuple):
-    """What a kernel takes of `Masks`: the counters, the rates and the factors of what is kept."""
+    """What a kernel takes of `Masks`: the counters, and the `keep_threshold` of every slot."""
 
     counters: tuple
-    rate: Any
-    scale: Any
+    threshold: Any
 
 
 def mask_operands(masks: Masks | None) -> MaskOperands | None:
     if masks is None:
         return None
-    return MaskOperands(masks.counters, masks.rate, 1 / (1 - masks.rate))
+    return MaskOperands(masks.counters, keep_threshold(masks.rate))
 
 
-def load_counters(masks: MaskOperands | None, rows) -> list:
+class Tokens(NamedTuple):
+    """The counters of some rows, and what is derived of them alone."""
+
+    counters: UInt32[Array, "rows"]
+    salts: UInt32[Array, "rows"]
+
+
+def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
     """The counters of some rows in registers, for each of the matrices."""
     if masks is None:
         return []
     layout = plgpu.Layout.WGMMA.reduce(1)
-    return [plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters]
+    loaded = (plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters)
+    return [Tokens(counters, salts(counters)) for counters in loaded]
 
 
-def drop(value, masks: MaskOperands, counters, slot, first_column):
-    """Inverted dropout of a tile [rows, columns] in the WGMMA layout; scaled in float32."""
-    column = plgpu.broadcasted_iota(jnp.int32, value.shape, 1, layout=plgpu.Layout.WGMMA)
-    per_token = lax.broadcast_in_dim(counters, value.shape, (0,))
-    keep = keep_columns(per_token, column + first_column, masks.rate[slot])
-    scaled = (value.astype(jnp.float32) * masks.scale[slot]).astype(value.dtype)
-    return jnp.where(keep, scaled, jnp.zeros_like(scaled))
+def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):
+    """Zeros where the mask of a tile [rows, columns] in the WGMMA layout says so.
+
+    Its first column is a multiple of `counter_dropout.PERIOD`.
+    """
+    threshold = masks.threshold[slot]
+
+    def dropped():
+        drawn = _draws(value.shape, tokens, first_column)
+        select = _select_packed if value.dtype.itemsize == 2 else _select
+        return select(value, drawn, threshold)
+
+    return lax.cond(threshold < KEEP_ALL, dropped, lambda: value)
 
 
-def drop_tile(z_smem, dropped_smem, masks: MaskOperands, counters, slot, first_column):
+def _draws(shape, tokens: Tokens, first_column):
+    counters = counters_from(tokens.counters, first_column)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    return draws(*(lax.broadcast_in_dim(t, shape, (0,)) for t in (counters, tokens.salts)), column)
+
+
+def _select(value, drawn, threshold):
+    return jnp.where(drawn < threshold << 16, value, jnp.zeros_like(value))
+
+
+def _select_packed(value, drawn, threshold):
+    """`_select` with instructions for two 16-bit numbers, of which a comparison is not one: clamped
+    between threshold - 1 and threshold, a draw less the threshold is all ones or zero."""
+    lowest, highest, minus = (t.astype(jnp.int16) for t in (threshold - 1, threshold, -threshold))
+    clamped = jnp.minimum(jnp.maximum((drawn >> 16).astype(jnp.int16), lowest), highest)
+    # Added, because there is no subtraction of pairs.
+    bits = lax.bitcast_convert_type(value, jnp.int16) & (clamped + minus)
+    return lax.bitcast_convert_type(bits, value.dtype)
+
+
+def drop_tile(z_smem, dropped_smem, masks: MaskOperands, tokens: Tokens, slot, first_column):
     """Writes the tile of `z` to another place with the owner's dropout applied."""
+    parts = list(dropped_parts(z_smem, masks, tokens, slot, first_column))
     # The product before may still read the place.
     plgpu.wgmma_wait(0)
+    for part, dropped in parts:
+        dropped_smem.at[:, part][...] = dropped
+    plgpu.commit_smem()
+
+
+def dropped_parts(z_smem, masks: MaskOperands, tokens: Tokens, slot, first_column):
+    """The tile of `z` with the owner's dropout applied, in registers, where the left operand of a
+    `wgmma` may lie: 64 columns at a time, each time with the slice that they are of the tile."""
     width = 64
     for start in range(0, z_smem.shape[1], width):
         part = pl.ds(start, width)
         z = plgpu.load(z_smem.at[:, part], layout=plgpu.Layout.WGMMA)
-        dropped = drop(z, masks, counters, slot, first_column + start)
-        dropped_smem.at[:, part][...] = dropped
-    plgpu.commit_smem()
+        yield part, drop(z, masks, tokens, slot, first_column + start)
 
 
 def with_dropped_tile(masks: MaskOperands | None, shape, dtype, function):

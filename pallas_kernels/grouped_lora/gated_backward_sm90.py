@@ -33,6 +33,7 @@ from .tiles_sm90 import (
     owner,
     run_warpgroups,
     stages_that_fit,
+    store_rank_major,
     swizzled,
 )
 
@@ -61,7 +62,7 @@ def gated_backward(
     interpret: Any = None,
 ) -> tuple[
     tuple[Float[Array, "N w"], Float[Array, "N w"]],
-    Float[Array, "2 splits N r"],
+    Float[Array, "2 splits r N"],
     tuple[Float[Array, "*LT r w"], Float[Array, "*LT r w"], Float[Array, "*LT w r"]],
 ]:
     """The gradients of `h = silu(gate) * up`, and every low-rank product that meets them or h.
@@ -85,8 +86,8 @@ def gated_backward(
       interpret: see `plgpu.kernel`.
 
     Returns:
-      dgate and dup; `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked, in float32 partial sums over
-      the second axis; the new accumulators.
+      dgate and dup; `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, in float32
+      partial sums over the second axis; the new accumulators.
 
     Raises:
       ValueError: the tiles do not divide the arrays.
@@ -103,7 +104,7 @@ def gated_backward(
         out_type=(
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
-            jax.ShapeDtypeStruct((2, stripes, rows, rank), jnp.float32),
+            jax.ShapeDtypeStruct((2, stripes, rank, rows), jnp.float32),
         ),
         scratch_types=_backward_scratch(tiling, rank, gate.dtype),
         grid=(stripes,),
@@ -148,11 +149,11 @@ class _Stripe(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return self.sums.shape[-1]
+        return self.sums.shape[2]
 
     @property
     def tiles(self) -> int:
-        return self.sums.shape[2] // PART
+        return self.sums.shape[3] // PART
 
     @property
     def columns(self):
@@ -293,7 +294,8 @@ def _compute_tiles(stripe: _Stripe):
             rows = pl.ds(tile * PART, PART)
             for gradient in stripe.gradients:
                 write_zeros(gradient.at[rows, stripe.part])
-            write_zeros(stripe.sums.at[stripe.thread, stripe.index, rows])
+            zeros = jnp.zeros((PART, stripe.rank), jnp.float32)
+            store_rank_major(stripe.sums.at[stripe.thread, stripe.index].at[:, rows], zeros)
             return carry
 
         return lax.cond(place >= 0, compute_owned, clear, *carry)
@@ -355,7 +357,7 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
         factor = scratch.factors.at[lax.rem(progress.runs - 1, 2), thread]
         plgpu.wgmma(row_acc, scratch.activations.at[stage, thread], factor.transpose((1, 0)))
         _store_gradient(stripe, rows, progress.step)
-        stripe.sums.at[thread, stripe.index, rows][...] = row_acc[...]
+        store_rank_major(stripe.sums.at[thread, stripe.index].at[:, rows], row_acc[...])
         return [acc[...] for acc in column_accs]
 
     accs = (plgpu.ACC((PART, stripe.rank)) for _ in range(4))

@@ -33,6 +33,7 @@ from .tiles_sm90 import (
     owner,
     run_warpgroups,
     stages_that_fit,
+    store_rank_major,
     swizzled,
 )
 
@@ -59,8 +60,9 @@ def gated_forward(
     *,
     tiling: ForwardTiling = ForwardTiling(),  # noqa: B008
     interpret: Any = None,
-) -> tuple[Float[Array, "N w"], Float[Array, "splits N r"]]:
-    """`h = silu(gate) * up` and `h a[t]^T`, the latter in partial sums over ranges of columns.
+) -> tuple[Float[Array, "N w"], Float[Array, "splits r N"]]:
+    """`h = silu(gate) * up` and `h a[t]^T`, the latter rank-major in partial sums over ranges of
+    columns.
 
     The activation is computed in float32 and rounded once; the products see the rounded one. Rows
     of empty chunks (slot -1) are zeros and their inputs are not read.
@@ -86,7 +88,7 @@ def gated_forward(
         partial(_forward_kernel, tiling),
         out_type=(
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
-            jax.ShapeDtypeStruct((tiling.splits, rows, rank), jnp.float32),
+            jax.ShapeDtypeStruct((tiling.splits, rank, rows), jnp.float32),
         ),
         scratch_types=_forward_scratch(tiling, rank, gate.dtype),
         grid=(rows // (2 * PART), tiling.splits),
@@ -158,14 +160,14 @@ def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, sums, *scr
         pl.when(slot >= 0)(lambda: _load_columns(block))
 
     def compute(thread):
-        acc = plgpu.ACC((PART, sums.shape[-1]))
+        acc = plgpu.ACC((PART, sums.shape[1]))
         pl.run_scoped(lambda acc: _compute_columns(block, thread, acc), acc)
 
     run_warpgroups(load, compute)
 
 
 def _load_columns(block: _RowTile):
-    scratch, rank = block.scratch, block.sums.shape[-1]
+    scratch, rank = block.scratch, block.sums.shape[1]
     rows, ranks = pl.ds(block.row, 2 * PART), pl.ds(block.slot * rank, rank)
 
     @pl.loop(0, block.steps)
@@ -213,4 +215,4 @@ def _compute_columns(block: _RowTile, thread, acc):
     def _():
         pl.loop(0, block.steps)(lambda i: write_zeros(block.h.at[rows, block.columns(i)]))
 
-    block.sums.at[block.split, rows][...] = acc[...]
+    store_rank_major(block.sums.at[block.split].at[:, rows], acc[...])

@@ -7,7 +7,9 @@ products that read them: none of the wide arrays between the linears is read twi
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from . import mosaic_gpu
 from .base import GATE, LOW_RANK, UP
@@ -15,10 +17,9 @@ from .column_products_sm90 import ColumnJob, column_products
 from .gated_backward_sm90 import gated_backward
 from .gated_forward_sm90 import gated_forward
 from .gated_tiles_sm90 import GATED_RANKS
-from .mosaic_gpu import chunk_places, low_rank, matmul, rank_major
+from .mosaic_gpu import chunk_places, low_ranks, matmul, prepared_factors
 from .routed_matmul_sm90 import Term
-from .row_products_sm90 import RowJob, row_products
-from .tilings import row_tiling
+from .row_products_sm90 import RowJob
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
@@ -54,38 +55,30 @@ def grouped_lora_gated_mlp(x, projections, accumulators, routing, layer, residua
 
 def _forward(x, projections, accumulators, routing, layer, residual):
     gate, up, down = projections
-    factors = tuple(rank_major(p.factors, layer, x.dtype) for p in projections)
+    factors = prepared_factors(projections, layer)
     (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
+    kept = partial(checkpoint_name, name=LOW_RANK)
 
-    def low(partial_sums):
-        return checkpoint_name(low_rank(partial_sums, routing, x.dtype), LOW_RANK)
-
-    rows = RowJob(x, (a_gate, a_up))
-    (partial_sums,) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
-    s_gate, s_up = map(low, partial_sums)
+    (lows,) = low_ranks((RowJob(x, (a_gate, a_up)),), routing)
+    s_gate, s_up = map(kept, lows)
     product = partial(matmul, routing=routing, layer=layer, transposed=False)
     g = checkpoint_name(product((Term(x, gate.kernel, s_gate, b_gate),)), GATE)
     u = checkpoint_name(product((Term(x, up.kernel, s_up, b_up),)), UP)
     h, partial_sums = gated_forward(g, u, a_down, routing.chunk_slot)
-    s_down = low(partial_sums)
+    (s_down,) = map(kept, _low_ranks(partial_sums[None], routing, x.dtype))
     out = product((Term(h, down.kernel, s_down, b_down),), residual=residual)
-    residuals = (x, projections, routing, layer, g, u, (s_gate, s_up, s_down))
+    residuals = (x, projections, factors, routing, layer, g, u, (s_gate, s_up, s_down))
     return (out, accumulators), residuals
 
 
 def _backward(residuals, cotangents):
-    x, (gate, up, down), routing, layer, g, u, (s_gate, s_up, s_down) = residuals
+    x, (gate, up, down), factors, routing, layer, g, u, (s_gate, s_up, s_down) = residuals
     d_out, (sums_gate, sums_up, sums_down) = cotangents
-    (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = (
-        rank_major(p.factors, layer, x.dtype) for p in (gate, up, down)
-    )
+    (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
     place = chunk_places(routing, sums_gate, layer)
-    low = partial(low_rank, routing=routing, dtype=x.dtype)
     product = partial(matmul, routing=routing, layer=layer, transposed=True)
 
-    rows = RowJob(d_out, (b_down,))
-    ((partial_sums,),) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
-    ds_down = low(partial_sums)
+    ((ds_down,),) = low_ranks((RowJob(d_out, (b_down,)),), routing)
     dh = product((Term(d_out, down.kernel, ds_down, a_down),))
 
     (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
@@ -98,7 +91,7 @@ def _backward(residuals, cotangents):
         routing.chunk_slot,
         place,
     )
-    ds_gate, ds_up = map(low, partial_sums)
+    ds_gate, ds_up = _low_ranks(partial_sums, routing, x.dtype)
     dx = product((Term(dg, gate.kernel, ds_gate, a_gate), Term(du, up.kernel, ds_up, a_up)))
     jobs = (
         ColumnJob(d_out, (s_down,), (sums_down.b,), rank_major=True),
@@ -118,3 +111,14 @@ def _backward(residuals, cotangents):
 
 
 grouped_lora_gated_mlp.defvjp(_forward, _backward)
+
+
+def _low_ranks(
+    partial_sums: Float[Array, "m splits r N"], routing, dtype
+) -> tuple[Float[Array, "r N"], ...]:
+    """Rank-r intermediates from their partial sums, scaled by the owner's factor."""
+    slot = routing.chunk_slot
+    scale = jnp.where(slot < 0, 0, routing.scale[slot])
+    per_token = jnp.broadcast_to(scale[:, None], (len(slot), partial_sums.shape[3] // len(slot)))
+    # One reduction of all arrays is one launch; XLA does not merge those of each.
+    return tuple((s * per_token.reshape(-1)).astype(dtype) for s in partial_sums.sum(axis=1))

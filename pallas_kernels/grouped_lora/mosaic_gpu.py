@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from .base import LOW_RANK, module_counters
 from .column_products_sm90 import ColumnJob, column_products
 from .dropout_sm90 import Masks
+from .factors_sm90 import rank_major_factors
 from .routed_matmul_sm90 import TILE_M, Term, Tiling, routed_matmul
 from .row_products_sm90 import RowJob, row_products
 from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
@@ -54,30 +55,28 @@ def grouped_lora_linear_mosaic_gpu(
 
 def _forward(modules, x, projections, accumulators, routing, dropout, layer, residual):
     masks = _masks(modules, x, routing, dropout, layer)
-    factors = [rank_major(p.factors, layer, x.dtype) for p in projections]
+    factors = prepared_factors(projections, layer)
     rows = RowJob(x, tuple(a for a, _ in factors), masks)
-    (partial_sums,) = row_products((rows,), routing.chunk_slot, tiling=row_tiling(rows))
-    lows = tuple(
-        checkpoint_name(low_rank(sums, routing, x.dtype), LOW_RANK) for sums in partial_sums
-    )
+    (lows,) = low_ranks((rows,), routing)
+    lows = tuple(checkpoint_name(low, LOW_RANK) for low in lows)
     outputs = tuple(
         matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False, residual=residual)
         for p, low, (_, b) in zip(projections, lows, factors, strict=True)
     )
     added = None if residual is None else ()
-    return (outputs, accumulators), (x, projections, routing, dropout, layer, lows, added)
+    # With rematerialisation, what the backward pass prepares again serves all of its products.
+    residuals = (x, projections, factors, routing, dropout, layer, lows, added)
+    return (outputs, accumulators), residuals
 
 
 def _backward(modules, residuals, cotangents):
-    x, projections, routing, dropout, layer, lows, added = residuals
+    x, projections, factors, routing, dropout, layer, lows, added = residuals
     gradients, sums = cotangents
-    factors = [rank_major(p.factors, layer, x.dtype) for p in projections]
     rank = projections[0].factors.a.shape[-1]
     place = chunk_places(routing, sums[0], layer)
 
     rows = tuple(RowJob(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
-    partial_sums = row_products(rows, routing.chunk_slot, tiling=row_tiling(*rows))
-    d_lows = tuple(low_rank(each, routing, x.dtype) for (each,) in partial_sums)
+    d_lows = tuple(d_low for (d_low,) in low_ranks(rows, routing))
     masks = _masks(modules, x, routing, dropout, layer)
     dx = matmul(
         tuple(
@@ -149,19 +148,17 @@ def chunk_places(routing, sums, layer) -> Int[Array, "C"]:
     return jnp.where(routing.chunk_slot < 0, -1, layer * slots + routing.chunk_slot)
 
 
-def rank_major(factors, layer, dtype) -> tuple[Float[Array, "T r k"], Float[Array, "T r n"]]:
-    """One layer's factors in the compute dtype, ranks padded to what the kernels divide evenly."""
-    a, b = factors.a[layer].swapaxes(1, 2), factors.b[layer]
-    missing = _padded_rank(a.shape[1]) - a.shape[1]
-    a, b = (jnp.pad(f.astype(dtype), ((0, 0), (0, missing), (0, 0))) for f in (a, b))
-    return a, b
-
-
-def low_rank(partial_sums: Float[Array, "splits N r"], routing, dtype) -> Float[Array, "r N"]:
-    """Rank-r intermediates from their partial sums: scaled by the owner's factor, rank-major."""
-    slot = routing.chunk_slot
-    scale = jnp.where(slot < 0, 0, routing.scale[slot])
-    per_token = jnp.repeat(
-        scale, partial_sums.shape[1] // len(slot), total_repeat_length=partial_sums.shape[1]
+def prepared_factors(projections, layer) -> tuple[tuple[Array, Array], ...]:
+    """`rank_major_factors` of a call, in its dtype and with the rank that the kernels take."""
+    first = projections[0]
+    return rank_major_factors(
+        tuple(p.factors for p in projections),
+        layer,
+        rank=_padded_rank(first.factors.a.shape[-1]),
+        dtype=first.kernel.dtype,
     )
-    return (partial_sums.sum(axis=0) * per_token[:, None]).astype(dtype).T
+
+
+def low_ranks(jobs: tuple[RowJob, ...], routing) -> tuple[tuple[Float[Array, "r N"], ...], ...]:
+    """`row_products` with the tiling for its jobs."""
+    return row_products(jobs, routing.chunk_slot, routing.scale, tiling=row_tiling(*jobs))

@@ -19,6 +19,8 @@ from .dropout_sm90 import Masks, drop, load_counters, mask_operands
 from .tiles_sm90 import COMPILER_PARAMS, await_all, claim, flat, run_warpgroups
 
 TILE_M = 128
+# Rows of the output stored at once.
+PIECE_M = 64
 
 
 class Tiling(NamedTuple):
@@ -179,7 +181,7 @@ class _Tile(NamedTuple):
 def _scratch(layout: _Layout, dtype) -> tuple:
     tiling, low_stages = layout.tiling, min(layout.tiling.low_stages, layout.low_steps)
     weight = (tiling.tile_k, tiling.tile_n)
-    out = (2, 2, TILE_M // 2, tiling.epilogue_n)
+    out = (2, 2, PIECE_M, tiling.epilogue_n)
     consumed = dict(num_arrivals=2, num_barriers=tiling.stages)
 
     def tiles(count: int, rows: int, columns: int, depth: int):
@@ -253,6 +255,7 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
 
         def multiply_tile(tile, step, owned):
             low_step = owned * layout.low_steps
+            tokens = _load_tokens(layout, masks, tile, part)
 
             @partial(pl.run_scoped, acc=plgpu.ACC(layout.part, jnp.float32))
             def _scope(acc):
@@ -275,7 +278,8 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
                 if masks is None:
                     store()
                 else:
-                    add = partial(_add_dropped, layout, scratch, masks, tile, part, low_step)
+                    dropped = masks, tokens
+                    add = partial(_add_dropped, layout, scratch, dropped, tile, part, low_step)
                     _with_low_rank(layout, scratch, tile, low_step, lambda: store(add))
 
         for_each_tile(multiply_tile)
@@ -377,12 +381,21 @@ def _with_low_rank(layout: _Layout, scratch: _Scratch, tile: _Tile, step, functi
             plgpu.barrier_arrive(scratch.low_consumed.at[stage])
 
 
-def _add_dropped(layout, scratch, masks, tile, part, step, total, row: int, column: int):
+def _load_tokens(layout: _Layout, masks, tile: _Tile, part) -> list:
+    """The counters of a warpgroup's part of a tile, for every `PIECE_M` rows. Loaded ahead of the
+    products, because the epilogue would wait for them."""
+    first = tile.rows.start + part[0].start
+    pieces = range(0, layout.part[0], PIECE_M)
+    return [load_counters(masks, pl.ds(first + row, PIECE_M)) for row in pieces]
+
+
+def _add_dropped(layout, scratch, dropped, tile, part, step, total, row: int, column: int):
     """A piece of the output at a row and column of a warpgroup's part, plus its dropped low-rank
     products."""
     rows = pl.ds(part[0].start + row, total.shape[0])
     columns = pl.ds(part[1].start + column, total.shape[1])
     per_term = layout.low_steps // len(layout.heights)
+    masks, tokens = dropped
 
     def product(term: int):
         def multiply(acc):
@@ -395,13 +408,12 @@ def _add_dropped(layout, scratch, masks, tile, part, step, total, row: int, colu
         return pl.run_scoped(multiply, plgpu.ACC(total.shape, jnp.float32))
 
     def with_products():
-        counters = load_counters(masks, pl.ds(tile.rows.start + rows.start, total.shape[0]))
         first = tile.columns.start + columns.start
-        dropped = (
-            drop(product(term), masks, counters[term], tile.slot, first)
+        products = (
+            drop(product(term), masks, tokens[row // PIECE_M][term], tile.slot, first)
             for term in range(len(layout.heights))
         )
-        return sum(dropped, total)
+        return sum(products, total)
 
     return lax.cond(tile.owned, with_products, lambda: total)
 
@@ -436,11 +448,10 @@ def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, part, first_step, s
 
 def _store(acc, out_gmem, out_smem, epilogue_n: int, add=lambda piece, row, column: piece):
     rows, columns = acc.shape
-    half = TILE_M // 2
-    pieces = ((r, c) for r in range(0, rows, half) for c in range(0, columns, epilogue_n))
+    pieces = ((r, c) for r in range(0, rows, PIECE_M) for c in range(0, columns, epilogue_n))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, (row, column) in enumerate(pieces):
-        at = (slice(row, row + half), slice(column, column + epilogue_n))
+        at = (slice(row, row + PIECE_M), slice(column, column + epilogue_n))
         piece = add(acc[at], row, column).astype(out_gmem.dtype)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         out_smem[i % 2] = piece

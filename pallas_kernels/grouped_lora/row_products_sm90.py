@@ -1,10 +1,11 @@
 """Rows of a long activation times the low-rank factor of the task that owns them, at the speed of
-memory, for Hopper: `X A[t]` and `dY B[t]^T`.
+memory, for Hopper: the rank-r intermediates `c[t] X A[t]` and `c[t] dY B[t]^T`.
 
 One warpgroup a thread block waits for TMA loads and multiplies; several stages of loads in flight,
-not arithmetic, set the pace. Factors are *rank-major*, `[r, w]`: the two operands of a `wgmma`
-share one swizzle, and only rank-major tiles of rank 16 have the wide swizzle with which the
-activation loads fast.
+not arithmetic, set the pace. Row tiles are low: there is one for every multiprocessor, and no two
+blocks share a sum. Factors are *rank-major*, `[r, w]`: the two operands of a `wgmma` share one
+swizzle, and only rank-major tiles of rank 16 have the wide swizzle with which the activation loads
+fast.
 """
 
 from functools import partial
@@ -33,6 +34,7 @@ from .tiles_sm90 import (
     flat,
     owner,
     stages_that_fit,
+    store_rank_major,
     swizzled,
 )
 
@@ -57,35 +59,35 @@ class RowTiling(NamedTuple):
     Attributes:
       tile_m: rows of a thread block, a divisor of the chunk.
       tile_k: columns of one load, a multiple of 64.
-      splits: thread blocks that share the columns of a row tile.
       stages: loads in flight, at most; fewer where shared memory ends.
     """
 
-    tile_m: int = 128
+    tile_m: int = 64
     tile_k: int = 128
-    splits: int = 2
-    stages: int = 5
+    stages: int = 7
 
 
 def row_products(
     jobs: tuple[RowJob, ...],
     chunk_slot: Int[Array, "C"],
+    scale: Float[Array, "T"],
     *,
     tiling: RowTiling = RowTiling(),  # noqa: B008
     interpret: Any = None,
-) -> tuple[tuple[Float[Array, "splits N r"], ...], ...]:
-    """`z F[t]^T` for every factor of every job, in partial sums over `splits` ranges of columns.
+) -> tuple[tuple[Float[Array, "r N"], ...], ...]:
+    """`scale[t] z F[t]^T` for every factor of every job, rank-major.
 
-    Rows of empty chunks (slot -1) are zeros and their `z` is not read.
+    Sums and their scaling are float32, rounded once. Rows of empty chunks (slot -1) are zeros and
+    their `z` is not read.
 
     Args:
       jobs: what to multiply; each `z` is read once for all its factors.
-      chunk_slot: int32 [C], owner slot of each chunk of N / C rows. Factors of several layers can
-        be passed as [L T, r, w] with the slots of layer l counted from l T.
+      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
+      scale: float32 [T], factor of each slot's products.
       interpret: see `plgpu.kernel`.
 
     Returns:
-      Per job and factor, float32 [splits, N, r] whose sum over the first axis is the product.
+      Per job and factor, the products in the dtype of `z`.
 
     Raises:
       ValueError: the tiling does not divide the arrays.
@@ -94,20 +96,22 @@ def row_products(
         _check_rows(job, chunk_slot, tiling)
     rows = jobs[0].z.shape[0]
 
-    def body(slot_gmem, jobs, *outputs):
-        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+    def body(slot_gmem, scale_gmem, jobs, *outputs):
+        tile = lax.axis_index("tile")
+        slot = owner(slot_gmem, tile, rows // tiling.tile_m)
+        scale = jnp.where(slot < 0, 0.0, scale_gmem[lax.max(slot, 0)])
         for job, out in zip(jobs, outputs, strict=True):
-            _multiply_rows(tiling, slot_gmem, job, out, tile, split)
+            _multiply_rows(tiling, job, out, tile, slot, scale)
 
     return plgpu.kernel(
         body,
-        out_type=_row_outputs(jobs, tiling),
-        grid=(rows // tiling.tile_m, tiling.splits),
-        grid_names=("tile", "split"),
+        out_type=_row_outputs(jobs),
+        grid=(rows // tiling.tile_m,),
+        grid_names=("tile",),
         kernel_name="row_products",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(chunk_slot, _row_operands(jobs))
+    )(chunk_slot, scale, _row_operands(jobs))
 
 
 class _RowOperands(NamedTuple):
@@ -124,27 +128,24 @@ def _row_operands(jobs) -> list[_RowOperands]:
     ]
 
 
-def _row_outputs(jobs, tiling: RowTiling) -> tuple:
-    def partial_sums(job, factor):
-        shape = (tiling.splits, job.z.shape[0], factor.shape[1])
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+def _row_outputs(jobs) -> tuple:
+    def product(job, factor):
+        return jax.ShapeDtypeStruct((factor.shape[1], job.z.shape[0]), job.z.dtype)
 
-    return tuple(tuple(partial_sums(job, factor) for factor in job.factors) for job in jobs)
+    return tuple(tuple(product(job, factor) for factor in job.factors) for job in jobs)
 
 
-def _multiply_rows(tiling: RowTiling, slot_gmem, job: _RowOperands, outputs, tile, split):
-    """One row tile of `z` times its owner's factors, over one range of columns."""
+def _multiply_rows(tiling: RowTiling, job: _RowOperands, outputs, tile, slot, scale):
+    """One row tile of `z` times its owner's factors."""
     dtype = job.z.dtype
-    ranks = [out.shape[-1] for out in outputs]
-    width = job.z.shape[1] // tiling.splits
-    rows, columns = pl.ds(tile * tiling.tile_m, tiling.tile_m), pl.ds(split * width, width)
-    slot = owner(slot_gmem, tile, job.z.shape[0] // tiling.tile_m)
+    ranks = [out.shape[0] for out in outputs]
+    rows = pl.ds(tile * tiling.tile_m, tiling.tile_m)
     load = (tiling.tile_m, tiling.tile_k)
 
     heights = (tiling.tile_m, *ranks)
     pipeline = partial(
         plgpu.emit_pipeline,
-        grid=(width // tiling.tile_k,),
+        grid=(job.z.shape[1] // tiling.tile_k,),
         in_specs=[_load_spec((height, tiling.tile_k), dtype) for height in heights],
         max_concurrent_steps=stages_that_fit(
             tiling.stages, sum(heights) * tiling.tile_k, dtype, dropped_size(job.masks, load)
@@ -152,7 +153,7 @@ def _multiply_rows(tiling: RowTiling, slot_gmem, job: _RowOperands, outputs, til
     )
 
     def multiply(accs, dropped_smem, counters, index, z_smem, *factors_smem):
-        column = split * width + index[0] * tiling.tile_k
+        column = index[0] * tiling.tile_k
         for i, (acc, factor) in enumerate(zip(accs, factors_smem, strict=True)):
             left = z_smem
             if job.masks is not None:
@@ -166,16 +167,14 @@ def _multiply_rows(tiling: RowTiling, slot_gmem, job: _RowOperands, outputs, til
         @pl.when(slot >= 0)
         def _():
             owned = [
-                factor.at[pl.ds(slot * rank, rank), columns]
+                factor.at[pl.ds(slot * rank, rank)]
                 for factor, rank in zip(job.factors, ranks, strict=True)
             ]
             counters = load_counters(job.masks, rows)
-            pipeline(partial(multiply, accs, dropped_smem, counters))(
-                job.z.at[rows, columns], *owned
-            )
+            pipeline(partial(multiply, accs, dropped_smem, counters))(job.z.at[rows], *owned)
 
         for acc, out in zip(accs, outputs, strict=True):
-            out.at[split, rows][...] = acc[...]
+            store_rank_major(out.at[:, rows], (acc[...] * scale).astype(dtype))
 
     def with_dropped(dropped_smem):
         accs = (plgpu.ACC((tiling.tile_m, rank)) for rank in ranks)
@@ -193,9 +192,9 @@ def _load_spec(shape, dtype):
 def _check_rows(job: RowJob, chunk_slot, tiling: RowTiling):
     rows, width = job.z.shape
     check_chunks(rows, chunk_slot, "tile_m", tiling.tile_m)
-    if width % (tiling.splits * tiling.tile_k) or tiling.tile_k % 64:
+    if width % tiling.tile_k or tiling.tile_k % 64:
         raise ValueError(
-            f"z has {width} columns; expected a multiple of splits x tile_k = {tiling.splits} x "
-            f"{tiling.tile_k}, and tile_k a multiple of 64"
+            f"z has {width} columns; expected a multiple of tile_k = {tiling.tile_k}, itself a "
+            "multiple of 64"
         )
     check_ranks([factor.shape[1] for factor in job.factors])

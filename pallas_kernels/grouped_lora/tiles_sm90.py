@@ -24,6 +24,11 @@ def swizzled(dtype) -> tuple:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
 
 
+def store_rank_major(ref, value: Float[Array, "rows r"]):
+    """Writes to a place [r, rows]."""
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
 def stages_that_fit(wanted: int, elements: int, dtype, reserved: int = 0) -> int:
     """How many loads of so many elements fit beside the reserved ones."""
     available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved

@@ -70,8 +70,8 @@ def fitted(tiling: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | N
 def row_tiling(*jobs: RowJob) -> RowTiling:
     """Tile sizes for `row_products`."""
     deepest = max(sum(factor.shape[1] for factor in job.factors) for job in jobs)
-    # Two loads of activations and factors must fit, besides a dropped tile.
-    return RowTiling() if deepest <= 192 else RowTiling(tile_k=64)
+    # Several loads of activations and factors must fit, besides a dropped tile.
+    return RowTiling() if deepest <= 128 else RowTiling(tile_k=64)
 
 
 def key(k: int, n: int, *, transposed: bool) -> str:

@@ -8,10 +8,11 @@ projections take three pointers of each sort; `MODULES` says how many of them ar
 import triton
 import triton.language as tl
 
-# What `counter_dropout` calls _GOLDEN, and the multipliers of its _mix.
+# What `counter_dropout` calls _GOLDEN, the powers of its _MULTIPLIER, and its other multipliers.
 _GOLDEN = tl.constexpr(0x9E3779B9)
-_MIX_1 = tl.constexpr(0x85EBCA6B)
-_MIX_2 = tl.constexpr(0xC2B2AE35)
+_POWERS = tl.constexpr((2891336453, 894955033, 208698993))
+_MIX = tl.constexpr(0x85EBCA6B)
+_SALT = tl.constexpr(0xC2B2AE35)
 
 
 @triton.jit
@@ -315,12 +316,20 @@ def _add_product(
 
 @triton.jit
 def _drop(x, counters, columns, rate):
-    """The inverted dropout of `base._drop` for one tile, with the bits of
-    `counter_dropout.keep_mask`."""
-    h = counters[:, None] + (columns.to(tl.uint32) * _GOLDEN)[None, :]
-    h = (h ^ (h >> 16)) * _MIX_1
-    h = (h ^ (h >> 13)) * _MIX_2
-    h = h ^ (h >> 16)
-    keep = (h >> 8).to(tl.float32) >= rate * 16777216.0
-    factor = tl.div_rn(tl.full((), 1.0, tl.float32), 1.0 - rate)
-    return tl.where(keep, (x.to(tl.float32) * factor).to(x.dtype), 0.0)
+    """The dropout of `base._drop` for one tile, with the bits of `counter_dropout.keep_mask`."""
+    group = ((columns >> 5) << 2) | ((columns >> 1) & 3)
+    h = counters[:, None] + (group.to(tl.uint32) * _GOLDEN)[None, :]
+    salt = (counters ^ (counters >> 15)) * _SALT
+    h = (h ^ (h >> 16) ^ salt[:, None]) * _MIX
+    draw = ((h ^ (h >> 15)) * _member_multiplier(columns)[None, :]).to(tl.int32, bitcast=True)
+    keep = (draw >> 16) < 32768 - (rate * 65536.0 + 0.5).to(tl.int32)
+    return tl.where(keep, x, 0.0)
+
+
+@triton.jit
+def _member_multiplier(columns):
+    multiplier = tl.full(columns.shape, _POWERS[0], tl.uint32)
+    multiplier *= tl.where(columns & 1 != 0, _POWERS[0], 1).to(tl.uint32)
+    multiplier *= tl.where(columns & 8 != 0, _POWERS[1], 1).to(tl.uint32)
+    multiplier *= tl.where(columns & 16 != 0, _POWERS[2], 1).to(tl.uint32)
+    return multiplier

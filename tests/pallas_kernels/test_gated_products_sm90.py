@@ -93,9 +93,9 @@ def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_
     h, sums = forward(arguments, chunk_slot, interpret)
     expected = float32(swiglu(float32(arguments["gate"]), float32(arguments["up"])))
     assert_rounded(h, np.where(empty_rows(chunk_slot)[:, None], 0, expected))
-    product = np.zeros((TOKENS, RANK), np.float32)
+    product = np.zeros((RANK, TOKENS), np.float32)
     for slot, rows in chunks(chunk_slot):
-        product[rows] = float32(h[rows]) @ float32(arguments["a"][slot]).T
+        product[:, rows] = float32(arguments["a"][slot]) @ float32(h[rows]).T
     np.testing.assert_allclose(np.sum(sums, axis=0), product, rtol=1e-5, atol=1e-3)
 
 
@@ -117,9 +117,9 @@ def test_backward_products_are_those_of_each_chunks_owner(chunk_slot, interpret)
     gates = dict(gate=arguments["gate"], up=arguments["up"])
     h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS, interpret)
     for gradient, partial_sums, b in zip(gradients, sums, arguments["b"], strict=True):
-        expected = np.zeros((TOKENS, RANK), np.float32)
+        expected = np.zeros((RANK, TOKENS), np.float32)
         for slot, rows in chunks(chunk_slot):
-            expected[rows] = float32(gradient[rows]) @ float32(b[slot]).T
+            expected[:, rows] = float32(b[slot]) @ float32(gradient[rows]).T
         np.testing.assert_allclose(np.sum(partial_sums, axis=0), expected, rtol=1e-5, atol=1e-3)
     expected = [np.array(each) for each in arguments["accumulators"]]
     for slot, rows in chunks(chunk_slot):
@@ -136,7 +136,7 @@ def test_splits_of_the_columns_add_up(interpret):
     h, sums = forward(arguments, (0, 2, -1, 1), interpret)
     same_h, split_sums = forward(arguments, (0, 2, -1, 1), interpret, splits=2)
     np.testing.assert_array_equal(h, same_h)
-    assert split_sums.shape == (2, TOKENS, RANK)
+    assert split_sums.shape == (2, RANK, TOKENS)
     np.testing.assert_allclose(np.sum(split_sums, axis=0), sums[0], rtol=1e-5, atol=1e-3)
 
 
@@ -172,7 +172,8 @@ def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
         dict(gate=arguments["gate"], up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
     )
     gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
-    for rows in (h, *gradients, *h_sums, *sums[0], *sums[1]):
+    all_sums = (each.T for each in (*h_sums, *sums[0], *sums[1]))
+    for rows in (h, *gradients, *all_sums):
         by_chunk = np.isnan(float32(rows)).reshape(CHUNKS, -1)
         assert by_chunk.all(axis=1).tolist() == [True, False, False, False]
         assert by_chunk.any(axis=1).tolist() == [True, False, False, False]

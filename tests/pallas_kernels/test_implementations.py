@@ -172,6 +172,11 @@ def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved)
         assert_same_bits(after[:, 3], before[:, 3])
 
 
+def test_rank_that_the_kernels_pad_follows_the_formula(implementation):
+    case = make_case(rank=8, widths=(256,))
+    assert_close(run(implementation, case), expected(case))
+
+
 def test_a_residual_is_added_and_gets_the_gradient(implementation):
     case = with_residual(make_case())
     (outputs, (dx, d_residual), _), (wanted, *_) = run(implementation, case), expected(case)

@@ -1,0 +1,147 @@
+"""Prepares the LoRA factors of one layer for the matrix products, at the speed of memory, for
+Hopper: out of the float32 pools of all layers, cast to the compute dtype and *rank-major*.
+
+One launch serves all projections of a call. Every thread block turns one tile of one array: loads
+go to registers, each 32 bytes of them whole, and leave through shared memory in long rows. The
+blocks are small, so many share a multiprocessor and keep enough loads in flight.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from .tiles_sm90 import COMPILER_PARAMS, flat, store_rank_major, swizzled
+
+# Elements that a thread block loads, where its tile is not as narrow as can be.
+TILE_SIZE = 4096
+TILE_WIDTHS = (256, 128, 64)
+
+
+def rank_major_factors(
+    pools: tuple[tuple[Float[Array, "L T k r"], Float[Array, "L T r n"]], ...],
+    layer: Int[Array, ""] | int,
+    *,
+    rank: int,
+    dtype,
+    interpret: Any = None,
+) -> tuple[tuple[Float[Array, "T R k"], Float[Array, "T R n"]], ...]:
+    """One layer of every pair of factors, `a` with its last axes swapped, `b` as it is.
+
+    Args:
+      pools: float32 pairs of `a` and `b`; all ranks are multiples of 8.
+      layer: index of the layer.
+      rank: R, to which the ranks are padded with zeros; a multiple of 8.
+      dtype: of the results, in half precision.
+      interpret: see `plgpu.kernel`.
+
+    Returns:
+      Per pair, the two factors.
+
+    Raises:
+      ValueError: the tiles do not divide the arrays.
+    """
+    arrays = [_Pool(each, is_a) for a, b in pools for each, is_a in ((a, True), (b, False))]
+    for array in arrays:
+        _check(array, rank)
+
+    def body(layer_gmem, pools_gmem, *outputs):
+        tile, first = lax.axis_index("tile"), 0
+        for array, pool, out in zip(arrays, pools_gmem, outputs, strict=True):
+
+            @pl.when((tile >= first) & (tile < first + array.tiles))
+            def _(array=array, pool=pool, out=out, first=first):
+                _turn_tile(array, pool, out, layer_gmem[0], tile - first)
+
+            first += array.tiles
+
+    outputs = plgpu.kernel(
+        body,
+        out_type=tuple(
+            jax.ShapeDtypeStruct((array.slots * rank, array.width), dtype) for array in arrays
+        ),
+        grid=(sum(array.tiles for array in arrays),),
+        grid_names=("tile",),
+        kernel_name="rank_major_factors",
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+    )(
+        jnp.reshape(layer, 1).astype(jnp.int32),
+        # A slice of a four-dimensional array does not lower: layers and slots become row offsets.
+        [flat(array.values) for array in arrays],
+    )
+    stacked = [out.reshape(-1, rank, out.shape[1]) for out in outputs]
+    return tuple(zip(stacked[::2], stacked[1::2], strict=True))
+
+
+class _Pool(NamedTuple):
+    """A factor of all layers and slots."""
+
+    values: Any
+    is_a: bool
+
+    @property
+    def slots(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[2 if self.is_a else 3]
+
+    @property
+    def rank(self) -> int:
+        return self.values.shape[3 if self.is_a else 2]
+
+    @property
+    def tile_width(self) -> int:
+        fitting = (width for width in TILE_WIDTHS if width * self.rank <= TILE_SIZE)
+        return next(fitting, TILE_WIDTHS[-1])
+
+    @property
+    def tiles(self) -> int:
+        return self.slots * self.width // self.tile_width
+
+
+def _turn_tile(array: _Pool, pool, out, layer, tile):
+    """Writes all ranks of some columns of one slot."""
+    width = array.tile_width
+    slot = lax.div(tile, jnp.int32(array.width // width))
+    column = lax.rem(tile, jnp.int32(array.width // width)) * width
+    place, columns = layer * array.slots + slot, pl.ds(column, width)
+    # Each layout loads along the rows of its pool. Loads that count as optimized exist for shared
+    # memory only.
+    load = partial(plgpu.load, optimized=False)
+    if array.is_a:
+        at = pool.at[pl.ds(place * array.width + column, width)]
+        value = load(at, layout=plgpu.Layout.WGMMA)
+    else:
+        at = pool.at[pl.ds(place * array.rank, array.rank), columns].transpose((1, 0))
+        value = load(at, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    value = value.astype(out.dtype)
+    rank = out.shape[0] // array.slots
+
+    def write(tile_smem):
+        store_rank_major(tile_smem.at[pl.ds(0, array.rank)], value)
+        if missing := rank - array.rank:
+            zeros = jnp.zeros((width, missing), out.dtype)
+            store_rank_major(tile_smem.at[pl.ds(array.rank, missing)], zeros)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile_smem, out.at[pl.ds(slot * rank, rank), columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(write, plgpu.SMEM((rank, width), out.dtype, transforms=swizzled(out.dtype)))
+
+
+def _check(array: _Pool, rank: int):
+    if array.width % TILE_WIDTHS[0]:
+        raise ValueError(f"a factor of width {array.width}; expected a multiple of 256")
+    if array.rank % 8 or rank % 8 or not array.rank <= rank <= 256:
+        raise ValueError(
+            f"a factor of rank {array.rank}, padded to {rank}; expected multiples of 8, the latter "
+            "not smaller and at most 256"
+        )
