@@ -39,14 +39,16 @@ def choose_remat(
       room: bytes that the step may use besides weights and train state.
     """
 
-    def kept(policy: str) -> int:
-        return kept_bytes(
-            config, options._replace(remat=policy), weights, adapters, microbatch, slots
+    # What bears a name is the same in every implementation, and plain XLA is traced fastest.
+    plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
+    sizes = {
+        policy: kept_bytes(
+            config, plain._replace(remat=policy), weights, adapters, microbatch, slots
         )
-
-    # While one layer goes backward, what it kept least of is there again, and its gradients.
-    working = max(2 * kept("none"), block_bytes(config.vocab_size))
-    sizes = {policy: kept(policy) for policy in _PREFERENCE}
+        for policy in _PREFERENCE
+    }
+    # While one layer goes backward, all that it computed is there again, and its gradients.
+    working = max(2 * sizes["dots"], block_bytes(config.vocab_size))
     policies = fill(sizes, config.num_layers, room - working)
     needed = working + sum(sizes[policy] for policy in policies)
     _log.info(
