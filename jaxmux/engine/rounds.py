@@ -9,7 +9,7 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
-from jaxmux.planner import ShapeClass, pack_round
+from jaxmux.planner import ShapeClass, pack_batch
 
 from .prepare import PreparedTask
 
@@ -60,7 +60,7 @@ def pack_batches(
 ) -> Iterator[Microbatch]:
     """Microbatches, as NumPy arrays, that hold every sample of the batches once."""
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
-    for placements in pack_round(lengths, shape):
+    for placements in pack_batch(lengths, shape, solver_seconds=0).microbatches():
         yield fill_microbatch(
             placements, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
         )

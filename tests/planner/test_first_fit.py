@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from jaxmux.planner import PlanningError, ShapeClass, pack_round
+from jaxmux.planner import PlanningError, ShapeClass, pack_first_fit
 
 SHAPES = [
     ShapeClass(rows=1, row_len=64, chunk_len=64, max_sequences=4),
@@ -32,7 +32,7 @@ def random_round(shape: ShapeClass, seed: int) -> dict[int, list[int]]:
 def packed(request):
     shape, seed = SHAPES[request.param[0]], request.param[1]
     lengths = random_round(shape, seed)
-    return shape, lengths, pack_round(lengths, shape)
+    return shape, lengths, pack_first_fit(lengths, shape)
 
 
 def chunks_of(packed_round, lengths, shape) -> dict[int, list[tuple]]:
@@ -107,7 +107,7 @@ def test_chunks_of_a_task_do_not_depend_on_the_other_tasks(packed):
     shape, lengths, microbatches = packed
     together = chunks_of(microbatches, lengths, shape)
     for slot, sizes in lengths.items():
-        alone = chunks_of(pack_round({slot: sizes}, shape), {slot: sizes}, shape)[slot]
+        alone = chunks_of(pack_first_fit({slot: sizes}, shape), {slot: sizes}, shape)[slot]
         assert [t[1:] for t in alone] == [t[1:] for t in together[slot]]
         # And the chunk borders fall at the same tokens.
         assert borders(alone) == borders(together[slot])
@@ -121,33 +121,33 @@ def test_chunks_of_a_task_do_not_depend_on_its_slot_or_the_order_of_tasks():
     shape = SHAPES[1]
     lengths = random_round(shape, seed=3)
     renamed = {9 - slot: sizes for slot, sizes in reversed(lengths.items())}
-    one = chunks_of(pack_round(lengths, shape), lengths, shape)
-    two = chunks_of(pack_round(renamed, shape), renamed, shape)
+    one = chunks_of(pack_first_fit(lengths, shape), lengths, shape)
+    two = chunks_of(pack_first_fit(renamed, shape), renamed, shape)
     for slot in lengths:
         assert [t[1:] for t in one[slot]] == [t[1:] for t in two[9 - slot]]
 
 
 def test_packing_is_reproducible():
     shape, lengths = SHAPES[1], random_round(SHAPES[1], seed=5)
-    assert pack_round(lengths, shape) == pack_round(lengths, shape)
+    assert pack_first_fit(lengths, shape) == pack_first_fit(lengths, shape)
 
 
 def test_two_tasks_share_a_row_from_chunk_borders_on():
     shape = ShapeClass(rows=1, row_len=256, chunk_len=64, max_sequences=8)
-    (placements,) = pack_round({0: [100], 4: [65]}, shape)
+    (placements,) = pack_first_fit({0: [100], 4: [65]}, shape)
     assert [tuple(p) for p in placements] == [(0, 0, 0, 0), (4, 0, 0, 128)]
 
 
 def test_sequences_of_one_task_lie_side_by_side_without_gaps():
     shape = ShapeClass(rows=1, row_len=256, chunk_len=64, max_sequences=8)
-    (placements,) = pack_round({2: [30, 100, 70]}, shape)
+    (placements,) = pack_first_fit({2: [30, 100, 70]}, shape)
     assert [(p.sample, p.offset) for p in placements] == [(1, 0), (2, 100), (0, 170)]
 
 
 def test_nothing_to_pack_gives_no_microbatch():
-    assert pack_round({}, SHAPES[0]) == []
+    assert pack_first_fit({}, SHAPES[0]) == []
 
 
 def test_a_sample_longer_than_a_row_is_refused_with_slot_and_length():
     with pytest.raises(PlanningError, match="slot 3: sample 1 has 65 tokens, a row holds 64"):
-        pack_round({0: [5], 3: [64, 65]}, SHAPES[0])
+        pack_first_fit({0: [5], 3: [64, 65]}, SHAPES[0])

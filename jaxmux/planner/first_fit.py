@@ -1,4 +1,5 @@
-"""Packs the global batches of a round into microbatches: first-fit-decreasing, task by task.
+"""Packs the global batches of a round first-fit-decreasing, task by task: the plain way that
+`microbatches` is measured against.
 
 A *run* is a series of whole sequences of one task that lie side by side in a row from a chunk
 border on. Each task's batch is cut into runs by itself, and its runs are laid down in one fixed
@@ -9,23 +10,8 @@ microbatches: only where they lie does.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .microbatches import Placement
 from .shape_class import PlanningError, ShapeClass
-
-
-class Placement(NamedTuple):
-    """Where one sample of a round lies.
-
-    Attributes:
-      slot: slot of the task.
-      sample: index of the sample in the task's global batch.
-      row: row of the microbatch.
-      offset: first token in the row.
-    """
-
-    slot: int
-    sample: int
-    row: int
-    offset: int
 
 
 class _Run(NamedTuple):
@@ -33,7 +19,7 @@ class _Run(NamedTuple):
     tokens: int
 
 
-def pack_round(
+def pack_first_fit(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass
 ) -> list[tuple[Placement, ...]]:
     """Places every sample of a round exactly once.

@@ -1,0 +1,199 @@
+"""Strings packed global batches together for a pipeline, each task's in their order.
+
+**Bubble lemma** (LoRAFusion 5.2). A task's update needs the gradients of its whole global batch. In
+a pipeline of S stages a microbatch has been through all of them forward, and may start backward,
+S - 1 microbatches later. So a microbatch with samples of a task's next global batch comes at least
+S microbatches after the last one with samples of its current batch. Microbatches of other tasks
+fill the distance; where there are none, *no-op* microbatches do.
+
+LoRAFusion states the distance as S - 1, from a backward pass that ends within the clock in which
+the next forward pass begins; the update, too, must come between the two here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .microbatches import PackedBatch, Placement, place, rows_of_microbatch
+from .rows import RowShape, fill_rows, fill_rows_greedily, fullest_row
+from .runs import Run
+from .shape_class import ShapeClass
+
+
+class LaidRun(NamedTuple):
+    """A run in a microbatch.
+
+    Attributes:
+      batch: index, in the order of the schedule, of the packed batch whose sample indices it uses.
+      slot: slot of the task.
+    """
+
+    batch: int
+    slot: int
+    run: Run
+
+
+class ScheduledMicrobatch(NamedTuple):
+    """The runs of a microbatch by row; without any it is a no-op."""
+
+    rows: tuple[tuple[LaidRun, ...], ...] = ()
+
+    @property
+    def is_noop(self) -> bool:
+        return not any(self.rows)
+
+    def batches(self) -> dict[int, int]:
+        """By slot, of which packed batch its samples are; the lemma leaves no task two."""
+        return {laid.slot: laid.batch for row in self.rows for laid in row}
+
+    def placements(self, shape: ShapeClass) -> tuple[Placement, ...]:
+        """Where each sample lies; its index is within its task's global batch."""
+        return place([[(laid.slot, laid.run) for laid in row] for row in self.rows], shape)
+
+
+class LemmaViolation(NamedTuple):
+    """A task's next global batch begins `distance` < S microbatches after its current one ends."""
+
+    slot: int
+    batch: int
+    microbatch: int
+    distance: int
+
+
+def schedule_batches(batches: Sequence[PackedBatch], stages: int) -> list[ScheduledMicrobatch]:
+    """Microbatches of all batches, in their order, that keep the bubble lemma.
+
+    Underfull last microbatches are merged with the next batch where that makes the whole shorter;
+    what is missing to the lemma's distance, no-ops fill (LoRAFusion Alg. 1, lines 12-15). How well
+    batches merge does not follow from how well each is packed, so the greedy packing of the same
+    runs is tried as well.
+
+    Args:
+      batches: in the order of execution. A task's batches are those that hold its slot. Groups of
+        tasks that take turns (see `adapter_groups.take_turns`) need few no-ops.
+      stages: S, of the pipeline.
+    """
+    schedules = []
+    for packed in (batches, [_pack_runs_greedily(batch) for batch in batches]):
+        apart = [microbatch for i, batch in enumerate(packed) for microbatch in _lay(i, batch)]
+        schedules += [insert_noops(apart, stages), merge_batches(packed, stages)]
+    return min(schedules, key=len)
+
+
+def lemma_violations(schedule: Sequence[ScheduledMicrobatch], stages: int) -> list[LemmaViolation]:
+    """Every place where the lemma, or the order of a task's global batches, is broken."""
+    ends: dict[int, tuple[int, int]] = {}
+    violations = []
+    for index, microbatch in enumerate(schedule):
+        for row in microbatch.rows:
+            for batch, slot, _ in row:
+                current, last = ends.get(slot, (batch, index))
+                backwards = batch < current
+                if backwards or (batch > current and index - last < stages):
+                    violations.append(LemmaViolation(slot, batch, index, index - last))
+                ends[slot] = (batch, index)
+    return violations
+
+
+def insert_noops(
+    microbatches: Sequence[ScheduledMicrobatch], stages: int
+) -> list[ScheduledMicrobatch]:
+    """The microbatches in their order, each as early as the lemma lets it, no-ops between them."""
+    timeline = _Timeline(stages)
+    for microbatch in microbatches:
+        timeline.append(microbatch)
+    return timeline.microbatches
+
+
+def merge_batches(batches: Sequence[PackedBatch], stages: int) -> list[ScheduledMicrobatch]:
+    """The batches one after another, each filling what the one before left free in its last
+    microbatch, and no-ops where the lemma needs them.
+
+    Runs move forward in the order of their task, and only of tasks whose previous global batch
+    ended S microbatches before. The rest is packed anew, and the move given up if that needs more
+    microbatches than before.
+    """
+    timeline = _Timeline(stages)
+    for index, batch in enumerate(batches):
+        moved, remaining = _fill_up(timeline, index, batch)
+        if moved is not None and remaining.count <= batch.count:
+            timeline.replace_last(moved)
+            batch = remaining
+        for microbatch in _lay(index, batch):
+            timeline.append(microbatch)
+    return timeline.microbatches
+
+
+class _Timeline:
+    """Microbatches in the order of execution, and where each task's current batch ends."""
+
+    def __init__(self, stages: int):
+        self.stages = stages
+        self.microbatches: list[ScheduledMicrobatch] = []
+        self._ends: dict[int, tuple[int, int]] = {}
+
+    def earliest(self, slot: int, batch: int) -> int:
+        """The first microbatch that may hold samples of this batch of the task."""
+        current, last = self._ends.get(slot, (batch, 0))
+        return last if current == batch else last + self.stages
+
+    def append(self, microbatch: ScheduledMicrobatch) -> None:
+        batches = microbatch.batches()
+        start = max((self.earliest(*item) for item in batches.items()), default=0)
+        while len(self.microbatches) < start:
+            self.microbatches.append(ScheduledMicrobatch())
+        self.microbatches.append(microbatch)
+        self._note(batches)
+
+    def replace_last(self, microbatch: ScheduledMicrobatch) -> None:
+        self.microbatches[-1] = microbatch
+        self._note(microbatch.batches())
+
+    def _note(self, batches: dict[int, int]) -> None:
+        at = len(self.microbatches) - 1
+        self._ends.update({slot: (batch, at) for slot, batch in batches.items()})
+
+
+def _pack_runs_greedily(batch: PackedBatch) -> PackedBatch:
+    queues = {slot: runs for slot, runs in batch.runs.items() if runs}
+    return batch._replace(rows=fill_rows_greedily(queues, RowShape.of(batch.shape)))
+
+
+def _lay(index: int, batch: PackedBatch) -> list[ScheduledMicrobatch]:
+    return [
+        ScheduledMicrobatch(
+            tuple(tuple(LaidRun(index, slot, run) for slot, run in row) for row in rows)
+        )
+        for rows in batch.contents()
+    ]
+
+
+def _fill_up(
+    timeline: _Timeline, index: int, batch: PackedBatch
+) -> tuple[ScheduledMicrobatch | None, PackedBatch]:
+    """The timeline's last microbatch with runs of the next batch added, and what is left of it."""
+    end = len(timeline.microbatches) - 1
+    ready = {
+        slot: runs
+        for slot, runs in batch.runs.items()
+        if runs and end >= 0 and timeline.earliest(slot, index) <= end
+    }
+    if not ready:
+        return None, batch
+    shape = RowShape.of(batch.shape)
+    rows = list(timeline.microbatches[-1].rows)
+    rows += [()] * (rows_of_microbatch(batch.shape) - len(rows))
+    position = dict.fromkeys(ready, 0)
+    for i, row in enumerate(rows):
+        room = shape.chunks - sum(laid.run.chunks for laid in row)
+        seats = shape.seats - sum(laid.run.seats for laid in row)
+        for slot, count in fullest_row(ready, position, room, seats).items():
+            start = position[slot]
+            position[slot] += count
+            rows[i] += tuple(LaidRun(index, slot, r) for r in ready[slot][start : start + count])
+    if not any(position.values()):
+        return None, batch
+    left = {slot: runs[position.get(slot, 0) :] for slot, runs in batch.runs.items()}
+    queues = {slot: runs for slot, runs in left.items() if runs}
+    packed = fill_rows(queues, shape, rows_of_microbatch(batch.shape)) if queues else []
+    remaining = batch._replace(runs=left, rows=packed, bound=0, isolated_bound=0)
+    return ScheduledMicrobatch(tuple(rows)), remaining

@@ -1,0 +1,126 @@
+"""Cuts one task's global batch into runs, by itself: no other task has a say in it.
+
+A *run* is a series of whole samples of one task that lie side by side from a chunk border on. The
+batch is first packed into as few rows as it needs alone. Each row's samples are then cut into the
+shortest runs that together take no chunk more than the uncut row: a run that fits a gap beside
+other tasks' runs may leave its row, and costs nothing where it stays.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .bins import first_fit_decreasing, fullest_bins, fullest_subset
+from .shape_class import PlanningError, ShapeClass
+
+
+class Run(NamedTuple):
+    """Samples that are placed together.
+
+    Attributes:
+      samples: for each sample its index in the task's global batch, and its row and first token
+        relative to where the run begins. The row is 0 unless a chunk spans several rows.
+      chunks: chunks the run takes, its last padded.
+      seats: sequences in its fullest row.
+    """
+
+    samples: tuple[tuple[int, int, int], ...]
+    chunks: int
+    seats: int
+
+
+def cut_runs(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> tuple[Run, ...]:
+    """The runs of one task's global batch, in the order in which they must be laid down.
+
+    Runs of one row follow each other, so that a task that is alone needs no more rows than
+    `row_bins` finds.
+
+    Args:
+      lengths: stream length of each sample, in tokens.
+      shape: shape class of the microbatches.
+      name: of the task, for errors.
+
+    Raises:
+      PlanningError: a sample is empty or longer than a row.
+    """
+    for sample, length in enumerate(lengths):
+        if not 0 < length <= shape.row_len:
+            raise PlanningError(
+                f"{name}: sample {sample} has {length} tokens, expected 1 to row_len="
+                f"{shape.row_len}"
+            )
+    rows = row_bins(lengths, shape)
+    if shape.chunk_len > shape.row_len:
+        return _stack(rows, lengths, shape.chunk_len // shape.row_len)
+    parts = [_cut(row, lengths, shape.chunk_len) for row in rows]
+    parts.sort(key=lambda part: -part[0].chunks)
+    return tuple(run for part in parts for run in part)
+
+
+def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
+    """The samples of each row when the task is alone: fewest rows, then fewest chunks."""
+    packings = [
+        pack(lengths, shape.row_len, shape.max_sequences)
+        for pack in (first_fit_decreasing, fullest_bins)
+    ]
+
+    def chunks(row):
+        return -(-sum(lengths[s] for s in row) // shape.chunk_len)
+
+    return min(packings, key=lambda rows: (len(rows), sum(map(chunks, rows))))
+
+
+def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[Run, ...]:
+    """Runs of one chunk that spans `height` rows."""
+    rows = sorted(rows, key=lambda row: -sum(lengths[s] for s in row))
+    runs = []
+    for start in range(0, len(rows), height):
+        block = rows[start : start + height]
+        samples = tuple(
+            place for i, row in enumerate(block) for place in _side_by_side(row, lengths, row=i)
+        )
+        runs.append(Run(samples, 1, max(map(len, block))))
+    return tuple(runs)
+
+
+def _cut(row: list[int], lengths: Sequence[int], chunk_len: int) -> list[Run]:
+    """The row's samples as runs, longest first, that take no more chunks than the whole row."""
+    left = list(row)
+    tokens = sum(lengths[s] for s in row)
+    padding = -tokens % chunk_len
+    runs = []
+    while left:
+        part = _shortest_part(left, lengths, chunk_len, padding)
+        taken = set(part)
+        left = [s for s in left if s not in taken]
+        size = sum(lengths[s] for s in part)
+        chunks = -(-size // chunk_len)
+        padding -= chunks * chunk_len - size
+        runs.append(Run(_side_by_side(part, lengths), chunks, len(part)))
+    return sorted(runs, key=lambda run: -run.chunks)
+
+
+def _shortest_part(
+    left: list[int], lengths: Sequence[int], chunk_len: int, padding: int
+) -> list[int]:
+    """The longest sample left, and those beside it that reach a chunk border soonest within the
+    padding."""
+    first, *others = left
+    room = -lengths[first] % chunk_len
+    tokens = sum(lengths[s] for s in left)
+    while lengths[first] + room < tokens:
+        chosen = fullest_subset([lengths[s] for s in others], room)
+        gap = room - sum(lengths[others[i]] for i in chosen)
+        if gap <= padding:
+            return [first, *(others[i] for i in chosen)]
+        room += chunk_len
+    return left
+
+
+def _side_by_side(
+    samples: Sequence[int], lengths: Sequence[int], row: int = 0
+) -> tuple[tuple[int, int, int], ...]:
+    places, offset = [], 0
+    for sample in samples:
+        places.append((sample, row, offset))
+        offset += lengths[sample]
+    return tuple(places)

@@ -1,0 +1,116 @@
+"""Buckets are as balanced as can be, and their number is what the simulator likes best."""
+
+import time
+
+import numpy as np
+import pulp
+import pytest
+
+from jaxmux.planner.buckets import balance_gap, balanced_buckets, choose_buckets
+from jaxmux.planner.shape_class import PlanningError
+
+
+def random_loads(htasks: int, seed: int) -> list[float]:
+    rng = np.random.default_rng([htasks, seed])
+    return (rng.lognormal(0, 0.7, htasks) if seed % 2 else rng.uniform(0.2, 1, htasks)).tolist()
+
+
+def partitions(items: list[int]):
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for partition in partitions(rest):
+        yield [[first], *partition]
+        for i, bucket in enumerate(partition):
+            yield [*partition[:i], [first, *bucket], *partition[i + 1 :]]
+
+
+def held(loads, buckets) -> list[float]:
+    return [sum(loads[i] for i in bucket) for bucket in buckets]
+
+
+@pytest.mark.parametrize("htasks", [1, 2, 3, 5, 7, 8, 9])
+@pytest.mark.parametrize("seed", range(2))
+def test_variance_is_the_least_of_all_partitions(htasks, seed):
+    loads = random_loads(htasks, seed)
+    least = np.full(htasks + 1, np.inf)
+    for partition in partitions(list(range(htasks))):
+        variance = sum((np.array(held(loads, partition)) - sum(loads) / len(partition)) ** 2)
+        least[len(partition)] = min(least[len(partition)], variance)
+    for count, buckets in enumerate(balanced_buckets(loads), start=1):
+        assert len(buckets) == count
+        assert sorted(i for bucket in buckets for i in bucket) == list(range(htasks))
+        found = sum((np.array(held(loads, buckets)) - sum(loads) / count) ** 2)
+        assert found == pytest.approx(least[count], abs=1e-9)
+
+
+def least_largest_bucket(loads, count: int) -> float:
+    """Lower bound, to 0.1%, on the largest bucket, by a mixed-integer program."""
+    problem = pulp.LpProblem("minimax", pulp.LpMinimize)
+    largest = problem.add_variable("largest", max(max(loads), sum(loads) / count))
+    order = sorted(range(len(loads)), key=lambda i: -loads[i])
+    # Of equal buckets, the n-th longest hTask may only open the n-th.
+    x = {
+        (i, b): problem.add_variable(f"x{i}_{b}", cat="Binary")
+        for n, i in enumerate(order)
+        for b in range(min(n + 1, count))
+    }
+    problem.setObjective(largest + 0)
+    for i in order:
+        problem.addConstraint(pulp.lpSum(x[i, b] for b in range(count) if (i, b) in x) == 1)
+    for b in range(count):
+        bucket = pulp.lpSum(loads[i] * x[i, b] for i in order if (i, b) in x)
+        problem.addConstraint(bucket - largest <= 0)
+    return problem.solve(pulp.HiGHS(msg=False, gapRel=1e-3, timeLimit=10)).best_bound
+
+
+@pytest.mark.parametrize("htasks", [10, 12, 14, 16])
+def test_largest_bucket_is_nearly_always_within_1_percent_of_the_least_possible(htasks):
+    """Least variance is not least maximum; where both part, Eq. 7 takes the variance."""
+    loads = random_loads(htasks, seed=htasks + 1)
+    above = []
+    for buckets in balanced_buckets(loads):
+        above.append(0.0)
+        if balance_gap(loads, buckets) > 0.01:
+            above[-1] = max(held(loads, buckets)) / least_largest_bucket(loads, len(buckets)) - 1
+    assert max(above) <= 0.05
+    assert sum(gap > 0.01 for gap in above) <= 1
+
+
+def test_gap_bounds_the_distance_to_the_best_largest_bucket():
+    assert balance_gap([3, 3, 2, 2, 2], ((0, 1), (2, 3, 4))) == 0
+    assert balance_gap([2, 2, 2], ((0, 1), (2,))) == pytest.approx(1 / 3)
+    assert balance_gap([5, 1, 1], ((0,), (1, 2))) == 0
+
+
+def test_many_htasks_are_grouped_close_to_the_mean():
+    loads = random_loads(48, seed=1)
+    start = time.process_time()
+    groupings = balanced_buckets(loads)
+    assert time.process_time() - start < 10
+    assert all(balance_gap(loads, buckets) < 0.02 for buckets in groupings[:12])
+
+
+def test_number_of_buckets_has_the_least_simulated_latency():
+    loads = random_loads(9, seed=2)
+
+    def simulate(buckets) -> float:
+        # A bubble that shrinks with the buckets, against a cost for each of them.
+        return max(held(loads, buckets)) * 3 + sum(loads) + 0.2 * len(buckets)
+
+    chosen = choose_buckets(loads, simulate)
+    assert chosen.latency == min(simulate(buckets) for buckets in balanced_buckets(loads))
+    assert 1 < len(chosen.buckets) < 9
+    assert simulate(chosen.buckets) == chosen.latency
+
+
+def test_buckets_descend_in_load():
+    for buckets in balanced_buckets(random_loads(9, seed=3)):
+        loads = held(random_loads(9, seed=3), buckets)
+        assert loads == sorted(loads, reverse=True)
+
+
+def test_an_htask_without_latency_is_named():
+    with pytest.raises(PlanningError, match="hTask 1 has a latency of 0"):
+        balanced_buckets([1.0, 0.0])

@@ -1,0 +1,192 @@
+"""Packing keeps the rules, is near its lower bound, and takes less than 1 ms a sample."""
+
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+from jaxmux.planner import PlanningError, ShapeClass, pack_first_fit
+from jaxmux.planner.microbatches import pack_batch, pack_batches, pack_greedily
+from jaxmux.planner.runs import cut_runs, row_bins
+
+SHAPES = [
+    ShapeClass(rows=1, row_len=64, chunk_len=64, max_sequences=4),
+    ShapeClass(rows=4, row_len=256, chunk_len=64, max_sequences=16),
+    ShapeClass(rows=3, row_len=512, chunk_len=128, max_sequences=3),
+    ShapeClass(rows=8, row_len=64, chunk_len=128, max_sequences=1),
+    ShapeClass(rows=8, row_len=64, chunk_len=256, max_sequences=4),
+    ShapeClass(rows=2, row_len=1024, chunk_len=64, max_sequences=1),
+    ShapeClass(rows=2, row_len=1024, chunk_len=1024, max_sequences=64),
+]
+CASES = [(s, seed) for s in range(len(SHAPES)) for seed in range(15)]
+
+
+def random_batch(shape: ShapeClass, seed: int) -> dict[int, list[int]]:
+    """Some tasks with short samples, some with long ones, some with both."""
+    rng = np.random.default_rng(seed)
+    longest = [int(rng.choice([8, 40, shape.row_len])) for _ in range(rng.integers(1, 6))]
+    return {
+        slot: rng.integers(1, min(most, shape.row_len) + 1, rng.integers(1, 30)).tolist()
+        for slot, most in enumerate(longest)
+    }
+
+
+def real_batch(real_lengths, seed: int) -> tuple[dict[int, list[int]], ShapeClass]:
+    rng = np.random.default_rng(seed)
+    tasks, size = int(rng.choice([2, 4, 8, 16])), int(rng.choice([8, 16, 32]))
+    names = rng.choice(sorted(real_lengths), tasks)
+    lengths = {s: rng.choice(real_lengths[name], size).tolist() for s, name in enumerate(names)}
+    longest = max(max(sizes) for sizes in lengths.values())
+    row_len = max(512, 1 << (longest - 1).bit_length())
+    chunk_len = int(rng.choice([64, 128]))
+    return lengths, ShapeClass(max(1, 8192 // row_len), row_len, chunk_len, row_len // 16)
+
+
+@pytest.fixture(params=CASES, ids=str)
+def packed(request):
+    shape, seed = SHAPES[request.param[0]], request.param[1]
+    lengths = random_batch(shape, seed)
+    return shape, lengths, pack_batch(lengths, shape)
+
+
+def chunks_of(microbatches, lengths, shape) -> dict[int, list[tuple]]:
+    """By slot, its tokens in stream order: (sample, its part, place in the chunk, chunk border)."""
+    tokens = defaultdict(list)
+    for number, placements in enumerate(microbatches):
+        for slot, sample, row, offset in placements:
+            for part in range(lengths[slot][sample]):
+                chunk, rest = divmod(row * shape.row_len + offset + part, shape.chunk_len)
+                tokens[slot].append(((number, chunk), rest, sample, part))
+    found = {}
+    for slot, items in tokens.items():
+        items.sort()
+        chunks = [item[0] for item in items]
+        borders = [a != b for a, b in zip([None, *chunks], chunks, strict=False)]
+        found[slot] = [(*item[1:], border) for item, border in zip(items, borders, strict=True)]
+    return found
+
+
+def test_every_sample_is_placed_exactly_once(packed):
+    _, lengths, batch = packed
+    placed = sorted((p.slot, p.sample) for mb in batch.microbatches() for p in mb)
+    assert placed == [(slot, s) for slot in sorted(lengths) for s in range(len(lengths[slot]))]
+
+
+def test_capacity_is_kept_and_every_chunk_has_one_owner(packed):
+    shape, lengths, batch = packed
+    assert len(batch.microbatches()) == batch.count
+    for placements in batch.microbatches():
+        tokens = np.zeros((shape.rows, shape.row_len), int)
+        owners, sequences = defaultdict(set), defaultdict(int)
+        for slot, sample, row, offset in placements:
+            end = offset + lengths[slot][sample]
+            assert 0 <= row < shape.rows and 0 <= offset and end <= shape.row_len
+            tokens[row, offset:end] += 1
+            sequences[row] += 1
+            first, last = row * shape.row_len + offset, row * shape.row_len + end - 1
+            for chunk in range(first // shape.chunk_len, last // shape.chunk_len + 1):
+                owners[chunk].add(slot)
+        assert tokens.max() <= 1
+        assert all(len(slots) == 1 for slots in owners.values())
+        assert max(sequences.values()) <= shape.max_sequences
+        assert [p[2:] for p in placements] == sorted(p[2:] for p in placements)
+
+
+def test_never_more_microbatches_than_greedy(packed):
+    shape, lengths, batch = packed
+    assert batch.bound <= batch.isolated_bound <= batch.count
+    assert batch.count <= pack_greedily(lengths, shape).count
+    assert batch.count <= len(pack_first_fit(lengths, shape))
+
+
+def test_chunks_of_a_task_do_not_depend_on_the_other_tasks(packed):
+    shape, lengths, batch = packed
+    together = chunks_of(batch.microbatches(), lengths, shape)
+    for slot, sizes in lengths.items():
+        alone = pack_batch({slot: sizes}, shape).microbatches()
+        assert chunks_of(alone, {slot: sizes}, shape)[slot] == together[slot]
+
+
+def test_chunks_of_a_task_do_not_depend_on_its_slot_or_on_the_solver():
+    shape = SHAPES[1]
+    lengths = random_batch(shape, seed=3)
+    renamed = {9 - slot: sizes for slot, sizes in reversed(lengths.items())}
+    one = chunks_of(pack_batch(lengths, shape, 0).microbatches(), lengths, shape)
+    two = chunks_of(pack_batch(renamed, shape, 5).microbatches(), renamed, shape)
+    assert all(one[slot] == two[9 - slot] for slot in lengths)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_cutting_rows_into_runs_takes_no_further_chunk(seed):
+    shape = ShapeClass(rows=1, row_len=1024, chunk_len=64, max_sequences=64)
+    sizes = np.random.default_rng(seed).integers(1, 300, 40).tolist()
+    runs = cut_runs(sizes, shape)
+    rows = row_bins(sizes, shape)
+    uncut = sum(-(-sum(sizes[sample] for sample in row) // shape.chunk_len) for row in rows)
+    assert sum(run.chunks for run in runs) == uncut
+    assert len(runs) > len(rows)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], ShapeClass(3, 512, 128, 32)], ids=str)
+def test_random_lengths_need_at_most_3_percent_more_than_the_bound_of_their_runs(shape):
+    batches = [pack_batch(random_batch(shape, seed), shape) for seed in range(100, 140)]
+    count = sum(batch.count for batch in batches)
+    bound = sum(batch.isolated_bound for batch in batches)
+    print(f"{shape}: {count} microbatches, lower bound {bound}, gap {count / bound - 1:.2%}")
+    assert count <= 1.03 * bound
+
+
+def test_real_lengths_need_at_most_3_percent_more_than_the_bound_of_any_layout(real_lengths):
+    count = bound = greedy = first_fit = samples = 0
+    start = time.process_time()
+    batches = []
+    for seed in range(100):
+        lengths, shape = real_batch(real_lengths, seed)
+        batches.append((lengths, shape, pack_batch(lengths, shape)))
+    seconds = time.process_time() - start
+    for lengths, shape, batch in batches:
+        assert batch.count <= batch.bound + 1
+        count, bound = count + batch.count, bound + batch.bound
+        greedy += pack_greedily(lengths, shape).count
+        first_fit += len(pack_first_fit(lengths, shape))
+        samples += sum(map(len, lengths.values()))
+        assert batch.count <= len(pack_first_fit(lengths, shape))
+    print(
+        f"{count} microbatches, lower bound {bound}, gap {count / bound - 1:.2%}; greedy {greedy}, "
+        f"first fit {first_fit}; {1e3 * seconds / samples:.3f} ms a sample"
+    )
+    assert count <= 1.03 * bound
+    assert seconds / samples < 1e-3
+
+
+def test_solver_finds_what_filling_row_after_row_does_not():
+    shape = ShapeClass(rows=1, row_len=512, chunk_len=64, max_sequences=32)
+    rng = np.random.default_rng(38)
+    lengths = {
+        slot: (64 * rng.integers(1, 7, 4) - rng.integers(0, 20, 4)).tolist() for slot in range(4)
+    }
+    filled = pack_batch(lengths, shape, solver_seconds=0)
+    solved = pack_batch(lengths, shape, solver_seconds=30)
+    assert filled.count == 8 and solved.count == 7 == solved.isolated_bound
+
+
+def test_batches_are_packed_in_parallel_processes():
+    shape = SHAPES[1]
+    batches = [random_batch(shape, seed) for seed in range(6)]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        parallel = pack_batches(batches, shape, solver_seconds=0, executor=executor)
+    assert parallel == pack_batches(batches, shape, solver_seconds=0)
+
+
+def test_nothing_to_pack_gives_no_microbatch():
+    assert pack_batch({}, SHAPES[0]).microbatches() == []
+    assert pack_batch({3: []}, SHAPES[0]).microbatches() == []
+
+
+@pytest.mark.parametrize("length", [0, 300])
+def test_a_sample_that_fits_no_row_is_named(length):
+    with pytest.raises(PlanningError, match=f"slot 3: sample 1 has {length} tokens"):
+        pack_batch({3: [10, length]}, SHAPES[1])
