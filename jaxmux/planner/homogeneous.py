@@ -1,0 +1,75 @@
+"""The plans that LobRA is compared with (5.1): all replicas alike, for all tasks or for each."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .dispatch import dispatch
+from .length_buckets import LengthBuckets
+from .replica_costs import Configuration, ReplicaModel, require_service, tabulate_costs
+
+
+class MeasuredPlan(NamedTuple):
+    """Replicas, and what simulated steps take with them.
+
+    Attributes:
+      replicas: by configuration, how many.
+      gpu_seconds: of a step, mean over steps: all GPUs of the mesh times the slowest replica.
+    """
+
+    replicas: dict[Configuration, int]
+    gpu_seconds: float
+
+
+def measure(
+    replicas: Mapping[Configuration, int],
+    gpus: int,
+    steps: Sequence[LengthBuckets],
+    model: ReplicaModel,
+) -> MeasuredPlan:
+    """Dispatches every step to the replicas of a mesh of `gpus` GPUs."""
+    seconds = sum(dispatch(replicas, buckets, model).seconds for buckets in steps)
+    return MeasuredPlan(dict(replicas), gpus * seconds / len(steps))
+
+
+def plan_fused(
+    gpus: int,
+    configurations: Sequence[Configuration],
+    steps: Sequence[LengthBuckets],
+    model: ReplicaModel,
+) -> MeasuredPlan:
+    """Task-Fused: the batches of all tasks as one, on replicas that all serve the longest sequence.
+
+    Every configuration is tried on the steps themselves, so that none would have done better.
+
+    Args:
+      gpus: of the mesh, shared out to as many replicas as it has room for.
+      configurations: to choose from.
+      steps: the sequences of each simulated step.
+      model: times and memory of a replica.
+
+    Raises:
+      PlanningError: no configuration on `gpus` GPUs serves the longest sequence.
+    """
+    longest = max(length for buckets in steps for length in buckets.boundaries)
+    costs = tabulate_costs(configurations, [longest], model)
+    require_service(costs, gpus)
+    plans = [
+        measure({configuration: gpus // configuration.gpus}, gpus, steps, model)
+        for configuration in configurations
+        if configuration.gpus <= gpus and longest <= model.longest(configuration)
+    ]
+    return min(plans, key=lambda plan: plan.gpu_seconds)
+
+
+def plan_sequential(
+    gpus: int,
+    configurations: Sequence[Configuration],
+    steps: Mapping[str, Sequence[LengthBuckets]],
+    model: ReplicaModel,
+) -> dict[str, MeasuredPlan]:
+    """Task-Sequential: one task after the other, each with the replicas that suit it best.
+
+    A step of all tasks takes the sum of their GPU seconds. Arguments are as of `plan_fused`, with
+    the steps by task.
+    """
+    return {task: plan_fused(gpus, configurations, own, model) for task, own in steps.items()}
