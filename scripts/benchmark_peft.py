@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from itertools import pairwise
 
 import peft
 import torch
@@ -68,22 +69,18 @@ def measure(run, optimizer, model, batch: int, length: int, steps: int) -> dict:
     on_gpu = device.type == "cuda"
     ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
 
-    def step() -> float:
-        start = time.perf_counter()
+    def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
             loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     for _ in range(WARM_UP):
         step()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = sorted(step() for _ in range(steps))
+    seconds = sorted(step_seconds(step, steps, on_gpu))
     median = statistics.median(seconds)
     return {
         "batch": batch,
@@ -96,6 +93,23 @@ def measure(run, optimizer, model, batch: int, length: int, steps: int) -> dict:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
     }
+
+
+def step_seconds(step, steps: int, on_gpu: bool) -> list[float]:
+    """Times from one step's end to the next's, with nothing that waits between them."""
+    if not on_gpu:
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            ends.append(time.perf_counter())
+        return [end - start for start, end in pairwise(ends)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e-3 * start.elapsed_time(end) for start, end in pairwise(events)]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -7,8 +7,8 @@ Random bf16 weights, random tokens, LoRA r=16 on all linears, AdamW. jaxmux trai
 together in microbatches of 8,192 tokens through the same `Engine.train_round` as `python -m
 jaxmux.train`; `--cases 1x2048 2x2048 4x2048 …` sweeps the number of tasks. PEFT trains one tenant's
 task with the batch a tenant would use (scripts/benchmark_peft.py, in a process of its own). Both
-report the median of repeated, synchronised steps; a time is that of one microbatch, the round's
-update included.
+train without a pause, the host ahead of the device as in training, and report the median time from
+one step's end to the next's; a time is that of one microbatch, the round's update included.
 
 PEFT's steps are records of their own. The baseline of a jaxmux record is the fastest of those with
 its length; `ratio` is that of the tokens per second. A run may be split over several calls on one
@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -119,18 +120,21 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
     peak_before = peak_bytes(device)
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     shape = choose_shape_class([length], args.tokens, chunk_len=args.chunk_len)
-    engine = Engine(backbone, EngineOptions(shape, remat=remat, grouped_lora=args.grouped_lora))
+    memory = int(args.memory_gib * 2**30) if args.memory_gib else None
+    engine = Engine(
+        backbone,
+        EngineOptions(shape, remat=remat, memory=memory, grouped_lora=args.grouped_lora),
+    )
     microbatches, batch = round_size(tasks, length, args.tokens, args.microbatches)
     timed = max(FEWEST_ROUNDS, -(-args.rounds * args.microbatches // microbatches))
     rounds = WARM_UP_ROUNDS + timed
     prepared = random_tasks(tasks, config, length, batch, rounds, args.rank)
     engine.register_tasks(prepared)
-    seconds = []
+    ends = [time.perf_counter()]
     for _ in range(rounds):
-        start = time.perf_counter()
+        # Returns once the device has finished the round before.
         engine.train_round()
-        jax.block_until_ready(engine.state)
-        seconds.append((time.perf_counter() - start) / microbatches)
+        ends.append(time.perf_counter())
     engine.drain()
     engine.close()
     if engine.microbatches != rounds * microbatches:
@@ -142,6 +146,7 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
     peak = peak_bytes(device)
     del engine, backbone
     gc.collect()
+    seconds = [(end - start) / microbatches for start, end in pairwise(ends)]
     times = seconds[WARM_UP_ROUNDS:]
     median = statistics.median(times)
     return make_record(
@@ -151,7 +156,8 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
         tasks=tasks,
         ranks=[args.rank] * tasks,
         dropout=0.0,
-        implementation=f"jaxmux, linears {args.grouped_lora or 'picked'}, remat={remat}",
+        implementation=f"jaxmux, linears {args.grouped_lora or 'picked'}, remat={remat}"
+        + (f" in {args.memory_gib:g} GiB" if args.memory_gib else ""),
         ms_median=1e3 * median,
         ms_min=1e3 * min(times),
         ms_max=1e3 * max(times),
@@ -278,6 +284,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="folder of JAX's persistent compilation cache")
     parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
     parser.add_argument("--remat", nargs="+", default=["dots"])
+    parser.add_argument("--memory_gib", type=float, help="what --remat auto may use")
     parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")
     parser.add_argument("--chunk_len", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=2, help="of a round, at least")

@@ -6,6 +6,7 @@ read the same input go together, so that one pass over it can serve them all.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxmux.pallas_kernels.grouped_lora import (
     gated_mlp,
     grouped_lora_linear,
 )
+from jaxmux.pallas_kernels.implementations import choose
 
 from .modules import Weights
 from .remat import GATE, UP, keepable
@@ -108,34 +110,55 @@ def adapted_mlp(
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
     """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`.
 
-    Where all three linears are adapted and the fused MLP can serve them, it does.
+    One fused op where it can serve, else linear by linear; which and why is logged once.
     """
     modules = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    biased = any("bias" in weights for weights in block.values())
-    if sums is not None and not biased and all(module in adapters for module in modules):
-        projections = tuple(
-            Projection(block[module.split(".")[-1]]["kernel"], adapters[module])
-            for module in modules
-        )
-        refusal = gated_mlp.refusal(x, projections, dispatch.routing, dispatch.dropout)
-        if implementation in (None, "mosaic_gpu") and refusal is None:
-            with jax.named_scope("grouped_lora"):
-                out, new_sums = gated_mlp.grouped_lora_gated_mlp(
-                    x,
-                    projections,
-                    tuple(sums[module] for module in modules),
-                    dispatch.routing,
-                    layer,
-                    residual,
-                )
-            return out, {**sums, **dict(zip(modules, new_sums, strict=True))}
 
-    def linears(x, sums, *names: str, residual=None):
-        return adapted_linears(
-            x, block, adapters, sums, dispatch, layer, names, implementation, residual
-        )
+    def projections() -> tuple[Projection, ...]:
+        kernels = (block[module.split(".")[-1]]["kernel"] for module in modules)
+        return tuple(map(Projection, kernels, (adapters[module] for module in modules)))
 
-    (gate, up), sums = linears(x, sums, *modules[:2])
-    h = jax.nn.silu(keepable(gate, GATE)) * keepable(up, UP)
-    (out,), sums = linears(h, sums, modules[2], residual=residual)
-    return out, sums
+    def refusal() -> str | None:
+        if sums is None:
+            return "no gradients are wanted"
+        if any("bias" in weights for weights in block.values()):
+            return "a linear has a bias"
+        if any(module not in adapters for module in modules):
+            return "not all of its linears are adapted"
+        if implementation not in (None, "mosaic_gpu"):
+            return f"{implementation!r} is wanted"
+        return gated_mlp.refusal(x, projections(), dispatch.routing, dispatch.dropout)
+
+    def fused():
+        with jax.named_scope("grouped_lora"):
+            out, new_sums = gated_mlp.grouped_lora_gated_mlp(
+                x,
+                projections(),
+                tuple(sums[module] for module in modules),
+                dispatch.routing,
+                layer,
+                residual,
+            )
+        return out, {**sums, **dict(zip(modules, new_sums, strict=True))}
+
+    def linears():
+        apply = partial(
+            adapted_linears,
+            block=block,
+            adapters=adapters,
+            dispatch=dispatch,
+            layer=layer,
+            implementation=implementation,
+        )
+        (gate, up), new_sums = apply(x, sums=sums, modules=modules[:2])
+        h = jax.nn.silu(keepable(gate, GATE)) * keepable(up, UP)
+        (out,), new_sums = apply(h, sums=new_sums, modules=modules[2:], residual=residual)
+        return out, new_sums
+
+    return choose(
+        "adapted_mlp",
+        {"one fused op": (fused, refusal), "single linears": (linears, lambda: None)},
+        None,
+        (),
+        f"gated MLP, {x.dtype} {x.shape[0]}x{x.shape[1]}",
+    )()
