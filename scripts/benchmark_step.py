@@ -34,11 +34,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,12 +113,18 @@ def round_size(tasks: int, length: int, tokens: int, microbatches: int) -> tuple
     return needed, needed * tokens // (tasks * length)
 
 
-def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> Record:
-    """Median time per microbatch over about `args.rounds` times `args.microbatches` of them."""
-    if args.cache:
-        jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
-    device = jax.devices()[0]
-    peak_before = peak_bytes(device)
+class Started(NamedTuple):
+    """An engine with its tasks, before their first round of `microbatches` full microbatches."""
+
+    engine: Engine
+    microbatches: int
+    adapter_parameters: int
+
+
+def started(
+    config: BackboneConfig, args, tasks: int, length: int, remat: str, rounds: int
+) -> Started:
+    """An engine that can train so many rounds of random tasks on a random backbone."""
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     shape = choose_shape_class([length], args.tokens, chunk_len=args.chunk_len)
     memory = int(args.memory_gib * 2**30) if args.memory_gib else None
@@ -126,10 +133,22 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
         EngineOptions(shape, remat=remat, memory=memory, grouped_lora=args.grouped_lora),
     )
     microbatches, batch = round_size(tasks, length, args.tokens, args.microbatches)
-    timed = max(FEWEST_ROUNDS, -(-args.rounds * args.microbatches // microbatches))
-    rounds = WARM_UP_ROUNDS + timed
     prepared = random_tasks(tasks, config, length, batch, rounds, args.rank)
     engine.register_tasks(prepared)
+    parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.adapter))
+    return Started(engine, microbatches, parameters)
+
+
+def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> Record:
+    """Median time per microbatch over about `args.rounds` times `args.microbatches` of them."""
+    if args.cache:
+        jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
+    device = jax.devices()[0]
+    peak_before = peak_bytes(device)
+    microbatches, _ = round_size(tasks, length, args.tokens, args.microbatches)
+    timed = max(FEWEST_ROUNDS, -(-args.rounds * args.microbatches // microbatches))
+    rounds = WARM_UP_ROUNDS + timed
+    engine, _, parameters = started(config, args, tasks, length, remat, rounds)
     ends = [time.perf_counter()]
     for _ in range(rounds):
         # Returns once the device has finished the round before.
@@ -142,9 +161,8 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
             f"{tasks} tasks of length {length}: {engine.microbatches} microbatches in {rounds} "
             f"rounds; expected {microbatches} a round, all full"
         )
-    parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.adapter))
     peak = peak_bytes(device)
-    del engine, backbone
+    del engine
     gc.collect()
     seconds = [(end - start) / microbatches for start, end in pairwise(ends)]
     times = seconds[WARM_UP_ROUNDS:]
@@ -269,7 +287,7 @@ def one_line(record: Record) -> str:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
@@ -301,7 +319,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peft_modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--peft_python", default=sys.executable, help="interpreter with peft")
     parser.add_argument("--peft_device", default="cuda")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

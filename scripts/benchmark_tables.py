@@ -20,6 +20,7 @@ FILES = {
     "grouped_lora": "grouped_lora_h200.json",
     "step": "step_h200.json",
     "dram": "dram_h200.json",
+    "profile": "profile_h200.json",
 }
 # What the fused op may cost over the frozen linears, by how many share their input; dropout adds.
 SQUARE_BAR, WIDE_BAR, PAIR_BAR, TRIPLE_BAR, DROPOUT_BAR, TRITON_BAR = (
@@ -136,11 +137,29 @@ def dram_table(records: Sequence[Record]) -> str:
     return source(records) + markdown(head, rows)
 
 
+def profile_table(records: Sequence[Record]) -> str:
+    rows = [
+        [
+            r["implementation"],
+            f"{r['ms_median']:.1f}",
+            f"{r['launches']:.0f}",
+            ", ".join(f"`{name}` {us:,.0f}" for name, us in list(r["kernels"].items())[:3]),
+        ]
+        for r in records
+    ]
+    total, span = sum(r["ms_median"] for r in records), records[0]["span_ms"]
+    rows.append(["between kernels", f"{span - total:.1f}", "", ""])
+    rows.append(["**one microbatch**", f"**{span:.1f}**", "", ""])
+    head = ["what for", "ms", "launches", "longest kernels, µs a launch"]
+    return source(records) + markdown(head, rows)
+
+
 BLOCKS = {
     "grouped_lora": op_table,
     "grouped_lora: ranks": rank_table,
     "step": step_table,
     "dram": dram_table,
+    "profile": profile_table,
 }
 
 
@@ -187,7 +206,7 @@ def hardware_and_versions(records: Sequence[Record]) -> str:
 def source(records: Sequence[Record]) -> str:
     """The commands and what they ran on, as the head of a table."""
     commands = "\n".join(dict.fromkeys(r["command"] for r in records))
-    spreads = [(r["ms_max"] - r["ms_min"]) / r["ms_median"] for r in records if r["ms_median"]]
+    spreads = [(r["ms_max"] - r["ms_min"]) / r["ms_median"] for r in records if r["ms_max"]]
     spread = ""
     if spreads:
         spread = f" Slowest less fastest turn: {statistics.median(spreads):.1%} (median of rows)."

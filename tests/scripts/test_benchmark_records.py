@@ -177,13 +177,26 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
     op_records, step_records, dram_records
 ):
     blocks = "".join(f"<!-- {n} -->\nold\n<!-- /{n} -->\nkept\n" for n in benchmark_tables.BLOCKS)
+    profile = make_record(
+        name="profile",
+        implementation="attention",
+        ms_median=44.0,
+        device="GPU",
+        versions={},
+        span_ms=50.0,
+        launches=7.0,
+        kernels={"sdpa": 320.4},
+    )
     records = {"grouped_lora": op_records, "step": step_records, "dram": dram_records}
+    records["profile"] = [profile]
     page = benchmark_tables.with_tables(blocks, records)
     assert "old" not in page and page.count("kept") == len(benchmark_tables.BLOCKS)
     assert "| q/k/v: 4,096 × 4,096 + 1,024 + 1,024 | 4 | 0 | mosaic_gpu |" in page
     assert "| **jaxmux** | 4 | 2,048 | 12,000 | 683 of 8,192 tokens | 4.0 GiB |" in page
     assert "| Hugging Face PEFT, eager | 1 | 2,048 | 9,000 |" in page
     assert "| xla | 0.1 | 200 | 100 | 1.50 |" in page
+    assert "| attention | 44.0 | 7 | `sdpa` 320 |" in page
+    assert "| between kernels | 6.0 |" in page
     assert benchmark_tables.with_tables(page, records) == page
     with pytest.raises(ValueError, match="no block"):
         benchmark_tables.with_tables("", records)

@@ -1,0 +1,139 @@
+"""Where the milliseconds of a training step go: traces one round of `scripts/benchmark_step.py` and
+sums the GPU's time by kernel.
+
+  python scripts/profile_step.py --out benchmarks/profile_h200.json --trace profile.trace.json.gz
+
+The trace opens in https://ui.perfetto.dev.
+"""
+
+import argparse
+import gzip
+import json
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import benchmark_step
+import jax
+from benchmark_records import RecordFile, installed_versions, make_record
+
+# What a kernel is for, by the beginning of its name; the first that fits.
+PURPOSES = (
+    ("routed_matmul", "frozen products, LoRA inside"),
+    ("nvjet|cutlass|cublas", "head"),
+    ("sdpa|cudnn|void cudnn|short_attention|fmha", "attention"),
+    ("gated_", "activation of the MLP, its low-rank products"),
+    ("column_products", "gradients of the factors"),
+    ("row_products", "rank-r intermediates"),
+    ("rank_major_factors", "factors in the compute dtype"),
+    ("normalize|stream_gradient", "norms"),
+    ("input_concatenate", "rotary embedding"),
+    ("", "loss, optimizer and the rest"),
+)
+
+
+class Kernel(NamedTuple):
+    """Launches of a kernel in a trace, and their time in microseconds, in all."""
+
+    name: str
+    launches: int
+    microseconds: float
+
+
+def main() -> None:
+    args, others = parse_arguments()
+    tasks, length = (int(part) for part in args.case.split("x"))
+    step_args = benchmark_step.parse_arguments(["--out", "", *others])
+    with tempfile.TemporaryDirectory() as folder:
+        round_ = benchmark_step.started(
+            benchmark_step.llama_config(step_args), step_args, tasks, length, args.remat, rounds=4
+        )
+        for _ in range(3):
+            round_.engine.train_round()
+        jax.block_until_ready(round_.engine.state)
+        with jax.profiler.trace(folder):
+            round_.engine.train_round()
+            jax.block_until_ready(round_.engine.state)
+        (trace,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.open(trace).read())["traceEvents"]
+        if args.trace:
+            shutil.copy(trace, args.trace)
+    kernels, span = summarise(events)
+    records = RecordFile(args.out)
+    for purpose, members in by_purpose(kernels).items():
+        records.add(
+            make_record(
+                name="profile",
+                shape=f"{step_args.tokens} tokens, length {length}",
+                dtype="bfloat16",
+                tasks=tasks,
+                ranks=[step_args.rank] * tasks,
+                dropout=0.0,
+                implementation=purpose,
+                ms_median=sum(k.microseconds for k in members) / 1e3 / round_.microbatches,
+                device=jax.devices()[0].device_kind,
+                versions=installed_versions("jax", "jaxlib"),
+                span_ms=span / 1e3 / round_.microbatches,
+                launches=sum(k.launches for k in members) / round_.microbatches,
+                kernels={k.name: round(k.microseconds / k.launches, 1) for k in members},
+            )
+        )
+
+
+def summarise(events: Sequence[dict[str, Any]]) -> tuple[list[Kernel], float]:
+    """The kernels of a Chrome trace of JAX's profiler, the longest first, and the time in
+    microseconds from the first's start to the last's end.
+
+    Raises:
+      ValueError: no GPU stream is in the trace.
+    """
+    processes, threads = {}, {}
+    for event in events:
+        if event.get("name") == "process_name":
+            processes[event["pid"]] = event["args"]["name"]
+        elif event.get("name") == "thread_name":
+            threads[event["pid"], event["tid"]] = event["args"]["name"]
+
+    found: dict[str, list[float]] = defaultdict(list)
+    starts, ends = [], []
+    for event in events:
+        where = (
+            processes.get(event.get("pid"), ""),
+            threads.get((event.get("pid"), event.get("tid")), ""),
+        )
+        if event.get("ph") == "X" and "GPU" in where[0] and "Stream" in where[1]:
+            # XLA numbers its fusions, cuDNN's names begin with what they were generated from.
+            name = re.sub(r"^cudnn_generated\w*?_(?=sdpa)", "", event["name"])
+            found[re.sub(r"_\d+$", "", name)].append(event["dur"])
+            starts.append(event["ts"])
+            ends.append(event["ts"] + event["dur"])
+    if not found:
+        raise ValueError("no GPU stream is in the trace")
+    kernels = [Kernel(name, len(durations), sum(durations)) for name, durations in found.items()]
+    return sorted(kernels, key=lambda k: -k.microseconds), max(ends) - min(starts)
+
+
+def by_purpose(kernels: Sequence[Kernel]) -> dict[str, list[Kernel]]:
+    """The kernels by what they are for, what takes longest first."""
+    found: dict[str, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        found[next(what for start, what in PURPOSES if re.match(start, kernel.name))].append(kernel)
+    return dict(sorted(found.items(), key=lambda item: -sum(k.microseconds for k in item[1])))
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """This script's arguments, and those for benchmark_step.py."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="where to keep the trace")
+    parser.add_argument("--case", default="4x2048", help="tasks x length")
+    parser.add_argument("--remat", default="dots")
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The sums over a trace, on a small one of the profiler's form."""
+
+import pytest
+from profile_step import by_purpose, summarise
+
+EVENTS = [
+    {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+    {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "/host:CPU"}},
+    {"ph": "M", "pid": 1, "tid": 7, "name": "thread_name", "args": {"name": "Stream #7"}},
+    {"ph": "M", "pid": 1, "tid": 8, "name": "thread_name", "args": {"name": "XLA Ops"}},
+    {"ph": "M", "pid": 2, "tid": 7, "name": "thread_name", "args": {"name": "Stream #7"}},
+    {"ph": "X", "pid": 1, "tid": 7, "name": "routed_matmul_mosaic_gpu_kernel", "ts": 10, "dur": 5},
+    {"ph": "X", "pid": 1, "tid": 7, "name": "loop_add_fusion_3", "ts": 20, "dur": 1},
+    {"ph": "X", "pid": 1, "tid": 7, "name": "loop_add_fusion_4", "ts": 22, "dur": 2},
+    {"ph": "X", "pid": 1, "tid": 7, "name": "cudnn_generated_x_sdpa_fprop", "ts": 30, "dur": 4},
+    {"ph": "X", "pid": 1, "tid": 8, "name": "not a kernel", "ts": 0, "dur": 100},
+    {"ph": "X", "pid": 2, "tid": 7, "name": "not on the GPU", "ts": 0, "dur": 100},
+]
+
+
+def test_launches_of_a_kernel_are_added_up_and_others_left_out():
+    kernels, span = summarise(EVENTS)
+    assert kernels == [
+        ("routed_matmul_mosaic_gpu_kernel", 1, 5),
+        ("sdpa_fprop", 1, 4),
+        ("loop_add_fusion", 2, 3),
+    ]
+    assert span == 34 - 10
+
+
+def test_every_kernel_has_a_purpose():
+    found = by_purpose(summarise(EVENTS)[0])
+    assert list(found) == [
+        "frozen products, LoRA inside",
+        "attention",
+        "loss, optimizer and the rest",
+    ]
+    assert sum(map(len, found.values())) == 3
+
+
+def test_a_trace_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="no GPU stream"):
+        summarise(EVENTS[:5])
