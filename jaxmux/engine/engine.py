@@ -290,26 +290,17 @@ class Engine:
 
     def _dispatch_update(self, current: Round) -> None:
         due = np.zeros(self._capacity, bool)
-        lr, hyper = {}, {}
-        for kind, members in self._kinds().items():
-            rows = []
-            for slot in members:
-                prepared, progress = self._slots[slot].prepared, self._slots[slot].progress
-                optimizer = prepared.task.optimizer
-                factor = optimizer.schedule.factor(progress.updates, prepared.steps)
-                lr[slot] = optimizer.learning_rate * factor
-                due[slot] = slot in current.steps and progress.status == "running"
-                rows.append(
-                    optimizer.hyperparameters()
-                    | {
-                        "learning_rate": lr[slot],
-                        "loraplus_ratio": prepared.task.adapter.loraplus_ratio,
-                    }
-                )
-            hyper[kind] = {
-                name: np.asarray([r[name] for r in rows], np.float32) for name in rows[0]
+        due[[i for i in current.steps if self._slots[i].progress.status == "running"]] = True
+        rows = [slot.prepared.hyperparameters(slot.progress.updates) for slot in self._slots]
+        hyper = {
+            kind: {
+                name: np.asarray([rows[slot][name] for slot in members], np.float32)
+                for name in rows[members[0]]
             }
+            for kind, members in self._kinds().items()
+        }
         self.state, stats = update(self.state, due, hyper, self._kinds())
+        lr = {slot: row["learning_rate"] for slot, row in enumerate(rows)}
         self._pending = _Pending(self.rounds, current, lr, stats)
         self._current = None
         self.rounds += 1

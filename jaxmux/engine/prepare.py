@@ -67,6 +67,15 @@ class PreparedTask:
             checksum = zlib.crc32(sample.target_mask.tobytes(), checksum)
         return checksum
 
+    def hyperparameters(self, updates: int) -> dict[str, float]:
+        """Of the update after so many, by name."""
+        optimizer = self.task.optimizer
+        factor = optimizer.schedule.factor(updates, self.steps)
+        return optimizer.hyperparameters() | {
+            "learning_rate": optimizer.learning_rate * factor,
+            "loraplus_ratio": self.task.adapter.loraplus_ratio,
+        }
+
     def dropout_key(self, step: int) -> np.uint32:
         """The key of the dropout hash at a step; it depends on the task's name, seed and step
         alone."""
