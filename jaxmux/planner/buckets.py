@@ -13,6 +13,8 @@ Buckets = tuple[tuple[int, ...], ...]
 
 # Up to so many hTasks every subset is looked at.
 _EXACT_HTASKS = 16
+# How far above the least possible the largest bucket of a grouping may be.
+_LARGEST_ABOVE_LEAST = 0.01
 # Two buckets exchange at most so many hTasks at once: 2^N divisions.
 _EXCHANGED_HTASKS = 12
 # Loads that differ by less than this part of the mean are as good as equal.
@@ -35,16 +37,40 @@ class Grouping(NamedTuple):
 
 
 def choose_buckets(loads: Sequence[float], simulate: Callable[[Buckets], float]) -> Grouping:
-    """The balanced grouping whose number of buckets P gives the least simulated latency.
+    """The balanced grouping, of any number of buckets P, of the least simulated latency.
 
     Args:
       loads: L⁽¹⁾(H_i), latency in seconds of each hTask on the first stage.
       simulate: end-to-end latency in seconds of a grouping.
     """
-    groupings = balanced_buckets(loads)
+    groupings = candidate_buckets(loads)
     latencies = [simulate(buckets) for buckets in groupings]
     best = int(np.argmin(latencies))
     return Grouping(groupings[best], float(latencies[best]), balance_gap(loads, groupings[best]))
+
+
+def candidate_buckets(loads: Sequence[float]) -> list[Buckets]:
+    """For each P, groupings with a small largest bucket and a small variance of the buckets.
+
+    A clock of the pipeline is as long as its largest bucket, but the least variance (Eq. 7) is not
+    always the least maximum. Up to 16 hTasks there are for each P the grouping of the least
+    variance, if its largest bucket is at most 1% above the least possible; and the one of the least
+    variance among those whose largest bucket is the least possible (to 0.1%). Beyond, there is the
+    grouping of `balanced_buckets` alone.
+
+    Raises:
+      PlanningError: no hTasks, or one whose latency is not positive and finite.
+    """
+    candidates = []
+    sizes = np.asarray(loads, float)
+    for balanced in balanced_buckets(loads):
+        smallest = balanced
+        if len(sizes) <= _EXACT_HTASKS and balance_gap(loads, balanced) > _NEGLIGIBLE:
+            smallest = _smallest_largest(balanced, sizes)
+        limit = (1 + _LARGEST_ABOVE_LEAST) * _largest(smallest, sizes)
+        candidates += [smallest] if smallest != balanced else []
+        candidates += [balanced] if _largest(balanced, sizes) <= limit else []
+    return candidates
 
 
 def balanced_buckets(loads: Sequence[float]) -> list[Buckets]:
@@ -70,8 +96,12 @@ def balanced_buckets(loads: Sequence[float]) -> list[Buckets]:
 
 def balance_gap(loads: Sequence[float], buckets: Buckets) -> float:
     """The largest bucket over max(mean load, largest hTask), less 1."""
-    held = [sum(loads[i] for i in bucket) for bucket in buckets]
-    return max(held) / max(sum(held) / len(held), max(loads)) - 1
+    sizes = np.asarray(loads, float)
+    return _largest(buckets, sizes) / max(sizes.sum() / len(buckets), sizes.max()) - 1
+
+
+def _largest(buckets: Sequence[Sequence[int]], sizes: np.ndarray) -> float:
+    return max(sizes[list(bucket)].sum() for bucket in buckets)
 
 
 def _in_order(buckets: Sequence[Sequence[int]], sizes: np.ndarray) -> Buckets:
@@ -95,8 +125,11 @@ class _Layer(NamedTuple):
     bucket: np.ndarray
 
 
-def _least_variance(buckets: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
-    """The grouping into as many buckets of least variance, by a dynamic program over sets.
+def _least_variance(
+    buckets: Sequence[Sequence[int]], sizes: np.ndarray, limit: float = np.inf
+) -> list[list[int]]:
+    """The grouping into as many buckets, none above the limit, of least variance, by a dynamic
+    program over sets. The grouping given must keep the limit itself.
 
     Each next bucket holds the longest hTask left, so that every grouping comes up once. A given
     grouping's variance leaves few subsets for a bucket, and few sets to go on from: a bucket d from
@@ -105,9 +138,10 @@ def _least_variance(buckets: list[list[int]], sizes: np.ndarray) -> list[list[in
     descending = np.argsort(-sizes, kind="stable")
     sums = _subset_sums(sizes[descending])
     count, mean = len(buckets), sums[-1] / len(buckets)
-    most = sum((sizes[bucket].sum() - mean) ** 2 for bucket in buckets) + 1e-12 * mean**2
+    most = sum((sizes[list(bucket)].sum() - mean) ** 2 for bucket in buckets) + 1e-12 * mean**2
     distance = (sums - mean) ** 2
-    near = 1 + np.flatnonzero(distance[1:] * count <= most * (count - 1) + 1e-12 * mean**2)
+    near = distance * count <= most * (count - 1) + 1e-12 * mean**2
+    near = 1 + np.flatnonzero(near[1:] & (sums[1:] <= limit))
     empty = np.zeros(1, np.int64)
     layers = [_Layer(empty, np.zeros(1), empty, empty)]
     for left in reversed(range(count)):
@@ -140,6 +174,63 @@ def _add_bucket(layer: _Layer, near: np.ndarray, distance: np.ndarray, htasks: i
     members = grown.members[order]
     best = order[np.concatenate([[True], members[1:] != members[:-1]])]
     return _Layer(*(field[best] for field in grown))
+
+
+def _smallest_largest(buckets: Buckets, sizes: np.ndarray) -> Buckets:
+    """The grouping into as many buckets of least variance among those with the least largest
+    bucket, found to 0.1% by bisection."""
+    count, best = len(buckets), buckets
+    low, high = max(sizes.sum() / count, sizes.max()), _largest(buckets, sizes)
+    while high > low * (1 + _NEGLIGIBLE):
+        limit = (low + high) / 2
+        packed = _fewest_bins(sizes, limit)
+        if len(packed) > count:
+            low = limit
+        else:
+            best, high = packed, _largest(packed, sizes)
+    return _in_order(_least_variance(_spread(best, count), sizes, high * (1 + 1e-12)), sizes)
+
+
+def _fewest_bins(sizes: np.ndarray, limit: float) -> list[list[int]]:
+    """The hTasks in the fewest bins of at most `limit`, by a dynamic program over sets.
+
+    Of each set it keeps the packing of fewest bins, and of those the one whose last bin is least
+    full, as one number: (bins − 1) · limit + load of the last bin.
+    """
+    members = np.arange(2 ** len(sizes))
+    used = np.full(len(members), np.inf)
+    used[0] = 0.0
+    last = np.zeros(len(members), np.int64)
+    held = np.bitwise_count(members)
+    slack = 1e-12 * limit
+    for number in range(1, len(sizes) + 1):
+        layer = members[held == number]
+        for htask, size in enumerate(sizes):
+            sets = layer[layer >> htask & 1 == 1]
+            before = used[sets ^ (1 << htask)]
+            full = np.ceil((before - slack) / limit) * limit
+            after = np.where(before + size <= full + slack, before, full) + size
+            better = after < used[sets]
+            used[sets[better]], last[sets[better]] = after[better], htask
+    bins: list[list[int]] = []
+    rest, opened = len(members) - 1, np.inf
+    while rest:
+        htask = int(last[rest])
+        number = int(np.ceil((used[rest] - slack) / limit))
+        if number != opened:
+            bins.append([])
+            opened = number
+        bins[-1].append(htask)
+        rest ^= 1 << htask
+    return bins
+
+
+def _spread(bins: list[list[int]], count: int) -> list[list[int]]:
+    """As many bins as asked for: hTasks of bins that hold several move to new ones."""
+    bins = [list(members) for members in bins]
+    while len(bins) < count:
+        bins.append([max(bins, key=len).pop()])
+    return bins
 
 
 def _subset_sums(sizes: np.ndarray) -> np.ndarray:

@@ -1,0 +1,221 @@
+"""The planner's figures, simulated or counted on the host: bubbles of the pipeline, exposed
+communication, MuxTune's ablation, gaps to optima and solve times.
+
+  python scripts/benchmark_planner.py --lengths ../shared/data/lengths.json
+
+Four tasks train in a pipeline of four stages, without a flush, on real lengths: one each of the
+sets nearest to XSum, CNN/DailyMail and WikiSum, and one of their mix. A bubble ratio is
+1 − busy / (stages × makespan), warm-up and drain included. jaxmux runs in lockstep, as its executor
+does; the others with free-running stages, as theirs do, and in lockstep for comparison. Their
+figures as reported are of other lengths, models and machines.
+
+A record has the fields `name, value, unit, bound, baselines, command`; smaller is better, and
+`bound` is the limit of the issue that asked for it, None where it sets none.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from benchmark_records import Record, RecordFile
+from planner_ablation import ablate, setting
+from planner_bubbles import (
+    BASELINES,
+    EQUAL_STAGES,
+    HEAD_ON_LAST_STAGE,
+    HEAD_SPLIT,
+    WORDS,
+    draw_rounds,
+    jaxmux_plan,
+    jaxmux_result,
+    nearest_sets,
+    shape_of,
+)
+from planner_parts import (
+    bound_on_bucket_gap,
+    bucket_gaps,
+    decoder_subgraphs,
+    fusion_gap,
+    fusion_seconds,
+    interleaving_gap,
+    largest_bucket_gap,
+    packing,
+    timed,
+)
+
+from jaxmux.planner.intra_stage import interleave, priority_order, run_order
+
+PARTS = ("lost without task fusion", "lost without orchestration", "lost without alignment")
+# LoRAFusion 6.5, Fig. 20.
+REPORTED = {
+    "LoRAFusion, reported": 0.1109,
+    "mLoRA, reported by LoRAFusion": 0.3411,
+    "1F1B per task, reported by LoRAFusion": 0.4879,
+}
+CASES = (
+    ("equal stages", EQUAL_STAGES, 0.05),
+    ("last stage 1.2x as long", HEAD_ON_LAST_STAGE, 0.15),
+    ("head split over the stages", HEAD_SPLIT, 0.05),
+)
+# MuxTune 5.3, Fig. 16.
+REPORTED_LOSSES = {
+    load: dict(zip([f"{part} (MuxTune)" for part in PARTS], lost, strict=True))
+    for load, lost in (("light", (0.361, 0.303, 0.225)), ("heavy", (0.0625, 0.251, 0.343)))
+}
+# By hTask, tokens of the sequences of its microbatch.
+OVERLAPS = {
+    "2 like hTasks": [[512] * 8] * 2,
+    "4 like hTasks": [[512] * 4] * 4,
+    "3 unlike hTasks": [[256] * 4, [512] * 8, [2048] * 4],
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    lengths = json.loads(args.lengths.read_text())["lengths"]
+    sets = tuple(args.sets or nearest_sets(lengths))
+    records = []
+    for record in chain(
+        bubble_records(lengths, sets, args),
+        ablation_records(),
+        overlap_records(),
+        part_records(lengths, sets, args),
+    ):
+        records.append(record)
+        print(one_line(record), flush=True)
+    if args.out:
+        RecordFile(args.out).add(*records)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--lengths", type=Path, required=True, help="tokens of samples by data set")
+    parser.add_argument("--out", type=Path, help="file of the records; none by default")
+    parser.add_argument("--sets", nargs=3, help="instead of the nearest sets")
+    parser.add_argument("--samples", type=int, default=64, help="of a task's global batch")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=200, help="the least number")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def make_record(
+    name: str,
+    value: float,
+    unit: str,
+    bound: float | None = None,
+    baselines: Mapping[str, Any] = MappingProxyType({}),
+) -> Record:
+    command = shlex.join(["python", *sys.argv])
+    return {
+        "name": name,
+        "value": float(value),
+        "unit": unit,
+        "bound": bound,
+        "baselines": dict(baselines),
+        "command": command,
+    }
+
+
+def one_line(record: Record) -> str:
+    bound = "" if record["bound"] is None else f"(at most {record['bound']:g})"
+    value = f"{record['name']:<60} {record['value']:>10.4g} {record['unit']} {bound}".rstrip()
+    return "\n    ".join([value, *(f"{k}: {_short(v)}" for k, v in record["baselines"].items())])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def bubble_records(
+    lengths: Mapping[str, Sequence[int]], sets: Sequence[str], args: argparse.Namespace
+) -> Iterator[Record]:
+    rounds = draw_rounds(lengths, sets, args.samples, args.microbatches * args.tokens, args.seed)
+    shape = shape_of(rounds, args.tokens)
+    millions = 1e-6 * sum(sum(map(sum, batches.values())) for batches in rounds)
+    stand_ins = ", ".join(f"{name} for {own}" for name, own in zip(sets, WORDS, strict=True))
+    print(f"4 tasks: {stand_ins}, and their mix; {len(rounds)} rounds of {args.samples} samples")
+    for name, scale, bound in CASES:
+        plan, seconds = timed(partial(jaxmux_plan, rounds, shape, scale))
+        ours = jaxmux_result(plan)
+        others = {method: run(rounds, shape, scale) for method, run in BASELINES.items()}
+        baselines = {
+            "floor of the imbalance": 1 - sum(scale) / (len(scale) * max(scale)),
+            **{method: result.free for method, result in others.items()},
+            **{f"{method}, in lockstep": result.lockstep for method, result in others.items()},
+            **REPORTED,
+            "jaxmux, without warm-up and drain": ours.steady,
+            "jaxmux, free-running": ours.free,
+            "jaxmux, microbatches": ours.microbatches,
+            "jaxmux, groups": str(plan.groups),
+            "jaxmux, ticks": "F and B" if plan.paired else "F or B",
+            "jaxmux, residual buffers by stage": str(plan.simulation.peak_buffers.tolist()),
+        }
+        yield make_record(f"bubble ratio, {name}", ours.lockstep, "", bound, baselines)
+        baselines = {method: result.seconds / millions for method, result in others.items()}
+        baselines["jaxmux, planning"] = seconds / millions
+        unit = "s per million tokens"
+        yield make_record(f"pipeline, {name}", ours.seconds / millions, unit, None, baselines)
+
+
+def ablation_records() -> Iterator[Record]:
+    """What is lost of the throughput without a part is 1 − (time of all on / time without)."""
+    for load, sequences in (("light", 4), ("heavy", 16)):
+        for stages, tp in ((4, 1), (2, 2)):
+            at = setting(tasks=8, sequences=sequences, stages=stages, tp=tp)
+            seconds = ablate(at)
+            everything = seconds.pop("all on")
+            baselines = {f"lost {part}": 1 - everything / value for part, value in seconds.items()}
+            if tp == 1:
+                baselines |= REPORTED_LOSSES[load]
+            name = f"MuxTune's parts all on, {load} load, pp={stages}, tp={tp}"
+            value = 1e6 * everything / at.tokens
+            yield make_record(name, value, "s per million tokens", None, baselines)
+
+
+def overlap_records() -> Iterator[Record]:
+    """Share of a bucket's all-reduces that its computation does not hide, over four layers."""
+    for name, htasks in OVERLAPS.items():
+        subgraphs = decoder_subgraphs(htasks, layers=4, tp=4)
+        total = sum(subgraph.communication for subgraph in subgraphs)
+        found, seconds = timed(partial(interleave, subgraphs))
+        baselines = {
+            "one hTask after another": found.sequential.exposed / total,
+            "Alg. 1 alone": run_order(subgraphs, priority_order(subgraphs)).exposed / total,
+            "time over one after another": found.overlap.seconds / found.sequential.seconds,
+            "solve seconds": seconds,
+        }
+        value = found.overlap.exposed / total
+        yield make_record(f"exposed all-reduces, {name}, tp=4", value, "", None, baselines)
+    mean, largest = interleaving_gap(instances=60)
+    yield make_record("interleaving over best of all orders", mean, "", None, {"most": largest})
+
+
+def part_records(
+    lengths: Mapping[str, Sequence[int]], sets: Sequence[str], args: argparse.Namespace
+) -> Iterator[Record]:
+    yield make_record("fusion over brute force, 9 tasks", fusion_gap(9, 20), "", 1e-9)
+    yield make_record("fusion of 64 tasks", fusion_seconds(64), "s", 1.0)
+    variance, largest = bucket_gaps(htasks=8, instances=4)
+    yield make_record("buckets' squares over brute force, 8 hTasks", variance, "", 1e-9)
+    yield make_record("largest bucket over brute force, 8 hTasks", largest, "", 0.01)
+    gap = largest_bucket_gap(16)
+    yield make_record("largest bucket over the optimum, 16 hTasks", gap, "", 0.01)
+    gap = bound_on_bucket_gap(48)
+    yield make_record("largest bucket over max(mean, hTask), 48 hTasks", gap, "")
+    rounds = draw_rounds(lengths, sets, args.samples, 30 * args.tokens, args.seed)
+    packed = packing(rounds, args.tokens)
+    counts = {"microbatches": packed.microbatches, "greedy": packed.greedy}
+    yield make_record("microbatches over the lower bound", packed.gap, "", 0.03, counts)
+    yield make_record("packing", packed.milliseconds, "ms per sample", 1.0)
+
+
+if __name__ == "__main__":
+    main()

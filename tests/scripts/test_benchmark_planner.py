@@ -1,0 +1,126 @@
+"""The planner's benchmark: costs as measured, records complete and within their bounds."""
+
+import json
+
+import benchmark_planner
+import numpy as np
+import pytest
+from benchmark_records import read_records
+from planner_ablation import Parts, ablate, plan_step, setting
+from planner_bubbles import (
+    EQUAL_STAGES,
+    HEAD_ON_LAST_STAGE,
+    HEAD_SPLIT,
+    draw_rounds,
+    jaxmux_plan,
+    jaxmux_result,
+    lorafusion,
+    mlora,
+    nearest_sets,
+    one_task_at_a_time,
+    shape_of,
+)
+from planner_costs import LAYERS, all_reduce_seconds, attention_seconds, stage_seconds
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    rng = np.random.default_rng(0)
+    means = {"tiny": 40, "news": 500, "longer": 900, "wiki": 1600, "books": 6000}
+    return {
+        name: np.clip(rng.lognormal(np.log(mean), 0.4, 300), 16, 4096).astype(int).tolist()
+        for name, mean in means.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def records(lengths, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planner")
+    (folder / "lengths.json").write_text(json.dumps({"lengths": lengths}))
+    arguments = [
+        *("--lengths", str(folder / "lengths.json"), "--out", str(folder / "planner.json")),
+        *("--samples", "32", "--tokens", "4096", "--microbatches", "60"),
+    ]
+    benchmark_planner.main(arguments)
+    return read_records(folder / "planner.json")
+
+
+def test_records_have_all_fields_and_one_name_each(records):
+    fields = ["name", "value", "unit", "bound", "baselines", "command"]
+    assert all(list(record) == fields for record in records)
+    assert len({record["name"] for record in records}) == len(records)
+    assert all(np.isfinite(record["value"]) for record in records)
+
+
+def test_bubbles_are_recorded_beside_all_baselines_and_the_floor(records):
+    found = [record for record in records if record["name"].startswith("bubble ratio")]
+    assert [record["bound"] for record in found] == [0.05, 0.15, 0.05]
+    floors = [record["baselines"]["floor of the imbalance"] for record in found]
+    assert floors == pytest.approx([0, 0.125, 0])
+    for record in found:
+        others = record["baselines"]
+        assert record["value"] < others["mLoRA's LoRAPP"] < others["1F1B per task"]
+        assert others["1F1B per task, reported by LoRAFusion"] == 0.4879
+
+
+def test_gaps_to_optima_are_within_their_bounds(records):
+    timed = {"fusion of 64 tasks", "packing"}
+    gaps = [r for r in records if r["bound"] and not r["name"].startswith("bubble")]
+    assert len(gaps) >= 6
+    assert all(r["value"] <= r["bound"] for r in gaps if r["name"] not in timed)
+
+
+def test_interleaving_exposes_less_than_one_htask_after_another(records):
+    found = [r for r in records if r["name"].startswith("exposed all-reduces")]
+    assert len(found) == 3
+    assert all(r["value"] < r["baselines"]["Alg. 1 alone"] + 1e-9 for r in found)
+    assert all(r["value"] < 0.2 * r["baselines"]["one hTask after another"] for r in found)
+
+
+def test_nearest_sets_are_distinct_and_in_the_order_of_their_originals(lengths):
+    assert nearest_sets(lengths) == ("news", "longer", "wiki")
+
+
+def test_rounds_hold_a_task_for_each_set_and_one_for_their_mix(lengths):
+    rounds = draw_rounds(lengths, ("tiny", "news", "wiki"), samples=8, tokens=50_000, seed=0)
+    assert sum(sum(map(sum, batches.values())) for batches in rounds) >= 50_000
+    for batches in rounds:
+        assert {slot: len(sizes) for slot, sizes in batches.items()} == dict.fromkeys(range(4), 8)
+        assert set(batches[0]) <= set(lengths["tiny"])
+        assert set(batches[3]) <= {s for name in ("tiny", "news", "wiki") for s in lengths[name]}
+
+
+def test_a_stream_of_100_microbatches_is_within_the_limits(lengths):
+    rounds = draw_rounds(lengths, nearest_sets(lengths), samples=64, tokens=100 * 4096, seed=1)
+    shape = shape_of(rounds, 4096)
+    for scale, limit in ((EQUAL_STAGES, 0.05), (HEAD_ON_LAST_STAGE, 0.15), (HEAD_SPLIT, 0.05)):
+        ours = jaxmux_result(jaxmux_plan(rounds, shape, scale))
+        assert ours.microbatches >= 100
+        assert ours.lockstep <= limit
+        others = [run(rounds, shape, scale) for run in (lorafusion, mlora, one_task_at_a_time)]
+        assert ours.lockstep < min(other.lockstep for other in others)
+
+
+def test_costs_are_the_measured_ones():
+    forward, backward = stage_seconds([2048] * 4, 8192, EQUAL_STAGES)
+    # What the GEMMs, attention and the head allow; here LoRA is in the place of the head, which
+    # takes about as long.
+    assert 8192 / (forward + backward).sum() == pytest.approx(21_700, rel=0.03)
+    assert attention_seconds([512] * 16) * 1e3 == pytest.approx([0.15, 0.62], rel=0.1)
+    assert all_reduce_seconds(8192, tp=4) == pytest.approx(0.27e-3)
+    head = stage_seconds([512], 4096, HEAD_ON_LAST_STAGE)[0]
+    assert head[-1] == pytest.approx(1.2 * head[0]) and LAYERS % len(head) == 0
+
+
+@pytest.mark.parametrize(("stages", "tp"), [(4, 1), (2, 2)])
+def test_every_part_of_muxtune_helps_or_is_not_needed(stages, tp):
+    seconds = ablate(setting(tasks=4, sequences=4, stages=stages, tp=tp))
+    everything = seconds.pop("all on")
+    assert all(value >= everything * (1 - 1e-12) for value in seconds.values())
+    assert seconds["without any"] > 1.2 * everything
+
+
+def test_without_fusion_every_task_is_an_htask():
+    plan = plan_step(setting(tasks=4, sequences=4, stages=4, tp=1), Parts(fusion=False))
+    assert plan.htasks == ((0,), (1,), (2,), (3,))
+    assert sorted(i for bucket in plan.buckets for i in bucket) == [0, 1, 2, 3]
