@@ -2,8 +2,9 @@
 tasks, at the speed of memory, for Hopper: `X^T dS` and `S^T dY`.
 
 Every thread block owns a stripe of columns and walks over all rows in stream order, with the sums
-of the task whose chunks pass in registers: no atomics, and one left fold for every task. As in
-`row_products_sm90`, what meets the activation is rank-major.
+of the task whose chunks pass in registers: no atomics, and one left fold for every task. One
+warpgroup loads tiles through TMA and one multiplies them; with dropout, others in between drop the
+tiles where they lie. As in `row_products_sm90`, what meets the activation is rank-major.
 """
 
 from functools import partial
@@ -19,21 +20,30 @@ from jaxtyping import Array, Float, Int
 from .dropout_sm90 import (
     MaskOperands,
     Masks,
-    drop_tile,
-    dropped_size,
-    load_counters,
+    Tokens,
+    dropped_tiles,
+    load_raw_counters,
     mask_operands,
-    with_dropped_tile,
 )
 from .tiles_sm90 import (
     COMPILER_PARAMS,
+    SHARED_MEMORY,
+    await_all,
     check_chunks,
     check_ranks,
+    claim,
     flat,
     owner,
     stages_that_fit,
     swizzled,
 )
+from .tilings import multiprocessors
+
+# Warpgroups of a thread block. Those from the third on drop so many rows of a tile at once.
+LOADER, MULTIPLIER, FIRST_DROPPER = range(3)
+DROPPED_ROWS = 64
+# The sums and one step's products of so many columns fit into the registers of a warpgroup.
+DEEPEST = 192
 
 
 class ColumnJob(NamedTuple):
@@ -67,7 +77,7 @@ class ColumnTiling(NamedTuple):
 
     stripe: int = 64
     tile_rows: int = 128
-    stages: int = 5
+    stages: int = 6
 
 
 def column_products(
@@ -85,7 +95,7 @@ def column_products(
 
     Args:
       jobs: what to multiply, all with N rows and in one launch; each `z` is read once for all its
-        intermediates.
+        intermediates, but with dropout or ranks that exceed the registers, once for each.
       chunk_slot: int32 [C], owner slot of each chunk of N / C rows; see `row_products`.
       interpret: see `plgpu.kernel`.
 
@@ -97,21 +107,33 @@ def column_products(
     """
     for job in jobs:
         _check_columns(job, chunk_slot, tiling)
-    rank_major = [job.rank_major for job in jobs]
-
-    def body(slot_gmem, jobs):
-        stripe = lax.axis_index("stripe")
-        _multiply_stripe(tiling, slot_gmem, jobs, rank_major, stripe)
-
     operands = _column_operands(jobs)
+    # Flags are no operands of a kernel.
+    parts, rank_major = zip(
+        *(
+            (part, job.rank_major)
+            for each, job in zip(operands, jobs, strict=True)
+            for part in _parts(each)
+        ),
+        strict=True,
+    )
+    stripes = sum(part.z.shape[1] for part in parts) // tiling.stripe
+    crowd = _crowd(parts, tiling, stripes)
+
+    def body(slot_gmem, parts):
+        stripe = lax.axis_index("stripe")
+        _multiply_stripe(tiling, crowd, slot_gmem, parts, rank_major, stripe)
+
     plgpu.kernel(
         body,
-        grid=(_stripes(jobs, tiling),),
+        grid=(stripes,),
         grid_names=("stripe",),
+        num_threads=FIRST_DROPPER + crowd.droppers,
+        thread_name="wg",
         kernel_name="column_products",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(chunk_slot, operands)
+    )(chunk_slot, parts)
     return _new_accumulators(jobs, operands)
 
 
@@ -134,6 +156,18 @@ def _column_operands(jobs) -> list[_ColumnOperands]:
     ]
 
 
+def _parts(job: _ColumnOperands) -> list[_ColumnOperands]:
+    """A job as several where its intermediates cannot share a tile of `z`: dropped, it is another
+    for each; and the sums of all must fit into registers."""
+    if job.masks is None and sum(low.shape[0] for low in job.lows) <= DEEPEST:
+        return [job]
+    counters = [None] * len(job.lows) if job.masks is None else job.masks.counters
+    return [
+        _ColumnOperands(job.z, (low,), (sums,), job.masks and job.masks._replace(counters=(c,)))
+        for low, sums, c in zip(job.lows, job.accumulators, counters, strict=True)
+    ]
+
+
 def _new_accumulators(jobs, operands: list[_ColumnOperands]) -> tuple:
     return tuple(
         tuple(
@@ -144,17 +178,48 @@ def _new_accumulators(jobs, operands: list[_ColumnOperands]) -> tuple:
     )
 
 
-def _stripes(jobs, tiling: ColumnTiling) -> int:
-    return sum(job.z.shape[1] for job in jobs) // tiling.stripe
+class _Crowd(NamedTuple):
+    """How many warpgroups of a thread block drop, and how many blocks share a multiprocessor."""
+
+    droppers: int
+    blocks: int
+
+    def reserved(self, elements: int, dtype) -> int:
+        """Elements of shared memory for the other blocks, if three loads of so many remain."""
+        available = SHARED_MEMORY // jnp.dtype(dtype).itemsize
+        blocks = max(1, min(self.blocks, available // (3 * elements)))
+        return available - available // blocks
+
+
+def _crowd(jobs: list[_ColumnOperands], tiling: ColumnTiling, stripes: int) -> _Crowd:
+    blocks = -(-stripes // multiprocessors())
+    if all(job.masks is None for job in jobs):
+        return _Crowd(0, min(blocks, 3))
+    # Droppers, blocks and high ranks share the registers.
+    deepest = max(low.shape[0] for job in jobs for low in job.lows)
+    blocks = min(blocks, 2 if deepest <= 32 else 1)
+    is_alone = blocks == 1 and deepest <= 64
+    return _Crowd(2 if is_alone and tiling.tile_rows % (2 * DROPPED_ROWS) == 0 else 1, blocks)
+
+
+class _Buffers(NamedTuple):
+    """Tiles of one stage each: `z`, dropped in its place, and the intermediates."""
+
+    z: Any
+    lows: Any
+    loaded: Any
+    dropped: Any
+    consumed: Any
 
 
 class _Stripe(NamedTuple):
-    """What one thread block of the column products works on; `column` is its first."""
+    """What one of the thread blocks works on; `column` is its first."""
 
     job: _ColumnOperands
     slot_gmem: Any
     column: Any
     tiling: ColumnTiling
+    crowd: _Crowd
     rank_major: bool
 
     @property
@@ -162,137 +227,193 @@ class _Stripe(NamedTuple):
         return [low.shape[0] for low in self.job.lows]
 
     @property
-    def layout(self):
-        """The layout of sums in registers; each stores along the rows of its accumulator."""
-        return plgpu.Layout.WGMMA_TRANSPOSED if self.rank_major else plgpu.Layout.WGMMA
+    def tiles(self) -> int:
+        return self.job.z.shape[0] // self.tiling.tile_rows
 
-    def owner(self, step):
-        return owner(self.slot_gmem, step, self.job.z.shape[0] // self.tiling.tile_rows)
+    def rows(self, tile):
+        return pl.ds(tile * self.tiling.tile_rows, self.tiling.tile_rows)
 
-
-class _Buffers(NamedTuple):
-    z: Any
-    lows: Any
-    loaded: Any
-    dropped: Any
+    def owner(self, tile):
+        return owner(self.slot_gmem, tile, self.tiles)
 
 
-def _multiply_stripe(tiling: ColumnTiling, slot_gmem, jobs, rank_major, stripe):
-    """The products of the stripe of columns with number `stripe`, counted through all jobs."""
+def _multiply_stripe(tiling: ColumnTiling, crowd: _Crowd, slot_gmem, jobs, rank_major, index):
+    """The products of the stripe of columns with a number that counts through all jobs."""
     first = 0
     for job, is_rank_major in zip(jobs, rank_major, strict=True):
         count = job.z.shape[1] // tiling.stripe
 
-        @pl.when((stripe >= first) & (stripe < first + count))
+        @pl.when((index >= first) & (index < first + count))
         def _(job=job, is_rank_major=is_rank_major, first=first):
-            column = (stripe - first) * tiling.stripe
-            _multiply_columns(_Stripe(job, slot_gmem, column, tiling, is_rank_major))
+            column = (index - first) * tiling.stripe
+            _multiply_columns(_Stripe(job, slot_gmem, column, tiling, crowd, is_rank_major))
 
         first += count
 
 
 def _multiply_columns(stripe: _Stripe):
     """Adds the products of one stripe of columns, over all rows, to the owners' accumulators."""
+    thread = lax.axis_index("wg")
     dtype, ranks, tile = stripe.job.z.dtype, stripe.ranks, stripe.tiling.tile_rows
-    shape = (tile, stripe.tiling.stripe)
     elements = tile * (stripe.tiling.stripe + sum(ranks))
-    reserved = dropped_size(stripe.job.masks, shape)
-    fitting = stages_that_fit(stripe.tiling.stages, elements, dtype, reserved)
-    stages = min(stripe.job.z.shape[0] // tile, fitting)
+    reserved = stripe.crowd.reserved(elements, dtype)
+    stages = stages_that_fit(stripe.tiling.stages, elements, dtype, reserved)
 
-    def with_dropped(dropped):
-        pl.run_scoped(
-            lambda *buffers: _add_products(stripe, _Buffers(*buffers, dropped), stages),
-            plgpu.SMEM((stages, *shape), dtype, transforms=swizzled(dtype)),
-            [plgpu.SMEM((stages, rank, tile), dtype, transforms=swizzled(dtype)) for rank in ranks],
-            plgpu.Barrier(num_arrivals=1 + len(ranks), num_barriers=stages),
-        )
+    def tiles(*shape: int):
+        return plgpu.SMEM((stages, *shape), dtype, transforms=swizzled(dtype))
 
-    with_dropped_tile(stripe.job.masks, shape, dtype, with_dropped)
-
-
-def _add_products(stripe: _Stripe, buffers: _Buffers, stages: int):
-    """The loop over the rows. It carries the slot whose chunks pass and, in registers, its sums."""
-    steps = stripe.job.z.shape[0] // stripe.tiling.tile_rows
-
-    def step(i, carry):
-        stage, slot = lax.rem(i, jnp.int32(stages)), stripe.owner(i)
-
-        def add(slot_before, sums):
-            def change_slot():
-                _store_sums(stripe, slot_before, sums)
-                return _load_sums(stripe, slot)
-
-            sums = lax.cond(slot != slot_before, change_slot, lambda: sums)
-            products = _stripe_products(stripe, buffers, i, stage, slot)
-            return slot, [total + new for total, new in zip(sums, products, strict=True)]
-
-        carry = lax.cond(slot >= 0, add, lambda *carry: carry, *carry)
-        pl.when(i + stages < steps)(lambda: _load_stripe(stripe, buffers, i + stages, stage))
-        return carry
-
-    for i in range(stages):
-        _load_stripe(stripe, buffers, jnp.int32(i), i)
-    zeros = [
-        plgpu.layout_cast(jnp.zeros((stripe.tiling.stripe, rank), jnp.float32), stripe.layout)
-        for rank in stripe.ranks
-    ]
-    _store_sums(stripe, *lax.fori_loop(0, steps, step, (jnp.int32(-1), zeros)))
+    @partial(
+        pl.run_scoped,
+        z=tiles(tile, stripe.tiling.stripe),
+        lows=[tiles(rank, tile) for rank in ranks],
+        loaded=plgpu.Barrier(num_arrivals=1 + len(ranks), num_barriers=stages),
+        dropped=plgpu.Barrier(num_arrivals=tile // DROPPED_ROWS, num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        collective_axes="wg",
+    )
+    def _scope(**buffers):
+        scratch = _Buffers(**buffers)
+        pl.when(thread == LOADER)(lambda: _load_tiles(stripe, scratch))
+        pl.when(thread == MULTIPLIER)(lambda: _add_products(stripe, scratch))
+        if stripe.job.masks is not None:
+            dropper = thread - FIRST_DROPPER
+            pl.when(dropper >= 0)(lambda: _drop_tiles(stripe, scratch, dropper))
 
 
-def _load_stripe(stripe: _Stripe, buffers: _Buffers, step, stage):
-    """Starts the copies of one step's tiles, unless nobody owns its rows."""
-    rows = pl.ds(step * stripe.tiling.tile_rows, stripe.tiling.tile_rows)
+def _load_tiles(stripe: _Stripe, buffers: _Buffers):
     columns = pl.ds(stripe.column, stripe.tiling.stripe)
 
-    @pl.when(stripe.owner(step) >= 0)
-    def _():
-        copy = partial(plgpu.copy_gmem_to_smem, barrier=buffers.loaded.at[stage])
-        copy(stripe.job.z.at[rows, columns], buffers.z.at[stage])
-        for low, low_smem in zip(stripe.job.lows, buffers.lows, strict=True):
-            copy(low.at[:, rows], low_smem.at[stage])
+    def visit(tile, step):
+        is_owned = stripe.owner(tile) >= 0
+
+        @pl.when(is_owned)
+        def _():
+            stage, rows = claim(buffers.consumed, step), stripe.rows(tile)
+            copy = partial(plgpu.copy_gmem_to_smem, barrier=buffers.loaded.at[stage])
+            copy(stripe.job.z.at[rows, columns], buffers.z.at[stage])
+            for low, low_smem in zip(stripe.job.lows, buffers.lows, strict=True):
+                copy(low.at[:, rows], low_smem.at[stage])
+
+        return step + is_owned.astype(jnp.int32)
+
+    steps = lax.fori_loop(0, stripe.tiles, visit, jnp.int32(0))
+    # No barrier may be left with an arrival that nobody waited for.
+    await_all(buffers.consumed, steps)
 
 
-def _stripe_products(stripe: _Stripe, buffers: _Buffers, step, stage, slot) -> list:
+def _drop_tiles(stripe: _Stripe, buffers: _Buffers, dropper):
+    """Drops this warpgroup's rows of every tile."""
+    masks, droppers = stripe.job.masks, stripe.crowd.droppers
+    starts = [
+        (dropper + i) * DROPPED_ROWS
+        for i in range(0, stripe.tiling.tile_rows // DROPPED_ROWS, droppers)
+    ]
+
+    def load(tile):
+        first = stripe.rows(tile).start
+        return [load_raw_counters(masks, pl.ds(first + start, DROPPED_ROWS)) for start in starts]
+
+    def drop(tile, carry):
+        step, counters = carry
+        place = stripe.owner(tile)
+        # They take long to arrive.
+        next_counters = load(lax.min(tile + 1, jnp.int32(stripe.tiles - 1)))
+
+        @pl.when(place >= 0)
+        def _():
+            stage = _stage(buffers, step)
+            plgpu.barrier_wait(buffers.loaded.at[stage])
+            for start, of_part in zip(starts, counters, strict=True):
+                part = buffers.z.at[stage].at[pl.ds(start, DROPPED_ROWS)]
+                tokens = [Tokens.of(each) for each in of_part]
+                for _ in dropped_tiles(part, masks, tokens, place, stripe.column):
+                    plgpu.barrier_arrive(buffers.dropped.at[stage])
+
+        return step + (place >= 0).astype(jnp.int32), next_counters
+
+    lax.fori_loop(0, stripe.tiles, drop, (jnp.int32(0), load(jnp.int32(0))))
+
+
+def _stage(buffers: _Buffers, step):
+    return lax.rem(step, jnp.int32(buffers.loaded.shape[0]))
+
+
+def _add_products(stripe: _Stripe, buffers: _Buffers):
+    """The loop over the rows. It carries the slot whose chunks pass and, in registers, its sums."""
+
+    def visit(tile, carry):
+        place = stripe.owner(tile)
+
+        def add(step, place_before, sums):
+            def change_owner():
+                _store_sums(stripe, place_before, sums)
+                return _load_sums(stripe, place)
+
+            sums = lax.cond(place != place_before, change_owner, lambda: sums)
+            products = _products(stripe, buffers, step)
+            return step + 1, place, [a + b for a, b in zip(sums, products, strict=True)]
+
+        return lax.cond(place >= 0, add, lambda *carry: carry, *carry)
+
+    sums = [
+        plgpu.layout_cast(jnp.zeros((stripe.tiling.stripe, rank)), plgpu.Layout.WGMMA)
+        for rank in stripe.ranks
+    ]
+    carry = jnp.int32(0), jnp.int32(-1), sums
+    _, place, sums = lax.fori_loop(0, stripe.tiles, visit, carry)
+    _store_sums(stripe, place, sums)
+
+
+def _products(stripe: _Stripe, buffers: _Buffers, step) -> list:
     """Waits for one step's tiles and returns `z^T low^T` of each intermediate."""
-    masks, tiling = stripe.job.masks, stripe.tiling
-    counters = load_counters(masks, pl.ds(step * tiling.tile_rows, tiling.tile_rows))
+    stage = _stage(buffers, step)
     plgpu.barrier_wait(buffers.loaded.at[stage])
+    if stripe.job.masks is not None:
+        plgpu.barrier_wait(buffers.dropped.at[stage])
 
     def multiply(*accs):
-        for i, (acc, low) in enumerate(zip(accs, buffers.lows, strict=True)):
-            z = buffers.z.at[stage]
-            if masks is not None:
-                z = buffers.dropped
-                drop_tile(buffers.z.at[stage], z, masks, counters[i], slot, stripe.column)
-            plgpu.wgmma(acc, z.transpose((1, 0)), low.at[stage].transpose((1, 0)))
-        return [plgpu.layout_cast(acc[...], stripe.layout) for acc in accs]
+        z = buffers.z.at[stage].transpose((1, 0))
+        for acc, low in zip(accs, buffers.lows, strict=True):
+            plgpu.wgmma(acc, z, low.at[stage].transpose((1, 0)))
+        products = [acc[...] for acc in accs]
+        plgpu.barrier_arrive(buffers.consumed.at[stage])
+        return products
 
-    return pl.run_scoped(multiply, *(plgpu.ACC((tiling.stripe, rank)) for rank in stripe.ranks))
+    accs = (plgpu.ACC((stripe.tiling.stripe, rank)) for rank in stripe.ranks)
+    return pl.run_scoped(multiply, *accs)
 
 
-def _sums_at(stripe: _Stripe, slot) -> list:
-    """The [stripe, r] parts of one slot's accumulators, whose slots are stacked along the rows."""
+def _sums_at(stripe: _Stripe, place) -> list:
+    """The [stripe, r] parts of one slot's accumulators, whose slots are stacked along the rows, and
+    the layout to access each along the rows of its accumulator."""
     width, size = stripe.job.z.shape[1], stripe.tiling.stripe
-    if not stripe.rank_major:
-        rows = pl.ds(slot * width + stripe.column, size)
-        return [accumulator.at[rows] for accumulator in stripe.job.accumulators]
+    accumulators = zip(stripe.job.accumulators, stripe.ranks, strict=True)
+    if stripe.rank_major:
+        columns = pl.ds(stripe.column, size)
+        return [
+            (
+                sums.at[pl.ds(place * rank, rank), columns].transpose((1, 0)),
+                plgpu.Layout.WGMMA_TRANSPOSED,
+            )
+            for sums, rank in accumulators
+        ]
+    rows = pl.ds(place * width + stripe.column, size)
+    return [(sums.at[rows], plgpu.Layout.WGMMA) for sums, _ in accumulators]
+
+
+def _load_sums(stripe: _Stripe, place) -> list:
+    # Loads that count as optimized exist for shared memory only.
     return [
-        accumulator.at[pl.ds(slot * rank, rank), pl.ds(stripe.column, size)].transpose((1, 0))
-        for accumulator, rank in zip(stripe.job.accumulators, stripe.ranks, strict=True)
+        plgpu.layout_cast(plgpu.load(at, layout=layout, optimized=False), plgpu.Layout.WGMMA)
+        for at, layout in _sums_at(stripe, place)
     ]
 
 
-def _load_sums(stripe: _Stripe, slot) -> list:
-    # Loads that count as optimized exist for shared memory only.
-    return [plgpu.load(at, layout=stripe.layout, optimized=False) for at in _sums_at(stripe, slot)]
-
-
-def _store_sums(stripe: _Stripe, slot, sums: list):
-    @pl.when(slot >= 0)
+def _store_sums(stripe: _Stripe, place, sums: list):
+    @pl.when(place >= 0)
     def _():
-        for at, value in zip(_sums_at(stripe, slot), sums, strict=True):
-            at[...] = value
+        for (at, layout), value in zip(_sums_at(stripe, place), sums, strict=True):
+            at[...] = plgpu.layout_cast(value, layout)
 
 
 def _check_columns(job: ColumnJob, chunk_slot, tiling: ColumnTiling):

@@ -4,12 +4,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
 from ..counter_dropout import KEEP_ALL, counters_from, draws, keep_threshold, salts
-from .tiles_sm90 import swizzled
 
 
 class Masks(NamedTuple):
@@ -43,14 +41,20 @@ class Tokens(NamedTuple):
     counters: UInt32[Array, "rows"]
     salts: UInt32[Array, "rows"]
 
+    @classmethod
+    def of(cls, counters: UInt32[Array, "rows"]) -> "Tokens":
+        return cls(counters, salts(counters))
+
 
 def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
+    """What the dropout of some rows needs, for each of the matrices; nothing without dropout."""
+    return [] if masks is None else list(map(Tokens.of, load_raw_counters(masks, rows)))
+
+
+def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, "rows"]]:
     """The counters of some rows in registers, for each of the matrices."""
-    if masks is None:
-        return []
     layout = plgpu.Layout.WGMMA.reduce(1)
-    loaded = (plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters)
-    return [Tokens(counters, salts(counters)) for counters in loaded]
+    return [plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters]
 
 
 def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):
@@ -88,33 +92,16 @@ def _select_packed(value, drawn, threshold):
     return lax.bitcast_convert_type(bits, value.dtype)
 
 
-def drop_tile(z_smem, dropped_smem, masks: MaskOperands, tokens: Tokens, slot, first_column):
-    """Writes the tile of `z` to another place with the owner's dropout applied."""
-    parts = list(dropped_parts(z_smem, masks, tokens, slot, first_column))
-    # The product before may still read the place.
-    plgpu.wgmma_wait(0)
-    for part, dropped in parts:
-        dropped_smem.at[:, part][...] = dropped
-    plgpu.commit_smem()
-
-
-def dropped_parts(z_smem, masks: MaskOperands, tokens: Tokens, slot, first_column):
-    """The tile of `z` with the owner's dropout applied, in registers, where the left operand of a
-    `wgmma` may lie: 64 columns at a time, each time with the slice that they are of the tile."""
-    width = 64
-    for start in range(0, z_smem.shape[1], width):
-        part = pl.ds(start, width)
-        z = plgpu.load(z_smem.at[:, part], layout=plgpu.Layout.WGMMA)
-        yield part, drop(z, masks, tokens, slot, first_column + start)
-
-
-def with_dropped_tile(masks: MaskOperands | None, shape, dtype, function):
-    """Calls the function with a place for a dropped tile, or with None where nothing drops."""
-    if masks is None:
-        function(None)
-    else:
-        pl.run_scoped(function, plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)))
-
-
-def dropped_size(masks: MaskOperands | None, shape) -> int:
-    return 0 if masks is None else shape[0] * shape[1]
+def dropped_tiles(z_smem, masks: MaskOperands, tokens: list[Tokens], slot, first_column):
+    """Writes a tile of `z` in its own place with the owner's dropout applied, for one matrix after
+    the other; between them, the caller starts the product that reads it.
+    """
+    z = plgpu.load(z_smem, layout=plgpu.Layout.WGMMA)
+    for i, each in enumerate(tokens):
+        dropped = drop(z, masks, each, slot, first_column)
+        if i > 0:
+            # The product before may still read the place.
+            plgpu.wgmma_wait(0)
+        z_smem[...] = dropped
+        plgpu.commit_smem()
+        yield

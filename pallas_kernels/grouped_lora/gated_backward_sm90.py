@@ -86,8 +86,10 @@ def gated_backward(
       interpret: see `plgpu.kernel`.
 
     Returns:
-      dgate and dup; `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, in float32
-      partial sums over the second axis; the new accumulators.
+      dgate and dup; `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, in partial sums
+      over the second axis; the new accumulators. The partial sums are rounded, so that half the
+      bytes are written: the errors of as many as there are average out, and their sum is as good as
+      the sum of exact ones rounded once.
 
     Raises:
       ValueError: the tiles do not divide the arrays.
@@ -104,7 +106,7 @@ def gated_backward(
         out_type=(
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
-            jax.ShapeDtypeStruct((2, stripes, rank, rows), jnp.float32),
+            jax.ShapeDtypeStruct((2, stripes, rank, rows), gate.dtype),
         ),
         scratch_types=_backward_scratch(tiling, rank, gate.dtype),
         grid=(stripes,),
@@ -294,7 +296,7 @@ def _compute_tiles(stripe: _Stripe):
             rows = pl.ds(tile * PART, PART)
             for gradient in stripe.gradients:
                 write_zeros(gradient.at[rows, stripe.part])
-            zeros = jnp.zeros((PART, stripe.rank), jnp.float32)
+            zeros = jnp.zeros((PART, stripe.rank), stripe.sums.dtype)
             store_rank_major(stripe.sums.at[stripe.thread, stripe.index].at[:, rows], zeros)
             return carry
 
@@ -357,7 +359,8 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
         factor = scratch.factors.at[lax.rem(progress.runs - 1, 2), thread]
         plgpu.wgmma(row_acc, scratch.activations.at[stage, thread], factor.transpose((1, 0)))
         _store_gradient(stripe, rows, progress.step)
-        store_rank_major(stripe.sums.at[thread, stripe.index].at[:, rows], row_acc[...])
+        row_sums = row_acc[...].astype(stripe.sums.dtype)
+        store_rank_major(stripe.sums.at[thread, stripe.index].at[:, rows], row_sums)
         return [acc[...] for acc in column_accs]
 
     accs = (plgpu.ACC((PART, stripe.rank)) for _ in range(4))

@@ -121,4 +121,5 @@ def _low_ranks(
     scale = jnp.where(slot < 0, 0, routing.scale[slot])
     per_token = jnp.broadcast_to(scale[:, None], (len(slot), partial_sums.shape[3] // len(slot)))
     # One reduction of all arrays is one launch; XLA does not merge those of each.
-    return tuple((s * per_token.reshape(-1)).astype(dtype) for s in partial_sums.sum(axis=1))
+    sums = partial_sums.sum(axis=1, dtype=jnp.float32)
+    return tuple((s * per_token.reshape(-1)).astype(dtype) for s in sums)

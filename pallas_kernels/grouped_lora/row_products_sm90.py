@@ -1,14 +1,17 @@
 """Rows of a long activation times the low-rank factor of the task that owns them, at the speed of
 memory, for Hopper: the rank-r intermediates `c[t] X A[t]` and `c[t] dY B[t]^T`.
 
-One warpgroup a thread block waits for TMA loads and multiplies; several stages of loads in flight,
-not arithmetic, set the pace. Row tiles are low: there is one for every multiprocessor, and no two
+One warpgroup a thread block loads tiles through TMA and one multiplies them; with dropout, two, of
+which each drops and multiplies half of the columns. Several stages of loads in flight, not
+arithmetic, set the pace. Row tiles are low: there is one for every multiprocessor, and no two
 blocks share a sum. Factors are *rank-major*, `[r, w]`: the two operands of a `wgmma` share one
 swizzle, and only rank-major tiles of rank 16 have the wide swizzle with which the activation loads
 fast.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -18,25 +21,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from .dropout_sm90 import (
-    MaskOperands,
-    Masks,
-    drop_tile,
-    dropped_size,
-    load_counters,
-    mask_operands,
-    with_dropped_tile,
-)
+from .dropout_sm90 import MaskOperands, Masks, dropped_tiles, load_counters, mask_operands
 from .tiles_sm90 import (
     COMPILER_PARAMS,
+    await_all,
     check_chunks,
     check_ranks,
+    claim,
     flat,
     owner,
     stages_that_fit,
     store_rank_major,
     swizzled,
 )
+
+# Warpgroups of a thread block. Those from the second on multiply.
+LOADER, FIRST_MULTIPLIER = range(2)
+# Columns of a load that a warpgroup drops.
+DROPPED_COLUMNS = 64
 
 
 class RowJob(NamedTuple):
@@ -94,20 +96,31 @@ def row_products(
     """
     for job in jobs:
         _check_rows(job, chunk_slot, tiling)
-    rows = jobs[0].z.shape[0]
+    tiles = jobs[0].z.shape[0] // tiling.tile_m
+    masked = any(job.masks for job in jobs)
+    multipliers = tiling.tile_k // DROPPED_COLUMNS if masked else 1
 
-    def body(slot_gmem, scale_gmem, jobs, *outputs):
-        tile = lax.axis_index("tile")
-        slot = owner(slot_gmem, tile, rows // tiling.tile_m)
-        scale = jnp.where(slot < 0, 0.0, scale_gmem[lax.max(slot, 0)])
-        for job, out in zip(jobs, outputs, strict=True):
-            _multiply_rows(tiling, job, out, tile, slot, scale)
+    def body(slot_gmem, scale_gmem, jobs, *outputs_scratch):
+        *outputs, scratch = outputs_scratch
+        tile, thread = lax.axis_index("tile"), lax.axis_index("wg")
+        slot = owner(slot_gmem, tile, tiles)
+        rows = pl.ds(tile * tiling.tile_m, tiling.tile_m)
+        block = _Block(tiling, multipliers, jobs, outputs, scratch, slot, rows)
+        pl.when((thread == LOADER) & (slot >= 0))(lambda: _load_tiles(block))
+
+        @pl.when(thread >= FIRST_MULTIPLIER)
+        def _():
+            scale = jnp.where(slot < 0, 0.0, scale_gmem[lax.max(slot, 0)])
+            _multiply_tiles(block, thread - FIRST_MULTIPLIER, scale)
 
     return plgpu.kernel(
         body,
         out_type=_row_outputs(jobs),
-        grid=(rows // tiling.tile_m,),
+        scratch_types=(_row_scratch(jobs, tiling, multipliers),),
+        grid=(tiles,),
         grid_names=("tile",),
+        num_threads=FIRST_MULTIPLIER + multipliers,
+        thread_name="wg",
         kernel_name="row_products",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
@@ -135,58 +148,162 @@ def _row_outputs(jobs) -> tuple:
     return tuple(tuple(product(job, factor) for factor in job.factors) for job in jobs)
 
 
-def _multiply_rows(tiling: RowTiling, job: _RowOperands, outputs, tile, slot, scale):
-    """One row tile of `z` times its owner's factors."""
-    dtype = job.z.dtype
-    ranks = [out.shape[0] for out in outputs]
-    rows = pl.ds(tile * tiling.tile_m, tiling.tile_m)
-    load = (tiling.tile_m, tiling.tile_k)
+class _RowScratch(NamedTuple):
+    """Tiles of one stage each: `z`, dropped in its place, and the factors. And, of each job, the
+    sums of all multiplying warpgroups but the first, if there are more.
+    """
 
-    heights = (tiling.tile_m, *ranks)
-    pipeline = partial(
-        plgpu.emit_pipeline,
-        grid=(job.z.shape[1] // tiling.tile_k,),
-        in_specs=[_load_spec((height, tiling.tile_k), dtype) for height in heights],
-        max_concurrent_steps=stages_that_fit(
-            tiling.stages, sum(heights) * tiling.tile_k, dtype, dropped_size(job.masks, load)
-        ),
+    z: Any
+    factors: Any
+    loaded: Any
+    consumed: Any
+    sums: Any
+    summed: Any
+
+
+def _row_scratch(jobs, tiling: RowTiling, multipliers: int) -> _RowScratch:
+    dtype = jobs[0].z.dtype
+    ranks = [[factor.shape[1] for factor in job.factors] for job in jobs]
+    # The jobs share the stages: of every factor, the widest.
+    deepest = [max(each) for each in zip_longest(*ranks, fillvalue=0)]
+    sums_size = (multipliers - 1) * tiling.tile_m * sum(map(sum, ranks))
+    elements = (tiling.tile_m + sum(deepest)) * tiling.tile_k
+    reserved = sums_size * jnp.float32.dtype.itemsize // dtype.itemsize
+    stages = stages_that_fit(tiling.stages, elements, dtype, reserved)
+
+    def tiles(height: int):
+        return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=swizzled(dtype))
+
+    def partial_sums(rank: int):
+        return plgpu.SMEM((multipliers - 1, tiling.tile_m, rank), jnp.float32)
+
+    scratch = _RowScratch(
+        z=tiles(tiling.tile_m),
+        factors=[tiles(rank) for rank in deepest],
+        loaded=plgpu.Barrier(num_arrivals=1 + len(deepest), num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=multipliers, num_barriers=stages),
+        sums=None,
+        summed=None,
+    )
+    if multipliers == 1:
+        return scratch
+    return scratch._replace(
+        sums=[list(map(partial_sums, each)) for each in ranks],
+        summed=plgpu.Barrier(num_arrivals=multipliers - 1, num_barriers=len(jobs)),
     )
 
-    def multiply(accs, dropped_smem, counters, index, z_smem, *factors_smem):
-        column = index[0] * tiling.tile_k
-        for i, (acc, factor) in enumerate(zip(accs, factors_smem, strict=True)):
-            left = z_smem
-            if job.masks is not None:
-                left = dropped_smem
-                drop_tile(z_smem, dropped_smem, job.masks, counters[i], slot, column)
-            plgpu.wgmma(acc, left, factor.transpose((1, 0)))
-        # The buffers of the step before are free once only this step's products are in flight.
+
+class _Block(NamedTuple):
+    """What one thread block works on: a tile of rows, with one owner."""
+
+    tiling: RowTiling
+    multipliers: int
+    jobs: list[_RowOperands]
+    outputs: list[tuple]
+    scratch: _RowScratch
+    slot: Any
+    rows: Any
+
+    def each_job(self) -> Iterator[tuple[_RowOperands, tuple, int]]:
+        """The jobs with their outputs and first steps, which count through all jobs."""
+        first = 0
+        for job, outputs in zip(self.jobs, self.outputs, strict=True):
+            yield job, outputs, first
+            first += self.steps(job)
+
+    def steps(self, job: _RowOperands) -> int:
+        return job.z.shape[1] // self.tiling.tile_k
+
+    def stage(self, step):
+        return lax.rem(jnp.int32(step), jnp.int32(self.scratch.loaded.shape[0]))
+
+    def release(self, step):
+        plgpu.barrier_arrive(self.scratch.consumed.at[self.stage(step)])
+
+
+def _load_tiles(block: _Block):
+    tile_k, scratch = block.tiling.tile_k, block.scratch
+    for job, outputs, first in block.each_job():
+
+        @pl.loop(0, block.steps(job))
+        def _step(i, job=job, outputs=outputs, first=first):
+            stage, columns = claim(scratch.consumed, first + i), pl.ds(i * tile_k, tile_k)
+            loaded = scratch.loaded.at[stage]
+            plgpu.copy_gmem_to_smem(job.z.at[block.rows, columns], scratch.z.at[stage], loaded)
+            for factor, out, smem in zip(job.factors, outputs, scratch.factors, strict=False):
+                rank = out.shape[0]
+                owned = factor.at[pl.ds(block.slot * rank, rank), columns]
+                plgpu.copy_gmem_to_smem(owned, smem.at[stage, pl.ds(0, rank)], loaded)
+            # Other jobs have more factors.
+            for _ in scratch.factors[len(outputs) :]:
+                plgpu.barrier_arrive(loaded)
+
+    # No barrier may be left with an arrival that nobody waited for.
+    await_all(scratch.consumed, sum(map(block.steps, block.jobs)))
+
+
+def _multiply_tiles(block: _Block, multiplier, scale):
+    """The products of the rows, of which this warpgroup sums those of its columns of every load."""
+    for i, (job, outputs, first) in enumerate(block.each_job()):
+
+        @partial(pl.run_scoped, accs=[_accumulator(block, out) for out in outputs])
+        def _scope(accs, i=i, job=job, outputs=outputs, first=first):
+            pl.when(block.slot >= 0)(lambda: _multiply_job(block, job, accs, first, multiplier))
+            sums = [acc[...] for acc in accs]
+            if block.multipliers > 1:
+                pl.when(multiplier > 0)(lambda: _hand_over(block, i, sums, multiplier))
+
+            @pl.when(multiplier == 0)
+            def _():
+                total = _total(block, i, sums) if block.multipliers > 1 else sums
+                for value, out in zip(total, outputs, strict=True):
+                    store_rank_major(out.at[:, block.rows], (value * scale).astype(out.dtype))
+
+
+def _accumulator(block: _Block, out):
+    return plgpu.ACC((block.tiling.tile_m, out.shape[0]))
+
+
+def _multiply_job(block: _Block, job: _RowOperands, accs, first: int, multiplier):
+    scratch, tokens = block.scratch, load_counters(job.masks, block.rows)
+    width = block.tiling.tile_k // block.multipliers
+    part = pl.ds(multiplier * width, width)
+
+    @pl.loop(0, block.steps(job))
+    def _step(i):
+        stage = block.stage(first + i)
+        plgpu.barrier_wait(scratch.loaded.at[stage])
+        z = scratch.z.at[stage].at[:, part]
+        dropped = (None,) * len(accs)
+        if job.masks is not None:
+            column = i * block.tiling.tile_k + part.start
+            dropped = dropped_tiles(z, job.masks, tokens, block.slot, column)
+        for acc, factor, _ in zip(accs, scratch.factors, dropped, strict=False):
+            ranks = pl.ds(0, acc.shape[1])
+            plgpu.wgmma(acc, z, factor.at[stage].at[ranks, part].transpose((1, 0)))
+        # The step before is over once only this step's products are in flight.
         plgpu.wgmma_wait(len(accs))
+        pl.when(i > 0)(lambda: block.release(first + i - 1))
 
-    def scope(dropped_smem, *accs):
-        @pl.when(slot >= 0)
-        def _():
-            owned = [
-                factor.at[pl.ds(slot * rank, rank)]
-                for factor, rank in zip(job.factors, ranks, strict=True)
-            ]
-            counters = load_counters(job.masks, rows)
-            pipeline(partial(multiply, accs, dropped_smem, counters))(job.z.at[rows], *owned)
-
-        for acc, out in zip(accs, outputs, strict=True):
-            store_rank_major(out.at[:, rows], (acc[...] * scale).astype(dtype))
-
-    def with_dropped(dropped_smem):
-        accs = (plgpu.ACC((tiling.tile_m, rank)) for rank in ranks)
-        pl.run_scoped(partial(scope, dropped_smem), *accs)
-
-    with_dropped_tile(job.masks, load, dtype, with_dropped)
+    plgpu.wgmma_wait(0)
+    block.release(first + block.steps(job) - 1)
 
 
-def _load_spec(shape, dtype):
-    return plgpu.BlockSpec(
-        shape, lambda step: (0, step), transforms=swizzled(dtype), delay_release=1
-    )
+def _hand_over(block: _Block, job: int, sums: list, multiplier):
+    """Gives this warpgroup's sums to the first."""
+    for value, smem in zip(sums, block.scratch.sums[job], strict=True):
+        smem.at[multiplier - 1][...] = value
+    plgpu.barrier_arrive(block.scratch.summed.at[job])
+
+
+def _total(block: _Block, job: int, sums: list) -> list:
+    """This warpgroup's sums and those of all others."""
+    plgpu.barrier_wait(block.scratch.summed.at[job])
+    for other in range(block.multipliers - 1):
+        others = [smem.at[other] for smem in block.scratch.sums[job]]
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        sums = [value + load(smem) for value, smem in zip(sums, others, strict=True)]
+    return sums
 
 
 def _check_rows(job: RowJob, chunk_slot, tiling: RowTiling):

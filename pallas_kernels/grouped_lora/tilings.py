@@ -70,7 +70,7 @@ def fitted(tiling: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | N
 def row_tiling(*jobs: RowJob) -> RowTiling:
     """Tile sizes for `row_products`."""
     deepest = max(sum(factor.shape[1] for factor in job.factors) for job in jobs)
-    # Several loads of activations and factors must fit, besides a dropped tile.
+    # Several loads of activations and factors must fit, besides a warpgroup's sums.
     return RowTiling() if deepest <= 128 else RowTiling(tile_k=64)
 
 

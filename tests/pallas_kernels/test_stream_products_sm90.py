@@ -24,6 +24,8 @@ ROUTINGS = {
     "empty in the middle": (2, -1, 2, 0),
     "empty at the ends": (-1, 0, 1, -1),
     "all empty": (-1, -1, -1, -1),
+    "runs of a tile and of several": (0, 1, 1, -1, 1, 0, 0, 2),
+    "empty around single tiles": (-1, 2, -1, 2, 0, -1, -1, 2),
 }
 SCALE = (0.5, 2.0, 1.0)
 
@@ -155,27 +157,49 @@ def dropped(z, masks: Masks, module, chunk_slot):
     return jnp.where(keep, z, 0)
 
 
-def test_row_products_of_dropped_activations(interpret):
+@pytest.mark.parametrize("tile_k", [64, 128])
+def test_row_products_of_dropped_activations(tile_k, interpret):
     rng, chunk_slot = np.random.default_rng(7), (2, 0, -1, 1)
     job = row_job(rng, 256, factors=2)._replace(masks=dropout(rng, 2))
-    tiling = RowTiling(tile_m=64, tile_k=128, stages=2)
-    [results] = multiply_rows([job], chunk_slot, interpret, tiling)
+    kept = row_job(rng, 128)
+    tiling = RowTiling(tile_m=64, tile_k=tile_k, stages=2)
+    results, results_of_kept = multiply_rows([job, kept], chunk_slot, interpret, tiling)
     for i, result in enumerate(results):
         alone = RowJob(dropped(job.z, job.masks, i, chunk_slot), job.factors[i : i + 1])
         assert_row_products([result], alone, chunk_slot)
+    assert_row_products(results_of_kept, kept, chunk_slot)
 
 
-def test_column_products_of_dropped_activations(interpret):
+# The last needs no more thread blocks than the interpreter has multiprocessors.
+@pytest.mark.parametrize(
+    ("tile_rows", "width", "lows"), [(64, 128, 2), (128, 128, 2), (128, 64, 1)]
+)
+def test_column_products_of_dropped_activations(tile_rows, width, lows, interpret):
     rng, chunk_slot = np.random.default_rng(8), (2, 0, -1, 1)
-    job = column_job(rng, 128, lows=2)._replace(masks=dropout(rng, 2))
-    [results] = column_products(
-        (job,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+    job = column_job(rng, width, lows)._replace(masks=dropout(rng, lows))
+    kept = column_job(rng, 64, rank_major=True)
+    results, results_of_kept = column_products(
+        (job, kept),
+        jnp.asarray(chunk_slot),
+        tiling=ColumnTiling(tile_rows=tile_rows, stages=2),
+        interpret=interpret,
     )
     for i, result in enumerate(results):
         one = slice(i, i + 1)
         z = dropped(job.z, job.masks, i, chunk_slot)
         alone = ColumnJob(z, job.lows[one], job.accumulators[one], False)
         assert_column_products([result], alone, chunk_slot)
+    assert_column_products(results_of_kept, kept, chunk_slot)
+
+
+def test_column_products_of_more_ranks_than_registers(interpret):
+    rng, chunk_slot = np.random.default_rng(11), (0, 1, -1, 0)
+    z, ranks = integers(rng, TOKENS, 64), (128, 72)
+    lows = tuple(integers(rng, rank, TOKENS) for rank in ranks)
+    sums = tuple(integers(rng, SLOTS, 64, rank, dtype=jnp.float32) for rank in ranks)
+    job = ColumnJob(z, lows, sums, rank_major=False)
+    [results] = column_products((job,), jnp.asarray(chunk_slot), interpret=interpret)
+    assert_column_products(results, job, chunk_slot)
 
 
 def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
@@ -222,13 +246,28 @@ def test_slot_without_chunks_keeps_its_bits(interpret):
 
 def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
     job = column_job(np.random.default_rng(5), 64, values=normals)
-    [[alone]] = column_products(
-        (job,), jnp.asarray((-1, 1, -1, 1)), tiling=COLUMN_TILING, interpret=interpret
-    )
-    [[shared]] = column_products(
-        (job,), jnp.asarray((0, 1, 2, 1)), tiling=COLUMN_TILING, interpret=interpret
-    )
-    np.testing.assert_array_equal(alone[1], shared[1])
+    half = TOKENS // 2
+
+    def rows_at(*starts):
+        return np.concatenate([np.arange(start, start + half // 2) for start in starts])
+
+    def sums(rows, chunk_slot):
+        """Of task 1, whose rows these are; all others are NaN."""
+        z = jnp.full_like(job.z, jnp.nan).at[rows].set(job.z[:half])
+        low = jnp.full_like(job.lows[0], jnp.nan).at[:, rows].set(job.lows[0][:, :half])
+        [[result]] = column_products(
+            (job._replace(z=z, lows=(low,)),),
+            jnp.asarray(chunk_slot),
+            tiling=COLUMN_TILING,
+            interpret=interpret,
+        )
+        return result[1]
+
+    alone = sums(rows_at(0, half // 2), (1, 1, -1, -1))
+    apart = sums(rows_at(half // 2, 3 * half // 2), (-1, 1, -1, 1))
+    among_others = sums(rows_at(0, 3 * half // 2), (1, 0, 2, 1))
+    np.testing.assert_array_equal(alone, apart)
+    np.testing.assert_array_equal(alone, among_others)
 
 
 def test_tilings_that_do_not_fit_are_refused():
