@@ -17,7 +17,6 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
 
-from .exact_rows import solve_rows
 from .rows import (
     Row,
     RowShape,
@@ -159,6 +158,9 @@ def pack_batch(
     if solver_seconds is None:
         solver_seconds = _SOLVER_SECONDS_PER_SAMPLE * sum(map(len, lengths.values()))
     if solver_seconds > 0:
+        # Who leaves the solver out need not load it.
+        from .exact_rows import solve_rows
+
         program = partial(solve_rows, queues, row_shape, seconds=solver_seconds)
         rows, isolated_bound = _with_fewest_microbatches(rows, isolated_bound, height, program)
         rows = _with_least_full_last(rows, height, program, queues, row_shape)
