@@ -147,9 +147,9 @@ def profile_table(records: Sequence[Record]) -> str:
         ]
         for r in records
     ]
-    total, span = sum(r["ms_median"] for r in records), records[0]["span_ms"]
-    rows.append(["between kernels", f"{span - total:.1f}", "", ""])
-    rows.append(["**one microbatch**", f"**{span:.1f}**", "", ""])
+    total, idle = sum(r["ms_median"] for r in records), records[0]["idle_ms"]
+    rows.append(["between kernels", f"{idle:.1f}", "", ""])
+    rows.append(["**one microbatch**", f"**{total + idle:.1f}**", "", ""])
     head = ["what for", "ms", "launches", "longest kernels, µs a launch"]
     return source(records) + markdown(head, rows)
 

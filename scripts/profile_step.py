@@ -9,6 +9,7 @@ The trace opens in https://ui.perfetto.dev.
 import argparse
 import gzip
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from benchmark_records import RecordFile, installed_versions, make_record
 PURPOSES = (
     ("routed_matmul", "frozen products, LoRA inside"),
     ("nvjet|cutlass|cublas", "head"),
-    ("sdpa|cudnn|void cudnn|short_attention|fmha", "attention"),
+    ("sdpa|cudnn|short_attention", "attention"),
     ("gated_", "activation of the MLP, its low-rank products"),
     ("column_products", "gradients of the factors"),
     ("row_products", "rank-r intermediates"),
@@ -62,7 +63,7 @@ def main() -> None:
         events = json.loads(gzip.open(trace).read())["traceEvents"]
         if args.trace:
             shutil.copy(trace, args.trace)
-    kernels, span = summarise(events)
+    kernels, idle = summarise(events)
     records = RecordFile(args.out)
     for purpose, members in by_purpose(kernels).items():
         records.add(
@@ -77,7 +78,7 @@ def main() -> None:
                 ms_median=sum(k.microseconds for k in members) / 1e3 / round_.microbatches,
                 device=jax.devices()[0].device_kind,
                 versions=installed_versions("jax", "jaxlib"),
-                span_ms=span / 1e3 / round_.microbatches,
+                idle_ms=idle / 1e3 / round_.microbatches,
                 launches=sum(k.launches for k in members) / round_.microbatches,
                 kernels={k.name: round(k.microseconds / k.launches, 1) for k in members},
             )
@@ -85,8 +86,11 @@ def main() -> None:
 
 
 def summarise(events: Sequence[dict[str, Any]]) -> tuple[list[Kernel], float]:
-    """The kernels of a Chrome trace of JAX's profiler, the longest first, and the time in
-    microseconds from the first's start to the last's end.
+    """The kernels of a Chrome trace of JAX's profiler, the longest first, and the microseconds
+    between them.
+
+    The longest pause is not counted: there the host hands over the round's first program, which in
+    training it does while the device works on the round before.
 
     Raises:
       ValueError: no GPU stream is in the trace.
@@ -99,22 +103,30 @@ def summarise(events: Sequence[dict[str, Any]]) -> tuple[list[Kernel], float]:
             threads[event["pid"], event["tid"]] = event["args"]["name"]
 
     found: dict[str, list[float]] = defaultdict(list)
-    starts, ends = [], []
+    busy: list[tuple[float, float]] = []
     for event in events:
         where = (
             processes.get(event.get("pid"), ""),
             threads.get((event.get("pid"), event.get("tid")), ""),
         )
         if event.get("ph") == "X" and "GPU" in where[0] and "Stream" in where[1]:
-            # XLA numbers its fusions, cuDNN's names begin with what they were generated from.
-            name = re.sub(r"^cudnn_generated\w*?_(?=sdpa)", "", event["name"])
-            found[re.sub(r"_\d+$", "", name)].append(event["dur"])
-            starts.append(event["ts"])
-            ends.append(event["ts"] + event["dur"])
+            found[short_name(event["name"])].append(event["dur"])
+            busy.append((event["ts"], event["ts"] + event["dur"]))
     if not found:
         raise ValueError("no GPU stream is in the trace")
     kernels = [Kernel(name, len(durations), sum(durations)) for name, durations in found.items()]
-    return sorted(kernels, key=lambda k: -k.microseconds), max(ends) - min(starts)
+    pauses, end = [0.0], math.inf
+    for start, stop in sorted(busy):
+        pauses.append(max(0.0, start - end))
+        end = stop if end == math.inf else max(end, stop)
+    idle = sum(pauses) - max(pauses)
+    return sorted(kernels, key=lambda k: -k.microseconds), idle
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without what its generator and C++ add, and without XLA's numbering."""
+    name = re.sub(r"^void |[(<].*|_mosaic_gpu_kernel|_knob_.*", "", kernel)
+    return re.sub(r"^cudnn_generated\w*?_(?=sdpa)|_\d+$", "", name)
 
 
 def by_purpose(kernels: Sequence[Kernel]) -> dict[str, list[Kernel]]:

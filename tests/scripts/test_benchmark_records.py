@@ -183,7 +183,7 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
         ms_median=44.0,
         device="GPU",
         versions={},
-        span_ms=50.0,
+        idle_ms=6.0,
         launches=7.0,
         kernels={"sdpa": 320.4},
     )

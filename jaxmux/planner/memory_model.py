@@ -1,0 +1,217 @@
+"""The peak memory of a step: MuxTune's model (Eq. 5) for what can be counted, mLoRA's online fit
+(Eq. 5) for the rest. Decides whether tasks are admitted.
+
+  M_stage = [M_b + Σ M_g] / S + Σ M_a(b, l)                                  (MuxTune)
+
+M_b are the weights. M_g is what each task's adapters take: masters, accumulators, moments. M_a is
+what layers keep for the backward pass, which is counted too, and what a pass needs while it runs:
+temporaries, workspaces, blocks of logits. Only that last part is learnt, as
+
+  Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
+
+over B rows of L tokens, by non-negative least squares; first from the profile, then from each
+peak that is observed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .online_fit import OnlineFit
+from .pool import Pool
+from .profile import BackboneSize, HeadPoint, LayerPoint, Profile, ProfileError
+from .shape_class import PlanningError, ShapeClass
+
+# Part of the memory that plans may use, the same as the engine's.
+USABLE = 0.97
+# One observed step says more than a program of a few layers.
+_PROFILE_WEIGHT = 0.01
+
+
+class Placement(NamedTuple):
+    """How the backbone is spread over devices.
+
+    Attributes:
+      stages: S, of the pipeline, with equal parts of all that layers hold.
+      tp: devices that share each stage's weights and adapters.
+      in_flight: microbatches whose kept values a stage holds at once; S in 1F1B.
+    """
+
+    stages: int = 1
+    tp: int = 1
+    in_flight: int = 1
+
+
+ONE_DEVICE = Placement()
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryModel:
+    """A fitted memory model; `fit_memory_model` makes one. All sizes in bytes, of one device.
+
+    Attributes:
+      backbone: that was profiled.
+      memory: that there is.
+      working: the online fit of what a pass needs beyond what is counted.
+    """
+
+    backbone: BackboneSize
+    memory: int
+    working: OnlineFit
+
+    @functools.cached_property
+    def _coefficients(self) -> np.ndarray:
+        return self.working.coefficients()
+
+    def resident(self, pool: Pool, placement: Placement = ONE_DEVICE) -> float:
+        """[M_b + Σ M_g] / S: weights and train state."""
+        whole = self.backbone.weight_bytes + pool.state_bytes(self.backbone)
+        return whole / (placement.stages * placement.tp)
+
+    def kept(self, tokens: int, rank: int, remat: str) -> float:
+        """What one layer keeps for its backward pass of `tokens` tokens.
+
+        Raises:
+          ProfileError: the profile knows no such policy.
+        """
+        if remat not in self.backbone.kept:
+            known = ", ".join(self.backbone.kept)
+            raise ProfileError(f"the profile counts no remat policy {remat!r}; known: {known}")
+        of_token, of_rank = self.backbone.kept[remat]
+        return tokens * (of_token + rank * of_rank)
+
+    def peak(
+        self,
+        shape: ShapeClass,
+        pool: Pool,
+        remat: str | Sequence[str] | None = None,
+        placement: Placement = ONE_DEVICE,
+    ) -> float:
+        """M_stage, peak memory of a step.
+
+        Args:
+          remat: policy of all layers, or of each; None for those that the engine picks.
+        """
+        counted = self._counted(shape, pool, remat, placement)
+        return counted + float(self._coefficients @ _features(shape))
+
+    def policies(
+        self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE
+    ) -> tuple[str, ...]:
+        """The remat policy of every layer that the engine's "auto" picks: the one that recomputes
+        less for as many layers as there is room for."""
+        layers = self.backbone.layers
+        sizes = {remat: self.kept(shape.tokens, pool.rank, remat) for remat in self.backbone.kept}
+        names = list(sizes)
+        working = max(2 * sizes[names[0]], self.backbone.head_block_bytes)
+        room = USABLE * self.memory - self.resident(pool, placement) - working
+        room *= placement.stages / placement.in_flight
+        for more, less in zip(names, names[1:], strict=False):
+            if sizes[less] * layers <= room:
+                gain = sizes[more] - sizes[less]
+                count = int((room - sizes[less] * layers) // gain) if gain else layers
+                return (more,) * min(count, layers) + (less,) * max(0, layers - count)
+        return (names[-1],) * layers
+
+    def fits(self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE) -> bool:
+        """Whether a step fits into memory if layers recompute all that they can."""
+        least = list(self.backbone.kept)[-1]
+        return self.peak(shape, pool, least, placement) <= USABLE * self.memory
+
+    def require(self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE) -> None:
+        """Checks that a step fits.
+
+        Raises:
+          PlanningError: it does not; the message says what it needs, and of everything that could
+            be changed alone, the smallest change that would make it fit.
+        """
+        if self.fits(shape, pool, placement):
+            return
+        needed = self.peak(shape, pool, list(self.backbone.kept)[-1], placement)
+        changes = " or ".join(self._changes(shape, pool, placement))
+        raise PlanningError(
+            f"{pool.slots} slots of rank {pool.rank} with {shape.tokens} tokens a microbatch need "
+            f"{needed / 2**30:.1f} GiB, usable are {USABLE * self.memory / 2**30:.1f} GiB of "
+            f"{self.memory / 2**30:.1f}; it would fit with "
+            + (changes or "no single change of slots, rank, tokens or stages")
+        )
+
+    def observe(
+        self, shape: ShapeClass, pool: Pool, remat: str | Sequence[str], peak_bytes: int
+    ) -> "MemoryModel":
+        """The model after a step on one device was seen to need `peak_bytes` at most."""
+        beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE)
+        working = self.working.observe(_features(shape), max(0.0, beyond))
+        return dataclasses.replace(self, working=working)
+
+    def _counted(self, shape, pool, remat, placement) -> float:
+        layers = self.backbone.layers
+        if remat is None:
+            remat = self.policies(shape, pool, placement)
+        policies = (remat,) * layers if isinstance(remat, str) else remat
+        kept = sum(self.kept(shape.tokens, pool.rank, policy) for policy in policies)
+        return self.resident(pool, placement) + placement.in_flight * kept / placement.stages
+
+    def _changes(self, shape: ShapeClass, pool: Pool, placement: Placement) -> list[str]:
+        """For each of slots, rank, tokens and stages, its value nearest to now that fits."""
+        unit = max(1, shape.chunk_len // shape.row_len)
+        shapes = [dataclasses.replace(shape, rows=r) for r in range(unit, shape.rows, unit)]
+        tokens = [s.tokens for s in shapes if self.fits(s, pool, placement)]
+        pools = [pool._replace(slots=t) for t in range(1, pool.slots)]
+        slots = [p.slots for p in pools if self.fits(shape, p, placement)]
+        pools = [pool._replace(rank=r) for r in range(1, pool.rank)]
+        ranks = [p.rank for p in pools if self.fits(shape, p, placement)]
+        deeper = range(placement.stages + 1, self.backbone.layers + 1)
+        placements = (placement._replace(stages=s) for s in deeper)
+        stages = next((p.stages for p in placements if self.fits(shape, pool, p)), None)
+        return [
+            *([f"at most {max(slots)} slots"] if slots else []),
+            *([f"ranks of at most {max(ranks)}"] if ranks else []),
+            *([f"at most {max(tokens)} tokens a microbatch"] if tokens else []),
+            *([f"{stages} pipeline stages"] if stages else []),
+        ]
+
+
+def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel:
+    """The memory model of the profiled backbone and device.
+
+    Args:
+      memory: bytes of a device; None for what the profile says.
+
+    Raises:
+      ProfileError: the profile does not know the memory, or no peak of an adapted layer.
+    """
+    memory = memory or profile.memory_bytes
+    if not memory:
+        raise ProfileError(
+            f"memory_bytes is null in the profile of {profile.device}: give the memory of a device"
+        )
+    model = MemoryModel(profile.backbone, memory, OnlineFit.of_features(3))
+    heads = {
+        point.tokens: peak
+        for point, _, peak in profile.measurements
+        if isinstance(point, HeadPoint) and peak
+    }
+    working = model.working
+    for point, _, peak in profile.measurements:
+        if not isinstance(point, LayerPoint) or not (point.rank and point.backward and peak):
+            continue
+        beyond = peak - point.layers * model.kept(point.tokens, point.rank, point.remat)
+        needed = max(beyond, heads.get(point.tokens, 0), 0)
+        features = _row_features(point.tokens, point.row_len)
+        working = working.observe(features, needed, _PROFILE_WEIGHT)
+    if not working.observations:
+        raise ProfileError("the profile measures no peak_bytes of an adapted layer")
+    return dataclasses.replace(model, working=working)
+
+
+def _features(shape: ShapeClass) -> np.ndarray:
+    return _row_features(shape.tokens, shape.row_len)
+
+
+def _row_features(tokens: int, row_len: int) -> np.ndarray:
+    """1, B · L and B · L²."""
+    return np.array([1.0, tokens, tokens * row_len])

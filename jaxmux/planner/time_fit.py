@@ -1,0 +1,132 @@
+"""Fits the cost model of steps to a profile."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from .adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
+from .curve import Curve
+from .pool import Pool
+from .profile import (
+    AttentionPoint,
+    CollectivePoint,
+    HeadPoint,
+    LayerPoint,
+    Profile,
+    ProfileError,
+    RoundPoint,
+    UpdatePoint,
+)
+from .shape_class import ShapeClass
+from .time_model import TimeModel
+
+
+def fit_time_model(profile: Profile) -> TimeModel:
+    """The cost model of the measured device and backbone.
+
+    Raises:
+      ProfileError: the profile lacks what the model needs; the message says what.
+    """
+    layers = dict(profile.of(LayerPoint))
+    trained = [point for point in layers if point.backward and point.remat == "dots"]
+    frozen = [point for point in trained if not point.rank]
+    if not frozen or len(frozen) == len(trained):
+        raise ProfileError(
+            "the profile measures no layer with remat 'dots' that is "
+            + ("adapted (rank > 0)" if frozen else "frozen (rank 0)")
+        )
+    if len(row_lens := {point.row_len for point in frozen}) > 1:
+        raise ProfileError(f"the profile measures frozen layers over rows of {sorted(row_lens)}")
+    base = Curve.through((point.tokens, layers[point]) for point in frozen)
+    updates = profile.of(UpdatePoint)
+    unadapted = TimeModel(
+        backbone=profile.backbone,
+        base=base,
+        row_len=frozen[0].row_len,
+        attention=_attention(profile, backward=True),
+        attention_forward=_attention(profile, backward=False),
+        adapters=AdapterTimes.none(),
+        forward_share=_forward_share(layers),
+        recompute=_recompute(layers, base),
+        head=Curve.through((point.tokens, seconds) for point, seconds in profile.of(HeadPoint)),
+        update={
+            kind: Curve.through((p.parameters, s) for p, s in updates if p.optimizer == kind)
+            for kind in {point.optimizer for point, _ in updates}
+        },
+        round_overhead=0.0,
+        collectives=_collectives(profile),
+    )
+    adapted = [point for point in trained if point.rank]
+    loads = [
+        AdapterLoad((p.tokens / p.tasks,) * p.tasks, p.slots, p.rank, p.chunk_len, p.dropout)
+        for p in adapted
+    ]
+    beyond = [layers[p] - _layer(unadapted, p) for p in adapted]
+    adapters = fit_adapter_times(loads, beyond, [1 / layers[p] for p in adapted])
+    model = dataclasses.replace(unadapted, adapters=adapters)
+    return dataclasses.replace(model, round_overhead=_round_overhead(profile, model))
+
+
+def _layer(model: TimeModel, point: LayerPoint) -> float:
+    tokens = (point.tokens / point.tasks,) * point.tasks
+    return model.layer(_shape(point), tokens, Pool(point.slots, point.rank)).total
+
+
+def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
+    """Mean part of a layer that its forward pass takes; a half where that is not measured, as in
+    MuxTune."""
+    shares = [
+        seconds / layers[both]
+        for point, seconds in layers.items()
+        if not point.backward and (both := dataclasses.replace(point, backward=True)) in layers
+    ]
+    return float(np.mean(shares)) if shares else 0.5
+
+
+def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, float]:
+    """By policy, mean of what a layer takes longer than with "dots", as a part of `base`."""
+    longer: dict[str, list[float]] = {"dots": [0.0]}
+    for point, seconds in layers.items():
+        dots = dataclasses.replace(point, remat="dots")
+        if point.remat != "dots" and point.backward and dots in layers:
+            part = max(0.0, seconds - layers[dots]) / base(point.tokens)
+            longer.setdefault(point.remat, []).append(part)
+    return {policy: float(np.mean(parts)) for policy, parts in longer.items()}
+
+
+def _attention(profile: Profile, backward: bool) -> dict[bool, Curve]:
+    """Seconds per token over row length: linear in it, as attention to all earlier tokens is."""
+    found: dict[bool, list[tuple[float, float]]] = {}
+    for point, seconds in profile.of(AttentionPoint):
+        if point.backward == backward:
+            pair = (point.row_len, seconds / point.tokens)
+            found.setdefault(point.max_sequences > 1, []).append(pair)
+    return {packed: Curve.through(pairs, rising=False) for packed, pairs in found.items()}
+
+
+def _round_overhead(profile: Profile, model: TimeModel) -> float:
+    """Mean of what the measured rounds took beyond the sum of their parts."""
+    beyond = []
+    for point, seconds in profile.of(RoundPoint):
+        size = dataclasses.replace(model.backbone, layers=point.layers)
+        tokens = (point.tokens / point.tasks,) * point.tasks
+        parts = dataclasses.replace(model, backbone=size).step(
+            _shape(point), [tokens], Pool(point.slots, point.rank)
+        )
+        beyond.append(max(0.0, seconds - parts))
+    return float(np.mean(beyond))
+
+
+def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for point, seconds, _ in profile.measurements:
+        if isinstance(point, CollectivePoint):
+            key = (point.collective, point.axis, point.devices)
+            found.setdefault(key, []).append((point.payload_bytes, seconds))
+    return {key: Curve.through(pairs) for key, pairs in found.items()}
+
+
+def _shape(point: LayerPoint | RoundPoint) -> ShapeClass:
+    rows = point.tokens // point.row_len
+    return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)

@@ -1,0 +1,16 @@
+"""Measures what the cost models of `jaxmux.planner` are fitted to, and how well they predict."""
+
+from .check import Case, Comparison, compare, default_cases, mean_absolute_error
+from .grid import CPU_GRID, Grid
+from .profiler import complete_profile
+
+__all__ = [
+    "CPU_GRID",
+    "Case",
+    "Comparison",
+    "Grid",
+    "compare",
+    "complete_profile",
+    "default_cases",
+    "mean_absolute_error",
+]

@@ -1,0 +1,188 @@
+"""Which points are measured: few, each for a term of the cost model."""
+
+import dataclasses
+import math
+
+from jaxmux.planner import PlanningError, ShapeClass
+from jaxmux.planner.profile import (
+    AttentionPoint,
+    BackboneSize,
+    CollectivePoint,
+    HeadPoint,
+    LayerPoint,
+    Point,
+    RoundPoint,
+    UpdatePoint,
+)
+
+_COLLECTIVES = ("psum", "all_gather", "ppermute")
+OPTIMIZER = "adamw"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What is varied, one thing at a time around a reference: the first of each but the tokens.
+
+    Attributes:
+      tokens: N of microbatches, rising; the reference is the upper middle.
+      row_lens: rising; the reference is the longest row that the fewest tokens hold.
+      chunk_lens, ranks, slots: the layer is measured with as many tasks as slots, and with one.
+      layers: of a measured program: launches of one hide behind another's kernels.
+      payload_bytes: that each device puts into a collective.
+    """
+
+    tokens: tuple[int, ...] = (512, 2048, 8192, 16384)
+    row_lens: tuple[int, ...] = (64, 128, 512, 2048, 8192)
+    chunk_lens: tuple[int, ...] = (128, 512)
+    ranks: tuple[int, ...] = (16, 64)
+    slots: tuple[int, ...] = (4, 16)
+    layers: int = 3
+    payload_bytes: tuple[int, ...] = (2**16, 2**20, 2**24, 2**26)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            values = getattr(self, field.name)
+            values = values if isinstance(values, tuple) else (values,)
+            if not values or min(values) < 1:
+                raise PlanningError(f"{field.name}: expected positive numbers, found {values}")
+        if min(self.row_lens) > min(self.tokens):
+            raise PlanningError(
+                f"row_lens: the shortest row, {min(self.row_lens)}, is longer than the smallest "
+                f"microbatch of {min(self.tokens)} tokens"
+            )
+        for tokens in self.tokens:
+            for chunk_len in self.chunk_lens[:1]:
+                self._refuse_ragged(tokens, self.row_len, chunk_len)
+        for chunk_len in self.chunk_lens:
+            self._refuse_ragged(self.reference_tokens, self.row_len, chunk_len)
+
+    @property
+    def reference_tokens(self) -> int:
+        return sorted(self.tokens)[len(self.tokens) // 2]
+
+    @property
+    def row_len(self) -> int:
+        return max(row_len for row_len in self.row_lens if row_len <= min(self.tokens))
+
+    def _refuse_ragged(self, tokens: int, row_len: int, chunk_len: int) -> None:
+        if tokens % row_len:
+            raise PlanningError(f"tokens={tokens} is no multiple of row_len={row_len}")
+        ShapeClass(tokens // row_len, row_len, chunk_len, 1)
+
+
+# For a CPU, where a profile serves tests and dry runs.
+CPU_GRID = Grid(
+    tokens=(128, 256, 512),
+    row_lens=(64, 128, 256),
+    chunk_lens=(64, 128),
+    ranks=(4, 16),
+    slots=(2, 4),
+    layers=1,
+    payload_bytes=(2**12, 2**16, 2**20),
+)
+
+
+def points(grid: Grid, backbone: BackboneSize, devices: int) -> list[Point]:
+    """All points of a profile, each once, those of one operator one after another."""
+    found = [
+        *_layers(grid),
+        *_attention(grid),
+        *(HeadPoint(tokens) for tokens in grid.tokens),
+        *_updates(grid, backbone),
+        _round(grid),
+        *_collectives(grid, devices),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _layers(grid: Grid) -> list[LayerPoint]:
+    slots, rank, chunk_len = grid.slots[0], grid.ranks[0], grid.chunk_lens[0]
+
+    def adapted(tokens: int = grid.reference_tokens, **changes) -> LayerPoint:
+        point = LayerPoint(
+            layers=grid.layers,
+            tokens=tokens,
+            row_len=grid.row_len,
+            chunk_len=chunk_len,
+            max_sequences=1,
+            slots=slots,
+            rank=rank,
+            tasks=slots,
+            remat="dots",
+            dropout=False,
+            backward=True,
+        )
+        point = dataclasses.replace(point, **changes)
+        return dataclasses.replace(point, tasks=min(point.tasks, tokens // point.chunk_len))
+
+    def frozen(tokens: int) -> LayerPoint:
+        return adapted(tokens, rank=0, slots=1, tasks=1)
+
+    longest = max(r for r in grid.row_lens if not grid.reference_tokens % r)
+    return [
+        *(frozen(tokens) for tokens in grid.tokens),
+        *(adapted(tokens, tasks=tasks) for tokens in grid.tokens for tasks in (slots, 1)),
+        *(adapted(slots=other, tasks=tasks) for other in grid.slots[1:] for tasks in (other, 1)),
+        *(adapted(rank=other, tasks=tasks) for other in grid.ranks[1:] for tasks in (slots, 1)),
+        *(adapted(chunk_len=other) for other in grid.chunk_lens[1:]),
+        adapted(dropout=True),
+        adapted(row_len=longest),
+        *(adapted(remat=remat) for remat in ("lean", "full")),
+        *(adapted(tokens, backward=False) for tokens in (grid.tokens[0], grid.reference_tokens)),
+    ]
+
+
+def _attention(grid: Grid) -> list[AttentionPoint]:
+    return [
+        AttentionPoint(
+            max(row_len, grid.reference_tokens // row_len * row_len),
+            row_len,
+            grid.chunk_lens[0],
+            max_sequences,
+            backward,
+        )
+        for row_len in grid.row_lens
+        # Those that `choose_shape_class` gives rows of one sequence and of several.
+        for max_sequences in (1, max(2, row_len // 16))
+        for backward in (False, True)
+    ]
+
+
+def _updates(grid: Grid, backbone: BackboneSize) -> list[UpdatePoint]:
+    per_slot = grid.layers * grid.ranks[0] * backbone.adapter_width
+    return [UpdatePoint(slots * per_slot, slots, OPTIMIZER) for slots in (1, *grid.slots)]
+
+
+def _round(grid: Grid) -> RoundPoint:
+    tokens, row_len = grid.reference_tokens, grid.row_len
+    # So many that a round of full rows for each is one microbatch.
+    tasks = math.gcd(tokens // row_len, grid.slots[0])
+    return RoundPoint(
+        layers=grid.layers,
+        tokens=tokens,
+        row_len=row_len,
+        chunk_len=grid.chunk_lens[0],
+        max_sequences=1,
+        slots=tasks,
+        rank=grid.ranks[0],
+        tasks=tasks,
+    )
+
+
+def _collectives(grid: Grid, devices: int) -> list[CollectivePoint]:
+    """Over every divisor of the devices: neighbours, and such as lie far apart where others lie
+    between them."""
+    sizes = [n for n in range(2, devices + 1) if devices % n == 0]
+    axes = [("inner", n) for n in sizes] + [("outer", n) for n in sizes if n < devices]
+    return [
+        CollectivePoint(collective, axis, size, payload)
+        for collective in _COLLECTIVES
+        for axis, size in axes
+        for payload in grid.payload_bytes
+    ]
+
+
+def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
+    """The shape class of a point."""
+    rows = point.tokens // point.row_len
+    return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)

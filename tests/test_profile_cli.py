@@ -1,0 +1,168 @@
+"""`python -m jaxmux.profile` on the CPU, with a tiny Llama."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmux.planner import PlanningError
+from jaxmux.planner.memory_model import fit_memory_model
+from jaxmux.planner.pool import Pool
+from jaxmux.planner.profile import CollectivePoint, LayerPoint, read_profile
+from jaxmux.planner.time_fit import fit_time_model
+from jaxmux.profile import main
+from jaxmux.profiling import Case, Grid, profiler
+from jaxmux.profiling.grid import points
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES = "--tokens 64 128 --row_lens 64 128 --chunk_lens 64 --ranks 4 --slots 2".split()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("backbone") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile_path(config) -> Path:
+    path = config.parent / "profile.json"
+    assert main(["--config", str(config), "--out", str(path), "--seconds", "0.05", *SIZES]) == 0
+    return path
+
+
+def test_profile_is_complete(profile_path):
+    profile = read_profile(profile_path)
+    grid = Grid((64, 128), (64, 128), (64,), (4,), (2,), layers=1)
+    measured = [measurement.point for measurement in profile.measurements]
+    assert measured == points(grid, profile.backbone, devices=1)
+    assert all(measurement.seconds > 0 for measurement in profile.measurements)
+    layers = [m for m in profile.measurements if isinstance(m.point, LayerPoint)]
+    assert all(measurement.peak_bytes > 0 for measurement in layers)
+
+
+def test_second_run_measures_nothing(profile_path, config, monkeypatch, capsys):
+    def refuse(*arguments):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(profiler, "_measure", refuse)
+    before = profile_path.read_text()
+    assert main(["--config", str(config), "--out", str(profile_path), *SIZES]) == 0
+    assert profile_path.read_text() == before
+    assert "error" in capsys.readouterr().out
+
+
+def test_interrupted_run_goes_on(profile_path, config, tmp_path, monkeypatch):
+    lines = profile_path.read_text().splitlines()
+    (last,) = [i for i, line in enumerate(lines) if '"round"' in line]
+    part = tmp_path / "part.json"
+    part.write_text(
+        "\n".join(lines[: last - 1] + [lines[last - 1].rstrip(",")] + lines[last + 1 :])
+    )
+    measured = []
+    measure = profiler.measure_round
+    monkeypatch.setattr(profiler, "measure_round", lambda *a: measured.append(a[1]) or measure(*a))
+    assert main(["--config", str(config), "--out", str(part), "--seconds", "0", *SIZES]) == 0
+    assert measured == [read_profile(profile_path).measurements[-1].point]
+    assert len(read_profile(part).measurements) == len(read_profile(profile_path).measurements)
+
+
+def test_check_compares_steps_with_predictions(profile_path, config, tmp_path, capsys):
+    out = tmp_path / "check.json"
+    folder = str(config.parent)
+    arguments = ["--backbone", folder, "--check", str(profile_path), "--out", str(out)]
+    assert main([*arguments, "--seconds", "0.1", "--cases", "3x64x6x192", *SIZES]) == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    measured, predicted = case["seconds"]
+    # CPU timings on a busy machine: the model is of the right size, no more.
+    assert 0.1 < predicted / measured < 10
+    assert "mean absolute error of step time" in capsys.readouterr().out
+
+
+def test_models_of_the_profile_grow_with_what_they_are_asked_for(profile_path):
+    profile = read_profile(profile_path)
+    times = fit_time_model(profile)
+    memory = fit_memory_model(profile, memory=2**30)
+    shapes = [Case(1, 64, 4, tokens).shape(64) for tokens in (64, 128, 192, 256)]
+    seconds = [times.predict(shape, 1, 4) for shape in shapes]
+    peaks = [memory.peak(shape, Pool(1, 4), "dots") for shape in shapes]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert peaks == sorted(peaks) and peaks[0] > profile.backbone.weight_bytes
+
+
+def test_collectives_are_measured_where_there_are_devices(tmp_path):
+    script = """
+import jax, sys
+from jaxmux.planner.pool import Pool
+from jaxmux.planner.profile import CollectivePoint
+from jaxmux.profiling.collectives import collective_program
+from jaxmux.profiling.timing import measure
+points = [CollectivePoint(c, a, 2, 4096) for c in ("psum", "all_gather", "ppermute")
+          for a in ("inner", "outer")]
+found = list(measure([(p, collective_program(p)) for p in points], 0.01))
+assert [m.point for m in found] == points and all(m.seconds > 0 for m in found)
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    run_python(script, flags)
+
+
+def test_collectives_cover_every_division_of_the_devices(profile_path):
+    backbone = read_profile(profile_path).backbone
+    grid = Grid(payload_bytes=(1024,))
+    found = [p for p in points(grid, backbone, devices=4) if isinstance(p, CollectivePoint)]
+    axes = {(p.axis, p.devices) for p in found}
+    assert axes == {("inner", 2), ("inner", 4), ("outer", 2)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "100"], "tokens=100 is no multiple of row_len=64"),
+        (["--tokens", "32"], "the shortest row, 64"),
+        (["--ranks", "0"], "ranks: expected positive numbers"),
+    ],
+)
+def test_impossible_grid_is_refused(config, tmp_path, capsys, arguments, message):
+    out = tmp_path / "profile.json"
+    assert main(["--config", str(config), "--out", str(out), *SIZES, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_profile_of_another_backbone_is_refused(profile_path, tmp_path, capsys):
+    other = tmp_path / "config.json"
+    other.write_text(json.dumps(TINY | {"hidden_size": 64}))
+    assert main(["--config", str(other), "--out", str(profile_path), *SIZES]) == 2
+    message = capsys.readouterr().err
+    assert str(profile_path) in message and "backbone" in message
+
+
+def test_bad_config_and_case_are_refused(profile_path, config, tmp_path, capsys):
+    absent = tmp_path / "absent.json"
+    assert main(["--config", str(absent), "--out", str(tmp_path / "p.json")]) == 2
+    assert str(absent) in capsys.readouterr().err
+    with pytest.raises(PlanningError, match="case '3x64': expected tasks x length x rank x tokens"):
+        Case.parse("3x64")
+
+
+def run_python(script: str, environment: dict[str, str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
