@@ -13,14 +13,15 @@ from jaxmux.models import (
     Backbone,
     ForwardOptions,
     SlotTable,
-    choose_remat,
     device_memory,
     pick_implementation,
 )
 from jaxmux.peft import Adapter, SlotArrays, adapter_of, slot_arrays, slot_tree
 from jaxmux.planner import ShapeClass
+from jaxmux.planner.remat_choice import USABLE
 from jaxmux.tasks import TaskError
 
+from .memory import choose_remat
 from .prepare import PreparedTask
 from .progress import TaskProgress, TaskUpdate, book
 from .rounds import Round, pack_batches, slot_table, training_rounds
@@ -325,16 +326,8 @@ class Engine:
         if memory is None:
             return "dots"
         resident = jax.tree.leaves((self.backbone.weights, self.state))
-        room = int(0.97 * memory) - sum(array.nbytes for array in resident)
-        return choose_remat(
-            self.backbone.config,
-            options,
-            self.backbone.weights,
-            self.state.adapters,
-            microbatch,
-            slots,
-            room,
-        )
+        room = int(USABLE * memory) - sum(array.nbytes for array in resident)
+        return choose_remat(self.backbone, options, self.state.adapters, microbatch, slots, room)
 
     def _forward_options(self, training: bool) -> ForwardOptions:
         dtype = self.backbone.weights["embed_tokens"]["weight"].dtype

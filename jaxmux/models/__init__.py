@@ -7,8 +7,8 @@ from .base_op import MODULES, Adapters
 from .checkpoint import Backbone, load_backbone, save_backbone
 from .config import BackboneConfig, BackboneError
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
-from .loss import chunk_losses
-from .memory import choose_remat, device_memory
+from .loss import block_bytes, chunk_losses
+from .memory import device_memory, kept_bytes
 from .modules import Weights
 from .remat import REMAT_POLICIES
 
@@ -22,11 +22,12 @@ __all__ = [
     "ForwardOptions",
     "SlotTable",
     "Weights",
-    "choose_remat",
+    "block_bytes",
     "chunk_losses",
     "device_memory",
     "head_kernel",
     "hidden_states",
+    "kept_bytes",
     "load_backbone",
     "pick_implementation",
     "save_backbone",

@@ -23,10 +23,9 @@ import numpy as np
 from .online_fit import OnlineFit
 from .pool import Pool
 from .profile import BackboneSize, HeadPoint, LayerPoint, Profile, ProfileError
+from .remat_choice import USABLE, fill_layers, working_bytes
 from .shape_class import PlanningError, ShapeClass
 
-# Part of the memory that plans may use, the same as the engine's.
-USABLE = 0.97
 # One observed step says more than a program of a few layers.
 _PROFILE_WEIGHT = 0.01
 
@@ -105,16 +104,9 @@ class MemoryModel:
         less for as many layers as there is room for."""
         layers = self.backbone.layers
         sizes = {remat: self.kept(shape.tokens, pool.rank, remat) for remat in self.backbone.kept}
-        names = list(sizes)
-        working = max(2 * sizes[names[0]], self.backbone.head_block_bytes)
+        working = working_bytes(sizes, self.backbone.head_block_bytes)
         room = USABLE * self.memory - self.resident(pool, placement) - working
-        room *= placement.stages / placement.in_flight
-        for more, less in zip(names, names[1:], strict=False):
-            if sizes[less] * layers <= room:
-                gain = sizes[more] - sizes[less]
-                count = int((room - sizes[less] * layers) // gain) if gain else layers
-                return (more,) * min(count, layers) + (less,) * max(0, layers - count)
-        return (names[-1],) * layers
+        return fill_layers(sizes, layers, room * placement.stages / placement.in_flight)
 
     def fits(self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE) -> bool:
         """Whether a step fits into memory if layers recompute all that they can."""

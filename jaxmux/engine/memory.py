@@ -1,0 +1,59 @@
+"""What layers keep for the backward pass in the memory that there is."""
+
+import logging
+from itertools import groupby
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.models import (
+    Backbone,
+    ForwardOptions,
+    SlotTable,
+    block_bytes,
+    kept_bytes,
+)
+from jaxmux.peft import Adapter
+from jaxmux.planner.remat_choice import fill_layers, working_bytes
+
+_log = logging.getLogger("jaxmux")
+
+# From least to most recomputation. "none" is not among them: it is no faster than "dots".
+_PREFERENCE = ("dots", "lean", "full")
+
+
+def choose_remat(
+    backbone: Backbone,
+    options: ForwardOptions,
+    adapters: Adapter,
+    microbatch: Microbatch,
+    slots: SlotTable,
+    room: int,
+) -> tuple[str, ...]:
+    """The remat policy of every layer that recomputes least in `room` bytes of memory.
+
+    Args:
+      options: those of the step; their `remat` is not read.
+      adapters: of all slots.
+      microbatch: one of the run's; only shapes and dtypes are read, here and of all other arrays.
+      room: bytes that the step may use besides weights and train state.
+    """
+    config, weights = backbone.config, backbone.weights
+    # What bears a name is the same in every implementation, and plain XLA is traced fastest.
+    plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
+    sizes = {
+        policy: kept_bytes(
+            config, plain._replace(remat=policy), weights, adapters, microbatch, slots
+        )
+        for policy in _PREFERENCE
+    }
+    working = working_bytes(sizes, block_bytes(config.vocab_size))
+    policies = fill_layers(sizes, config.num_layers, room - working)
+    needed = working + sum(sizes[policy] for policy in policies)
+    _log.info(
+        "kept for the backward pass: %s; about %.1f of %.1f GiB",
+        ", ".join(
+            f"{policy!r} in {len(list(group))} layers" for policy, group in groupby(policies)
+        ),
+        needed / 2**30,
+        room / 2**30,
+    )
+    return policies

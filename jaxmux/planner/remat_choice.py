@@ -1,0 +1,35 @@
+"""Which layers keep much and which recompute, in the memory that there is."""
+
+from collections.abc import Mapping
+
+# Part of the memory that plans may use: allocators leave gaps.
+USABLE = 0.97
+
+
+def working_bytes(sizes: Mapping[str, float], loss_bytes: float) -> float:
+    """What a pass needs while it runs, besides what layers keep.
+
+    While one layer goes backward, all that it computed is there again, and its gradients.
+
+    Args:
+      sizes: see `fill_layers`.
+      loss_bytes: of one block of the loss.
+    """
+    return max(2 * next(iter(sizes.values())), loss_bytes)
+
+
+def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
+    """As many layers under the first policy as there is room for, the others under the next.
+
+    Args:
+      sizes: bytes that a layer keeps under each policy, from least to most recomputation, falling.
+      layers: of the model.
+      room: bytes for all layers. Where even the last policy needs more, all layers get it.
+    """
+    names = list(sizes)
+    for more, less in zip(names, names[1:], strict=False):
+        if sizes[less] * layers <= room:
+            gain = sizes[more] - sizes[less]
+            count = int((room - sizes[less] * layers) // gain) if gain else layers
+            return (more,) * min(count, layers) + (less,) * max(0, layers - count)
+    return (names[-1],) * layers

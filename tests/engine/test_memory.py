@@ -1,0 +1,31 @@
+"""What the engine keeps for the backward pass depends on the memory it may use."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data import Microbatch
+from jaxmux.engine.memory import choose_remat
+from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable
+from jaxmux.peft import empty_pool
+
+CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
+
+
+def test_less_memory_recomputes_more():
+    shape = (4, 128)
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    microbatch = Microbatch(
+        *(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers),
+        jax.ShapeDtypeStruct(shape, jnp.uint32),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
+    adapters = empty_pool(CONFIG, ("self_attn.q_proj", "mlp.down_proj"), 2, 4)
+    options = ForwardOptions("xla", max_sequences=2)
+
+    def chosen(room: int) -> tuple[str, ...]:
+        return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
+
+    assert chosen(2**30) == ("dots",) * 4 and chosen(0) == ("full",) * 4
+    assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))

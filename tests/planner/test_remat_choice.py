@@ -1,0 +1,29 @@
+"""How layers share the memory that there is."""
+
+import numpy as np
+import pytest
+
+from jaxmux.planner.remat_choice import fill_layers
+
+
+def test_layers_get_the_first_policy_that_fits_and_fill_up_with_the_one_before():
+    sizes = {"dots": 10, "lean": 6, "full": 1}
+    assert fill_layers(sizes, 4, 40) == ("dots",) * 4
+    assert fill_layers(sizes, 4, 39) == ("dots",) * 3 + ("lean",)
+    assert fill_layers(sizes, 4, 24) == ("lean",) * 4
+    assert fill_layers(sizes, 4, 23) == ("lean",) * 3 + ("full",)
+    assert fill_layers(sizes, 4, 3) == ("full",) * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_filling_fits_and_one_more_would_not(seed):
+    rng = np.random.default_rng(seed)
+    sizes = dict(zip(("dots", "lean", "full"), sorted(rng.integers(1, 50, 3))[::-1], strict=True))
+    layers = int(rng.integers(1, 30))
+    room = int(rng.integers(sizes["full"] * layers, 60 * layers))
+    policies = fill_layers(sizes, layers, room)
+    total = sum(sizes[policy] for policy in policies)
+    assert len(policies) == layers and total <= room
+    names = list(sizes)
+    gains = [sizes[names[names.index(p) - 1]] - sizes[p] for p in policies if p != "dots"]
+    assert not gains or total + gains[-1] > room or gains[-1] == 0
