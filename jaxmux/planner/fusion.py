@@ -45,6 +45,21 @@ def fuse_tasks(
     Raises:
       PlanningError: a task does not fit even alone; or there are no tasks.
     """
+    return min(fusions(tokens, latency, stages, fits), key=lambda fusion: fusion.latency)
+
+
+def fusions(
+    tokens: Sequence[int],
+    latency: Callable[[HTask], float],
+    stages: int,
+    fits: Callable[[HTask], bool] = lambda htask: True,
+) -> list[Fusion]:
+    """For every number of hTasks, from the least possible on, the best partition into so many.
+
+    F charges a further hTask its average latency per stage, which is less than what it takes in a
+    full pipeline; who can simulate one chooses among these. Arguments and errors as of
+    `fuse_tasks`.
+    """
     ascending = sorted(range(len(tokens)), key=lambda task: (tokens[task], task))
     for task in ascending:
         if not fits((task,)):
@@ -58,12 +73,14 @@ def fuse_tasks(
             htask = tuple(ascending[i : k + 1])
             if fits(htask):
                 costs[i, k] = latency(htask)
-    ranges, total = fuse_ranges(costs, stages)
-    return Fusion(tuple(tuple(ascending[i : k + 1]) for i, k in ranges), total)
+    return [
+        Fusion(tuple(tuple(ascending[i : k + 1]) for i, k in ranges), total)
+        for ranges, total in fuse_ranges(costs, stages)
+    ]
 
 
-def fuse_ranges(costs: np.ndarray, stages: int) -> tuple[list[tuple[int, int]], float]:
-    """The dynamic program of `fuse_tasks` over a table of costs.
+def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, int]], float]]:
+    """The dynamic program of `fusions` over a table of costs.
 
     Args:
       costs: float [M, M]; entry [i, k] is the latency in seconds of the hTask of the tasks i to k
@@ -72,7 +89,7 @@ def fuse_ranges(costs: np.ndarray, stages: int) -> tuple[list[tuple[int, int]], 
       stages: S.
 
     Returns:
-      First and last task of each hTask, and F*.
+      For every possible number of hTasks, first and last task of each, and F.
 
     Raises:
       PlanningError: there are no tasks, or no partition has a finite cost.
@@ -84,20 +101,28 @@ def fuse_ranges(costs: np.ndarray, stages: int) -> tuple[list[tuple[int, int]], 
     added = np.full((tasks + 1, tasks + 1), np.inf)
     added[:-1, 1:] = np.where(np.tri(tasks, dtype=bool).T, costs / stages, np.inf)
     best = np.concatenate([[np.inf], costs[0]])
-    tables, cut_at = [best], []
+    totals, cut_at = [best[tasks]], []
     for _ in range(1, tasks):
         through = best[:, None] + added
         cut_at.append(through.argmin(axis=0))
         best = through.min(axis=0)
-        tables.append(best)
-    totals = [table[tasks] for table in tables]
-    count = int(np.argmin(totals))
-    if not np.isfinite(totals[count]):
+        totals.append(best[tasks])
+    found = [
+        (_ranges(cut_at[:count], tasks), float(total))
+        for count, total in enumerate(totals)
+        if np.isfinite(total)
+    ]
+    if not found:
         raise PlanningError(f"no partition of the {tasks} tasks into hTasks fits in memory")
+    return found
+
+
+def _ranges(cut_at: Sequence[np.ndarray], tasks: int) -> list[tuple[int, int]]:
+    """The ranges that end where each round of the program cut last."""
     ranges, end = [], tasks
-    for cuts in reversed(cut_at[:count]):
+    for cuts in reversed(cut_at):
         start = int(cuts[end])
         ranges.append((start, end - 1))
         end = start
     ranges.append((0, end - 1))
-    return ranges[::-1], float(totals[count])
+    return ranges[::-1]

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from jaxmux.planner.fusion import fuse_ranges, fuse_tasks
+from jaxmux.planner.fusion import fuse_ranges, fuse_tasks, fusions
 from jaxmux.planner.shape_class import PlanningError
 
 
@@ -22,14 +22,15 @@ def pipeline_latency(tokens, stages: int, microbatches: int = 4):
     return latency
 
 
-def best_partition(costs: np.ndarray, stages: int) -> float:
+def best_partitions(costs: np.ndarray, stages: int) -> dict[int, float]:
+    """By number of hTasks, F of the best of all contiguous partitions."""
     tasks = len(costs)
-    best = np.inf
+    best = dict.fromkeys(range(1, tasks + 1), np.inf)
     for parts in range(tasks):
         for cuts in combinations(range(1, tasks), parts):
             edges = [0, *cuts, tasks]
             first, *rest = [costs[i, k - 1] for i, k in zip(edges, edges[1:], strict=False)]
-            best = min(best, first + sum(rest) / stages)
+            best[parts + 1] = min(best[parts + 1], first + sum(rest) / stages)
     return best
 
 
@@ -42,11 +43,13 @@ def test_fusion_equals_the_best_of_all_contiguous_partitions(tasks, seed):
     if seed % 2:
         costs[rng.random(costs.shape) < 0.4] = np.inf
         np.fill_diagonal(costs, rng.uniform(0.1, 1, tasks))
-    ranges, total = fuse_ranges(costs, stages)
-    assert [task for i, k in ranges for task in range(i, k + 1)] == list(range(tasks))
-    assert total == pytest.approx(best_partition(costs, stages))
-    first, *rest = [costs[i, k] for i, k in ranges]
-    assert total == pytest.approx(first + sum(rest) / stages)
+    found = fuse_ranges(costs, stages)
+    possible = {n: f for n, f in best_partitions(costs, stages).items() if np.isfinite(f)}
+    assert {len(ranges): total for ranges, total in found} == pytest.approx(possible)
+    for ranges, total in found:
+        assert [task for i, k in ranges for task in range(i, k + 1)] == list(range(tasks))
+        first, *rest = [costs[i, k] for i, k in ranges]
+        assert total == pytest.approx(first + sum(rest) / stages)
 
 
 def test_htasks_are_contiguous_in_tokens():
@@ -55,6 +58,14 @@ def test_htasks_are_contiguous_in_tokens():
     in_order = [tokens[task] for htask in plan.htasks for task in htask]
     assert in_order == sorted(tokens)
     assert 1 < len(plan.htasks) < len(tokens)
+
+
+def test_every_number_of_htasks_has_its_best_partition():
+    tokens = [512, 64, 2048, 64, 128, 4096, 96]
+    latency = pipeline_latency(tokens, 4)
+    found = fusions(tokens, latency, stages=4)
+    assert [len(fusion.htasks) for fusion in found] == list(range(1, 8))
+    assert fuse_tasks(tokens, latency, stages=4) in found
 
 
 def test_an_htask_beyond_memory_is_never_formed():
