@@ -1,0 +1,223 @@
+"""Shows a plan: `python -m jaxmux.plan --gin_file=my_tasks.gin --mesh=pp4,tp2 --out=plan`."""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from . import gin_bindings
+from .data import DataError, GlobalBatches, load_samples, load_tokenizer
+from .gin_bindings import ConfigError
+from .models import REMAT_POLICIES, BackboneConfig, BackboneError
+from .package_files import resolve_path
+from .peft import resolve_targets
+from .planner import PlanningError
+from .planner.cost_models import CostModels, estimated_models, measured_models
+from .planner.make_plan import (
+    ShapeRequest,
+    TaskLoad,
+    make_plan,
+    plan_with_smaller_microbatches,
+    shared_pool,
+)
+from .planner.mesh import Mesh
+from .planner.mesh_costs import AUTO, MeshCosts
+from .planner.plan import Plan
+from .planner.plan_tables import bucket_labels, plan_tables
+from .planner.pool import Pool
+from .planner.schedules import chrome_trace
+from .planner.schedules.picture import draw_schedule
+from .profiling.size import size_of
+from .runs import fine_tune
+from .tasks import Task, TaskError
+from .train import DEMO_CONFIG
+
+_USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
+# Columns where there is no terminal.
+_PLAIN_WIDTH = 100
+_MILLISECOND = 1e-3
+
+_HELP = """\
+Plans the tasks of a gin config, the same that `python -m jaxmux.train` takes, without training
+anything: data is read and tokenized, of the backbone config.json and the tokenizer. Shows which
+tasks go together, in which shape of microbatches, and what a step is predicted to take, also on
+devices that are not there. Without a config it plans the bundled demo. Exit code 2: refused.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options, bindings = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    try:
+        mesh = Mesh.parse(options.mesh)
+        gin_bindings.parse([resolve_path(file) for file in options.gin_file], bindings)
+        plan, faster = _plan(_settings(), mesh, options.profile, options.rounds)
+        for part in plan_tables(plan, faster):
+            console.print(part, markup=False)
+        if options.out:
+            for path in write_plan(plan, options.out):
+                console.print(str(path), markup=False, soft_wrap=True)
+    except _USER_ERRORS as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
+    """Writes plan.json, schedule.png and trace.json (for ui.perfetto.dev); returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("plan.json", "schedule.png", "trace.json")]
+    simulation = plan.simulate(unit=_MILLISECOND)
+    paths[0].write_text(json.dumps(plan.to_json()) + "\n")
+    title = f"{plan.rounds} steps on {plan.mesh}, {plan.costs.kind}"
+    draw_schedule(plan.schedule, simulation, paths[1], title, bucket_labels(plan), "ms")
+    paths[2].write_text(json.dumps(chrome_trace(plan.schedule, simulation)) + "\n")
+    return paths
+
+
+def _settings() -> dict[str, Any]:
+    """All parameters of `fine_tune`, those that the config leaves out with their defaults."""
+    parameters = inspect.signature(fine_tune).parameters
+    defaults = {name: p.default for name, p in parameters.items()}
+    settings = defaults | gin_bindings.fine_tune_arguments()
+    choices = {"dtype": (AUTO, "bfloat16", "float32"), "remat": (AUTO, *REMAT_POLICIES)}
+    for name, known in choices.items():
+        if settings[name] not in known:
+            expected = ", ".join(known)
+            raise PlanningError(f"{name} should be one of {expected}, found {settings[name]!r}")
+    for name in ("tokens_per_microbatch", "memory_gib"):
+        if settings[name] is not None and not settings[name] > 0:
+            raise PlanningError(f"{name} should be positive, found {settings[name]!r}")
+    return settings
+
+
+def _plan(
+    settings: Mapping[str, Any], mesh: Mesh, profile: Path | None, rounds: int
+) -> tuple[Plan, Plan | None]:
+    """The plan, and the one that would come of smaller microbatches where that is faster."""
+    names = [task.name for task in settings["tasks"]]
+    if not names:
+        raise PlanningError("nothing to plan: fine_tune.tasks is empty; add one @NAME/Task()")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")
+    folder = resolve_path(settings["backbone"])
+    config = BackboneConfig.from_folder(folder)
+    mesh.require(
+        config.num_layers,
+        {
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "intermediate_size": config.intermediate_size,
+        },
+    )
+    models = _cost_models(settings, config, mesh, profile)
+    tokenizer = load_tokenizer(folder)
+    tasks = [_read_task(task, config, tokenizer, rounds) for task in settings["tasks"]]
+    # The engine's "none" keeps more than "dots" and is no faster.
+    remat = "dots" if settings["remat"] == "none" else settings["remat"]
+    request = ShapeRequest(
+        settings["tokens_per_microbatch"],
+        settings["row_len"],
+        settings["chunk_len"],
+        models.least_chunk_len,
+    )
+    costs = MeshCosts(models.times, models.memory, shared_pool(tasks), mesh, remat)
+    plan = make_plan(tasks, request, costs, models.source, rounds)
+    return plan, plan_with_smaller_microbatches(plan, tasks, request, costs)
+
+
+def _cost_models(
+    settings: Mapping[str, Any], config: BackboneConfig, mesh: Mesh, profile: Path | None
+) -> CostModels:
+    dtype = "float32" if settings["dtype"] == "float32" else "bfloat16"
+    size = size_of(config, jnp.dtype(dtype))
+    memory_gib = settings["memory_gib"]
+    memory = None if memory_gib is None else int(memory_gib * 2**30)
+    if profile:
+        return measured_models(profile, size, memory, mesh)
+    return estimated_models(size, memory, mesh)
+
+
+def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, rounds: int) -> TaskLoad:
+    """Reads and tokenizes the task's data; its adapter is not made."""
+    try:
+        modules = tuple(resolve_targets(task.adapter.target_modules, config))
+        samples, held_out = (
+            load_samples(
+                dataclasses.replace(source, path=resolve_path(source.path)),
+                tokenizer,
+                max_length=task.max_length,
+                vocab_size=config.vocab_size,
+            ).samples
+            if source
+            else []
+            for source in (task.data, task.eval_data)
+        )
+        batches = GlobalBatches(samples, task.batch_size, task.seed, task.epochs)
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
+    steps = len(batches) if task.steps is None else task.steps
+    rank, dropout, optimizer = task.adapter.rank, task.adapter.dropout > 0, task.optimizer.kind
+    return TaskLoad(
+        name=task.name,
+        pool=Pool(1, rank, modules, dropout, optimizer),
+        batch_size=task.batch_size,
+        steps=steps,
+        lengths=[sample.stream_length for sample in samples],
+        batches=[[s.stream_length for s in batches[k]] for k in range(min(rounds, steps))],
+        held_out=[sample.stream_length for sample in held_out],
+    )
+
+
+def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxmux.plan",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
+    )
+    parser.add_argument(
+        "--gin_param", action="append", default=[], metavar="NAME=VALUE", help="as --gin.NAME=VALUE"
+    )
+    parser.add_argument(
+        "--gin.NAME", dest="_", metavar="VALUE", help="set one parameter of the config"
+    )
+    parser.add_argument(
+        "--mesh",
+        default="pp1",
+        help="pipeline stages and tensor parallelism, e.g. pp4,tp2; default: one device",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="of python -m jaxmux.profile; default: an estimate for H200s",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, metavar="N", help="steps of every task; default: 8"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"
+    )
+    options, others = parser.parse_known_args(arguments)
+    if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
+        parser.error(f"unknown argument {unknown[0]}; a parameter is set by --gin.NAME=VALUE")
+    if options.rounds < 1:
+        parser.error(f"--rounds should be at least 1, found {options.rounds}")
+    options.gin_file = options.gin_file or [DEMO_CONFIG]
+    return options, options.gin_param + [other.removeprefix("--gin.") for other in others]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

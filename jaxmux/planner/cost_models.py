@@ -1,0 +1,80 @@
+"""The cost models that a plan is made with: fitted to a profile, or estimated without one."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+from . import h200
+from .estimates import estimated_memory, estimated_times, with_estimated_collectives
+from .memory_model import MemoryModel, fit_memory_model
+from .mesh import Mesh
+from .plan import CostSource
+from .profile import BackboneSize, LayerPoint, ProfileError, read_profile
+from .time_fit import fit_time_model
+from .time_model import TimeModel
+
+# The shortest chunk of the Hopper kernels.
+_HOPPER_CHUNK = 128
+
+
+class CostModels(NamedTuple):
+    """Cost models of a backbone on a device.
+
+    Attributes:
+      source: where they come from.
+      least_chunk_len: shortest chunk that the device's kernels take.
+    """
+
+    times: TimeModel
+    memory: MemoryModel
+    source: CostSource
+    least_chunk_len: int
+
+
+def estimated_models(size: BackboneSize, memory: int | None, mesh: Mesh) -> CostModels:
+    """Those of an H200, from FLOPs and bytes.
+
+    Args:
+      size: of the backbone.
+      memory: bytes of a device; None for the device's own.
+      mesh: whose collectives are needed.
+    """
+    model = estimated_memory(size, memory)
+    text = "the backbone's FLOPs and bytes at an H200's rates, without kernel launches"
+    times, _ = with_estimated_collectives(estimated_times(size), mesh.pp, mesh.tp)
+    source = CostSource("estimated", text, h200.NAME, model.memory)
+    return CostModels(times, model, source, _HOPPER_CHUNK)
+
+
+def measured_models(path: Path, size: BackboneSize, memory: int | None, mesh: Mesh) -> CostModels:
+    """Those fitted to a profile; collectives that it lacks are estimated, and a note says so.
+
+    Args:
+      path: of the profile.
+      size, memory, mesh: as above; the backbone may have another number of layers.
+
+    Raises:
+      ProfileError: it cannot be read, lacks a measurement, or is another backbone's.
+    """
+    profile = read_profile(path)
+    for name in ("linears", "hidden_size", "vocab_size"):
+        measured, wanted = getattr(profile.backbone, name), getattr(size, name)
+        if measured != wanted:
+            raise ProfileError(
+                f"{path}: measured for another backbone, {name}={measured}, the config's has "
+                f"{wanted}; measure it with python -m jaxmux.profile"
+            )
+    backbone = dataclasses.replace(profile.backbone, layers=size.layers)
+    times = dataclasses.replace(fit_time_model(profile), backbone=backbone)
+    times, estimated = with_estimated_collectives(times, mesh.pp, mesh.tp)
+    note = f"not in the profile, so estimated for H200s: {', '.join(estimated)} devices"
+    model = dataclasses.replace(fit_memory_model(profile, memory), backbone=backbone)
+    source = CostSource(
+        kind="measured",
+        text=f"{path}, {profile.dtype}",
+        device=profile.device,
+        memory_bytes=model.memory,
+        notes=(note,) if estimated else (),
+    )
+    least_chunk_len = min(point.chunk_len for point, _ in profile.of(LayerPoint))
+    return CostModels(times, model, source, least_chunk_len)

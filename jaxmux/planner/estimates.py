@@ -1,0 +1,140 @@
+"""Cost models where there is no profile: of an H200, from a backbone's FLOPs and bytes.
+
+They are `TimeModel` and `MemoryModel` like the fitted ones, so whoever plans need not care which;
+whoever reports says "estimated".
+"""
+
+import dataclasses
+
+import numpy as np
+
+from . import h200
+from .adapter_times import AdapterTimes
+from .curve import Curve
+from .memory_model import MemoryModel
+from .online_fit import OnlineFit
+from .pool import Pool
+from .profile import BackboneSize
+from .time_model import TimeModel
+
+# The rows that the base operators are priced with, and the range that curves span linearly.
+_ROW_LEN = 128
+_TOKENS = (1024, 65536)
+_PAYLOADS = (2**20, 2**26)
+_OPTIMIZERS = ("adamw", "lion", "sgd")
+
+
+def estimated_times(backbone: BackboneSize) -> TimeModel:
+    """What steps take by the figures of `h200`.
+
+    Elementwise operators move 10 d + 8 f values a token, forward and backward: norms read and write
+    the stream, the gate its f-wide activations. Adapters cost what they do at rank 16, whatever
+    their rank: they are bound by reading the activations. Rows of several sequences cost as much
+    attention as rows of one. The update reads and writes masters, accumulators and moments.
+    """
+    weights = _linear_weights(backbone)
+    adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
+    moved = backbone.stream_bytes * (10 * backbone.hidden_size + 8 * _width(backbone, "gate_proj"))
+
+    def base(tokens: int) -> float:
+        attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN))
+        elementwise = tokens * moved / h200.BYTES_PER_SECOND
+        return 2 * h200.linear_seconds(tokens, weights) + attention + elementwise
+
+    head_weights = backbone.hidden_size * backbone.vocab_size
+    row_lens = (_ROW_LEN, 2 * _ROW_LEN)
+    both = Curve.through((n, sum(_attention_of_token(backbone, n))) for n in row_lens)
+    forward = Curve.through((n, _attention_of_token(backbone, n)[0]) for n in row_lens)
+    recomputed = {"dots": 0.0, "lean": _lean_weights(backbone), "full": weights}
+    return TimeModel(
+        backbone=backbone,
+        base=Curve.through((n, base(n)) for n in _TOKENS),
+        row_len=_ROW_LEN,
+        attention={False: both, True: both},
+        attention_forward={False: forward, True: forward},
+        adapters=AdapterTimes.none()._replace(
+            floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
+        ),
+        forward_share=0.5,
+        recompute={policy: part / weights / 2 for policy, part in recomputed.items()},
+        head=Curve.through((n, 2 * h200.linear_seconds(n, head_weights)) for n in _TOKENS),
+        update={kind: _update_curve(backbone, kind) for kind in _OPTIMIZERS},
+        round_overhead=0.0,
+        collectives={},
+    )
+
+
+def with_estimated_collectives(times: TimeModel, pp: int, tp: int) -> tuple[TimeModel, list[str]]:
+    """The model, with an H200's all-reduces over `tp` and permutes over `pp` devices where it has
+    none of its own, and the names of those."""
+    estimates = {
+        ("psum", "inner", tp): lambda payload: h200.all_reduce_seconds(payload, tp),
+        ("ppermute", "inner", pp): h200.permute_seconds,
+    }
+    missing = {
+        key: Curve.through((payload, seconds(payload)) for payload in _PAYLOADS)
+        for key, seconds in estimates.items()
+        if key[-1] > 1 and key not in times.collectives
+    }
+    names = [f"{collective} over {devices}" for collective, _, devices in missing]
+    return dataclasses.replace(times, collectives={**times.collectives, **missing}), names
+
+
+def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> MemoryModel:
+    """What steps hold: besides what can be counted, one layer's intermediates and their gradients,
+    or the logits of the loss if those are more, as the engine reckons.
+
+    Args:
+      memory: bytes of a device; None for an H200's.
+    """
+    backbone = dataclasses.replace(backbone, kept=_kept(backbone))
+    layer = 2 * backbone.kept["dots"][0]
+    working = OnlineFit.of_features(3)
+    for tokens in np.geomspace(*_TOKENS, num=7):
+        needed = max(layer * tokens, backbone.head_block_bytes)
+        working = working.observe(np.array([1.0, tokens, tokens * _ROW_LEN]), needed)
+    return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working)
+
+
+def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
+    """Bytes a token, and a token and rank, by policy: the values that `models.remat` names, norms
+    of heads aside."""
+    d, size = backbone.hidden_size, backbone.stream_bytes
+    q, kv, f = (_width(backbone, module) for module in ("q_proj", "k_proj", "gate_proj"))
+    dots, lean = 2 * d + q + (q + 2 * kv) + 2 * f, 2 * d + q + f
+    intermediates = len(backbone.linears) * size
+    return {
+        "dots": (dots * size, intermediates),
+        "lean": (lean * size, intermediates),
+        "full": (d * size, 0.0),
+    }
+
+
+def _attention_of_token(backbone: BackboneSize, row_len: int) -> tuple[float, float]:
+    """Seconds forward and backward, in rows of one sequence."""
+    width = _width(backbone, "q_proj")
+    forward, backward = h200.attention_seconds([row_len], width=width) / row_len
+    return float(forward), float(backward)
+
+
+def _linear_weights(backbone: BackboneSize) -> int:
+    return sum(k * n for k, n in backbone.linears.values())
+
+
+def _lean_weights(backbone: BackboneSize) -> int:
+    """Of the linears whose outputs the policy "lean" recomputes."""
+    modules = ("q_proj", "k_proj", "v_proj", "gate_proj")
+    return backbone.hidden_size * sum(_width(backbone, module) for module in modules)
+
+
+def _width(backbone: BackboneSize, module: str) -> int:
+    """Output width of a linear, named without its path."""
+    (size,) = (s for path, s in backbone.linears.items() if path.rsplit(".", 1)[-1] == module)
+    return size[1]
+
+
+def _update_curve(backbone: BackboneSize, optimizer: str) -> Curve:
+    """Seconds over parameters: all of the train state is read and written."""
+    pool = Pool(1, 1, optimizer=optimizer)
+    seconds = 2 * pool.state_bytes(backbone) / h200.BYTES_PER_SECOND
+    return Curve.through([(pool.parameters(backbone), seconds)])

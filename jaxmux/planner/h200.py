@@ -1,0 +1,90 @@
+"""What an H200 takes for the parts of a layer, from a few measured times, FLOPs and bytes.
+
+The parameters come from times measured with jax 0.11.2 in bfloat16 on H200s, for the shape of
+Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
+
+  linears    a GEMM of m × 4096 × 4096 runs at 735 TFLOP/s for m = 8192 and at 563 for m = 1024, as
+             if each took some hundred tokens more, about what it takes to read the weights; forward
+             and backward (dX) alike
+  LoRA       7% of the linears' time: the fused kernels at rank 16 in benchmarks/grouped_lora_h200,
+             weighted over the linears of a layer
+  attention  cuDNN, causal, 32 heads of 128 over 8 of keys and values, 8192 tokens in sequences of
+             128, 512 and 2048: forward 0.09, 0.15, 0.33 ms, with backward 0.63, 0.77, 1.34 ms; a
+             line in Σ length² goes through them
+  memory     a kernel reads an activation at 4.3 TB/s
+  all-reduce 64 MiB over four GPUs added 0.27 ms to a layer
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NAME = "NVIDIA H200"
+MEMORY_BYTES = 143_771 * 2**20
+BYTES_PER_SECOND = 4.3e12
+
+_GEMMS = ((8192, 735e12), (1024, 563e12))
+_ATTENTION_TOKENS, _ATTENTION_WIDTH = 8192, 32 * 128
+_ATTENTION_LENGTHS = np.array([128, 512, 2048])
+_ATTENTION_FORWARD = 1e-3 * np.array([0.09, 0.15, 0.33])
+_ATTENTION_BOTH = 1e-3 * np.array([0.63, 0.77, 1.34])
+LORA_SHARE = 0.07
+# A ring over four GPUs sends and receives 2 · 3/4 of what it sums.
+LINK_BYTES_PER_SECOND = 2 * 3 / 4 * 2**26 / 0.27e-3
+
+
+def _gemm_fit() -> tuple[float, float]:
+    """FLOP/s at many tokens, and the tokens that a GEMM takes longer by."""
+    (m, fast), (n, slow) = _GEMMS
+    extra = (fast - slow) / (slow / n - fast / m)
+    return fast * (m + extra) / m, extra
+
+
+def _attention_fit(seconds: np.ndarray) -> np.ndarray:
+    """Seconds for each token, and for each unit of Σ length²."""
+    squares = _ATTENTION_TOKENS * _ATTENTION_LENGTHS
+    tokens = np.full(len(squares), _ATTENTION_TOKENS)
+    return np.linalg.lstsq(np.stack([tokens, squares], axis=1), seconds)[0]
+
+
+FLOPS, EXTRA_TOKENS = _gemm_fit()
+_FORWARD_ATTENTION = _attention_fit(_ATTENTION_FORWARD)
+_BACKWARD_ATTENTION = _attention_fit(_ATTENTION_BOTH - _ATTENTION_FORWARD)
+
+
+def linear_seconds(tokens: float, weights: float, tp: int = 1) -> float:
+    """Frozen linears of so many weights in one direction, sharded over `tp` GPUs."""
+    return 2 * weights / FLOPS / tp * (tokens + EXTRA_TOKENS)
+
+
+def adapter_seconds(task_tokens: Sequence[float], weights: float, tp: int = 1) -> float:
+    """Fused adapters of several tasks on such linears: max(Σ u·t, max t) (MuxTune Eq. 3).
+
+    An adapter alone takes as many tokens more as a GEMM does, and its utilization u is the share of
+    its own tokens.
+    """
+    token = LORA_SHARE * 2 * weights / FLOPS / tp
+    return token * max(sum(task_tokens), max(task_tokens) + EXTRA_TOKENS)
+
+
+def attention_seconds(
+    lengths: Sequence[int], tp: int = 1, width: int = _ATTENTION_WIDTH
+) -> np.ndarray:
+    """Causal attention of a layer over sequences of these lengths: forward and backward, [2].
+
+    Args:
+      width: of all query heads together.
+    """
+    sizes = np.asarray(lengths, float)
+    features = np.array([sizes.sum(), np.square(sizes).sum()]) * width / _ATTENTION_WIDTH
+    return np.array([features @ _FORWARD_ATTENTION, features @ _BACKWARD_ATTENTION]) / tp
+
+
+def all_reduce_seconds(payload_bytes: float, devices: int) -> float:
+    """So many bytes of every GPU, summed around a ring."""
+    return 2 * (devices - 1) / devices * permute_seconds(payload_bytes)
+
+
+def permute_seconds(payload_bytes: float) -> float:
+    """So many bytes, sent to a neighbour."""
+    return payload_bytes / LINK_BYTES_PER_SECOND

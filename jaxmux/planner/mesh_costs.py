@@ -1,0 +1,114 @@
+"""What microbatches take, in time and memory, on the devices of a mesh."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+
+from .memory_model import USABLE, MemoryModel, Placement
+from .mesh import Mesh
+from .pool import Pool
+from .profile import ProfileError
+from .shape_class import PlanningError, ShapeClass
+from .time_model import Pipeline, TimeModel
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshCosts:
+    """The costs of a run on a mesh. Times in seconds, sizes in bytes of one device.
+
+    A microbatch takes the same whatever is in it: padding is computed too, and attention is priced
+    by the length of its rows. Layers, the parts of the head and the memory are divided evenly over
+    the stages; the all-reduces of tensor parallelism, two for each pass of a layer, are not hidden.
+
+    Attributes:
+      times, memory: of the backbone and the device.
+      pool: what all tasks together need.
+      mesh: the devices.
+      remat: rematerialisation policy of all layers, or "auto" for what the engine picks.
+    """
+
+    times: TimeModel
+    memory: MemoryModel
+    pool: Pool
+    mesh: Mesh
+    remat: str = AUTO
+
+    def depth(self, shape: ShapeClass) -> int:
+        """Most microbatches in flight on a stage that fit into memory, as far as a pipeline makes
+        use of them; 0 where not even one fits."""
+        deepest = 2 * self.mesh.pp - 1
+        return next((k for k in range(deepest, 0, -1) if self._fits(shape, k)), 0)
+
+    def require(self, shape: ShapeClass) -> None:
+        """Checks that one microbatch fits.
+
+        Raises:
+          PlanningError: it does not; the message names the smallest changes that would make it.
+        """
+        if self._fits(shape, 1):
+            return
+        self.memory.require(shape, self.pool, self._placement(1))
+        needed = self.peak(shape, (self.remat,) * self.times.backbone.layers, 1)
+        raise PlanningError(
+            f"remat={self.remat!r} needs {needed / 2**30:.1f} GiB, usable are "
+            f"{USABLE * self.memory.memory / 2**30:.1f} GiB; it would fit with remat='auto'"
+        )
+
+    def policies(self, shape: ShapeClass) -> tuple[str, ...]:
+        """The remat policy of every layer, with as many microbatches in flight as fit."""
+        if self.remat != AUTO:
+            return (self.remat,) * self.times.backbone.layers
+        placement = self._placement(max(1, self.depth(shape)))
+        return self.memory.policies(shape, self.pool, placement)
+
+    def stages(self, shape: ShapeClass) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward of a microbatch, float64 [S] each, with its part of the head."""
+        tp, layers = self.mesh.tp, self.times.backbone.layers
+        passes = np.zeros(2)
+        for policy, count in Counter(self.policies(shape)).items():
+            one = self.times.layer(shape, (shape.tokens,), self.pool, policy, tp)
+            passes += count / layers * np.array(one)
+        passes += 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
+        pipeline = Pipeline(self.mesh.pp, tp)
+        own = np.array(pipeline.layers(layers))
+        head = np.array(pipeline.head_shares()) * self.times.head(shape.tokens) / tp / 2
+        return own * passes[0] + head, own * passes[1] + head
+
+    def microbatch(self, shape: ShapeClass) -> float:
+        """Forward and backward on the slowest stage; infinite where it does not fit."""
+        return float(sum(self.stages(shape)).max()) if self.depth(shape) else np.inf
+
+    def permute(self, shape: ShapeClass) -> float:
+        """The messages at the end of a tick."""
+        return self.times.collective("ppermute", self.mesh.pp, self._stream_bytes(shape))
+
+    def update(self) -> float:
+        """What a round takes besides its microbatches: the update of every task, overheads.
+
+        Raises:
+          ProfileError: the profile measures no update of the pool's optimizer.
+        """
+        if self.pool.optimizer not in self.times.update:
+            raise ProfileError(f"the profile measures no update of {self.pool.optimizer!r}")
+        own = self.pool.parameters(self.times.backbone) / self.mesh.devices
+        return self.times.update[self.pool.optimizer](own) + self.times.round_overhead
+
+    def peak(self, shape: ShapeClass, policies: tuple[str, ...], in_flight: int) -> float:
+        """Peak memory of a device with so many microbatches in flight."""
+        return self.memory.peak(shape, self.pool, policies, self._placement(in_flight))
+
+    def _fits(self, shape: ShapeClass, in_flight: int) -> bool:
+        if self.remat == AUTO:
+            return self.memory.fits(shape, self.pool, self._placement(in_flight))
+        policies = (self.remat,) * self.times.backbone.layers
+        return self.peak(shape, policies, in_flight) <= USABLE * self.memory.memory
+
+    def _placement(self, in_flight: int) -> Placement:
+        return Placement(self.mesh.pp, self.mesh.tp, in_flight)
+
+    def _stream_bytes(self, shape: ShapeClass) -> int:
+        backbone = self.times.backbone
+        return shape.tokens * backbone.hidden_size * backbone.stream_bytes

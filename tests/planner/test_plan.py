@@ -1,0 +1,278 @@
+"""Plans: complete, legal, the same after a file, and refused with the change that would help."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxmux.planner import PlanningError
+from jaxmux.planner import plan as plan_module
+from jaxmux.planner.cost_models import estimated_models
+from jaxmux.planner.estimates import estimated_memory, estimated_times
+from jaxmux.planner.groupings import candidate_groupings
+from jaxmux.planner.make_plan import (
+    ShapeRequest,
+    TaskLoad,
+    make_plan,
+    plan_with_smaller_microbatches,
+    shared_pool,
+)
+from jaxmux.planner.mesh import Mesh
+from jaxmux.planner.mesh_costs import MeshCosts
+from jaxmux.planner.plan import FORMAT, Plan
+from jaxmux.planner.pool import Pool
+from jaxmux.planner.profile import BackboneSize
+from jaxmux.planner.schedules import validate
+from jaxmux.planner.shape_class import ShapeClass
+
+ROUNDS = 4
+ONE = Mesh()
+REQUEST = ShapeRequest(tokens=4096, least_chunk_len=128)
+
+
+@pytest.fixture(scope="module")
+def size() -> BackboneSize:
+    """Llama-3.1-8B."""
+    d, kv, f = 4096, 1024, 14336
+    linears = {
+        "self_attn.q_proj": (d, d),
+        "self_attn.k_proj": (d, kv),
+        "self_attn.v_proj": (d, kv),
+        "self_attn.o_proj": (d, d),
+        "mlp.gate_proj": (d, f),
+        "mlp.up_proj": (d, f),
+        "mlp.down_proj": (f, d),
+    }
+    weights = 2 * sum(k * n for k, n in linears.values())
+    outside = 2 * 2 * 128256 * d
+    return BackboneSize("Llama", 32, d, 128256, linears, weights, outside, 2, {}, 2**29)
+
+
+def draw(tasks: int = 4, samples: int = 32) -> list[TaskLoad]:
+    """Tasks as unlike as data sets are, from 100 to 800 tokens a sample on average."""
+    rng = np.random.default_rng(0)
+    loads = []
+    for i, mean in enumerate(np.geomspace(100, 800, tasks)):
+        sizes = np.clip(rng.lognormal(np.log(mean), 0.4, (ROUNDS, samples)), 16, 2000)
+        batches = sizes.astype(int).tolist()
+        lengths = [length for batch in batches for length in batch]
+        loads.append(TaskLoad(f"task{i}", Pool(1, 2**i), samples, 100, lengths, batches))
+    return loads
+
+
+def costs_of(size, tasks, mesh=ONE, memory=None, remat="auto") -> MeshCosts:
+    models = estimated_models(size, memory, mesh)
+    return MeshCosts(models.times, models.memory, shared_pool(tasks), mesh, remat)
+
+
+def plan_of(size, tasks, mesh=ONE, request=REQUEST, memory=None, remat="auto") -> Plan:
+    models = estimated_models(size, memory, mesh)
+    costs = costs_of(size, tasks, mesh, memory, remat)
+    return make_plan(tasks, request, costs, models.source, ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[TaskLoad]:
+    return draw()
+
+
+@pytest.fixture(scope="module")
+def plan(size, tasks) -> Plan:
+    return plan_of(size, tasks, Mesh(4, 2))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(2, 1), Mesh(4, 2)], ids=str)
+def test_every_sample_of_every_round_is_placed_once_and_nothing_overlaps(size, tasks, mesh):
+    plan = plan_of(size, tasks, mesh)
+    placed = [(s.slot, s.step, s.sample) for own in plan.microbatches for s in own]
+    assert sorted(placed) == [
+        (slot, step, sample)
+        for slot, task in enumerate(tasks)
+        for step, batch in enumerate(task.batches)
+        for sample in range(len(batch))
+    ]
+    for own in plan.microbatches:
+        owner = np.full((plan.shape.rows, plan.shape.row_len), -1)
+        for s in own:
+            assert s.tokens == tasks[s.slot].batches[s.step][s.sample]
+            cells = owner[s.row, s.offset : s.offset + s.tokens]
+            assert len(cells) == s.tokens and (cells == -1).all()
+            cells[:] = s.slot
+        for chunk in owner.reshape(-1, plan.shape.chunk_len):
+            assert len(set(chunk) - {-1}) <= 1
+
+
+def test_schedule_is_legal_and_its_jobs_are_the_microbatches(plan):
+    validate(plan.schedule)
+    assert len(plan.schedule.jobs) == len(plan.microbatches)
+    for job, own in zip(plan.schedule.jobs, plan.microbatches, strict=True):
+        assert set(job.batches) == {(s.slot, s.step) for s in own}
+
+
+def test_plan_survives_a_file(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    assert Plan.from_json(json.loads(path.read_text())) == plan
+
+
+def test_json_has_the_documented_keys(plan):
+    data = plan.to_json()
+    assert data["format"] == FORMAT
+    documented = plan_module.__doc__
+    parts = [data, data["costs"], data["prediction"], *data["tasks"], *data["baselines"]]
+    for key in {key for part in parts for key in part}:
+        assert f'"{key}"' in documented
+
+
+def test_file_of_another_format_is_refused(plan):
+    with pytest.raises(PlanningError, match="format is 'jaxmux.schedule/1'"):
+        Plan.from_json(plan.schedule.to_json())
+    data = plan.to_json()
+    del data["shape"]
+    with pytest.raises(PlanningError, match="lacks 'shape'"):
+        Plan.from_json(data)
+
+
+def test_prediction_is_what_the_schedule_takes(plan):
+    simulation = plan.simulate()
+    own = plan.prediction
+    assert own.bubble_ratio == pytest.approx(simulation.bubble_ratio())
+    rounds = simulation.makespan / plan.rounds
+    assert own.step_seconds == pytest.approx(rounds + own.update_seconds)
+    assert plan.simulate(unit=1e-3).makespan == pytest.approx(1e3 * simulation.makespan)
+
+
+def test_plan_is_at_least_as_fast_as_its_baselines(plan):
+    names = {baseline.name: baseline for baseline in plan.baselines}
+    assert set(names) == {"1F1B per task", "batch everything"}
+    for baseline in plan.baselines:
+        assert plan.prediction.step_seconds <= baseline.step_seconds
+    assert plan.prediction.bubble_ratio < names["1F1B per task"].bubble_ratio
+
+
+def test_every_task_is_in_one_htask_and_every_htask_in_one_bucket(plan, tasks):
+    assert sorted(slot for htask in plan.htasks for slot in htask) == list(range(len(tasks)))
+    assert sorted(i for bucket in plan.buckets for i in bucket) == list(range(len(plan.htasks)))
+    for job in plan.schedule.jobs:
+        assert set(job.tasks) & set(plan.groups[job.bucket])
+
+
+def test_candidates_are_distinct_and_hold_every_task_once(tasks):
+    lengths = {slot: task.batches[0] for slot, task in enumerate(tasks)}
+    candidates = candidate_groupings(lengths, ShapeClass(4, 2048, 128, 128), [1.0, 1.0])
+    divisions = {frozenset(candidate.groups) for candidate in candidates}
+    assert len(divisions) == len(candidates) > 1
+    for candidate in candidates:
+        assert sorted(slot for group in candidate.groups for slot in group) == sorted(lengths)
+
+
+def test_smaller_microbatches_are_proposed_where_a_pipeline_runs_dry(size, tasks, plan):
+    costs = costs_of(size, tasks, Mesh(4, 1))
+    large = REQUEST._replace(tokens=16384)
+    dry = plan_of(size, tasks, Mesh(4, 1), large)
+    faster = plan_with_smaller_microbatches(dry, tasks, large, costs)
+    assert faster.shape.tokens < dry.shape.tokens
+    assert faster.prediction.step_seconds < dry.prediction.step_seconds
+    alone = plan_of(size, tasks)
+    assert plan_with_smaller_microbatches(alone, tasks, REQUEST, costs_of(size, tasks)) is None
+
+
+def test_tensor_parallelism_and_stages_share_time_and_memory(size, tasks):
+    shape = ShapeClass(4, 2048, 128, 128)
+    one, four = (costs_of(size, tasks, mesh) for mesh in (Mesh(), Mesh(2, 2)))
+    assert one.microbatch(shape) / 4 < four.microbatch(shape) < one.microbatch(shape)
+    peaks = [costs.peak(shape, costs.policies(shape), 1) for costs in (one, four)]
+    assert peaks[1] < peaks[0] / 2
+
+
+def test_estimate_of_a_llama_layer_is_near_the_times_it_is_made_of(size):
+    """8192 tokens: the linears at 735 TFLOP/s both ways, and attention of 512 tokens, 0.77 ms."""
+    times, shape = estimated_times(size), ShapeClass(16, 512, 128, 1)
+    frozen = times.layer(shape, (), Pool(1, 16), total=8192).total
+    linears = 2 * 2 * 8192 * 218_103_808 / 735e12
+    assert frozen == pytest.approx(linears + 0.77e-3, rel=0.1)
+
+
+def test_estimated_memory_keeps_what_the_model_keeps(size):
+    """Values that a layer names, by hand: its input, q, k, v, attention's output, the stream
+    between, gate and up."""
+    kept = estimated_memory(size).backbone.kept
+    assert kept["dots"] == (2 * (4096 + 6144 + 4096 + 4096 + 2 * 14336), 2 * 7)
+    assert kept["full"] == (2 * 4096, 0)
+
+
+def test_task_that_fits_nowhere_is_named_with_the_change_that_helps(size, tasks):
+    with pytest.raises(PlanningError, match=r"task 'task0' does not fit even alone on pp1") as e:
+        plan_of(size, tasks, memory=17 * 2**30)
+    stages = int(str(e.value).split(" pipeline stages")[0].split()[-1])
+    assert plan_of(size, tasks, Mesh(stages, 1), memory=17 * 2**30)
+    with pytest.raises(PlanningError, match="does not fit"):
+        plan_of(size, tasks, Mesh(stages - 1, 1), memory=17 * 2**30)
+
+
+def test_tasks_that_do_not_fit_together_are_told_how_many_do(size, tasks):
+    """The pool's rank is the highest of all."""
+    wide = [task._replace(pool=Pool(1, 256)) for task in tasks]
+    with pytest.raises(PlanningError, match=r"4 slots of rank 256 .* at most (\d) slots"):
+        plan_of(size, wide, memory=40 * 2**30)
+
+
+def test_policy_that_needs_too_much_is_refused(size, tasks):
+    with pytest.raises(PlanningError, match="remat='dots' needs .* fit with remat='auto'"):
+        plan_of(size, tasks, memory=24 * 2**30, remat="dots")
+    assert plan_of(size, tasks, memory=24 * 2**30)
+
+
+def test_sample_beyond_the_row_is_named(size, tasks):
+    longest = max(tasks[3].lengths)
+    request = REQUEST._replace(row_len=1024)
+    with pytest.raises(PlanningError, match=f"'task3': its longest sample has {longest} tokens"):
+        plan_of(size, [tasks[3]], request=request)
+
+
+def test_held_out_samples_fit_a_row_too(size, tasks):
+    loads = [tasks[0]._replace(held_out=[4000])]
+    assert plan_of(size, loads).shape.row_len >= 4000
+
+
+def test_no_tasks_are_refused(size, tasks):
+    with pytest.raises(PlanningError, match="there are no tasks"):
+        make_plan([], REQUEST, costs_of(size, tasks), estimated_models(size, None, ONE).source, 1)
+
+
+@pytest.mark.parametrize("text", ["pp4,tp2", "tp2,pp4", "pp=4, tp=2"])
+def test_mesh_is_read_in_any_order(text):
+    assert Mesh.parse(text) == Mesh(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp2", "'dp2' is no axis"),
+        ("", "'' is no axis"),
+        ("pp4,pp2", "pp is given twice"),
+        ("tp0", "tp should be at least 1"),
+    ],
+)
+def test_malformed_mesh_is_refused(text, message):
+    with pytest.raises(PlanningError, match=message):
+        Mesh.parse(text)
+
+
+def test_impossible_mesh_names_the_nearest_that_is_possible():
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    Mesh(32, 8).require(32, heads)
+    with pytest.raises(PlanningError, match="33 stages for 32 layers.* fit with pp32"):
+        Mesh(33, 1).require(32, heads)
+    with pytest.raises(PlanningError, match="tp16 does not divide num_key_value_heads=8.* is tp8"):
+        Mesh(1, 16).require(32, heads)
+
+
+def test_costs_know_their_optimizer(size, tasks):
+    lion = [task._replace(pool=task.pool._replace(optimizer="lion")) for task in tasks]
+    assert shared_pool(lion).optimizer == "lion"
+    assert shared_pool([*lion, tasks[0]]).optimizer == "adamw"
+    unknown = dataclasses.replace(costs_of(size, tasks), pool=Pool(1, 1, optimizer="adafactor"))
+    with pytest.raises(PlanningError, match="adafactor"):
+        unknown.update()

@@ -1,0 +1,202 @@
+"""`python -m jaxmux.plan` on the bundled demo, whose devices need not be there."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gin
+import jax.numpy as jnp
+import pytest
+
+from jaxmux.models import BackboneConfig
+from jaxmux.package_files import resolve_path
+from jaxmux.plan import main
+from jaxmux.planner.estimates import estimated_memory
+from jaxmux.planner.plan import Plan
+from jaxmux.planner.profile import (
+    AttentionPoint,
+    HeadPoint,
+    LayerPoint,
+    Measurement,
+    Profile,
+    RoundPoint,
+    UpdatePoint,
+    write_profile,
+)
+from jaxmux.planner.schedules import validate
+from jaxmux.profiling.size import size_of
+from jaxmux.train import DEMO_CONFIG
+
+TASKS = ("mood", "pirate", "record", "telegram")
+# Few and short rounds: a plan of them takes a second.
+QUICK = ("--rounds=3", "--gin.fine_tune.tokens_per_microbatch=512")
+
+pytestmark = pytest.mark.xdist_group("cli")
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    """gin's configuration is global."""
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that should refuse its input; returns the line that says why."""
+
+    def run(*arguments: str) -> str:
+        assert main([*QUICK, *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
+
+
+def profile_of_the_demo(path: Path) -> Path:
+    """A profile with round figures: a layer takes 1 µs a token, and 2 µs with adapters."""
+    config = BackboneConfig.from_folder(resolve_path("jaxmux:demo/base"))
+    size = estimated_memory(size_of(config, jnp.dtype("bfloat16"))).backbone
+    found = []
+    for tokens in (256, 1024):
+        shape = {"tokens": tokens, "row_len": 128, "chunk_len": 64, "max_sequences": 1}
+        common = {"layers": 1, **shape, "remat": "dots", "dropout": False}
+        for rank, cost in ((0, 1e-6), (8, 2e-6)):
+            layer = LayerPoint(**common, slots=1, rank=rank, tasks=min(rank, 1), backward=True)
+            found.append(Measurement(layer, cost * tokens, 10_000 * tokens if rank else None))
+        for sequences in (1, 8):
+            for row_len in (128, 256):
+                for backward in (False, True):
+                    point = AttentionPoint(tokens, row_len, 64, sequences, backward)
+                    found.append(Measurement(point, 1e-9 * row_len * tokens))
+        found.append(Measurement(HeadPoint(tokens), 1e-6 * tokens, 1000))
+        for optimizer in ("adamw", "sgd", "lion"):
+            found.append(Measurement(UpdatePoint(tokens, 1, optimizer), 1e-12 * tokens))
+        found.append(Measurement(RoundPoint(1, **shape, slots=1, rank=8, tasks=1), 4e-6 * tokens))
+    profile = Profile("Abacus", 2**34, "bfloat16", {"jax": "0"}, size, tuple(found))
+    write_profile(profile, path)
+    return path
+
+
+def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
+    base, out = tmp_path / "base", tmp_path / "plan"
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(resolve_path("jaxmux:demo/base"), base, ignore=ignored)
+    arguments = [f"--gin_file={DEMO_CONFIG}", f"--gin_param=fine_tune.backbone='{base}'"]
+    assert main([*QUICK, *arguments, "--mesh=pp2", f"--out={out}"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    for wanted in (
+        *TASKS,
+        "estimated",
+        "H200",
+        "bubble ratio",
+        "1F1B per task",
+        "memory",
+        "padding",
+    ):
+        assert wanted in shown
+    plan = Plan.from_json(json.loads((out / "plan.json").read_text()))
+    validate(plan.schedule)
+    assert [task.name for task in plan.tasks] == list(TASKS)
+    assert (plan.mesh.pp, plan.shape.tokens, plan.rounds) == (2, 512, 3)
+    assert plan.tasks[0].samples == 1500 and plan.tasks[3].rank == 16
+    assert (out / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((out / "trace.json").read_text())
+    ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(ops) == 2 * 2 * len(plan.microbatches)
+    end = max(event["ts"] + event["dur"] for event in ops)
+    assert end == pytest.approx(1e6 * plan.simulate().makespan, rel=0.02)
+
+
+def test_command_plans_one_device_by_default(tmp_path):
+    """A process of its own, without a config: the demo; nothing is left behind."""
+    command = [sys.executable, "-m", "jaxmux.plan", *QUICK]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "1 × NVIDIA H200" in result.stdout
+    assert "bubble ratio" not in result.stdout
+    assert "\x1b" not in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--gin.", "--gin_param="])
+def test_parameters_of_the_config_count(flag, tmp_path):
+    parameters = ("fine_tune.row_len=256", "mood/Task.batch_size=5", "fine_tune.chunk_len=64")
+    assert main([*QUICK, *(flag + text for text in parameters), f"--out={tmp_path}"]) == 0
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert (plan.shape.row_len, plan.shape.chunk_len) == (256, 64)
+    mood = [s for own in plan.microbatches for s in own if s.slot == 0]
+    assert len(mood) == 5 * plan.rounds
+
+
+def test_profile_is_the_source_of_costs(tmp_path, capsys):
+    path = profile_of_the_demo(tmp_path / "profile.json")
+    assert main([*QUICK, f"--profile={path}", f"--out={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "costs are measured" in shown and "Abacus" in shown and "16.0 GiB" in shown
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert plan.costs.kind == "measured"
+    assert plan.shape.chunk_len == 64
+    # Six layers of 2 µs a token at least, and the head.
+    seconds = plan.forward_seconds[0] + plan.backward_seconds[0]
+    assert seconds == pytest.approx(plan.shape.tokens * 13e-6, rel=0.2)
+
+
+def test_collectives_that_a_profile_lacks_are_said_to_be_estimated(tmp_path, capsys):
+    path = profile_of_the_demo(tmp_path / "profile.json")
+    assert main([*QUICK, f"--profile={path}", "--mesh=pp2"]) == 0
+    assert "not in the profile, so estimated for H200s: ppermute over 2" in capsys.readouterr().out
+
+
+def test_profile_of_another_backbone_is_refused(refused, tmp_path):
+    path = profile_of_the_demo(tmp_path / "profile.json")
+    data = json.loads(path.read_text())
+    data["backbone"]["hidden_size"] = 4096
+    path.write_text(json.dumps(data))
+    message = refused(f"--profile={path}")
+    assert f"{path}: measured for another backbone, hidden_size=4096" in message
+    assert "has 192" in message
+
+
+def test_empty_plan_is_refused(refused, tmp_path):
+    config = tmp_path / "empty.gin"
+    config.write_text('fine_tune.backbone = "jaxmux:demo/base"\nfine_tune.tasks = []\n')
+    assert "nothing to plan: fine_tune.tasks is empty" in refused(f"--gin_file={config}")
+
+
+REFUSED = {
+    "no such axis": (["--mesh=dp2"], "'dp2' is no axis"),
+    "more stages than layers": (["--mesh=pp7"], "it would fit with pp6"),
+    "heads that do not divide": (["--mesh=tp2"], "tp2 does not divide num_key_value_heads=3"),
+    "a row too short": (["--gin.fine_tune.row_len=64"], "task 'record': its longest sample has 99"),
+    "no room": (["--gin.fine_tune.memory_gib=0.01"], "task 'mood' does not fit even alone on pp1"),
+    "no memory": (["--gin.fine_tune.memory_gib=0"], "memory_gib should be positive, found 0"),
+    "unknown policy": (["--gin.fine_tune.remat='dost'"], "remat should be one of auto, none"),
+    "missing profile": (["--profile=nowhere.json"], "nowhere.json"),
+    "missing config": (["--gin_file=nowhere.gin"], "nowhere.gin: cannot be read"),
+    "missing data": (["--gin.pirate/Task.data='nowhere.jsonl'"], "task 'pirate': nowhere.jsonl"),
+    "a name twice": (["--gin.mood/Task.name='pirate'"], "task 'pirate': 2 tasks have this name"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, refused):
+    assert message in refused(*arguments)
+
+
+def test_unwritable_folder_is_named(refused, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert str(file) in refused(f"--out={file}")
+
+
+@pytest.mark.parametrize("argument", ["--gin_fiel=x.gin", "--rounds=0"])
+def test_bad_argument_is_named(argument, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([argument])
+    assert exit.value.code == 2
+    assert argument.split("=")[0] in capsys.readouterr().err
