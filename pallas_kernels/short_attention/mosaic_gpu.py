@@ -1,6 +1,5 @@
 """Causal attention of short dense rows on Hopper, differentiable."""
 
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
