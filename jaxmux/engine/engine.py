@@ -325,8 +325,13 @@ class Engine:
         memory = self.options.memory or device_memory()
         if memory is None:
             return "dots"
-        resident = jax.tree.leaves((self.backbone.weights, self.state))
-        room = int(USABLE * memory) - sum(array.nbytes for array in resident)
+        weights, adapters = (
+            sum(array.nbytes for array in jax.tree.leaves(tree))
+            for tree in (self.backbone.weights, self.state.adapters)
+        )
+        # Masters, accumulators, and as many moments as the neediest optimizer has: what is kept
+        # does not depend on which optimizers are in use.
+        room = int(USABLE * memory) - weights - 4 * adapters
         return choose_remat(self.backbone, options, self.state.adapters, microbatch, slots, room)
 
     def _forward_options(self, training: bool) -> ForwardOptions:

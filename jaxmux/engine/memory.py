@@ -37,7 +37,8 @@ def choose_remat(
       room: bytes that the step may use besides weights and train state.
     """
     config, weights = backbone.config, backbone.weights
-    # What bears a name is the same in every implementation, and plain XLA is traced fastest.
+    # What bears a name is nearly the same in every implementation (less than a percent apart are
+    # the softmax's totals and padded ranks), and plain XLA is traced fastest.
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
     sizes = {
         policy: kept_bytes(
@@ -45,7 +46,8 @@ def choose_remat(
         )
         for policy in _PREFERENCE
     }
-    working = working_bytes(sizes, block_bytes(config.vocab_size))
+    chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
+    working = working_bytes(sizes, block_bytes(config.vocab_size, chunk_len))
     policies = fill_layers(sizes, config.num_layers, room - working)
     needed = working + sum(sizes[policy] for policy in policies)
     _log.info(
@@ -56,4 +58,11 @@ def choose_remat(
         needed / 2**30,
         room / 2**30,
     )
+    if needed > room:
+        _log.warning(
+            "a step needs about %.1f GiB besides weights and train state, there are %.1f GiB; use "
+            "smaller microbatches (tokens_per_microbatch)",
+            needed / 2**30,
+            room / 2**30,
+        )
     return policies

@@ -97,7 +97,7 @@ def update(
     A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
     and update count. Each optimizer kind has a program of its own that updates all its slots at
     once and in place: in one pool, a task's bits do not depend on how many others there are or on
-    their optimizers, and temporaries are far smaller than a slot.
+    their optimizers. On GPU temporaries are far smaller than a slot.
 
     Args:
       state: donated.
@@ -114,6 +114,8 @@ def update(
     none = np.zeros(len(due), np.float32)
     stats = UpdateStats(none, none, none > 0)
     for kind, members in kinds.items():
+        if not due[members].any():
+            continue
         own_due = spread(due[members], members)
         own_hyper = {name: spread(values, members) for name, values in hyper[kind].items()}
         state, stats = _update_kind(kind, state, stats, own_due, own_hyper)

@@ -112,7 +112,8 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
     """Runs the layers; of the second results, whether all are true."""
     everything, layer = True, 0
     for policy, group in groupby(policies):
-        step, layers = stepper(policy), range(layer, layer := layer + len(list(group)))
+        step, layers = stepper(policy), range(layer, layer + len(list(group)))
+        layer = layers.stop
         if unroll:
             for i in layers:
                 carry, finite = step(carry, jnp.int32(i))

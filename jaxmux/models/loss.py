@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 _BLOCK_TOKENS = 1024
 
 
-def block_bytes(vocab_size: int) -> int:
+def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
     """Memory of one block: its logits, and their gradient in at most as much."""
-    return 2 * 4 * _BLOCK_TOKENS * vocab_size
+    return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
 
 @jax.custom_vjp

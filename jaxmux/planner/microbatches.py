@@ -33,6 +33,10 @@ from .shape_class import ShapeClass
 
 Lengths = Mapping[int, Sequence[int]]
 
+# Version of what `pack_batch` makes without a solver: a round can be taken up in its middle only if
+# it is packed as before.
+PACKING = 1
+
 # The solver's share of the 1 ms that planning a sample may take.
 _SOLVER_SECONDS_PER_SAMPLE = 2e-4
 

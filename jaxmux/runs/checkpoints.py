@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from jaxmux.engine import Engine, TaskProgress
 from jaxmux.peft import SlotArrays
 from jaxmux.planner import PlanningError
+from jaxmux.planner.microbatches import PACKING
 from jaxmux.tasks import TaskError
 
 _TASK = "task."
@@ -55,6 +56,7 @@ class Checkpoints:
             "tasks": tasks,
             "data": data,
             "shape": dataclasses.asdict(engine.options.shape),
+            "packing": PACKING,
         }
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
         for name in engine.names:
@@ -66,7 +68,7 @@ class Checkpoints:
 
         Raises:
           TaskError: a task's data has changed since.
-          PlanningError: the shape class has.
+          PlanningError: the shape class has, or, in the middle of a round, the way of packing.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -80,6 +82,13 @@ class Checkpoints:
             raise PlanningError(
                 f"the run began with microbatches of {restored['run']['shape']}, here they are "
                 f"{dataclasses.asdict(engine.options.shape)}; set row_len and chunk_len alike"
+            )
+        in_round = restored["run"]["position"]["microbatches_done"]
+        if in_round and restored["run"].get("packing") != PACKING:
+            raise PlanningError(
+                f"the run was stopped {in_round} microbatches into a round by a version of jaxmux "
+                "that packs differently; finish the round with that version, or begin anew with "
+                "restart"
             )
         for name in engine.names:
             if restored["run"]["data"][name] != engine.prepared(name).fingerprint:

@@ -14,7 +14,8 @@ class Routing(NamedTuple):
 
     Attributes:
       chunk_slot: int32 [C], owner slot of each chunk of N / C tokens, -1 for an empty chunk.
-      scale: float32 [T], factor of each slot's low-rank product (alpha / r).
+      scale: float32 [T], factor of each slot's low-rank product (alpha / r). Implementations get
+        it over 1 - rate where there is dropout.
     """
 
     chunk_slot: Int[Array, "C"]

@@ -34,7 +34,8 @@ def rank_major_factors(
     """One layer of every pair of factors, `a` with its last axes swapped, `b` as it is.
 
     Args:
-      pools: float32 pairs of `a` and `b`; all ranks are multiples of 8.
+      pools: pairs of `a` and `b`, float32 or already in the compute dtype; all ranks are multiples
+        of 8.
       layer: index of the layer.
       rank: R, to which the ranks are padded with zeros; a multiple of 8.
       dtype: of the results, in half precision.

@@ -1,8 +1,8 @@
 """Rows of a long activation times the low-rank factor of the task that owns them, at the speed of
 memory, for Hopper: the rank-r intermediates `c[t] X A[t]` and `c[t] dY B[t]^T`.
 
-One warpgroup a thread block loads tiles through TMA and one multiplies them; with dropout, two, of
-which each drops and multiplies half of the columns. Several stages of loads in flight, not
+One warpgroup a thread block loads tiles through TMA and one multiplies them; with dropout up to two
+do, each drops and multiplies half of the columns. Several stages of loads in flight, not
 arithmetic, set the pace. Row tiles are low: there is one for every multiprocessor, and no two
 blocks share a sum. Factors are *rank-major*, `[r, w]`: the two operands of a `wgmma` share one
 swizzle, and only rank-major tiles of rank 16 have the wide swizzle with which the activation loads

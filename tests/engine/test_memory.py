@@ -29,3 +29,28 @@ def test_less_memory_recomputes_more():
 
     assert chosen(2**30) == ("dots",) * 4 and chosen(0) == ("full",) * 4
     assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
+
+
+MODULES = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
+    make_engine, make_task, train, backbone
+):
+    def memory_for(kept: int) -> int:
+        """So much that layers may keep about `kept` bytes."""
+        engine = make_engine(make_task("one"), modules=MODULES)
+        weights, adapters = (
+            sum(x.nbytes for x in jax.tree.leaves(tree))
+            for tree in (backbone.weights, engine.state.adapters)
+        )
+        return int((weights + 4 * adapters + kept) / 0.97)
+
+    rich = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(2**32))
+    poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
+    losses = [[update.loss for update in train(engine)["one"]] for engine in (rich, poor)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert set(rich._remat) == {"dots"} and set(poor._remat) == {"full"}
+
+    poor.register_tasks([make_task("two", steps=1)])
+    assert poor._remat is None

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.models.attention import AttentionOptions, attend, find_segments
+from jaxmux.models import BackboneConfig
+from jaxmux.models.attention import AttentionOptions, attend, find_segments, pick_implementation
 
 BLOCK = 64
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -202,3 +203,24 @@ def test_segments_are_found_with_starts_and_lengths():
     found = find_segments(jnp.asarray(ids), max_sequences=4)
     np.testing.assert_array_equal(found.starts, [[0, 30, 64, 128], [128] * 4])
     np.testing.assert_array_equal(found.lengths, [[30, 25, 64, 0], [0] * 4])
+
+
+def test_what_the_short_kernel_cannot_serve_is_refused_with_a_reason():
+    ids = row_of(128, {0: 100})
+
+    def call(most: int, window: int | None, row=ids):
+        q, k, v, _ = tensors(1, row.shape[1])
+        segments = find_segments(jnp.asarray(row), most)
+        return attend(q, k, v, segments, AttentionOptions("short", BLOCK, window))
+
+    with pytest.raises(ValueError, match="'short' cannot serve this call.*Hopper"):
+        call(1, None)
+    with pytest.raises(ValueError, match="several sequences"):
+        call(2, None)
+    with pytest.raises(ValueError, match="a window of 17 tokens"):
+        call(1, 17)
+
+
+def test_off_gpu_attention_is_plain_xla():
+    config = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 2, 4, 2, 8)
+    assert pick_implementation(config, jnp.dtype(jnp.bfloat16), 64, 1) == "xla"

@@ -14,6 +14,8 @@ import pytest
 
 from jaxmux import Interrupted
 from jaxmux.engine import engine
+from jaxmux.planner import PlanningError
+from jaxmux.runs import checkpoints
 from jaxmux.train import main
 
 pytestmark = pytest.mark.xdist_group("resume")
@@ -181,3 +183,17 @@ def test_second_signal_acts_at_once(train, make_task, tmp_path, monkeypatch):
         train(tmp_path, make_task(steps=4))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert train(tmp_path, make_task(steps=4)).tasks["tiny"]["steps"] == 4
+
+
+def test_a_round_packed_otherwise_is_not_taken_up_in_its_middle(
+    train, make_task, tmp_path, monkeypatch
+):
+    task = make_task("a", steps=3, batch_size=14)
+    options = {"tokens_per_microbatch": 128}
+    raise_signal_at_microbatch(1, signal.SIGTERM, monkeypatch)
+    with pytest.raises(Interrupted):
+        train(tmp_path, task, **options)
+    monkeypatch.setattr(checkpoints, "PACKING", 1 + checkpoints.PACKING)
+    with pytest.raises(PlanningError, match="1 microbatches into a round.*packs differently"):
+        train(tmp_path, task, **options)
+    assert train(tmp_path, task, restart=True, **options).succeeded
