@@ -76,6 +76,14 @@ class Command:
         return any("tmp" in path.name for path in self.run_dir.glob("checkpoints/*"))
 
 
+@pytest.fixture(autouse=True)
+def sigint_raises():
+    """As from a terminal: a shell's background jobs, and all that they start, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def wait_until(condition, process: subprocess.Popen) -> None:
     while not condition():
         assert process.poll() is None, f"ended too early: {process.stdout.read()}"
