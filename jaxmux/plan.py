@@ -1,7 +1,6 @@
 """Shows a plan: `python -m jaxmux.plan --gin_file=my_tasks.gin --mesh=pp4,tp2 --out=plan`."""
 
 import argparse
-import dataclasses
 import inspect
 import json
 import sys
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from . import gin_bindings
-from .data import DataError, GlobalBatches, load_samples, load_tokenizer
+from .data import DataError, load_tokenizer
+from .engine.prepare import read_data
 from .gin_bindings import ConfigError
 from .models import REMAT_POLICIES, BackboneConfig, BackboneError
 from .package_files import resolve_path
@@ -150,30 +150,20 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, rounds: int) 
     """Reads and tokenizes the task's data; its adapter is not made."""
     try:
         modules = tuple(resolve_targets(task.adapter.target_modules, config))
-        samples, held_out = (
-            load_samples(
-                dataclasses.replace(source, path=resolve_path(source.path)),
-                tokenizer,
-                max_length=task.max_length,
-                vocab_size=config.vocab_size,
-            ).samples
-            if source
-            else []
-            for source in (task.data, task.eval_data)
-        )
-        batches = GlobalBatches(samples, task.batch_size, task.seed, task.epochs)
+        data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    steps = len(batches) if task.steps is None else task.steps
     rank, dropout, optimizer = task.adapter.rank, task.adapter.dropout > 0, task.optimizer.kind
     return TaskLoad(
         name=task.name,
         pool=Pool(1, rank, modules, dropout, optimizer),
         batch_size=task.batch_size,
-        steps=steps,
-        lengths=[sample.stream_length for sample in samples],
-        batches=[[s.stream_length for s in batches[k]] for k in range(min(rounds, steps))],
-        held_out=[sample.stream_length for sample in held_out],
+        steps=data.steps,
+        lengths=[s.stream_length for s in data.samples.samples],
+        batches=[
+            [s.stream_length for s in data.batches[k]] for k in range(min(rounds, data.steps))
+        ],
+        held_out=[s.stream_length for s in data.eval_samples],
     )
 
 

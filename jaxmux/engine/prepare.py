@@ -5,7 +5,7 @@ Refuses bad tasks.
 import dataclasses
 import functools
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,13 +93,32 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
     try:
         targets = resolve_targets(task.adapter.target_modules, config)
         adapter = _first_adapter(task, targets, config)
-        samples = _load(task.data, task, config, tokenizer)
-        batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
-        held_out = _load(task.eval_data, task, config, tokenizer).samples if task.eval_data else []
+        data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
+    return PreparedTask(task, targets, adapter, *data)
+
+
+class TaskData(NamedTuple):
+    """What a task's data became: see `PreparedTask`."""
+
+    samples: Samples
+    batches: GlobalBatches
+    steps: int
+    eval_samples: list[Sample]
+
+
+def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
+    """Reads and tokenizes a task's data.
+
+    Raises:
+      ValueError: it cannot be read, or gives no batch.
+    """
+    samples = _load(task.data, task, config, tokenizer)
+    batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
+    held_out = _load(task.eval_data, task, config, tokenizer).samples if task.eval_data else []
     steps = len(batches) if task.steps is None else task.steps
-    return PreparedTask(task, targets, adapter, samples, batches, steps, held_out)
+    return TaskData(samples, batches, steps, held_out)
 
 
 def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) -> Samples:

@@ -34,6 +34,7 @@ from .tiles_sm90 import (
     claim,
     flat,
     owner,
+    stage_of,
     stages_that_fit,
     swizzled,
 )
@@ -321,7 +322,7 @@ def _drop_tiles(stripe: _Stripe, buffers: _Buffers, dropper):
 
         @pl.when(place >= 0)
         def _():
-            stage = _stage(buffers, step)
+            stage = stage_of(buffers.loaded, step)
             plgpu.barrier_wait(buffers.loaded.at[stage])
             for start, of_part in zip(starts, counters, strict=True):
                 part = buffers.z.at[stage].at[pl.ds(start, DROPPED_ROWS)]
@@ -332,10 +333,6 @@ def _drop_tiles(stripe: _Stripe, buffers: _Buffers, dropper):
         return step + (place >= 0).astype(jnp.int32), next_counters
 
     lax.fori_loop(0, stripe.tiles, drop, (jnp.int32(0), load(jnp.int32(0))))
-
-
-def _stage(buffers: _Buffers, step):
-    return lax.rem(step, jnp.int32(buffers.loaded.shape[0]))
 
 
 def _add_products(stripe: _Stripe, buffers: _Buffers):
@@ -366,7 +363,7 @@ def _add_products(stripe: _Stripe, buffers: _Buffers):
 
 def _products(stripe: _Stripe, buffers: _Buffers, step) -> list:
     """Waits for one step's tiles and returns `z^T low^T` of each intermediate."""
-    stage = _stage(buffers, step)
+    stage = stage_of(buffers.loaded, step)
     plgpu.barrier_wait(buffers.loaded.at[stage])
     if stripe.job.masks is not None:
         plgpu.barrier_wait(buffers.dropped.at[stage])

@@ -32,6 +32,7 @@ from .tiles_sm90 import (
     flat,
     owner,
     run_warpgroups,
+    stage_of,
     stages_that_fit,
     store_rank_major,
     swizzled,
@@ -167,7 +168,7 @@ class _Stripe(NamedTuple):
         return pl.ds(self.index * 2 * PART + self.thread * PART, PART)
 
     def stage(self, step):
-        return lax.rem(step, jnp.int32(self.scratch.loaded.shape[0]))
+        return stage_of(self.scratch.loaded, step)
 
     def place(self, tile):
         return owner(self.places, tile, self.tiles)

@@ -32,6 +32,7 @@ from .tiles_sm90 import (
     flat,
     owner,
     run_warpgroups,
+    stage_of,
     stages_that_fit,
     store_rank_major,
     swizzled,
@@ -148,7 +149,7 @@ class _RowTile(NamedTuple):
         return pl.ds((self.split * self.steps + step) * self.tiling.tile_k, self.tiling.tile_k)
 
     def stage(self, step):
-        return lax.rem(jnp.int32(step), jnp.int32(self.scratch.loaded.shape[0]))
+        return stage_of(self.scratch.loaded, step)
 
 
 def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, sums, *scratch):

@@ -30,6 +30,7 @@ from .tiles_sm90 import (
     claim,
     flat,
     owner,
+    stage_of,
     stages_that_fit,
     store_rank_major,
     swizzled,
@@ -215,7 +216,7 @@ class _Block(NamedTuple):
         return job.z.shape[1] // self.tiling.tile_k
 
     def stage(self, step):
-        return lax.rem(jnp.int32(step), jnp.int32(self.scratch.loaded.shape[0]))
+        return stage_of(self.scratch.loaded, step)
 
     def release(self, step):
         plgpu.barrier_arrive(self.scratch.consumed.at[self.stage(step)])

@@ -55,11 +55,15 @@ def run_warpgroups(load, compute):
         compute(thread)
 
 
+def stage_of(barriers, step):
+    """Which stage a step has, where there are as many as barriers."""
+    return lax.rem(jnp.int32(step), jnp.int32(barriers.shape[0]))
+
+
 def claim(consumed, step):
     """The stage of a step, once its last user has released it."""
-    stages = consumed.shape[0]
-    stage = lax.rem(step, jnp.int32(stages))
-    pl.when(step >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+    stage = stage_of(consumed, step)
+    pl.when(step >= consumed.shape[0])(lambda: plgpu.barrier_wait(consumed.at[stage]))
     return stage
 
 
