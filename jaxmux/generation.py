@@ -24,6 +24,7 @@ from jaxmux.models import (
     hidden_states,
     pick_implementation,
 )
+from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Adapter, LoRA, empty_pool, slot_arrays, slot_tree
 
 
@@ -65,8 +66,8 @@ def complete(
     scale = [r.spec.scale if r.spec else 0.0 for r in requests]
     eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     dtype = backbone.weights["embed_tokens"]["weight"].dtype
-    attention = pick_implementation(backbone.config, dtype, row_len, max_sequences=1)
-    completed = _complete(
+    attention = pick_implementation(backbone.config, dtype, row_len)
+    arguments = (
         backbone.config,
         attention,
         backbone.weights,
@@ -79,8 +80,9 @@ def complete(
         jnp.float32(temperature),
         jax.random.key(seed),
     )
+    compiled(_complete.lower(*arguments))
     completions = []
-    for row, start in zip(np.asarray(completed), lengths, strict=True):
+    for row, start in zip(np.asarray(_complete(*arguments)), lengths, strict=True):
         new = row[start : start + max_new_tokens].tolist()
         ended = new.index(eos) if eos in new else len(new)
         completions.append(tokenizer.decode(new[:ended], skip_special_tokens=True))

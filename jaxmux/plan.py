@@ -19,13 +19,14 @@ from .models import REMAT_POLICIES, BackboneConfig, BackboneError
 from .package_files import resolve_path
 from .peft import resolve_targets
 from .planner import PlanningError
-from .planner.cost_models import CostModels, estimated_models, measured_models
+from .planner.cost_models import CostModels, device_models, measured_models
 from .planner.make_plan import (
     ShapeRequest,
+    SmallerMicrobatches,
     TaskLoad,
     make_plan,
-    plan_with_smaller_microbatches,
     shared_pool,
+    try_smaller_microbatches,
 )
 from .planner.mesh import Mesh
 from .planner.mesh_costs import AUTO, MeshCosts
@@ -59,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         mesh = Mesh.parse(options.mesh)
         gin_bindings.parse([resolve_path(file) for file in options.gin_file], bindings)
-        plan, faster = _plan(_settings(), mesh, options.profile, options.rounds)
-        for part in plan_tables(plan, faster):
+        plan, smaller = _plan(_settings(), mesh, options.profile, options.rounds)
+        for part in plan_tables(plan, smaller):
             console.print(part, markup=False)
         if options.out:
             for path in write_plan(plan, options.out):
@@ -101,8 +102,8 @@ def _settings() -> dict[str, Any]:
 
 def _plan(
     settings: Mapping[str, Any], mesh: Mesh, profile: Path | None, rounds: int
-) -> tuple[Plan, Plan | None]:
-    """The plan, and the one that would come of smaller microbatches where that is faster."""
+) -> tuple[Plan, SmallerMicrobatches | None]:
+    """The plan, and smaller microbatches with which it would be faster."""
     names = [task.name for task in settings["tasks"]]
     if not names:
         raise PlanningError("nothing to plan: fine_tune.tasks is empty; add one @NAME/Task()")
@@ -131,7 +132,7 @@ def _plan(
     )
     costs = MeshCosts(models.times, models.memory, shared_pool(tasks), mesh, remat)
     plan = make_plan(tasks, request, costs, models.source, rounds)
-    return plan, plan_with_smaller_microbatches(plan, tasks, request, costs)
+    return plan, try_smaller_microbatches(plan, tasks, request, costs)
 
 
 def _cost_models(
@@ -143,7 +144,7 @@ def _cost_models(
     memory = None if memory_gib is None else int(memory_gib * 2**30)
     if profile:
         return measured_models(profile, size, memory, mesh)
-    return estimated_models(size, memory, mesh)
+    return device_models(size, memory, mesh, dtype=dtype)
 
 
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, rounds: int) -> TaskLoad:
@@ -192,7 +193,8 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
         "--profile",
         type=Path,
         metavar="FILE",
-        help="of python -m jaxmux.profile; default: an estimate for H200s",
+        help="of python -m jaxmux.profile; default: the one that ships for the backbone on H200s, "
+        "else an estimate for H200s",
     )
     parser.add_argument(
         "--rounds", type=int, default=8, metavar="N", help="steps of every task; default: 8"

@@ -1,5 +1,5 @@
 """The planner's figures, simulated or counted on the host: bubbles of the pipeline, exposed
-communication, MuxTune's ablation, gaps to optima and solve times.
+communication, MuxTune's ablation, LobRA's replicas, gaps to optima and solve times.
 
   python scripts/benchmark_planner.py --lengths ../shared/data/lengths.json
 
@@ -7,7 +7,12 @@ Four tasks train in a pipeline of four stages, without a flush, on real lengths:
 sets nearest to XSum, CNN/DailyMail and WikiSum, and one of their mix. A bubble ratio is
 1 − busy / (stages × makespan), warm-up and drain included. jaxmux runs in lockstep, as its executor
 does; the others with free-running stages, as theirs do, and in lockstep for comparison. Their
-figures as reported are of other lengths, models and machines.
+figures as reported are of other lengths, models and machines. The floor is of jaxmux's own
+microbatches: no order of them has fewer bubbles, with stages of such weights and tasks that wait
+for their updates.
+
+GPU seconds of replicas are over those of LobRA's competitors: like replicas, fixed buckets and
+uniform dispatch.
 
 A record has the fields `name, value, unit, bound, baselines, command`; smaller is better, and
 `bound` is the limit of the issue that asked for it, None where it sets none.
@@ -24,6 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from benchmark_records import Record, RecordFile
 from planner_ablation import ablate, setting
 from planner_bubbles import (
@@ -38,6 +44,7 @@ from planner_bubbles import (
     nearest_sets,
     shape_of,
 )
+from planner_costs import SOURCE
 from planner_parts import (
     bound_on_bucket_gap,
     bucket_gaps,
@@ -49,10 +56,12 @@ from planner_parts import (
     packing,
     timed,
 )
+from planner_replicas import cases, deployment_of, dispatching, simulate
 
 from jaxmux.planner.intra_stage import interleave, priority_order, run_order
 
-PARTS = ("lost without task fusion", "lost without orchestration", "lost without alignment")
+RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas")
+MUXTUNE_PARTS = ("lost without task fusion", "lost without orchestration", "lost without alignment")
 # LoRAFusion 6.5, Fig. 20.
 REPORTED = {
     "LoRAFusion, reported": 0.1109,
@@ -64,9 +73,12 @@ CASES = (
     ("last stage 1.2x as long", HEAD_ON_LAST_STAGE, 0.15),
     ("head split over the stages", HEAD_SPLIT, 0.05),
 )
+# LobRA 5.2 and Table 2: 45.03% less on 16 GPUs with 7B, 60.67% less on 64 with 70B.
+LOBRA_REPORTED = {16: 1 - 0.4503, 64: 1 - 0.6067}
+LOBRA_BOUND = 1 - 0.45
 # MuxTune 5.3, Fig. 16.
 REPORTED_LOSSES = {
-    load: dict(zip([f"{part} (MuxTune)" for part in PARTS], lost, strict=True))
+    load: dict(zip([f"{part} (MuxTune)" for part in MUXTUNE_PARTS], lost, strict=True))
     for load, lost in (("light", (0.361, 0.303, 0.225)), ("heavy", (0.0625, 0.251, 0.343)))
 }
 # By hTask, tokens of the sequences of its microbatch.
@@ -81,13 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     lengths = json.loads(args.lengths.read_text())["lengths"]
     sets = tuple(args.sets or nearest_sets(lengths))
+    print("costs:", *SOURCE.notes, f"{SOURCE.kind}: {SOURCE.text}", sep="\n  ")
+    parts = {
+        "bubbles": chain(
+            *(bubble_records(lengths, sets, samples, args) for samples in args.samples)
+        ),
+        "ablation": ablation_records(),
+        "overlap": overlap_records(),
+        "parts": part_records(lengths, sets, args),
+        "replicas": replica_records(lengths, args),
+    }
     records = []
-    for record in chain(
-        bubble_records(lengths, sets, args),
-        ablation_records(),
-        overlap_records(),
-        part_records(lengths, sets, args),
-    ):
+    for record in chain(*(parts[name] for name in args.parts)):
         records.append(record)
         print(one_line(record), flush=True)
     if args.out:
@@ -99,7 +116,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--lengths", type=Path, required=True, help="tokens of samples by data set")
     parser.add_argument("--out", type=Path, help="file of the records; none by default")
     parser.add_argument("--sets", nargs=3, help="instead of the nearest sets")
-    parser.add_argument("--samples", type=int, default=64, help="of a task's global batch")
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[64, 32], help="of a task's global batch"
+    )
+    parser.add_argument("--parts", nargs="+", choices=RECORDED, default=RECORDED)
     parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=200, help="the least number")
     parser.add_argument("--seed", type=int, default=0)
@@ -135,19 +155,24 @@ def _short(value: Any) -> str:
 
 
 def bubble_records(
-    lengths: Mapping[str, Sequence[int]], sets: Sequence[str], args: argparse.Namespace
+    lengths: Mapping[str, Sequence[int]],
+    sets: Sequence[str],
+    samples: int,
+    args: argparse.Namespace,
 ) -> Iterator[Record]:
-    rounds = draw_rounds(lengths, sets, args.samples, args.microbatches * args.tokens, args.seed)
+    rounds = draw_rounds(lengths, sets, samples, args.microbatches * args.tokens, args.seed)
     shape = shape_of(rounds, args.tokens)
     millions = 1e-6 * sum(sum(map(sum, batches.values())) for batches in rounds)
     stand_ins = ", ".join(f"{name} for {own}" for name, own in zip(sets, WORDS, strict=True))
-    print(f"4 tasks: {stand_ins}, and their mix; {len(rounds)} rounds of {args.samples} samples")
-    for name, scale, bound in CASES:
+    print(f"4 tasks: {stand_ins}, and their mix; {len(rounds)} rounds of {samples} samples")
+    for stages, scale, bound in CASES:
+        name = stages if samples == args.samples[0] else f"{stages}, {samples} samples a task"
         plan, seconds = timed(partial(jaxmux_plan, rounds, shape, scale))
         ours = jaxmux_result(plan)
         others = {method: run(rounds, shape, scale) for method, run in BASELINES.items()}
         baselines = {
             "floor of the imbalance": 1 - sum(scale) / (len(scale) * max(scale)),
+            "floor of any order": ours.floor,
             **{method: result.free for method, result in others.items()},
             **{f"{method}, in lockstep": result.lockstep for method, result in others.items()},
             **REPORTED,
@@ -155,8 +180,9 @@ def bubble_records(
             "jaxmux, free-running": ours.free,
             "jaxmux, microbatches": ours.microbatches,
             "jaxmux, groups": str(plan.groups),
-            "jaxmux, ticks": "F and B" if plan.paired else "F or B",
+            "jaxmux, ticks": plan.rule,
             "jaxmux, residual buffers by stage": str(plan.simulation.peak_buffers.tolist()),
+            "costs": SOURCE.kind,
         }
         yield make_record(f"bubble ratio, {name}", ours.lockstep, "", bound, baselines)
         baselines = {method: result.seconds / millions for method, result in others.items()}
@@ -210,11 +236,43 @@ def part_records(
     yield make_record("largest bucket over the optimum, 16 hTasks", gap, "", 0.01)
     gap = bound_on_bucket_gap(48)
     yield make_record("largest bucket over max(mean, hTask), 48 hTasks", gap, "")
-    rounds = draw_rounds(lengths, sets, args.samples, 30 * args.tokens, args.seed)
+    rounds = draw_rounds(lengths, sets, args.samples[0], 30 * args.tokens, args.seed)
     packed = packing(rounds, args.tokens)
     counts = {"microbatches": packed.microbatches, "greedy": packed.greedy}
     yield make_record("microbatches over the lower bound", packed.gap, "", 0.03, counts)
     yield make_record("packing", packed.milliseconds, "ms per sample", 1.0)
+
+
+def replica_records(
+    lengths: Mapping[str, Sequence[int]], args: argparse.Namespace
+) -> Iterator[Record]:
+    """GPU seconds of a step, and how long it takes to plan for it (LobRA Fig. 7, 8 and 10)."""
+    for case in cases():
+        found = simulate(case, lengths, args.seed)
+        deployment = found.deployment
+        baselines = {
+            "least of any replicas": found.floor / found.fused,
+            "over sequential": found.ours / found.sequential,
+            "over fused with our buckets and dispatch": found.ours / found.balanced_fused,
+            "over sequential with our buckets and dispatch": found.ours / found.balanced_sequential,
+            "GPU seconds a step": found.ours,
+            "replicas": ", ".join(f"{n} of {c}" for c, n in deployment.replicas.items()),
+            "gap to the best deployment": deployment.gap,
+            "LobRA, reported": LOBRA_REPORTED[case.gpus],
+            "costs": case.costs,
+        }
+        name = f"GPU seconds over fused, {case.name}"
+        yield make_record(name, found.ours / found.fused, "", LOBRA_BOUND, baselines)
+    for gpus, bound in ((16, None), (64, 120.0), (256, 300.0)):
+        deployment, seconds = deployment_of(gpus)
+        baselines = {"gap": deployment.gap, "kinds of replicas": len(deployment.replicas)}
+        yield make_record(f"deployment on {gpus} GPUs", seconds, "s", bound, baselines)
+    found = dispatching(steps=40)
+    name = "dispatch of 1,500 sequences, 16 buckets, 5 configurations"
+    baselines = {"most": 1e3 * found.seconds.max()}
+    yield make_record(name, 1e3 * np.median(found.seconds), "ms", 50.0, baselines)
+    baselines = {"median": np.median(found.gaps), "greedy": float(found.greedy_gaps.mean())}
+    yield make_record("dispatch over its bound", found.gaps.max(), "", 0.01, baselines)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,9 @@ from jaxmux.peft import initial_adapter, resolve_targets
 from jaxmux.planner import choose_shape_class
 
 PEFT = "Hugging Face PEFT"
-# The first compiles, the second is the first to find a round before it.
-WARM_UP_ROUNDS = 2
+# The first compiles, the second is the first to find a round before it and compiles for that; the
+# third ends while the host still catches up.
+WARM_UP_ROUNDS = 3
 FEWEST_ROUNDS = 4
 # Master, two moments of AdamW and accumulator, float32.
 BYTES_PER_ADAPTER_PARAMETER = 16
@@ -133,7 +134,7 @@ def started(
         EngineOptions(shape, remat=remat, memory=memory, grouped_lora=args.grouped_lora),
     )
     microbatches, batch = round_size(tasks, length, args.tokens, args.microbatches)
-    prepared = random_tasks(tasks, config, length, batch, rounds, args.rank)
+    prepared = random_tasks(tasks, config, [length] * 2 * batch, batch, rounds, args.rank)
     engine.register_tasks(prepared)
     parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.adapter))
     return Started(engine, microbatches, parameters)
@@ -207,17 +208,12 @@ def random_tasks(count: int, config: BackboneConfig, *sizes: int) -> list[Prepar
 
 
 def random_task(
-    config: BackboneConfig, name: str, length: int, batch: int, steps: int, rank: int
+    config: BackboneConfig, name: str, lengths: Sequence[int], batch: int, steps: int, rank: int
 ) -> PreparedTask:
-    """A task on random tokens; every sample occupies exactly `length` positions."""
-    rng = np.random.default_rng(len(name) + int(name.removeprefix("task")))
+    """A task on random tokens, whose samples occupy just so many positions each."""
     task = Task(name, "random", LoRA(rank), AdamW(1e-4), batch_size=batch, steps=steps)
     targets = resolve_targets(task.adapter.target_modules, config)
-    mask = np.arange(length + 1) > 0
-    samples = [
-        Sample(rng.integers(0, config.vocab_size, length + 1, np.int32), mask, i)
-        for i in range(2 * batch)
-    ]
+    samples = random_samples(config, lengths, seed=len(name) + int(name.removeprefix("task")))
     return PreparedTask(
         task=task,
         targets=targets,
@@ -227,6 +223,16 @@ def random_task(
         steps=steps,
         eval_samples=[],
     )
+
+
+def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            rng.integers(0, config.vocab_size, length + 1, np.int32), np.arange(length + 1) > 0, i
+        )
+        for i, length in enumerate(lengths)
+    ]
 
 
 def earlier_peft(path: Path) -> list[Record]:

@@ -21,6 +21,7 @@ FILES = {
     "step": "step_h200.json",
     "dram": "dram_h200.json",
     "profile": "profile_h200.json",
+    "packing": "packing_h200.json",
 }
 # What the fused op may cost over the frozen linears, by how many share their input; dropout adds.
 SQUARE_BAR, WIDE_BAR, PAIR_BAR, TRIPLE_BAR, DROPOUT_BAR, TRITON_BAR = (
@@ -154,12 +155,39 @@ def profile_table(records: Sequence[Record]) -> str:
     return source(records) + markdown(head, rows)
 
 
+def packing_table(records: Sequence[Record]) -> str:
+    """Each way to lay samples out, beside those of the same tasks."""
+    plain = {r["tasks"]: r for r in records if r["implementation"] == "first-fit packing"}
+    rows = [
+        [
+            r["tasks"],
+            f"**{r['implementation']}**"
+            if r["implementation"] == "jaxmux"
+            else r["implementation"],
+            r["shape"],
+            f"{r['microbatches']:.1f}",
+            f"{r['padding']:.0%}",
+            f"{r['ms_median']:,.0f}",
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['ratio']:.2f}",
+            f"{r['tokens_per_second'] / plain[r['tasks']]['tokens_per_second']:.2f}",
+        ]
+        for r in records
+    ]
+    head = ["tasks", "", "microbatch: rows x tokens", "of them", "padding", "ms a round"]
+    head += ["effective tokens/s", "over zero-padding", "over first-fit"]
+    data = {r["tasks"]: ", ".join(r["data"]) for r in records}
+    named = "\n".join(f"- {tasks} tasks: {names}" for tasks, names in data.items())
+    return f"{source(records)}{named}\n\n{markdown(head, rows)}"
+
+
 BLOCKS = {
     "grouped_lora": op_table,
     "grouped_lora: ranks": rank_table,
     "step": step_table,
     "dram": dram_table,
     "profile": profile_table,
+    "packing": packing_table,
 }
 
 

@@ -3,7 +3,7 @@ switched off (MuxTune Fig. 16)."""
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from planner_costs import (
@@ -24,6 +24,7 @@ from jaxmux.planner.fusion import HTask, fuse_tasks
 from jaxmux.planner.intra_stage import priority_order, run_order, sequential_order
 from jaxmux.planner.schedules import (
     Job,
+    TickRule,
     Workload,
     one_forward_one_backward,
     simulate_lockstep,
@@ -166,7 +167,7 @@ def _makespan(
     load = Workload(tuple(jobs), forward, backward)
     permute = max(permute_seconds(sum(map(costs.tokens, own))) for own in members)
     if len(jobs) == MICROBATCHES:
-        candidates = [one_forward_one_backward(load, paired) for paired in (False, True)]
+        candidates = [one_forward_one_backward(load, rule) for rule in get_args(TickRule)]
         return min(simulate_lockstep(s, load, permute).makespan for s in candidates)
     schedule = template(load, permute_time=permute)
     return simulate_lockstep(schedule, load.reorder(template_order(load)), permute).makespan

@@ -13,6 +13,7 @@ from jaxmux.planner.adapter_groups import pair_head_with_tail, take_turns
 from jaxmux.planner.bubble_lemma import schedule_batches
 from jaxmux.planner.microbatches import pack_batches
 from jaxmux.planner.pipeline import (
+    PipelineCosts,
     PipelinePlan,
     Round,
     plan_pipeline,
@@ -23,6 +24,7 @@ from jaxmux.planner.schedules import (
     Schedule,
     Simulation,
     Workload,
+    least_makespan,
     lorapp,
     one_forward_one_backward,
     simulate_asynchronous,
@@ -55,6 +57,8 @@ class Result(NamedTuple):
       steady: with a common clock, without warm-up and drain.
       seconds: makespan, under the clock that the method's system has: lockstep for jaxmux.
       microbatches: their number.
+      floor: least bubble ratio of any schedule of the same microbatches, for what the stages
+        weigh and tasks wait for their updates.
     """
 
     lockstep: float
@@ -62,6 +66,7 @@ class Result(NamedTuple):
     steady: float
     seconds: float
     microbatches: int
+    floor: float
 
 
 def nearest_sets(lengths: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
@@ -102,7 +107,7 @@ def shape_of(rounds: Sequence[Round], tokens: int) -> ShapeClass:
 def jaxmux_plan(rounds: Sequence[Round], shape: ShapeClass, scale: Scale) -> PipelinePlan:
     """jaxmux's plan, proven legal."""
     cost = partial(stage_seconds, tokens=shape.tokens, scale=scale)
-    plan = plan_pipeline(rounds, shape, cost, permute_seconds(shape.tokens))
+    plan = plan_pipeline(rounds, PipelineCosts(shape, cost, permute_seconds(shape.tokens)))
     validate(plan.schedule)
     return plan
 
@@ -115,6 +120,7 @@ def jaxmux_result(plan: PipelinePlan) -> Result:
         steady=simulation.bubble_ratio(simulation.steady_window()),
         seconds=simulation.makespan,
         microbatches=len(plan.microbatches),
+        floor=1 - _work(plan.load) / (STAGES * least_makespan(plan.load)),
     )
 
 
@@ -173,13 +179,19 @@ def _simulate(parts: Sequence[tuple[Schedule, Workload]]) -> Result:
         validate(schedule)
     lockstep = [simulate_lockstep(schedule, load) for schedule, load in parts]
     free = [simulate_asynchronous(schedule, load) for schedule, load in parts]
+    work = sum(_work(load) for _, load in parts)
     return Result(
         lockstep=_bubble_ratio([(simulation, None) for simulation in lockstep]),
         free=_bubble_ratio([(simulation, None) for simulation in free]),
         steady=_bubble_ratio([(part, part.steady_window()) for part in lockstep]),
         seconds=sum(simulation.makespan for simulation in free),
         microbatches=sum(len(load.jobs) for _, load in parts),
+        floor=1 - work / (STAGES * sum(least_makespan(load) for _, load in parts)),
     )
+
+
+def _work(load: Workload) -> float:
+    return float(load.forward.sum() + load.backward.sum())
 
 
 def _bubble_ratio(parts: Sequence[tuple[Simulation, tuple[float, float] | None]]) -> float:

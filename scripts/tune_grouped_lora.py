@@ -3,16 +3,19 @@ them in the table that is shipped with the package.
 
   python scripts/tune_grouped_lora.py
 
-Candidates are timed hot, in long bursts one after the other: a GPU at its power limit runs at
-another clock than a cool one, and the candidate that needs least energy wins. Entries of other
+Candidates are timed hot, in long bursts that take turns: a GPU at its power limit runs at another
+clock than a cool one, and the candidate that needs least energy wins. Entries of other
 devices and shapes stay as they are.
 """
 
 import argparse
 import itertools
 import json
+import os
+import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -21,91 +24,134 @@ import jax.numpy as jnp
 from jaxmux.pallas_kernels.grouped_lora import tilings
 from jaxmux.pallas_kernels.grouped_lora.routed_matmul_sm90 import Term, Tiling, routed_matmul
 
-# k and n of the linears of Llama-3.1-8B.
-SHAPES = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))
+# Of the products of Llama-3.1-8B: k, and n of each linear that shares its input.
+SHAPES = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
 
 
 def main() -> None:
     args = parse_arguments()
     table = tilings.table()
-    for (k, n), transposed in itertools.product(args.shapes, (False, True)):
-        inputs = make_inputs(args.tokens, k, n, args.rank, transposed)
-        times = {
-            c: hot_milliseconds(partial(run, *inputs, transposed, c), args.seconds)
-            for c in candidates(args.rank)
-        }
+    for k, widths, transposed in products(args.shapes):
+        inputs = make_inputs(args.tokens, k, widths, args.rank, transposed)
+        tried = candidates(len(widths), args.rank)
+        programs = compiled({c: partial(lower, *inputs, transposed, c) for c in tried})
+        calls = {c: partial(program, *inputs) for c, program in programs.items()}
+        check_same_bits(calls)
+        times = hot_milliseconds(calls, args.seconds, args.turns)
+        name = tilings.key(k, widths, transposed=transposed)
+        for candidate in sorted(times, key=times.get):
+            print(f"{name}: {times[candidate]:.4f} ms, {tuned_fields(candidate)}", flush=True)
         best = min(times, key=times.get)
-        entry = {field: getattr(best, field) for field in tilings.TUNED}
-        table[jax.devices()[0].device_kind][tilings.key(k, n, transposed=transposed)] = entry
-        print(
-            f"{k} x {n}{' transposed' if transposed else ''}: {entry}, {times[best]:.3f} ms, "
-            f"the worst {max(times.values()):.3f} ms",
-            flush=True,
-        )
-    tilings.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+        table[jax.devices()[0].device_kind][name] = tuned_fields(best)
+        tilings.TABLE.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def candidates(rank: int) -> list[Tiling]:
-    fitted = tilings.fitted(Tiling(), terms=1, rank=rank, masked=False)
-    return [
-        fitted._replace(split_rows=split_rows, delay_release=delay, minor=minor, group=group)
-        for split_rows, delay, (minor, group) in itertools.product(
-            (False, True), (0, 1), ((0, 8), (0, 16), (1, 4), (1, 16))
-        )
-    ]
+def products(shapes) -> list[tuple[int, tuple[int, ...], bool]]:
+    """k, widths and transposition of every product: forward of each linear, backward of all that
+    share an input."""
+    forward = dict.fromkeys((k, (n,), False) for k, widths in shapes for n in widths)
+    return [*forward, *((k, widths, True) for k, widths in shapes)]
 
 
-def make_inputs(tokens: int, k: int, n: int, rank: int, transposed: bool):
-    keys = jax.random.split(jax.random.key(0), 4)
+def tuned_fields(tiling: Tiling) -> dict:
+    return {field: getattr(tiling, field) for field in tilings.TUNED}
 
-    def normal(key, *shape):
-        return (0.1 * jax.random.normal(key, shape)).astype(jnp.bfloat16)
 
-    depth, columns = (n, k) if transposed else (k, n)
-    term = Term(
-        normal(keys[0], tokens, depth),
-        normal(keys[1], 1, k, n),
-        normal(keys[2], rank, tokens),
-        normal(keys[3], 4, rank, columns),
+def candidates(terms: int, rank: int) -> list[Tiling]:
+    """Divisions of shared memory that fit, in two orders of tiles."""
+    divisions = ((4, 1, 1), (4, 2, 1), (4, 2, 0), (3, 1, 1))
+    wanted = (
+        Tiling(stages=stages, borrowed=borrowed, spare=spare, group=group)
+        for (stages, borrowed, spare), group in itertools.product(divisions, (8, 16))
     )
-    return term, jnp.arange(tokens // 128, dtype=jnp.int32) % 4
+    fitting = (tilings.fitted(one, terms=terms, rank=rank, masked=False) for one in wanted)
+    return list(dict.fromkeys(fitting))
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def run(term: Term, chunk_slot, transposed: bool, tiling: Tiling):
-    return routed_matmul(
-        (term,),
-        chunk_slot,
-        jnp.int32(0),
-        transposed=transposed,
-        tiling=tiling,
-        blocks=tilings.multiprocessors(),
-    )
+def make_inputs(tokens: int, k: int, widths: tuple[int, ...], rank: int, transposed: bool):
+    keys = iter(jax.random.split(jax.random.key(0), 4 * len(widths)))
+
+    def normal(*shape):
+        return (0.1 * jax.random.normal(next(keys), shape)).astype(jnp.bfloat16)
+
+    def term(n: int) -> Term:
+        depth, columns = (n, k) if transposed else (k, n)
+        return Term(
+            normal(tokens, depth), normal(1, k, n), normal(rank, tokens), normal(4, rank, columns)
+        )
+
+    return tuple(map(term, widths)), jnp.arange(tokens // 128, dtype=jnp.int32) % 4
 
 
-def hot_milliseconds(call: Callable, seconds: float) -> float:
-    """Time of one call in a burst of so many seconds, after as long a warm-up."""
-    jax.block_until_ready(call())
-    for _ in range(2):
-        start, calls = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            jax.block_until_ready([call() for _ in range(10)])
-            calls += 10
-        elapsed = time.perf_counter() - start
-    return 1e3 * elapsed / calls
+def lower(terms: tuple[Term, ...], chunk_slot, transposed: bool, tiling: Tiling):
+    def run(terms, chunk_slot):
+        return routed_matmul(
+            terms,
+            chunk_slot,
+            jnp.int32(0),
+            transposed=transposed,
+            tiling=tiling,
+            blocks=tilings.multiprocessors(),
+        )
+
+    return jax.jit(run).lower(terms, chunk_slot)
+
+
+def compiled(lowerings: dict[Tiling, Callable]) -> dict[Tiling, Callable]:
+    """Lowers one after the other and compiles side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        futures = {c: executor.submit(lower().compile) for c, lower in lowerings.items()}
+        return {c: future.result() for c, future in futures.items()}
+
+
+def hot_milliseconds(
+    calls: dict[Tiling, Callable], seconds: float, turns: int
+) -> dict[Tiling, float]:
+    """Median time of a call of each, in bursts of so many seconds that take turns."""
+    times = {candidate: [] for candidate in calls}
+    counts = {c: max(1, round(1e3 * seconds / burst(call, 10))) for c, call in calls.items()}
+    for _ in range(turns):
+        for candidate, call in calls.items():
+            times[candidate].append(burst(call, counts[candidate]))
+    # The first turn warms the device up.
+    return {candidate: statistics.median(each[1:]) for candidate, each in times.items()}
+
+
+def check_same_bits(calls: dict[Tiling, Callable]) -> None:
+    """Raises a RuntimeError where a tiling changes the result."""
+    results = ((candidate, call()) for candidate, call in calls.items())
+    _, expected = next(results)
+    for candidate, result in results:
+        if not jnp.array_equal(result, expected):
+            raise RuntimeError(f"another result with {candidate}")
+
+
+def burst(call: Callable, count: int) -> float:
+    """Milliseconds of a call, of so many queued one behind the other."""
+    start = time.perf_counter()
+    for _ in range(count):
+        out = call()
+    jax.block_until_ready(out)
+    return 1e3 * (time.perf_counter() - start) / count
+
+
+def shape(text: str) -> tuple[int, tuple[int, ...]]:
+    k, widths = text.split("x")
+    return int(k), tuple(map(int, widths.split("+")))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=0.2)
+    parser.add_argument("--seconds", type=float, default=0.2, help="of a burst")
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=SHAPES,
-        help="k x n of each linear, as 4096x14336",
-        type=lambda text: tuple(map(int, text.split("x"))),
+        help="k x n of linears that share their input, as 4096x14336+14336",
+        type=shape,
     )
     return parser.parse_args()
 

@@ -1,6 +1,7 @@
 """The engine: it owns the slots, runs rounds over them, and hands out and takes back tasks."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,17 +15,21 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     device_memory,
+    device_peak,
     pick_implementation,
 )
+from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Adapter, SlotArrays, adapter_of, slot_arrays, slot_tree
 from jaxmux.planner import ShapeClass
+from jaxmux.planner.admission import Admission
+from jaxmux.planner.pool import Pool
 from jaxmux.planner.remat_choice import USABLE
 from jaxmux.tasks import TaskError
 
 from .memory import choose_remat
 from .prepare import PreparedTask
 from .progress import TaskProgress, TaskUpdate, book
-from .rounds import Round, pack_batches, slot_table, training_rounds
+from .rounds import Packing, Round, pack_batches, pack_tightly, slot_table, training_rounds
 from .state import SlotState, TrainState, empty_state, fresh_optimizer, read_slot, write_slot
 from .step import UpdateStats, accumulate, evaluate, update
 
@@ -43,6 +48,7 @@ class EngineOptions:
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       unroll: whether every layer is compiled on its own; None where it pays, on GPU.
       max_bad_steps: consecutive skipped updates after which a task has failed.
+      packing: lays out the samples of training rounds; others are what benchmarks compare with.
       slots, rank, modules, dropout: what the compiled step has room for at least: slots, pool rank,
         adapted modules, and whether it can drop. A task that fits arrives without compiling the
         step again, and on CPU trains to the same bits in any company.
@@ -59,6 +65,7 @@ class EngineOptions:
     grouped_lora: str | None = None
     unroll: bool | None = None
     max_bad_steps: int = 10
+    packing: Packing = pack_tightly
 
 
 @dataclasses.dataclass
@@ -86,14 +93,23 @@ class Engine:
 
     The device runs ahead of the host by one round: `train_round` dispatches a round and returns the
     results of the one before it. `drain` fetches the last.
+
+    Args:
+      admission: what the device has room for; it learns from the memory that rounds are seen to
+        need. None admits every task.
     """
 
-    def __init__(self, backbone: Backbone, options: EngineOptions):
+    def __init__(
+        self, backbone: Backbone, options: EngineOptions, admission: Admission | None = None
+    ):
         self.backbone = backbone
         self.options = options
+        self.admission = admission
         self.rounds = 0
         self.microbatches = 0
         self.microbatches_done = 0
+        # For rounds to be planned and packed, which happens while the device is busy.
+        self.seconds_waited = 0.0
         self._slots: list[_Slot] = []
         self.state: TrainState | None = None
         self._pending: _Pending | None = None
@@ -101,12 +117,14 @@ class Engine:
         self._stream: Prefetch[Round] | None = None
         self._stream_tasks: set[int] = set()
         self._remat: str | tuple[str, ...] | None = None
+        self._peak = 0
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Gives each task a slot; tasks already in training go on undisturbed.
 
         Raises:
           TaskError: a name is taken, or a sample does not fit a row.
+          PlanningError: a task does not fit into the device's memory beside the others.
         """
         names = self.names
         for prepared in tasks:
@@ -115,10 +133,13 @@ class Engine:
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
+        if self.admission:
+            self.admission.require({p.task.name: p.pool for p in tasks}, self._live_pools)
         self._pause()
         self._remat = None
         kept = [self.task_arrays(name) for name in self.names]
         self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
+        self._peak = device_peak() or 0
         self.state = None  # Its memory is needed for the next one.
         self.state = self._empty_state()
         for name, arrays in zip(self.names, kept, strict=False):
@@ -165,20 +186,12 @@ class Engine:
         current = self._current = self._current or self._next_round()
         updates: list[TaskUpdate] = []
         slots = jax.device_put(current.slots)
-        options = self._training_options(current.microbatches[0], slots)
+        if self._remat is None:
+            self._prepare_step(current.microbatches[0], slots)
+        options = self._forward_options(training=True)._replace(remat=self._remat)
         for microbatch in current.microbatches[self.microbatches_done :]:
-            state = self.state
-            grads, loss = accumulate(
-                self.backbone.config,
-                options,
-                self.backbone.weights,
-                state.adapters,
-                state.grads,
-                state.loss,
-                microbatch,
-                slots,
-            )
-            self.state = state._replace(grads=grads, loss=loss)
+            grads, loss = accumulate(*self._step_arguments(options, microbatch, slots))
+            self.state = self.state._replace(grads=grads, loss=loss)
             self.microbatches += 1
             self.microbatches_done += 1
             if stop():
@@ -196,6 +209,7 @@ class Engine:
             return []
         pending, self._pending = self._pending, None
         stats = jax.device_get(pending.stats)
+        self._observe_memory()
         updates = []
         for slot, step in pending.round.steps.items():
             if self._slots[slot].progress.status != "running":
@@ -221,6 +235,20 @@ class Engine:
             )
         return updates
 
+    def _observe_memory(self) -> None:
+        """The device tells only of the most that was ever in use."""
+        peak = device_peak() if self.admission else None
+        if peak and peak > self._peak:
+            self._peak = peak
+            remat = "dots" if self._remat == "none" else self._remat
+            pools = list(self._live_pools.values())
+            self.admission = self.admission.observe(pools, remat, peak)
+
+    @property
+    def _live_pools(self) -> dict[str, Pool]:
+        """By name, what each registered task needs."""
+        return {slot.prepared.task.name: slot.prepared.pool for slot in self._slots}
+
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
         """Mean cross entropy per target token of the held-out samples of each named task that has
         any."""
@@ -232,8 +260,8 @@ class Engine:
         slots = jax.device_put(slot_table(tasks, None, self._capacity))
         losses = jnp.zeros(self._capacity)
         batches = {slot: t.eval_samples for slot, t in tasks.items()}
-        for microbatch in pack_batches(batches, self.options.shape):
-            losses = evaluate(
+        for i, microbatch in enumerate(pack_batches(batches, self.options.shape)):
+            arguments = (
                 self.backbone.config,
                 options,
                 self.backbone.weights,
@@ -242,6 +270,9 @@ class Engine:
                 jax.device_put(microbatch),
                 slots,
             )
+            if i == 0:
+                compiled(evaluate.lower(*arguments))
+            losses = evaluate(*arguments)
         found = jax.device_get(losses)
         return {t.task.name: float(found[slot]) for slot, t in tasks.items()}
 
@@ -271,9 +302,12 @@ class Engine:
             # Tasks that end as planned leave the stream by themselves; others make it begin again.
             self._close_stream()
             tasks = {slot: self._slots[slot].prepared for slot in live}
-            rounds = training_rounds(tasks, live, self._capacity, self.options.shape)
+            shape, packing = self.options.shape, self.options.packing
+            rounds = training_rounds(tasks, live, self._capacity, shape, packing)
             self._stream = Prefetch(rounds)
+        asked = time.perf_counter()
         following = next(self._stream)
+        self.seconds_waited += time.perf_counter() - asked
         self._stream_tasks = {
             s for s, step in following.steps.items() if step + 1 < self._slots[s].prepared.steps
         }
@@ -313,13 +347,27 @@ class Engine:
             kinds.setdefault(slot.kind, []).append(i)
         return {kind: np.asarray(members, np.int32) for kind, members in kinds.items()}
 
-    def _training_options(self, microbatch: Microbatch, slots: SlotTable) -> ForwardOptions:
+    def _prepare_step(self, microbatch: Microbatch, slots: SlotTable) -> None:
+        """Chooses what layers keep, and compiles the step of such microbatches."""
         options = self._forward_options(training=True)
-        if self._remat is None:
-            self._remat = self.options.remat
-            if self._remat == "auto":
-                self._remat = self._fitting_remat(options, microbatch, slots)
-        return options._replace(remat=self._remat)
+        self._remat = self.options.remat
+        if self._remat == "auto":
+            self._remat = self._fitting_remat(options, microbatch, slots)
+        options = options._replace(remat=self._remat)
+        compiled(accumulate.lower(*self._step_arguments(options, microbatch, slots)))
+
+    def _step_arguments(self, options: ForwardOptions, microbatch, slots) -> tuple:
+        state = self.state
+        return (
+            self.backbone.config,
+            options,
+            self.backbone.weights,
+            state.adapters,
+            state.grads,
+            state.loss,
+            microbatch,
+            slots,
+        )
 
     def _fitting_remat(self, options, microbatch, slots) -> str | tuple[str, ...]:
         memory = self.options.memory or device_memory()
@@ -339,7 +387,7 @@ class Engine:
         unroll, shape = self.options.unroll, self.options.shape
         return ForwardOptions(
             attention=self.options.attention
-            or pick_implementation(self.backbone.config, dtype, shape.row_len, shape.max_sequences),
+            or pick_implementation(self.backbone.config, dtype, shape.row_len),
             grouped_lora=self.options.grouped_lora,
             unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
             dropout=training and (self.options.dropout or self._any_dropout),

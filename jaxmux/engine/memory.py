@@ -40,14 +40,17 @@ def choose_remat(
     # What bears a name is nearly the same in every implementation (less than a percent apart are
     # the softmax's totals and padded ranks), and plain XLA is traced fastest.
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
-    sizes = {
-        policy: kept_bytes(
+    chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
+    loss_bytes = block_bytes(config.vocab_size, chunk_len)
+    sizes: dict[str, int] = {}
+    for policy in _PREFERENCE:
+        sizes[policy] = kept_bytes(
             config, plain._replace(remat=policy), weights, adapters, microbatch, slots
         )
-        for policy in _PREFERENCE
-    }
-    chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
-    working = working_bytes(sizes, block_bytes(config.vocab_size, chunk_len))
+        working = working_bytes(sizes, loss_bytes)
+        if config.num_layers * sizes[policy] <= room - working:
+            # No layer needs to keep less, and each policy takes a while to trace.
+            break
     policies = fill_layers(sizes, config.num_layers, room - working)
     needed = working + sum(sizes[policy] for policy in policies)
     _log.info(

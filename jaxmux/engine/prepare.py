@@ -21,6 +21,7 @@ from jaxmux.peft import (
     initial_adapter,
     resolve_targets,
 )
+from jaxmux.planner.pool import Pool
 from jaxmux.tasks import Task, TaskError
 
 
@@ -45,10 +46,21 @@ class PreparedTask:
     steps: int
     eval_samples: list[Sample]
 
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Stream lengths of its samples, held-out ones included."""
+        return [s.stream_length for s in (*self.samples.samples, *self.eval_samples)]
+
     @property
     def longest(self) -> int:
         """Stream length of its longest sample."""
-        return max(s.stream_length for s in (*self.samples.samples, *self.eval_samples))
+        return max(self.lengths)
+
+    @property
+    def pool(self) -> Pool:
+        """What it needs alone."""
+        adapter, optimizer = self.task.adapter, self.task.optimizer.kind
+        return Pool(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
 
     def refuse_rows_of(self, row_len: int) -> None:
         """Raises TaskError where a sample does not fit a row of `row_len` tokens."""

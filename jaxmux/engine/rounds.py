@@ -1,6 +1,6 @@
 """Rounds: one global batch of every live task, planned and packed ahead of the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,9 +9,12 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
-from jaxmux.planner import ShapeClass, pack_batch
+from jaxmux.planner import Placement, ShapeClass, pack_batch
 
 from .prepare import PreparedTask
+
+# From the stream lengths of the samples of a round, by slot, to where they lie, by microbatch.
+Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
 
 
 class Round(NamedTuple):
@@ -31,8 +34,19 @@ class Round(NamedTuple):
     target_tokens: dict[int, int]
 
 
+def pack_tightly(
+    lengths: Mapping[int, Sequence[int]], shape: ShapeClass
+) -> Sequence[Sequence[Placement]]:
+    """The engine's packing: the same on every machine, however fast."""
+    return pack_batch(lengths, shape, solver_seconds=0).microbatches()
+
+
 def training_rounds(
-    tasks: Mapping[int, PreparedTask], steps: Mapping[int, int], slots: int, shape: ShapeClass
+    tasks: Mapping[int, PreparedTask],
+    steps: Mapping[int, int],
+    slots: int,
+    shape: ShapeClass,
+    packing: Packing = pack_tightly,
 ) -> Iterator[Round]:
     """The rounds that remain until every task has trained its last step.
 
@@ -46,7 +60,7 @@ def training_rounds(
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
         yield Round(
             {slot: steps[slot] for slot in live},
-            [jax.device_put(m) for m in pack_batches(batches, shape)],
+            [jax.device_put(m) for m in pack_batches(batches, shape, packing)],
             slot_table(live, steps, slots),
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
@@ -56,11 +70,11 @@ def training_rounds(
 
 
 def pack_batches(
-    batches: Mapping[int, Sequence[Sample]], shape: ShapeClass
+    batches: Mapping[int, Sequence[Sample]], shape: ShapeClass, packing: Packing = pack_tightly
 ) -> Iterator[Microbatch]:
     """Microbatches, as NumPy arrays, that hold every sample of the batches once."""
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
-    for placements in pack_batch(lengths, shape, solver_seconds=0).microbatches():
+    for placements in packing(lengths, shape):
         yield fill_microbatch(
             placements, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
         )

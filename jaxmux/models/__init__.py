@@ -8,7 +8,7 @@ from .checkpoint import Backbone, load_backbone, save_backbone
 from .config import BackboneConfig, BackboneError
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .loss import block_bytes, chunk_losses
-from .memory import device_memory, kept_bytes
+from .memory import device_memory, device_peak, kept_bytes
 from .modules import Weights
 from .remat import REMAT_POLICIES
 
@@ -25,6 +25,7 @@ __all__ = [
     "block_bytes",
     "chunk_losses",
     "device_memory",
+    "device_peak",
     "head_kernel",
     "hidden_states",
     "kept_bytes",

@@ -29,19 +29,23 @@ class Segments(NamedTuple):
         for padding.
       starts: int32 [rows, M], first token of each sequence; row_len where there is none.
       lengths: int32 [rows, M], 0 where there is none.
+      firsts: int32 [rows, row_len], first token of each token's sequence; of padding, itself.
     """
 
     ids: Int[Array, "rows row_len"]
     starts: Int[Array, "rows M"]
     lengths: Int[Array, "rows M"]
+    firsts: Int[Array, "rows row_len"]
 
 
 def find_segments(segment_ids: Int[Array, "rows row_len"], max_sequences: int) -> Segments:
     """Bounds of the sequences of every row, at most `max_sequences` of them in each."""
     member = segment_ids[:, None, :] == jnp.arange(max_sequences)[None, :, None]
-    row_len = segment_ids.shape[1]
-    starts = jnp.where(member, jnp.arange(row_len), row_len).min(axis=-1)
-    return Segments(segment_ids, starts, member.sum(axis=-1, dtype=jnp.int32))
+    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    starts = jnp.where(member, places, len(places)).min(axis=-1)
+    lengths = member.sum(axis=-1, dtype=jnp.int32)
+    firsts = jnp.take_along_axis(starts, jnp.maximum(segment_ids, 0), axis=1)
+    return Segments(segment_ids, starts, lengths, jnp.where(segment_ids < 0, places, firsts))
 
 
 class AttentionOptions(NamedTuple):
@@ -58,13 +62,11 @@ class AttentionOptions(NamedTuple):
     window: int | None
 
 
-def pick_implementation(
-    config: BackboneConfig, dtype: jnp.dtype, row_len: int, max_sequences: int
-) -> str:
+def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
     """The fastest for a shape class.
 
-    "short" is our kernel for rows of one sequence and at most 128 tokens on Hopper, "cudnn" cuDNN's
-    fused attention on GPU in half precision, "xla" plain XLA anywhere.
+    "short" is our kernel for rows of at most 128 tokens on Hopper, "cudnn" cuDNN's fused attention
+    on GPU in half precision, "xla" plain XLA anywhere.
     """
     half = dtype in (jnp.bfloat16, jnp.float16)
     if jax.default_backend() != "gpu" or not half:
@@ -74,7 +76,7 @@ def pick_implementation(
         for heads in (config.num_heads, config.num_kv_heads)
     )
     windowed = config.sliding_window is not None and config.sliding_window < row_len
-    if max_sequences > 1 or windowed or short_attention.refusal(q, k, k):
+    if windowed or short_attention.refusal(q, k, k):
         return "cudnn"
     return "short"
 
@@ -133,13 +135,12 @@ def _attention(options: AttentionOptions, segments: Segments, q, k, v):
 
 def _short_attention(options: AttentionOptions, segments: Segments, q, k, v):
     reason = short_attention.refusal(q, k, v)
-    if segments.starts.shape[1] > 1:
-        reason = "rows hold several sequences"
     if options.window is not None and options.window < q.shape[1]:
         reason = f"a window of {options.window} tokens"
     if reason:
         raise ValueError(f"attention 'short' cannot serve this call: {reason}")
-    return short_attention.short_attention(q, k, v)
+    several = segments.starts.shape[1] > 1
+    return short_attention.short_attention(q, k, v, segments.firsts if several else None)
 
 
 def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):

@@ -42,9 +42,7 @@ def _forward(hidden, head, targets, loss_weight, chunk_slot):
 
 
 def _backward(d_hidden, cotangent):
-    per_token = jnp.repeat(
-        cotangent, len(d_hidden) // len(cotangent), total_repeat_length=len(d_hidden)
-    )
+    per_token = jnp.repeat(cotangent, len(d_hidden) // len(cotangent))
     return (d_hidden * per_token[:, None].astype(d_hidden.dtype), None, None, None, None)
 
 

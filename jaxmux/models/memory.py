@@ -18,6 +18,11 @@ def device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
+def device_peak() -> int | None:
+    """Bytes of the first device that were in use at once at most; None where it does not tell."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
 def kept_bytes(
     config: BackboneConfig,
     options: ForwardOptions,

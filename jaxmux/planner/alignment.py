@@ -1,17 +1,44 @@
-"""Chooses the chunk and row length of a shape class: padding against attention (MuxTune 3.5)."""
+"""Chooses the shape class of microbatches: padding against attention (MuxTune 3.5)."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from .microbatches import pack_batch
+from .microbatches import PackedBatch, pack_batches
+from .rows import RowShape, least_rows_of_samples, runs_of_rows
 from .shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass, choose_shape_class
 
 # Longer rows than this many times the shortest possible are not tried: sequences do not get
 # longer, and all that a longer row may save is the room at its end.
 _LONGEST_ROW = 8
+# Smaller microbatches are tried in steps of so many tokens, and in so many at most. Finer ones
+# would fit the rounds at hand and no others: a round that is a little larger takes one more.
+_STEP, _MOST_STEPS = 512, 32
+
 # By slot, the stream lengths in tokens of the samples of the task's global batch.
 Round = Mapping[int, Sequence[int]]
+# Seconds that a microbatch of a shape class takes.
+Cost = Callable[[ShapeClass], float]
+
+
+class ShapeRequest(NamedTuple):
+    """What is asked of a shape class.
+
+    Attributes:
+      tokens: N, the most tokens of a microbatch; rounded up to whole rows and chunks.
+      row_len, chunk_len: None for the best.
+      least_chunk_len: shortest chunk that the kernels take, a power of two.
+      fewer_tokens: whether microbatches may be smaller than N where that costs less.
+    """
+
+    tokens: int
+    row_len: int | None = None
+    chunk_len: int | None = None
+    least_chunk_len: int = MIN_CHUNK_LEN
+    fewer_tokens: bool = True
 
 
 class Alignment(NamedTuple):
@@ -32,43 +59,66 @@ class Alignment(NamedTuple):
 
 def choose_alignment(
     rounds: Sequence[Round],
-    tokens: int,
-    seconds: Callable[[ShapeClass], float],
-    least_chunk_len: int = MIN_CHUNK_LEN,
+    request: ShapeRequest,
+    seconds: Cost,
+    lengths: Sequence[int] | None = None,
 ) -> Alignment:
     """The shape class in which some rounds take the least time.
 
     Longer rows and shorter chunks leave less padding and so fewer microbatches, each of which the
-    cost model may find dearer: attention spans a row, kernels work chunk by chunk. Every pair of
-    powers of two is packed and priced, MuxTune's among them, so that it is never better.
+    cost model may find dearer: attention spans a row, kernels work chunk by chunk. Microbatches of
+    fewer tokens leave less padding in a round's last one, and are less efficient. Every pair of
+    powers of two that is not given is bounded from below, in every number of rows, with one
+    sequence a row and with several; what might be the best is packed and priced. MuxTune's pair
+    and the plain rule's are among them, so neither is ever better.
 
     Args:
       rounds: global batches as they will come; a sample of them is enough.
-      tokens: N, tokens of a microbatch; rounded up to whole rows and chunks.
+      request: where both lengths are given, the plain rule has the rest.
       seconds: time of a microbatch of a shape class, from the cost model.
-      least_chunk_len: shortest chunk that the kernels take, a power of two.
+      lengths: stream lengths of all samples that rows must hold; None for those of the rounds.
 
     Raises:
-      PlanningError: there are no samples.
+      PlanningError: there are no samples, or one is longer than `request.row_len`.
     """
-    baseline = power_of_two_alignment(rounds, tokens, seconds, least_chunk_len)
-    shortest_row = baseline.shape.row_len
-    shapes = _shapes(rounds, tokens, shortest_row, least_chunk_len)
-    return min(
-        (baseline, *(align(rounds, shape, seconds) for shape in shapes)), key=lambda a: a.seconds
-    )
+    lengths = lengths or _all_lengths(rounds)
+    plain = plain_alignment(rounds, request, seconds, lengths)
+    if request.row_len and request.chunk_len:
+        return plain
+    seconds = functools.cache(seconds)
+    improve = partial(_improved, rounds=rounds, request=request, seconds=seconds)
+    best = min(improve(plain._replace(seconds=math.inf), plain.shape), plain, key=_seconds)
+    bounds = {shape: _bound(rounds, shape, request, seconds) for shape in _shapes(request, lengths)}
+    for shape in sorted(bounds, key=bounds.__getitem__):
+        if bounds[shape] >= best.seconds:
+            break
+        best = improve(best, shape)
+    best = _with_fewer_seats(best, request, improve)
+    return best if math.isfinite(best.seconds) else plain
+
+
+def plain_alignment(
+    rounds: Sequence[Round],
+    request: ShapeRequest,
+    seconds: Cost,
+    lengths: Sequence[int] | None = None,
+) -> Alignment:
+    """The plain rule: the shortest row that holds the longest sample, the shortest chunk, N tokens.
+
+    Arguments as of `choose_alignment`.
+    """
+    chunk_len = request.chunk_len or request.least_chunk_len
+    lengths = lengths or _all_lengths(rounds)
+    shape = choose_shape_class(lengths, request.tokens, chunk_len, request.row_len)
+    return align(rounds, shape, seconds)
 
 
 def power_of_two_alignment(
-    rounds: Sequence[Round],
-    tokens: int,
-    seconds: Callable[[ShapeClass], float],
-    least_chunk_len: int = MIN_CHUNK_LEN,
+    rounds: Sequence[Round], request: ShapeRequest, seconds: Cost
 ) -> Alignment:
     """MuxTune's rule: its chunk, and the shortest row that holds the longest sample."""
-    lengths = _all_lengths(rounds)
-    chunk_len = power_of_two_chunk_len(lengths, least_chunk_len)
-    return align(rounds, choose_shape_class(lengths, tokens, chunk_len), seconds)
+    chunk_len = power_of_two_chunk_len(_all_lengths(rounds), request.least_chunk_len)
+    return plain_alignment(rounds, request._replace(chunk_len=chunk_len), seconds)
 
 
 def power_of_two_chunk_len(lengths: Sequence[int], least: int = MIN_CHUNK_LEN) -> int:
@@ -77,29 +127,120 @@ def power_of_two_chunk_len(lengths: Sequence[int], least: int = MIN_CHUNK_LEN) -
     return max(least, divisor & -divisor)
 
 
-def align(
-    rounds: Sequence[Round], shape: ShapeClass, seconds: Callable[[ShapeClass], float]
-) -> Alignment:
+def align(rounds: Sequence[Round], shape: ShapeClass, seconds: Cost) -> Alignment:
     """What the rounds cost in one shape class."""
-    count = sum(pack_batch(lengths, shape, solver_seconds=0).count for lengths in rounds)
+    count = sum(packed.count for packed in _pack(rounds, shape))
     padding = 1 - sum(_all_lengths(rounds)) / (count * shape.tokens)
     return Alignment(shape, count * seconds(shape), count, padding)
 
 
-def _shapes(
-    rounds: Sequence[Round], tokens: int, shortest_row: int, least_chunk_len: int
-) -> Iterator[ShapeClass]:
-    lengths = _all_lengths(rounds)
-    longest_row = max(shortest_row, min(tokens, _LONGEST_ROW * shortest_row))
-    for row_len in _powers_of_two(shortest_row, longest_row):
-        for chunk_len in _powers_of_two(least_chunk_len, max(least_chunk_len, row_len)):
-            yield choose_shape_class(lengths, tokens, chunk_len, row_len)
+def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClass]:
+    """Shape classes of N tokens: every row and chunk length, one sequence a row and several."""
+    shortest = request.row_len or choose_shape_class(lengths, request.tokens).row_len
+    longest = request.row_len or max(shortest, min(request.tokens, _LONGEST_ROW * shortest))
+    for row_len in _powers_of_two(shortest, longest):
+        least = request.chunk_len or request.least_chunk_len
+        for chunk_len in _powers_of_two(least, request.chunk_len or max(least, row_len)):
+            shape = choose_shape_class(lengths, request.tokens, chunk_len, row_len)
+            yield shape
+            if row_len == shortest and shape.max_sequences > 1:
+                yield dataclasses.replace(shape, max_sequences=1)
+
+
+def _bound(
+    rounds: Sequence[Round], shape: ShapeClass, request: ShapeRequest, seconds: Cost
+) -> float:
+    """Seconds that the rounds take at least, however few seats and rows would do."""
+    needed = [least_rows_of_samples(batches, shape) for batches in rounds]
+    return _cheapest(needed, _with_seats(shape, 2), request, seconds)[0]
+
+
+def _cheapest(
+    needed: Sequence[int], shape: ShapeClass, request: ShapeRequest, seconds: Cost
+) -> tuple[float, int]:
+    """Least seconds of rounds that need so many rows, and the rows of such a microbatch.
+
+    Args:
+      needed: rows of each round, in units of those that a chunk spans.
+      shape: of N tokens.
+    """
+    block = RowShape.of(shape).block
+    totals = []
+    for rows in _heights(shape) if request.fewer_tokens else [shape.rows]:
+        count = sum(-(-n * block // rows) for n in needed)
+        totals.append((count * seconds(dataclasses.replace(shape, rows=rows)), rows))
+    return min(totals)
+
+
+def _heights(shape: ShapeClass) -> Iterator[int]:
+    """Numbers of rows that are tried in place of the shape class's own, and that itself."""
+    step = max(_STEP, _power_of_two(-(-shape.tokens // _MOST_STEPS)))
+    unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
+    yield from range(unit, shape.rows, unit)
+    yield shape.rows
+
+
+def _improved(
+    best: Alignment,
+    shape: ShapeClass,
+    rounds: Sequence[Round],
+    request: ShapeRequest,
+    seconds: Cost,
+) -> Alignment:
+    """The best so far, or the shape class if that is better: in its cheapest number of rows, with
+    seats for no more sequences than there are, up to a power of two."""
+    packed = _pack(rounds, shape)
+    shape = _with_seats(shape, _power_of_two(max(map(_most_seats, packed))))
+    total, rows = _cheapest([len(p.rows) for p in packed], shape, request, seconds)
+    if total >= best.seconds:
+        return best
+    return min(best, align(rounds, dataclasses.replace(shape, rows=rows), seconds), key=_seconds)
+
+
+def _with_fewer_seats(
+    best: Alignment,
+    request: ShapeRequest,
+    improve: Callable[[Alignment, ShapeClass], Alignment],
+) -> Alignment:
+    """The best with half the seats, and half of those, as long as that is better: where attention
+    pays for each seat of a row, short sequences may be spread over more rows."""
+    while best.shape.max_sequences > 2:
+        row_len, chunk_len = best.shape.row_len, best.shape.chunk_len
+        whole = choose_shape_class([1, row_len], request.tokens, chunk_len, row_len)
+        better = improve(best, _with_seats(whole, best.shape.max_sequences // 2))
+        if better is best:
+            break
+        best = better
+    return best
+
+
+def _with_seats(shape: ShapeClass, seats: int) -> ShapeClass:
+    """With so many seats at most."""
+    return dataclasses.replace(shape, max_sequences=min(shape.max_sequences, seats))
+
+
+def _most_seats(packed: PackedBatch) -> int:
+    """Sequences in the fullest row."""
+    rows = runs_of_rows(packed.runs, packed.rows)
+    return max((sum(run.seats for _, run in row) for row in rows), default=1)
+
+
+def _seconds(alignment: Alignment) -> float:
+    return alignment.seconds
+
+
+def _pack(rounds: Sequence[Round], shape: ShapeClass) -> list[PackedBatch]:
+    return pack_batches(rounds, shape, solver_seconds=0)
 
 
 def _powers_of_two(first: int, last: int) -> Iterator[int]:
     while first <= last:
         yield first
         first *= 2
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _all_lengths(rounds: Sequence[Round]) -> list[int]:

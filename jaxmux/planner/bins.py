@@ -27,7 +27,7 @@ def least_bins(sizes: Sequence[int], capacity: int, seats: int | None = None) ->
     ascending = np.sort(np.asarray(sizes, np.int64))
     sums = np.concatenate([[0], np.cumsum(ascending)])
     half = np.searchsorted(ascending, capacity // 2, side="right")
-    thresholds = np.unique(np.concatenate([[0], ascending[:half]]))
+    thresholds = np.concatenate([[0], ascending[:half]])
     from_threshold = np.searchsorted(ascending, thresholds)
     alone = np.searchsorted(ascending, capacity - thresholds, side="right")
     small = sums[half] - sums[from_threshold]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from .microbatches import PackedBatch, Placement, place, rows_of_microbatch
 from .rows import RowShape, fill_rows, fill_rows_greedily, fullest_row
 from .runs import Run
+from .schedules import TickRule
 from .shape_class import ShapeClass
 
 
@@ -57,6 +58,12 @@ class LemmaViolation(NamedTuple):
     batch: int
     microbatch: int
     distance: int
+
+
+def lemma_distance(stages: int, rule: TickRule = "single") -> int:
+    """Microbatches from the last one of a task's global batch to the first of its next: as many as
+    begin while a microbatch is in flight (see `schedules.layout`)."""
+    return {"single": stages, "paired": 2 * stages, "alternating": 2 * stages - 1}[rule]
 
 
 def schedule_batches(batches: Sequence[PackedBatch], stages: int) -> list[ScheduledMicrobatch]:
@@ -186,6 +193,8 @@ def _fill_up(
     for i, row in enumerate(rows):
         room = shape.chunks - sum(laid.run.chunks for laid in row)
         seats = shape.seats - sum(laid.run.seats for laid in row)
+        if not room or not seats:
+            continue
         for slot, count in fullest_row(ready, position, room, seats).items():
             start = position[slot]
             position[slot] += count

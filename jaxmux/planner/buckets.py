@@ -49,7 +49,7 @@ def choose_buckets(loads: Sequence[float], simulate: Callable[[Buckets], float])
     return Grouping(groupings[best], float(latencies[best]), balance_gap(loads, groupings[best]))
 
 
-def candidate_buckets(loads: Sequence[float]) -> list[Buckets]:
+def candidate_buckets(loads: Sequence[float], most: int | None = None) -> list[Buckets]:
     """For each P, groupings with a small largest bucket and a small variance of the buckets.
 
     A clock of the pipeline is as long as its largest bucket, but the least variance (Eq. 7) is not
@@ -58,12 +58,16 @@ def candidate_buckets(loads: Sequence[float]) -> list[Buckets]:
     variance among those whose largest bucket is the least possible (to 0.1%). Beyond, there is the
     grouping of `balanced_buckets` alone.
 
+    Args:
+      loads: latency of each hTask.
+      most: the largest P; None for all.
+
     Raises:
       PlanningError: no hTasks, or one whose latency is not positive and finite.
     """
     candidates = []
     sizes = np.asarray(loads, float)
-    for balanced in balanced_buckets(loads):
+    for balanced in balanced_buckets(loads, most):
         smallest = balanced
         if len(sizes) <= _EXACT_HTASKS and balance_gap(loads, balanced) > _NEGLIGIBLE:
             smallest = _smallest_largest(balanced, sizes)
@@ -73,12 +77,12 @@ def candidate_buckets(loads: Sequence[float]) -> list[Buckets]:
     return candidates
 
 
-def balanced_buckets(loads: Sequence[float]) -> list[Buckets]:
+def balanced_buckets(loads: Sequence[float], most: int | None = None) -> list[Buckets]:
     """For each P = 1 ... N, the grouping into P buckets of least variance (Eq. 7).
 
     Their mean is given by P, so the least variance is the least sum of squares. It is exact up to
     16 hTasks. Beyond, hTasks are dealt out longest first, and then pairs of buckets divided anew,
-    each as well as can be, until none improves.
+    each as well as can be, until none improves. Arguments as of `candidate_buckets`.
 
     Raises:
       PlanningError: no hTasks, or one whose latency is not positive and finite.
@@ -89,7 +93,8 @@ def balanced_buckets(loads: Sequence[float]) -> list[Buckets]:
         if not 0 < load < np.inf:
             raise PlanningError(f"hTask {htask} has a latency of {load} s, expected more than 0")
     sizes = np.asarray(loads, float)
-    dealt = [_deal(sizes, count) for count in range(1, len(sizes) + 1)]
+    counts = range(1, 1 + min(len(sizes), most or len(sizes)))
+    dealt = [_deal(sizes, count) for count in counts]
     improve = _least_variance if len(sizes) <= _EXACT_HTASKS else _divide_pairs
     return [_in_order(improve(buckets, sizes), sizes) for buckets in dealt]
 
@@ -148,6 +153,9 @@ def _least_variance(
         layer = _add_bucket(layers[-1], near, distance, len(sizes))
         off = sums[-1] - sums[layer.members] - left * mean
         within = layer.variance + off**2 / max(left, 1) <= most
+        if not left:
+            # A short hTask that is left out may cost less variance than the limit allows.
+            within = layer.members == 2 ** len(sizes) - 1
         layers.append(_Layer(*(field[within] for field in layer)))
     grouping, index = [], 0
     for layer in reversed(layers[1:]):

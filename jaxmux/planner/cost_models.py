@@ -1,18 +1,25 @@
-"""The cost models that a plan is made with: fitted to a profile, or estimated without one."""
+"""The cost models that a plan is made with: fitted to a profile, or estimated without one.
+
+`device_models` alone decides which.
+"""
 
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
+
+from jaxmux.package_files import resolve_path
 
 from . import h200
 from .estimates import estimated_memory, estimated_times, with_estimated_collectives
 from .memory_model import MemoryModel, fit_memory_model
 from .mesh import Mesh
 from .plan import CostSource
-from .profile import BackboneSize, LayerPoint, ProfileError, read_profile
+from .profile import BackboneSize, LayerPoint, Profile, ProfileError, read_profile
 from .time_fit import fit_time_model
 from .time_model import TimeModel
 
+# Profiles that ship, each of one device and backbone.
+PROFILES = "jaxmux:configs/profiles"
 # The shortest chunk of the Hopper kernels.
 _HOPPER_CHUNK = 128
 
@@ -29,6 +36,33 @@ class CostModels(NamedTuple):
     memory: MemoryModel
     source: CostSource
     least_chunk_len: int
+
+
+def device_models(
+    size: BackboneSize,
+    memory: int | None,
+    mesh: Mesh,
+    device: str = h200.NAME,
+    dtype: str = "bfloat16",
+    profiles: Path | str = PROFILES,
+) -> CostModels:
+    """Those fitted to the profile that ships for such devices and this backbone; where none does,
+    estimates for H200s, whatever the device.
+
+    Args:
+      size, memory, mesh: see `estimated_models`.
+      device: its kind, as JAX names it.
+      dtype: of the weights.
+      profiles: folder of the profiles.
+
+    Raises:
+      ProfileError: the profile cannot be read, or lacks a measurement.
+    """
+    for path in sorted(Path(resolve_path(profiles)).glob("*.json")):
+        profile = read_profile(path)
+        if (profile.device, profile.dtype) == (device, dtype) and not _differs(profile, size):
+            return measured_models(path, size, memory, mesh)
+    return estimated_models(size, memory, mesh)
 
 
 def estimated_models(size: BackboneSize, memory: int | None, mesh: Mesh) -> CostModels:
@@ -57,13 +91,12 @@ def measured_models(path: Path, size: BackboneSize, memory: int | None, mesh: Me
       ProfileError: it cannot be read, lacks a measurement, or is another backbone's.
     """
     profile = read_profile(path)
-    for name in ("linears", "hidden_size", "vocab_size"):
+    if name := _differs(profile, size):
         measured, wanted = getattr(profile.backbone, name), getattr(size, name)
-        if measured != wanted:
-            raise ProfileError(
-                f"{path}: measured for another backbone, {name}={measured}, the config's has "
-                f"{wanted}; measure it with python -m jaxmux.profile"
-            )
+        raise ProfileError(
+            f"{path}: measured for another backbone, {name}={measured}, the config's has "
+            f"{wanted}; measure it with python -m jaxmux.profile"
+        )
     backbone = dataclasses.replace(profile.backbone, layers=size.layers)
     times = dataclasses.replace(fit_time_model(profile), backbone=backbone)
     times, estimated = with_estimated_collectives(times, mesh.pp, mesh.tp)
@@ -78,3 +111,9 @@ def measured_models(path: Path, size: BackboneSize, memory: int | None, mesh: Me
     )
     least_chunk_len = min(point.chunk_len for point, _ in profile.of(LayerPoint))
     return CostModels(times, model, source, least_chunk_len)
+
+
+def _differs(profile: Profile, size: BackboneSize) -> str | None:
+    """What of the profiled backbone is another than wanted; layers may be."""
+    names = ("linears", "hidden_size", "vocab_size")
+    return next((n for n in names if getattr(profile.backbone, n) != getattr(size, n)), None)

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import h200
 from .adapter_times import AdapterTimes
+from .attention_times import AttentionTimes
 from .curve import Curve
 from .memory_model import MemoryModel
 from .online_fit import OnlineFit
@@ -22,6 +23,8 @@ _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)
 _OPTIMIZERS = ("adamw", "lion", "sgd")
+# Of an estimate beside what a step was seen to need.
+_WEIGHT = 1e-4
 
 
 def estimated_times(backbone: BackboneSize) -> TimeModel:
@@ -50,8 +53,8 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
         backbone=backbone,
         base=Curve.through((n, base(n)) for n in _TOKENS),
         row_len=_ROW_LEN,
-        attention={False: both, True: both},
-        attention_forward={False: forward, True: forward},
+        attention=AttentionTimes(both, both, seat=None),
+        attention_forward=AttentionTimes(forward, forward, seat=None),
         adapters=AdapterTimes.none()._replace(
             floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
         ),
@@ -92,7 +95,10 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
     working = OnlineFit.of_features(3)
     for tokens in np.geomspace(*_TOKENS, num=7):
         needed = max(layer * tokens, backbone.head_block_bytes)
-        working = working.observe(np.array([1.0, tokens, tokens * _ROW_LEN]), needed)
+        # The same in rows of any length: attention makes no matrix of scores.
+        for row_len in (_ROW_LEN, tokens):
+            features = np.array([1.0, tokens, tokens * row_len])
+            working = working.observe(features, needed, _WEIGHT)
     return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from .dispatch import dispatch
 from .length_buckets import LengthBuckets
 from .replica_costs import Configuration, ReplicaModel, require_service, tabulate_costs
@@ -36,16 +38,20 @@ def plan_fused(
     configurations: Sequence[Configuration],
     steps: Sequence[LengthBuckets],
     model: ReplicaModel,
+    rng: np.random.Generator | None = None,
 ) -> MeasuredPlan:
     """Task-Fused: the batches of all tasks as one, on replicas that all serve the longest sequence.
 
     Every configuration is tried on the steps themselves, so that none would have done better.
+    LobRA's competitors dispatch uniformly; so does this with `rng`. Without, like replicas have the
+    balanced dispatch, too.
 
     Args:
       gpus: of the mesh, shared out to as many replicas as it has room for.
       configurations: to choose from.
       steps: the sequences of each simulated step.
       model: times and memory of a replica.
+      rng: shuffles the sequences of uniform dispatching; None for balanced dispatching.
 
     Raises:
       PlanningError: no configuration on `gpus` GPUs serves the longest sequence.
@@ -55,6 +61,8 @@ def plan_fused(
     require_service(costs, gpus)
     plans = [
         measure({configuration: gpus // configuration.gpus}, gpus, steps, model)
+        if rng is None
+        else measure_uniform(configuration, gpus, steps, model, rng)
         for configuration in configurations
         if configuration.gpus <= gpus and longest <= model.longest(configuration)
     ]
@@ -66,10 +74,30 @@ def plan_sequential(
     configurations: Sequence[Configuration],
     steps: Mapping[str, Sequence[LengthBuckets]],
     model: ReplicaModel,
+    rng: np.random.Generator | None = None,
 ) -> dict[str, MeasuredPlan]:
     """Task-Sequential: one task after the other, each with the replicas that suit it best.
 
     A step of all tasks takes the sum of their GPU seconds. Arguments are as of `plan_fused`, with
     the steps by task.
     """
-    return {task: plan_fused(gpus, configurations, own, model) for task, own in steps.items()}
+    return {task: plan_fused(gpus, configurations, own, model, rng) for task, own in steps.items()}
+
+
+def measure_uniform(
+    configuration: Configuration,
+    gpus: int,
+    steps: Sequence[LengthBuckets],
+    model: ReplicaModel,
+    rng: np.random.Generator,
+) -> MeasuredPlan:
+    """Deals every step, shuffled, to like replicas in equal numbers, whatever the lengths."""
+    replicas = gpus // configuration.gpus
+    seconds = 0.0
+    for buckets in steps:
+        costs = tabulate_costs([configuration], buckets.boundaries, model)
+        sequences = np.repeat(costs.per_sequence[0], buckets.counts)
+        rng.shuffle(sequences)
+        busiest = max(sequences[replica::replicas].sum() for replica in range(replicas))
+        seconds += float(costs.constant[0] + busiest)
+    return MeasuredPlan({configuration: replicas}, gpus * seconds / len(steps))

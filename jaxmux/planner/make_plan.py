@@ -1,6 +1,5 @@
 """Makes a plan: shape class, hTasks, buckets, microbatches and schedule for tasks on a mesh."""
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -8,14 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from .adapter_groups import take_turns
-from .alignment import Round, choose_alignment
-from .groupings import Grouping, candidate_groupings
+from .admission import Admission
+from .alignment import Round, ShapeRequest, choose_alignment
+from .groupings import Grouping
 from .mesh_costs import MeshCosts
-from .pipeline import PipelinePlan, plan_pipeline
+from .pipeline import PipelineCosts, PipelinePlan, plan_grouping, plan_pipeline
 from .plan import Baseline, CostSource, PlacedSample, Plan, PlannedTask, Prediction
-from .pool import Pool
+from .pool import Pool, merge_pools
 from .schedules import validate
-from .shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass, choose_shape_class
+from .shape_class import PlanningError, ShapeClass
 
 # The shape class is chosen by the first few rounds, the grouping by as many as have so many
 # microbatches for every stage, at least two.
@@ -52,33 +52,9 @@ class TaskLoad(NamedTuple):
         return max((*self.lengths, *self.held_out))
 
 
-class ShapeRequest(NamedTuple):
-    """What is asked of the shape class.
-
-    Attributes:
-      tokens: N, of a microbatch; rounded up to whole rows and chunks.
-      row_len, chunk_len: None for the best.
-      least_chunk_len: shortest chunk that the kernels take.
-    """
-
-    tokens: int
-    row_len: int | None = None
-    chunk_len: int | None = None
-    least_chunk_len: int = MIN_CHUNK_LEN
-
-
 def shared_pool(tasks: Sequence[TaskLoad]) -> Pool:
-    """The pool of all tasks: ranks are padded to the highest, every adapted linear is in it."""
-    modules = dict.fromkeys(module for task in tasks for module in task.pool.modules or ())
-    whole = any(task.pool.modules is None for task in tasks)
-    optimizers = {task.pool.optimizer for task in tasks}
-    return Pool(
-        slots=len(tasks),
-        rank=max(task.pool.rank for task in tasks),
-        modules=None if whole else tuple(modules),
-        dropout=any(task.pool.dropout for task in tasks),
-        optimizer="adamw" if "adamw" in optimizers else min(optimizers),
-    )
+    """The pool of all tasks."""
+    return merge_pools([task.pool for task in tasks])
 
 
 def make_plan(
@@ -103,15 +79,13 @@ def make_plan(
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
-    batches = [
-        {slot: list(task.batches[k % len(task.batches)]) for slot, task in enumerate(tasks)}
-        for k in range(rounds)
-    ]
+    batches = _batches(tasks, rounds)
     shape = _choose_shape(tasks, batches, request, costs)
-    _require_memory(tasks, shape, request, costs)
-    pipeline, grouping = _choose_pipeline(batches, shape, costs)
-    groups = pipeline.groups
-    order = [grouping.groups.index(group) for group in groups]
+    pools = {task.name: task.pool for task in tasks}
+    Admission(costs, shape, request.tokens).require(pools)
+    pipeline = _choose_pipeline(batches, shape, costs)
+    grouping = pipeline.grouping
+    order = [grouping.groups.index(group) for group in pipeline.groups]
     validate(pipeline.schedule)
     forward, backward = costs.stages(shape)
     in_flight = int(pipeline.simulation.peak_buffers.max())
@@ -142,25 +116,47 @@ def make_plan(
     )
 
 
-def plan_with_smaller_microbatches(
+class SmallerMicrobatches(NamedTuple):
+    """What another N would make of a plan; fields as in `Prediction`."""
+
+    tokens: int
+    step_seconds: float
+    bubble_ratio: float
+
+
+def try_smaller_microbatches(
     plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: MeshCosts
-) -> Plan | None:
-    """The fastest plan with N halved once or more, if it is notably faster.
+) -> SmallerMicrobatches | None:
+    """The fastest N of those that come of halving it, if it is notably faster.
 
     Smaller microbatches are more, which fill a pipeline better. Where it is full already, or there
-    is none, nothing is tried.
+    is none, nothing is tried; and once they take longer than larger ones, no smaller ones are.
 
     Args:
       plan: what `make_plan` made of all the rest.
     """
-    best, tokens = plan, plan.shape.tokens // 2
-    unit = max(plan.shape.row_len, plan.shape.chunk_len)
-    while tokens >= unit and plan.prediction.bubble_ratio > _MANY_BUBBLES:
-        smaller = make_plan(tasks, request._replace(tokens=tokens), costs, plan.costs, plan.rounds)
-        best = min(best, smaller, key=lambda p: p.prediction.step_seconds)
+    own = plan.prediction
+    if own.bubble_ratio <= _MANY_BUBBLES:
+        return None
+    batches = _batches(tasks, plan.rounds)
+    best = SmallerMicrobatches(plan.shape.tokens, own.step_seconds, own.bubble_ratio)
+    tokens = plan.shape.tokens // 2
+    while tokens >= max(plan.shape.row_len, plan.shape.chunk_len):
+        shape = _choose_shape(tasks, batches, request._replace(tokens=tokens), costs)
+        simulation = _choose_pipeline(batches, shape, costs).simulation
+        seconds = simulation.makespan / plan.rounds + own.update_seconds
+        if seconds > best.step_seconds:
+            break
+        best = SmallerMicrobatches(shape.tokens, seconds, simulation.bubble_ratio())
         tokens //= 2
-    is_notable = best.prediction.step_seconds < _NOTABLE * plan.prediction.step_seconds
-    return best if is_notable else None
+    return best if best.step_seconds < _NOTABLE * own.step_seconds else None
+
+
+def _batches(tasks: Sequence[TaskLoad], rounds: int) -> list[Round]:
+    return [
+        {slot: list(task.batches[k % len(task.batches)]) for slot, task in enumerate(tasks)}
+        for k in range(rounds)
+    ]
 
 
 def _planned(task: TaskLoad) -> PlannedTask:
@@ -181,67 +177,29 @@ def _choose_shape(
                 f"holds row_len={request.row_len}; it would fit with row_len={needed} or "
                 f"max_length={request.row_len}"
             )
-    row_len, chunk_len = request.row_len, request.chunk_len
-    if row_len is None and chunk_len is None:
-        # A row must hold the longest sample, which the first rounds may lack.
-        with_longest = [*batches[:_ROUNDS_OF_SHAPE], {0: [max(lengths)]}]
-        best = choose_alignment(
-            with_longest, request.tokens, costs.microbatch, request.least_chunk_len
-        )
-        row_len, chunk_len = best.shape.row_len, best.shape.chunk_len
-    chunk_len = chunk_len or request.least_chunk_len
-    return choose_shape_class(lengths, request.tokens, chunk_len, row_len)
+    # Smaller microbatches for the sake of a pipeline are the caller's to try.
+    request = request._replace(fewer_tokens=costs.mesh.pp == 1)
+    return choose_alignment(batches[:_ROUNDS_OF_SHAPE], request, costs.microbatch, lengths).shape
 
 
-def _require_memory(
-    tasks: Sequence[TaskLoad], shape: ShapeClass, request: ShapeRequest, costs: MeshCosts
-) -> None:
-    for task in tasks:
-        alone = dataclasses.replace(costs, pool=task.pool)
-        try:
-            alone.require(shape)
-        except PlanningError as e:
-            raise PlanningError(
-                f"task {task.name!r} does not fit even alone on {costs.mesh}: {e}"
-                + _shorter_rows(alone, shape, request)
-            ) from None
-    costs.require(shape)
-
-
-def _shorter_rows(costs: MeshCosts, shape: ShapeClass, request: ShapeRequest) -> str:
-    """The longest samples with which it would fit, where they are what makes it too large."""
-    row_len = shape.row_len // 2
-    while row_len >= MIN_CHUNK_LEN:
-        rows = choose_shape_class([row_len], request.tokens, shape.chunk_len, row_len)
-        if rows.tokens < shape.tokens and costs.depth(rows):
-            return f" or max_length={row_len}"
-        row_len //= 2
-    return ""
-
-
-def _choose_pipeline(
-    batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts
-) -> tuple[PipelinePlan, Grouping]:
-    """The grouping that is the fastest over some rounds, and the plan of all of them with it."""
+def _choose_pipeline(batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts) -> PipelinePlan:
+    """The plan with the grouping that is the fastest over some rounds."""
     microbatches = max(1, sum(map(sum, batches[0].values())) // shape.tokens)
     some = max(2, -(-_MICROBATCHES_OF_CHOICE * costs.mesh.pp // microbatches))
-    mean_pass = sum(costs.stages(shape)) / 2
-    candidates = candidate_groupings(batches[0], shape, mean_pass.tolist())
-    plan = partial(_plan_rounds, shape=shape, costs=costs)
-    best = plan(batches[:some], groupings=[c.groups for c in candidates])
-    chosen = next(c for c in candidates if set(c.groups) == set(best.groups))
-    return plan(batches, groupings=[chosen.groups]), chosen
+    found = plan_pipeline(batches[:some], _pipeline_costs(shape, costs), solver_seconds=0)
+    return found if some >= len(batches) else _plan_with(found.grouping, batches, shape, costs)
 
 
-def _plan_rounds(
-    batches: Sequence[Round], groupings: Sequence, shape: ShapeClass, costs: MeshCosts
+def _plan_with(
+    grouping: Grouping, batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts
 ) -> PipelinePlan:
+    return plan_grouping(batches, grouping, _pipeline_costs(shape, costs), solver_seconds=0)
+
+
+def _pipeline_costs(shape: ShapeClass, costs: MeshCosts) -> PipelineCosts:
     seconds = costs.stages(shape)
     limit = (costs.depth(shape),) * costs.mesh.pp
-    permute = costs.permute(shape)
-    return plan_pipeline(
-        batches, shape, lambda lengths: seconds, permute, groupings, limit, solver_seconds=0
-    )
+    return PipelineCosts(shape, lambda lengths: seconds, costs.permute(shape), limit)
 
 
 def _placements(
@@ -268,14 +226,15 @@ def _baselines(
     batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts
 ) -> tuple[Baseline, ...]:
     """Both with 1F1B, under the clock that is better for them, and with this plan's shape class."""
+    plan = partial(_plan_with, shape=shape, costs=costs)
     slots = tuple(batches[0])
-    plan = partial(_plan_rounds, shape=shape, costs=costs)
-    together = [plan(batches, groupings=[(slots,)])]
+    together = Grouping(tuple((slot,) for slot in slots), (tuple(range(len(slots))),))
     apart = [
-        plan([{slot: sizes[slot]} for sizes in batches], groupings=[((slot,),)]) for slot in slots
+        plan(Grouping(((slot,),), ((0,),)), [{slot: sizes[slot]} for sizes in batches])
+        for slot in slots
     ]
     one_by_one = "1F1B per task" if costs.mesh.pp > 1 else "one task at a time"
-    methods = {one_by_one: apart, "batch everything": together}
+    methods = {one_by_one: apart, "batch everything": [plan(together, batches)]}
     return tuple(_baseline(name, plans, len(batches), costs) for name, plans in methods.items())
 
 

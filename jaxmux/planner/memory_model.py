@@ -70,8 +70,10 @@ class MemoryModel:
         whole = self.backbone.weight_bytes + pool.state_bytes(self.backbone)
         return whole / (placement.stages * placement.tp)
 
-    def kept(self, tokens: int, rank: int, remat: str) -> float:
-        """What one layer keeps for its backward pass of `tokens` tokens.
+    def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
+        """What one layer keeps for its backward pass of `tokens` tokens, on each of `tp` devices:
+        all of the stream, before and behind attention, and of the adapters' rank-r values, and
+        their part of all else, which lies between column- and row-parallel linears.
 
         Raises:
           ProfileError: the profile knows no such policy.
@@ -80,7 +82,8 @@ class MemoryModel:
             known = ", ".join(self.backbone.kept)
             raise ProfileError(f"the profile counts no remat policy {remat!r}; known: {known}")
         of_token, of_rank = self.backbone.kept[remat]
-        return tokens * (of_token + rank * of_rank)
+        stream = min(of_token, 2 * self.backbone.hidden_size * self.backbone.stream_bytes)
+        return tokens * (stream + (of_token - stream) / tp + rank * of_rank)
 
     def peak(
         self,
@@ -103,7 +106,10 @@ class MemoryModel:
         """The remat policy of every layer that the engine's "auto" picks: the one that recomputes
         less for as many layers as there is room for."""
         layers = self.backbone.layers
-        sizes = {remat: self.kept(shape.tokens, pool.rank, remat) for remat in self.backbone.kept}
+        sizes = {
+            remat: self.kept(shape.tokens, pool.rank, remat, placement.tp)
+            for remat in self.backbone.kept
+        }
         working = working_bytes(sizes, self.backbone.head_block_bytes)
         room = USABLE * self.memory - self.resident(pool, placement) - working
         return fill_layers(sizes, layers, room * placement.stages / placement.in_flight)
@@ -113,8 +119,17 @@ class MemoryModel:
         least = list(self.backbone.kept)[-1]
         return self.peak(shape, pool, least, placement) <= USABLE * self.memory
 
-    def require(self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE) -> None:
+    def require(
+        self,
+        shape: ShapeClass,
+        pool: Pool,
+        placement: Placement = ONE_DEVICE,
+        mesh_may_grow: bool = True,
+    ) -> None:
         """Checks that a step fits.
+
+        Args:
+          mesh_may_grow: whether more pipeline stages are among the changes that are named.
 
         Raises:
           PlanningError: it does not; the message says what it needs, and of everything that could
@@ -123,12 +138,12 @@ class MemoryModel:
         if self.fits(shape, pool, placement):
             return
         needed = self.peak(shape, pool, list(self.backbone.kept)[-1], placement)
-        changes = " or ".join(self._changes(shape, pool, placement))
+        changes = " or ".join(self._changes(shape, pool, placement, mesh_may_grow))
         raise PlanningError(
             f"{pool.slots} slots of rank {pool.rank} with {shape.tokens} tokens a microbatch need "
-            f"{needed / 2**30:.1f} GiB, usable are {USABLE * self.memory / 2**30:.1f} GiB of "
-            f"{self.memory / 2**30:.1f}; it would fit with "
-            + (changes or "no single change of slots, rank, tokens or stages")
+            f"{_shown(needed)}, usable are {_shown(USABLE * self.memory)} of "
+            f"{_shown(self.memory)}; it would fit with "
+            + (changes or "no single change of slots, rank or tokens")
         )
 
     def observe(
@@ -144,10 +159,13 @@ class MemoryModel:
         if remat is None:
             remat = self.policies(shape, pool, placement)
         policies = (remat,) * layers if isinstance(remat, str) else remat
-        kept = sum(self.kept(shape.tokens, pool.rank, policy) for policy in policies)
+        of_layer = {r: self.kept(shape.tokens, pool.rank, r, placement.tp) for r in set(policies)}
+        kept = sum(of_layer[policy] for policy in policies)
         return self.resident(pool, placement) + placement.in_flight * kept / placement.stages
 
-    def _changes(self, shape: ShapeClass, pool: Pool, placement: Placement) -> list[str]:
+    def _changes(
+        self, shape: ShapeClass, pool: Pool, placement: Placement, mesh_may_grow: bool
+    ) -> list[str]:
         """For each of slots, rank, tokens and stages, its value nearest to now that fits."""
         unit = max(1, shape.chunk_len // shape.row_len)
         shapes = [dataclasses.replace(shape, rows=r) for r in range(unit, shape.rows, unit)]
@@ -156,7 +174,7 @@ class MemoryModel:
         slots = [p.slots for p in pools if self.fits(shape, p, placement)]
         pools = [pool._replace(rank=r) for r in range(1, pool.rank)]
         ranks = [p.rank for p in pools if self.fits(shape, p, placement)]
-        deeper = range(placement.stages + 1, self.backbone.layers + 1)
+        deeper = range(placement.stages + 1, mesh_may_grow * self.backbone.layers + 1)
         placements = (placement._replace(stages=s) for s in deeper)
         stages = next((p.stages for p in placements if self.fits(shape, pool, p)), None)
         return [
@@ -198,6 +216,10 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
     if not working.observations:
         raise ProfileError("the profile measures no peak_bytes of an adapted layer")
     return dataclasses.replace(model, working=working)
+
+
+def _shown(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _features(shape: ShapeClass) -> np.ndarray:

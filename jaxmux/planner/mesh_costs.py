@@ -42,15 +42,18 @@ class MeshCosts:
         deepest = 2 * self.mesh.pp - 1
         return next((k for k in range(deepest, 0, -1) if self._fits(shape, k)), 0)
 
-    def require(self, shape: ShapeClass) -> None:
+    def require(self, shape: ShapeClass, mesh_may_grow: bool = True) -> None:
         """Checks that one microbatch fits.
+
+        Args:
+          mesh_may_grow: whether more pipeline stages are among the changes that are named.
 
         Raises:
           PlanningError: it does not; the message names the smallest changes that would make it.
         """
         if self._fits(shape, 1):
             return
-        self.memory.require(shape, self.pool, self._placement(1))
+        self.memory.require(shape, self.pool, self._placement(1), mesh_may_grow)
         needed = self.peak(shape, (self.remat,) * self.times.backbone.layers, 1)
         raise PlanningError(
             f"remat={self.remat!r} needs {needed / 2**30:.1f} GiB, usable are "

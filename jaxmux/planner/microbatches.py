@@ -57,6 +57,18 @@ class Placement(NamedTuple):
     offset: int
 
 
+class CutBatch(NamedTuple):
+    """A task's global batch, ready to be packed beside any others.
+
+    Attributes:
+      lengths: stream lengths in tokens of its samples.
+      runs: that they are cut into (see `runs`).
+    """
+
+    lengths: Sequence[int]
+    runs: tuple[Run, ...]
+
+
 class PackedBatch(NamedTuple):
     """One global batch of every task of a group, in microbatches.
 
@@ -138,20 +150,45 @@ def pack_batch(
 ) -> PackedBatch:
     """Packs one global batch into the fewest microbatches, then with the least-full last one.
 
-    The rows found without a solver stand unless a better packing is found. The solver is called
-    only where the lower bounds leave open whether there is one, and gives up after its time.
-
     Args:
       lengths: by slot, the stream lengths in tokens of the samples of the task's global batch.
-      shape: shape class of the microbatches.
-      solver_seconds: time limit of each program; 0 leaves the solver out, None takes what keeps
-        planning below 1 ms a sample. The result depends on the machine's speed only where a
-        program reaches its limit.
+      shape, solver_seconds: see `pack_cut`.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.
     """
-    runs = _cut_all(lengths, shape)
+    return pack_cut(cut_batches(lengths, shape), shape, solver_seconds)
+
+
+def cut_batches(lengths: Lengths, shape: ShapeClass) -> dict[int, CutBatch]:
+    """By slot, the task's global batch in runs: who packs it again and again cuts it once.
+
+    Raises:
+      PlanningError: a sample is empty or longer than a row.
+    """
+    return {
+        slot: CutBatch(sizes, cut_runs(sizes, shape, f"slot {slot}"))
+        for slot, sizes in lengths.items()
+    }
+
+
+def pack_cut(
+    batches: Mapping[int, CutBatch], shape: ShapeClass, solver_seconds: float | None = None
+) -> PackedBatch:
+    """`pack_batch` of what is cut already.
+
+    The rows found without a solver stand unless a better packing is found. The solver is called
+    only where the lower bounds leave open whether there is one, and gives up after its time.
+
+    Args:
+      batches: by slot, the task's global batch.
+      shape: shape class of the microbatches, for which they were cut.
+      solver_seconds: time limit of each program; 0 leaves the solver out, None takes what keeps
+        planning below 1 ms a sample. The result depends on the machine's speed only where a
+        program reaches its limit.
+    """
+    runs = {slot: batch.runs for slot, batch in batches.items()}
+    lengths = {slot: batch.lengths for slot, batch in batches.items()}
     queues = {slot: queue for slot, queue in runs.items() if queue}
     if not queues:
         return PackedBatch(shape, runs, [], 0, 0)
@@ -173,15 +210,11 @@ def pack_batch(
 
 def pack_greedily(lengths: Lengths, shape: ShapeClass) -> PackedBatch:
     """The baseline: rows take the longest of the next runs that fits, until none does."""
-    runs = _cut_all(lengths, shape)
+    runs = {slot: batch.runs for slot, batch in cut_batches(lengths, shape).items()}
     queues = {slot: queue for slot, queue in runs.items() if queue}
     rows = fill_rows_greedily(queues, RowShape.of(shape))
     bound = -(-least_rows_of_samples(lengths, shape) // rows_of_microbatch(shape))
     return PackedBatch(shape, runs, rows, bound, bound)
-
-
-def _cut_all(lengths: Lengths, shape: ShapeClass) -> dict[int, tuple[Run, ...]]:
-    return {slot: cut_runs(sizes, shape, f"slot {slot}") for slot, sizes in lengths.items()}
 
 
 def _with_fewest_microbatches(rows: list[Row], bound: int, height: int, program) -> tuple:

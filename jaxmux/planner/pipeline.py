@@ -1,42 +1,45 @@
-"""Plans a stream of global batches for a pipeline: groups, microbatches, order and clock.
+"""Plans a stream of global batches for a pipeline: groups, microbatches, order and ticks.
 
 In lockstep a tick is as long as its slowest stage. Three things keep the others from waiting:
 
 - Every microbatch has the same N tokens, so that only attention tells them apart; and what costs
   alike comes together, because a group's tasks are packed together and groups come in descending
   order of cost (MuxTune's template, 3.4.1).
-- A backward takes longer than a forward. With *paired* ticks, one of each a stage, every stage
-  takes F + B. A microbatch is then in flight for 2S ticks, and so a task's next global batch begins
-  2S microbatches after its current one ends, where one op a tick needs S.
+- A backward takes longer than a forward. With *paired* or *alternating* ticks (see
+  `schedules.layout`) every stage takes F + B. A microbatch is then in flight for 2S others, or one
+  less, and so a task's next global batch begins as many microbatches after its current one ends,
+  where one op a tick needs S.
 - Tasks that wait for their update need others to fill the distance. More groups give more of them,
   fewer groups fuller microbatches.
 
-What is best of groups and clock depends on the lengths: each is tried in the simulator.
+What is best of groups and ticks depends on the lengths: those that are most promising by a quick
+estimate are tried in the simulator.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from .adapter_groups import pair_head_with_tail, take_turns
-from .bubble_lemma import ScheduledMicrobatch, schedule_batches
-from .microbatches import pack_batch, pack_batches
+from .adapter_groups import take_turns
+from .bubble_lemma import ScheduledMicrobatch, lemma_distance, schedule_batches
+from .groupings import CutRound, Grouping, Groups, candidate_groupings, most_promising
+from .microbatches import PackedBatch, cut_batches, pack_cut
 from .schedules import (
     Job,
     Schedule,
     Simulation,
+    TickRule,
     Workload,
     one_forward_one_backward,
     simulate_lockstep,
 )
-from .shape_class import PlanningError, ShapeClass
+from .shape_class import ShapeClass
 
 # By slot, the stream lengths in tokens of the samples of the task's global batch.
 Round = Mapping[int, Sequence[int]]
-# Slots of the tasks that are packed together, group by group in the order of their turns.
-Groups = tuple[tuple[int, ...], ...]
 # Forward and backward seconds of each stage, float64 [S], of a microbatch with sequences of these
 # lengths in tokens.
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
@@ -46,8 +49,9 @@ class PipelinePlan(NamedTuple):
     """A stream of microbatches and its schedule.
 
     Attributes:
+      grouping: the hTasks and buckets that the groups come from.
       groups: the tasks that are packed together.
-      paired: whether a tick holds a forward and a backward of a stage.
+      rule: of the schedule's ticks.
       microbatches: in the order of the jobs of the schedule; their runs name by index the turns of
         `take_turns(rounds, groups)`.
       load: the jobs and their times.
@@ -55,53 +59,136 @@ class PipelinePlan(NamedTuple):
       simulation: when, in lockstep.
     """
 
+    grouping: Grouping
     groups: Groups
-    paired: bool
+    rule: TickRule
     microbatches: list[ScheduledMicrobatch]
     load: Workload
     schedule: Schedule
     simulation: Simulation
 
 
-def plan_pipeline(
-    rounds: Sequence[Round],
-    shape: ShapeClass,
-    stage_seconds: StageSeconds,
-    permute_seconds: float = 0.0,
-    groupings: Sequence[Groups] | None = None,
-    buffer_limit: Sequence[int] | None = None,
-    solver_seconds: float | None = None,
-) -> PipelinePlan:
-    """The grouping and the clock of least makespan in lockstep.
+class PipelineCosts(NamedTuple):
+    """What a pipeline takes, and has room for.
 
-    Args:
-      rounds: global batches of every task, round after round; there is no flush between them.
+    Attributes:
       shape: shape class of the microbatches.
       stage_seconds: what a microbatch takes on each stage.
       permute_seconds: of the messages at the end of a tick.
-      groupings: which to try; None for head-tail pairing into one group, two, and so on. As long as
-        the tasks stay, a plan's own will do for the next rounds.
-      buffer_limit: residual slots of each stage.
+      buffer_limit: residual slots of each stage; None for no limit.
+    """
+
+    shape: ShapeClass
+    stage_seconds: StageSeconds
+    permute_seconds: float = 0.0
+    buffer_limit: tuple[int, ...] | None = None
+
+
+def plan_pipeline(
+    rounds: Sequence[Round],
+    costs: PipelineCosts,
+    solver_seconds: float | None = None,
+) -> PipelinePlan:
+    """The grouping and the ticks of least makespan in lockstep, as far as a search finds it.
+
+    As long as the tasks stay, the plan's grouping will do for the next rounds, too: see
+    `plan_grouping`.
+
+    Args:
+      rounds: global batches of every task, round after round; there is no flush between them.
       solver_seconds: see `pack_batch`.
 
     Raises:
       PlanningError: there are no samples, or one is longer than a row.
     """
-    stages = len(stage_seconds([shape.row_len])[0])
-    plans = []
-    for groups in groupings or _head_tail_groupings(rounds, stages):
-        groups = _longest_first(groups, rounds[0], shape, stage_seconds)
-        turns = take_turns(rounds, groups)
-        packed = pack_batches(turns, shape, solver_seconds)
-        for paired in (False, True):
-            stream = schedule_batches(packed, 2 * stages if paired else stages)
-            # The schedule waits by itself where the lemma would have a no-op.
-            microbatches = [m for m in stream if not m.is_noop]
-            load = stream_workload(microbatches, turns, stage_seconds, buffer_limit)
-            schedule = one_forward_one_backward(load, paired)
-            simulation = simulate_lockstep(schedule, load, permute_seconds)
-            plans.append(PipelinePlan(groups, paired, microbatches, load, schedule, simulation))
+    packings = _Packings(rounds, costs.shape, solver_seconds)
+    forward, backward = _mean_stages(packings, costs.stage_seconds)
+    candidates = candidate_groupings(packings.cut, costs.shape, (forward + backward) / 2)
+    stages = (forward, backward, costs.permute_seconds)
+    found = most_promising(candidates, packings.cut, costs.shape, *stages)
+    plans = (_plan(packings, grouping, rule, costs) for _, grouping, rule in found)
     return min(plans, key=lambda plan: plan.simulation.makespan)
+
+
+def plan_grouping(
+    rounds: Sequence[Round],
+    grouping: Grouping,
+    costs: PipelineCosts,
+    solver_seconds: float | None = None,
+) -> PipelinePlan:
+    """The plan with this grouping and the ticks of least makespan; as `plan_pipeline` otherwise."""
+    packings = _Packings(rounds, costs.shape, solver_seconds)
+    plans = [_plan(packings, grouping, rule, costs) for rule in get_args(TickRule)]
+    return min(plans, key=lambda plan: plan.simulation.makespan)
+
+
+class _Packings:
+    """The packed turns of groups of tasks, each packed once for all groupings that it is in."""
+
+    def __init__(self, rounds: Sequence[Round], shape: ShapeClass, solver_seconds: float | None):
+        self.rounds = rounds
+        self.cut: list[CutRound] = [cut_batches(batches, shape) for batches in rounds]
+        self._pack = partial(pack_cut, shape=shape, solver_seconds=solver_seconds)
+        self._packed: dict[tuple[int, ...], list[PackedBatch]] = {}
+        self._seconds: dict[tuple[int, ...], np.ndarray] = {}
+
+    def of_group(self, group: tuple[int, ...]) -> list[PackedBatch]:
+        """By round in which it has a turn."""
+        if group not in self._packed:
+            turns = take_turns(self.cut, [group])
+            self._packed[group] = [self._pack(turn) for turn in turns]
+        return self._packed[group]
+
+    def take_turns(self, groups: Groups) -> list[PackedBatch]:
+        """In the order of `adapter_groups.take_turns`."""
+        following = {group: iter(self.of_group(group)) for group in groups}
+        return [
+            next(following[group])
+            for batches in self.rounds
+            for group in groups
+            if any(slot in batches for slot in group)
+        ]
+
+    def mean_seconds(self, group: tuple[int, ...], stage_seconds: StageSeconds) -> np.ndarray:
+        """Forward and backward of the group's microbatches in its first turn: float64 [2, S]."""
+        if group not in self._seconds:
+            (lengths, *_) = take_turns(self.rounds, [group])
+            seconds = [
+                stage_seconds([lengths[p.slot][p.sample] for p in placements])
+                for placements in self.of_group(group)[0].microbatches()
+            ]
+            self._seconds[group] = np.mean(seconds or [stage_seconds([])], axis=0)
+        return self._seconds[group]
+
+
+def _mean_stages(packings: _Packings, stage_seconds: StageSeconds) -> np.ndarray:
+    """As if all tasks were packed together."""
+    everything = tuple(sorted({slot for batches in packings.rounds for slot in batches}))
+    return packings.mean_seconds(everything, stage_seconds)
+
+
+def _plan(
+    packings: _Packings, grouping: Grouping, rule: TickRule, costs: PipelineCosts
+) -> PipelinePlan:
+    groups = _longest_first(grouping.groups, packings, costs.stage_seconds)
+    turns, packed = take_turns(packings.rounds, groups), packings.take_turns(groups)
+    stages = len(costs.stage_seconds([costs.shape.row_len])[0])
+    stream = schedule_batches(packed, lemma_distance(stages, rule))
+    # The schedule waits by itself where the lemma would have a no-op.
+    microbatches = [m for m in stream if not m.is_noop]
+    load = stream_workload(microbatches, turns, costs.stage_seconds, costs.buffer_limit)
+    schedule = one_forward_one_backward(load, rule)
+    simulation = simulate_lockstep(schedule, load, costs.permute_seconds)
+    return PipelinePlan(grouping, groups, rule, microbatches, load, schedule, simulation)
+
+
+def _longest_first(groups: Groups, packings: _Packings, stage_seconds: StageSeconds) -> Groups:
+    """The groups in descending order of the mean forward time of their microbatches."""
+
+    def forward(group: tuple[int, ...]) -> float:
+        return float(packings.mean_seconds(group, stage_seconds)[0].mean())
+
+    return tuple(sorted(groups, key=forward, reverse=True))
 
 
 def stream_workload(
@@ -146,33 +233,6 @@ def sequence_lengths(microbatch: ScheduledMicrobatch, turns: Sequence[Round]) ->
         for laid in row
         for sample, _, _ in laid.run.samples
     ]
-
-
-def _head_tail_groupings(rounds: Sequence[Round], stages: int) -> Iterator[Groups]:
-    """By number of groups; 2S of them fill any distance."""
-    lengths = defaultdict(list)
-    for batches in rounds:
-        for slot, sizes in batches.items():
-            lengths[slot] += sizes
-    lengths = {slot: sizes for slot, sizes in lengths.items() if sizes}
-    if not lengths:
-        raise PlanningError("no samples to plan a pipeline for")
-    for count in range(1, 1 + min(len(lengths), 2 * stages)):
-        yield pair_head_with_tail(lengths, count)
-
-
-def _longest_first(
-    groups: Groups, batches: Round, shape: ShapeClass, stage_seconds: StageSeconds
-) -> Groups:
-    """The groups in descending order of the mean forward time of their microbatches."""
-
-    def mean_seconds(group: tuple[int, ...]) -> float:
-        turn = {slot: batches[slot] for slot in group if slot in batches}
-        packed = schedule_batches([pack_batch(turn, shape, solver_seconds=0)], stages=1)
-        seconds = [stage_seconds(sequence_lengths(m, [turn]))[0].mean() for m in packed]
-        return float(np.mean(seconds)) if seconds else 0.0
-
-    return tuple(sorted(groups, key=mean_seconds, reverse=True))
 
 
 def _steps(turns: Sequence[Round]) -> list[dict[int, int]]:

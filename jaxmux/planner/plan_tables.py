@@ -7,15 +7,16 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from .make_plan import SmallerMicrobatches
 from .plan import Plan
 
 
-def plan_tables(plan: Plan, faster: Plan | None = None) -> Iterator[Table | str]:
+def plan_tables(plan: Plan, smaller: SmallerMicrobatches | None = None) -> Iterator[Table | str]:
     """The tables and lines that tell what is planned, in the order in which to show them.
 
     Args:
       plan: the plan.
-      faster: what smaller microbatches would make of it, where that is faster.
+      smaller: microbatches with which it would be faster.
     """
     mesh, count = plan.mesh, plan.mesh.devices
     yield (
@@ -29,11 +30,10 @@ def plan_tables(plan: Plan, faster: Plan | None = None) -> Iterator[Table | str]
     yield f"\n{plan.costs.kind} costs, over {plan.rounds} steps:"
     yield _predictions(plan)
     yield _memory(plan)
-    if faster:
+    if smaller:
         yield (
-            f"faster: fine_tune.tokens_per_microbatch={faster.shape.tokens} would take "
-            f"{_duration(faster.prediction.step_seconds)} a step, with "
-            f"{faster.prediction.bubble_ratio:.1%} bubbles"
+            f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take "
+            f"{_duration(smaller.step_seconds)} a step, with {smaller.bubble_ratio:.1%} bubbles"
         )
 
 

@@ -1,6 +1,6 @@
 """What the compiled step has room for, as far as costs depend on it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .profile import BackboneSize
@@ -58,3 +58,26 @@ class Pool(NamedTuple):
             known = ", ".join(_MOMENTS)
             raise PlanningError(f"optimizer: unknown kind {self.optimizer!r}; known: {known}")
         return (2 + _MOMENTS[self.optimizer]) * _FLOAT32 * self.parameters(backbone)
+
+
+def merge_pools(pools: Sequence[Pool], least: Pool | None = None) -> Pool:
+    """The pool of all together: ranks are padded to the highest, every adapted linear is in it, and
+    moments are those of the neediest optimizer.
+
+    Args:
+      pools: what there is at least one of, or `least` has to be given.
+      least: what there is room for at least, whoever uses it.
+    """
+    everything = [*pools, *([least] if least else [])]
+    modules = dict.fromkeys(module for pool in everything for module in pool.modules or ())
+    return Pool(
+        slots=max(sum(pool.slots for pool in pools), least.slots if least else 0),
+        rank=max(pool.rank for pool in everything),
+        modules=None if any(pool.modules is None for pool in everything) else tuple(modules),
+        dropout=any(pool.dropout for pool in everything),
+        optimizer=max((pool.optimizer for pool in pools or everything), key=_need),
+    )
+
+
+def _need(optimizer: str) -> tuple[int, str]:
+    return _MOMENTS.get(optimizer, 0), optimizer

@@ -1,12 +1,14 @@
-"""LobRA's cost model of a replica (2.2), from the measured times and the memory model."""
+"""LobRA's cost model of a replica (2.2), from the time and memory models."""
 
 import dataclasses
 
-from .memory_model import MemoryModel, Placement
+from .memory_model import MemoryModel
+from .mesh import Mesh
+from .mesh_costs import AUTO, MeshCosts
 from .pool import Pool
 from .replica_costs import Configuration
-from .shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass
-from .time_model import Pipeline, TimeModel
+from .shape_class import MIN_CHUNK_LEN, ShapeClass
+from .time_model import TimeModel
 
 # Longest row that is considered.
 _LONGEST_ROW = 1 << 17
@@ -14,20 +16,22 @@ _LONGEST_ROW = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredReplicas:
-    """The `replica_costs.ReplicaModel` of a profile.
+    """The `replica_costs.ReplicaModel` of fitted or estimated costs.
 
     A replica cuts its sequences into microbatches, each of sequences of one length, and pipelines
-    them. A sequence of s tokens is its part of a microbatch of ⌈s⌉ tokens a row, on the slowest
-    stage; the constant is the pipeline's warm-up and drain, the update and the round's overhead.
-    Nothing hides the communication of the one batch that a stage works on: tensor parallelism adds
-    two all-reduces of the stream to each pass of a layer, a pipeline a permute to each pass of a
-    stage.
+    them, 1F1B. A sequence of s tokens is its part of a microbatch of ⌈s⌉ tokens a row, on the
+    slowest stage; the constant is the pipeline's warm-up and drain, the update and the round's
+    overhead. Nothing hides the communication of the one batch that a stage works on: tensor
+    parallelism adds two all-reduces of the stream to each pass of a layer, a pipeline a permute to
+    each pass of a stage.
 
     Attributes:
       times, memory: of one device.
       pool: that every replica holds.
-      tokens: of a microbatch; longer sequences have one of their own.
+      tokens: of a microbatch, or fewer where more do not fit; a longer sequence has one of its own.
       chunk_len: tokens of a chunk.
+      remat: rematerialisation policy of all layers; "auto" for what the engine picks, which fits
+        longer sequences and takes longer for those that need it.
     """
 
     times: TimeModel
@@ -35,51 +39,44 @@ class MeasuredReplicas:
     pool: Pool
     tokens: int = 8192
     chunk_len: int = 128
+    remat: str = AUTO
 
     def longest(self, configuration: Configuration) -> int:
         """Tokens of the longest sequence, a power of two, that a replica has the memory for."""
         longest, row_len = 0, max(MIN_CHUNK_LEN, self.chunk_len)
-        place = Placement(configuration.pp, configuration.tp, configuration.pp)
-        while row_len <= _LONGEST_ROW:
-            if not self.memory.fits(self._shape(row_len), self.pool, place):
-                break
+        while row_len <= _LONGEST_ROW and self._fits(configuration, self._shape(row_len, 1)):
             longest, row_len = row_len, 2 * row_len
         return longest
 
     def sequence_seconds(self, configuration: Configuration, length: int) -> float:
         """Seconds of one more sequence of `length` tokens, forward and backward."""
-        shape = self._shape(length)
+        tokens = self.tokens
+        while tokens > length and not self._fits(configuration, self._shape(length, tokens)):
+            tokens //= 2
+        shape = self._shape(length, tokens)
         return self._slowest_stage(configuration, shape) * length / shape.tokens
 
     def constant_seconds(self, configuration: Configuration) -> float:
         """Seconds of a step whatever a replica serves."""
-        update = self.times.update.get(self.pool.optimizer)
-        if update is None:
-            raise PlanningError(f"the profile measures no update of {self.pool.optimizer!r}")
-        fill = (configuration.pp - 1) * self._slowest_stage(
-            configuration, self._shape(self.chunk_len)
-        )
-        own = self.pool.parameters(self.times.backbone) / configuration.gpus
-        return fill + update(own) + self.times.round_overhead
+        shortest = self._shape(self.chunk_len, self.tokens)
+        fill = (configuration.pp - 1) * self._slowest_stage(configuration, shortest)
+        return fill + self._costs(configuration).update()
 
-    def _shape(self, length: int) -> ShapeClass:
+    def _shape(self, length: int, tokens: int) -> ShapeClass:
+        """Rows that hold the length, as many as make so many tokens."""
         row_len = max(MIN_CHUNK_LEN, 1 << (length - 1).bit_length())
         unit = max(row_len, self.chunk_len)
-        rows = max(1, self.tokens // unit) * (unit // row_len)
+        rows = max(1, tokens // unit) * (unit // row_len)
         return ShapeClass(rows, row_len, self.chunk_len, max_sequences=1)
+
+    def _fits(self, configuration: Configuration, shape: ShapeClass) -> bool:
+        return self._costs(configuration).depth(shape) >= configuration.pp
+
+    def _costs(self, configuration: Configuration) -> MeshCosts:
+        mesh = Mesh(pp=configuration.pp, tp=configuration.tp)
+        return MeshCosts(self.times, self.memory, self.pool, mesh, self.remat)
 
     def _slowest_stage(self, configuration: Configuration, shape: ShapeClass) -> float:
         """Seconds of a full microbatch, both passes."""
-        tp, pp = configuration
-        backbone = self.times.backbone
-        pipeline = Pipeline(pp, tp)
-        tokens = (shape.tokens,)
-        compute = max(
-            stage.total for stage in self.times.stages(shape, tokens, self.pool, pipeline)
-        )
-        stream = shape.tokens * backbone.hidden_size * backbone.stream_bytes
-        reduces = (
-            4 * max(pipeline.layers(backbone.layers)) * self.times.collective("psum", tp, stream)
-        )
-        permutes = 2 * self.times.collective("ppermute", pp, stream)
-        return compute + reduces + permutes
+        costs = self._costs(configuration)
+        return float(sum(costs.stages(shape)).max()) + 2 * costs.permute(shape)

@@ -5,6 +5,7 @@ What a task computes depends on the contents and the order of its chunks, not on
 within that rule as many chunks as fit.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -73,22 +74,32 @@ def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
 def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
     """First fit decreasing as far as the order permits: a row takes the longest of the tasks' next
     runs that fits, until none does."""
+    order = {slot: i for i, slot in enumerate(queues)}
     position = dict.fromkeys(queues, 0)
+    # The next run of every task, longest first.
+    heads = [(-queue[0].chunks, order[slot], slot) for slot, queue in queues.items() if queue]
+    heapq.heapify(heads)
     rows = []
-    while waiting := _waiting(queues, position):
+    while heads:
         row: Row = {}
         chunks, seats = shape.chunks, shape.seats
-        while True:
-            nexts = {slot: queues[slot][position[slot]] for slot in waiting}
-            fitting = [s for s, run in nexts.items() if run.chunks <= chunks and run.seats <= seats]
-            if not fitting:
-                break
-            slot = max(fitting, key=lambda s: nexts[s].chunks)
-            chunks -= nexts[slot].chunks
-            seats -= nexts[slot].seats
+        too_large = []
+        while heads and chunks and seats:
+            head = heapq.heappop(heads)
+            slot = head[-1]
+            run = queues[slot][position[slot]]
+            if run.chunks > chunks or run.seats > seats:
+                too_large.append(head)
+                continue
+            chunks -= run.chunks
+            seats -= run.seats
             position[slot] += 1
             row[slot] = row.get(slot, 0) + 1
-            waiting = _waiting(queues, position)
+            if position[slot] < len(queues[slot]):
+                following = queues[slot][position[slot]]
+                heapq.heappush(heads, (-following.chunks, order[slot], slot))
+        for head in too_large:
+            heapq.heappush(heads, head)
         rows.append(row)
     return rows
 
@@ -137,31 +148,31 @@ def fullest_row(
     """
     waiting = _waiting(queues, position)
     waiting.sort(key=lambda slot: -queues[slot][position[slot]].chunks)
-    cost = np.full(chunks + 1, np.inf)
-    cost[0] = 0
-    used = np.zeros(chunks + 1, np.int64)
-    choices = []
+    # By chunks taken, the cost and the sequences of the best choice. Few sums are possible.
+    best: dict[int, tuple[float, int]] = {0: (0, 0)}
+    choices: list[tuple[int, dict[int, int]]] = []
     for slot in waiting:
-        cost_without, used_without = cost, used
-        cost, used = cost.copy(), used.copy()
-        count = np.zeros(chunks + 1, np.int64)
-        if insist and not choices:
-            cost[0] = np.inf
-        for n, (size, sequences) in enumerate(
-            _prefixes(queues[slot], position[slot], chunks, seats), start=1
-        ):
+        prefixes = _prefixes(queues[slot], position[slot], chunks, seats)
+        if not prefixes:
+            continue
+        longer = {} if insist and not choices else dict(best)
+        count: dict[int, int] = {}
+        for n, (size, sequences) in enumerate(prefixes, start=1):
             price = sequences if weight is None else -weight[slot] * size
-            cost_with = cost_without[: chunks + 1 - size] + price
-            used_with = used_without[: chunks + 1 - size] + sequences
-            better = (cost_with < cost[size:]) & (used_with <= seats)
-            np.copyto(cost[size:], cost_with, where=better)
-            np.copyto(used[size:], used_with, where=better)
-            np.copyto(count[size:], n, where=better)
+            for total, (cost, used) in best.items():
+                with_runs = total + size
+                if with_runs > chunks or used + sequences > seats:
+                    continue
+                known = longer.get(with_runs)
+                if known is None or cost + price < known[0]:
+                    longer[with_runs] = cost + price, used + sequences
+                    count[with_runs] = n
+        best = longer
         choices.append((slot, count))
-    total = int(np.flatnonzero(cost < np.inf)[-1])
+    total = max(best)
     row: Row = {}
     for slot, count in reversed(choices):
-        if taken := int(count[total]):
+        if taken := count.get(total):
             row[slot] = taken
             start = position[slot]
             total -= sum(run.chunks for run in queues[slot][start : start + taken])

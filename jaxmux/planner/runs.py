@@ -107,10 +107,14 @@ def _shortest_part(
     first, *others = left
     room = -lengths[first] % chunk_len
     tokens = sum(lengths[s] for s in left)
+    # Bit t is set where some of the others have t tokens together.
+    sums = 1
+    for sample in others:
+        sums |= sums << lengths[sample]
     while lengths[first] + room < tokens:
-        chosen = fullest_subset([lengths[s] for s in others], room)
-        gap = room - sum(lengths[others[i]] for i in chosen)
-        if gap <= padding:
+        fullest = (sums & ((2 << room) - 1)).bit_length() - 1
+        if room - fullest <= padding:
+            chosen = fullest_subset([lengths[s] for s in others], room)
             return [first, *(others[i] for i in chosen)]
         room += chunk_len
     return left

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
+from .attention_times import AttentionTimes, fit_attention_times
 from .curve import Curve
 from .pool import Pool
 from .profile import (
@@ -95,14 +96,12 @@ def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, flo
     return {policy: float(np.mean(parts)) for policy, parts in longer.items()}
 
 
-def _attention(profile: Profile, backward: bool) -> dict[bool, Curve]:
-    """Seconds per token over row length: linear in it, as attention to all earlier tokens is."""
-    found: dict[bool, list[tuple[float, float]]] = {}
-    for point, seconds in profile.of(AttentionPoint):
-        if point.backward == backward:
-            pair = (point.row_len, seconds / point.tokens)
-            found.setdefault(point.max_sequences > 1, []).append(pair)
-    return {packed: Curve.through(pairs, rising=False) for packed, pairs in found.items()}
+def _attention(profile: Profile, backward: bool) -> AttentionTimes:
+    return fit_attention_times(
+        (point.row_len, point.max_sequences, seconds / point.tokens)
+        for point, seconds in profile.of(AttentionPoint)
+        if point.backward == backward
+    )
 
 
 def _round_overhead(profile: Profile, model: TimeModel) -> float:

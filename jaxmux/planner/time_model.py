@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .adapter_times import AdapterLoad, AdapterTimes
+from .attention_times import AttentionTimes
 from .curve import Curve
 from .fusion import HTask
 from .pool import Pool
@@ -67,8 +68,7 @@ class TimeModel:
       base: Σ_o t_o(n), forward and backward of a frozen layer over n tokens, in rows of one
         sequence and `row_len` tokens.
       row_len: of the rows that `base` was measured with.
-      attention: forward and backward of a layer's attention per token, by row length; for rows of
-        one sequence (False) and of several (True).
+      attention: forward and backward of a layer's attention.
       attention_forward: the forward pass alone.
       adapters: of the fused adapters of a layer.
       forward_share: part of a layer that is its forward pass, attention in longer rows aside.
@@ -82,8 +82,8 @@ class TimeModel:
     backbone: BackboneSize
     base: Curve
     row_len: int
-    attention: Mapping[bool, Curve]
-    attention_forward: Mapping[bool, Curve]
+    attention: AttentionTimes
+    attention_forward: AttentionTimes
     adapters: AdapterTimes
     forward_share: float
     recompute: Mapping[str, float]
@@ -155,21 +155,13 @@ class TimeModel:
         load = AdapterLoad(tokens, pool.slots, pool.rank, shape.chunk_len, pool.dropout)
         base = self.base(total) / tp
         both = base + pool.share(self.backbone) * self.adapters.seconds(load)
-        packed = shape.max_sequences > 1
-        forward = self.forward_share * both + self._rows(packed, shape.row_len, False) * total / tp
-        both += self._rows(packed, shape.row_len, True) * total / tp
+        forward = self.forward_share * both + self._rows(self.attention_forward, shape) * total / tp
+        both += self._rows(self.attention, shape) * total / tp
         return Passes(forward, both - forward + self.recompute[remat] * base)
 
-    def _rows(self, packed: bool, row_len: int, backward: bool) -> float:
+    def _rows(self, times: AttentionTimes, shape: ShapeClass) -> float:
         """What attention takes longer per token in such rows than in those of `base`."""
-        curves = self.attention if backward else self.attention_forward
-        for rows in (packed, False):
-            if rows not in curves:
-                raise ProfileError(
-                    "the profile measures no attention over rows of "
-                    + ("several sequences" if rows else "one sequence")
-                )
-        return curves[packed](row_len) - curves[False](self.row_len)
+        return times(shape.row_len, shape.max_sequences) - times(self.row_len, max_sequences=1)
 
     def stages(
         self,

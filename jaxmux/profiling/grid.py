@@ -17,6 +17,8 @@ from jaxmux.planner.profile import (
 
 _COLLECTIVES = ("psum", "all_gather", "ppermute")
 OPTIMIZER = "adamw"
+# Rows of one sequence, and two kinds of packed ones: what a seat takes is their difference.
+_SEATS = (1, 4, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +144,7 @@ def _attention(grid: Grid) -> list[AttentionPoint]:
             backward,
         )
         for row_len in grid.row_lens
-        # Those that `choose_shape_class` gives rows of one sequence and of several.
-        for max_sequences in (1, max(2, row_len // 16))
+        for max_sequences in _SEATS
         for backward in (False, True)
     ]
 

@@ -201,7 +201,7 @@ def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) ->
 def _attention_options(
     config: BackboneConfig, dtype: jnp.dtype, point: LayerPoint | AttentionPoint
 ) -> AttentionOptions:
-    implementation = pick_implementation(config, dtype, point.row_len, point.max_sequences)
+    implementation = pick_implementation(config, dtype, point.row_len)
     block = min(point.chunk_len, point.row_len)
     return AttentionOptions(implementation, block, config.sliding_window)
 

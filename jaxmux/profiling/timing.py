@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.planner.profile import Measurement, Point
 
 from .programs import Program
@@ -24,20 +25,16 @@ def measure(programs: Sequence[tuple[Point, Program]], seconds: float) -> Iterat
     Args:
       seconds: of one measurement, see `median_seconds`.
     """
-    lowered = {}
-    for _, program in programs:
-        if program.compiled_for not in lowered:
-            lowered[program.compiled_for] = program.function.lower(
-                program.state, program.inputs, program.constants
-            )
-    # The compiler leaves Python's lock alone, but measures kernels on the device: nothing is timed
-    # until all is compiled.
+    executables = {}
+    # The compiler leaves Python's lock alone, so programs are lowered meanwhile. But it measures
+    # kernels on the device: nothing is timed until all is compiled.
     with ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as executor:
-        compiled = dict(
-            zip(lowered, executor.map(lambda one: one.compile(), lowered.values()), strict=True)
-        )
+        for _, program in programs:
+            if program.compiled_for not in executables:
+                lowered = program.function.lower(program.state, program.inputs, program.constants)
+                executables[program.compiled_for] = executor.submit(compiled, lowered)
     for point, program in programs:
-        executable = compiled[program.compiled_for]
+        executable = executables[program.compiled_for].result()
         arguments = (program.inputs, program.constants)
         taken = median_seconds(executable, program.state, arguments, seconds)
         yield Measurement(point, taken / program.repeats, _peak_bytes(executable, program))

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
 from jaxmux.peft import SlotArrays
-from jaxmux.planner import PlanningError
+from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.microbatches import PACKING
 from jaxmux.tasks import TaskError
 
@@ -78,6 +78,12 @@ class Checkpoints:
             template = {k: np.zeros_like(v) for k, v in engine.task_arrays(name).items()}
             items[_TASK + name] = ocp.args.StandardRestore(template)
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        for name in engine.names:
+            if restored["run"]["data"][name] != engine.prepared(name).fingerprint:
+                raise TaskError(
+                    f"task {name!r}: its data is not what the run began with; restore the data, "
+                    "choose another run_dir, or begin anew with restart"
+                )
         if restored["run"]["shape"] != dataclasses.asdict(engine.options.shape):
             raise PlanningError(
                 f"the run began with microbatches of {restored['run']['shape']}, here they are "
@@ -91,11 +97,6 @@ class Checkpoints:
                 "restart"
             )
         for name in engine.names:
-            if restored["run"]["data"][name] != engine.prepared(name).fingerprint:
-                raise TaskError(
-                    f"task {name!r}: its data is not what the run began with; restore the data, "
-                    "choose another run_dir, or begin anew with restart"
-                )
             progress = TaskProgress.from_json(restored["run"]["tasks"][name])
             engine.restore_task(name, restored[_TASK + name], progress)
         position = RunPosition(**restored["run"]["position"])
@@ -109,6 +110,19 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def read_shape(folder: Path) -> ShapeClass | None:
+    """The shape class of the run whose checkpoints these are; None if there is none yet."""
+    if not folder.is_dir():
+        return None
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        step = manager.latest_step()
+        if step is None:
+            return None
+        restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+        return ShapeClass(**restored["run"]["shape"])
 
 
 def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, SlotArrays]:

@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
 from jaxmux.generation import Request, complete
-from jaxmux.models import REMAT_POLICIES, Backbone, load_backbone
+from jaxmux.models import REMAT_POLICIES, Backbone, device_memory, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter
-from jaxmux.planner import PlanningError, choose_shape_class
+from jaxmux.planner import PlanningError
+from jaxmux.planner.admission import Admission
 from jaxmux.tasks import Task, TaskError
 
-from .checkpoints import Checkpoints, RunPosition
+from .checkpoints import Checkpoints, RunPosition, read_shape
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter, read_metrics
 from .run_directory import RunDirectory, write_atomically
+from .shape import choose_shape, run_costs
 from .summary import Summary
 
 
@@ -67,11 +67,11 @@ def fine_tune(
       run_dir: folder for metrics, checkpoints, adapters, plots and the summary.
       dtype: of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16" or
         "float32". Adapters and their optimizer states are float32 always.
-      tokens_per_microbatch: N, tokens per forward and backward pass; memory grows with it.
-      row_len: tokens that attention sees together, a power of two; None takes what the longest
-        sample needs.
-      chunk_len: tokens of the unit that belongs to one task, a power of two; None takes 128 on GPU
-        and 64 on CPU.
+      tokens_per_microbatch: N, the most tokens per forward and backward pass; memory grows with it.
+      row_len: tokens that attention sees together, a power of two, at least the longest sample.
+      chunk_len: tokens of the unit that belongs to one task, a power of two; the kernels want 128
+        or more. Where one or both of these are None, they, and how much of N a pass takes, are
+        what is predicted to train fastest; where both are given, a pass takes N.
       remat: "none", "dots", "lean" or "full": what is kept from forward to backward, from most to
         least memory; "dots" recomputes no matrix product. "auto" mixes them over the layers so that
         least is recomputed in the memory that there is.
@@ -132,14 +132,21 @@ def fine_tune(
         if row_len is not None:
             for task in prepared:
                 task.refuse_rows_of(row_len)
-        lengths = [s.stream_length for p in prepared for s in (*p.samples.samples, *p.eval_samples)]
-        default_chunk = 128 if jax.default_backend() == "gpu" else 64
-        shape = choose_shape_class(
-            lengths, tokens_per_microbatch, chunk_len or default_chunk, row_len
-        )
         memory = None if memory_gib is None else int(memory_gib * 2**30)
+        # A run goes on in the shape class that it began with, whatever would be chosen today.
+        shape = None if restart else read_shape(directory.checkpoints)
+        weights_dtype = model.weights["embed_tokens"]["weight"].dtype
+        costs = run_costs(prepared, model.config, weights_dtype, remat, memory)
+        if shape is None or max(task.longest for task in prepared) > shape.row_len:
+            choice = choose_shape(prepared, costs, tokens_per_microbatch, row_len, chunk_len)
+            console.say(str(choice))
+            shape = choice.alignment.shape
         options = EngineOptions(shape, remat=remat, memory=memory, max_bad_steps=max_bad_steps)
-        engine = Engine(model, options)
+        admission = None
+        if memory or device_memory():
+            asked = tokens_per_microbatch
+            admission = Admission(costs.mesh, shape, asked, mesh_may_grow=False)
+        engine = Engine(model, options, admission)
         engine.register_tasks(prepared)
         directory.begin(config_text)
         checkpoints = Checkpoints(directory.checkpoints, keep_checkpoints)

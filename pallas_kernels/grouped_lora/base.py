@@ -121,11 +121,7 @@ def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "C l k"]:
 
 def _token_slots(routing, tokens: int) -> Int[Array, "N"]:
     """The owner of every token; slot 0 for those of empty chunks."""
-    return jnp.repeat(
-        jnp.maximum(routing.chunk_slot, 0),
-        tokens // len(routing.chunk_slot),
-        total_repeat_length=tokens,
-    )
+    return jnp.repeat(jnp.maximum(routing.chunk_slot, 0), tokens // len(routing.chunk_slot))
 
 
 def _matmul(spec: str, left: Array, right: Array) -> Float[Array, "..."]:

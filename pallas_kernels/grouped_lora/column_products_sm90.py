@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..compilation import traced_once
 from .dropout_sm90 import (
     MaskOperands,
     Masks,
@@ -108,18 +109,31 @@ def column_products(
     """
     for job in jobs:
         _check_columns(job, chunk_slot, tiling)
+    return _column_products(
+        tuple(job._replace(rank_major=None) for job in jobs),
+        chunk_slot,
+        rank_major=tuple(job.rank_major for job in jobs),
+        tiling=tiling,
+        multiprocessors=multiprocessors(),
+        interpret=interpret,
+    )
+
+
+@traced_once("rank_major", "tiling", "multiprocessors", "interpret")
+def _column_products(
+    jobs, chunk_slot, *, rank_major: tuple[bool, ...], tiling, multiprocessors: int, interpret
+):
     operands = _column_operands(jobs)
-    # Flags are no operands of a kernel.
     parts, rank_major = zip(
         *(
-            (part, job.rank_major)
-            for each, job in zip(operands, jobs, strict=True)
+            (part, flag)
+            for each, flag in zip(operands, rank_major, strict=True)
             for part in _parts(each)
         ),
         strict=True,
     )
     stripes = sum(part.z.shape[1] for part in parts) // tiling.stripe
-    crowd = _crowd(parts, tiling, stripes)
+    crowd = _crowd(parts, tiling, -(-stripes // multiprocessors))
 
     def body(slot_gmem, parts):
         stripe = lax.axis_index("stripe")
@@ -192,8 +206,7 @@ class _Crowd(NamedTuple):
         return available - available // blocks
 
 
-def _crowd(jobs: list[_ColumnOperands], tiling: ColumnTiling, stripes: int) -> _Crowd:
-    blocks = -(-stripes // multiprocessors())
+def _crowd(jobs: list[_ColumnOperands], tiling: ColumnTiling, blocks: int) -> _Crowd:
     if all(job.masks is None for job in jobs):
         return _Crowd(0, min(blocks, 3))
     # Droppers, blocks and high ranks share the registers.

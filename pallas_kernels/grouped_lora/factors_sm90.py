@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..compilation import traced_once
 from .tiles_sm90 import COMPILER_PARAMS, flat, store_rank_major, swizzled
 
 # Elements that a thread block loads, where its tile is not as narrow as can be.
@@ -23,6 +24,7 @@ TILE_SIZE = 4096
 TILE_WIDTHS = (256, 128, 64)
 
 
+@traced_once("rank", "dtype", "interpret")
 def rank_major_factors(
     pools: tuple[tuple[Float[Array, "L T k r"], Float[Array, "L T r n"]], ...],
     layer: Int[Array, ""] | int,

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..compilation import traced_once
 from .gated_tiles_sm90 import (
     PART,
     WARPGROUPS,
@@ -23,7 +24,6 @@ from .gated_tiles_sm90 import (
     check_width,
     load_float32,
     sigmoid,
-    write_zeros,
 )
 from .tiles_sm90 import (
     await_all,
@@ -36,6 +36,7 @@ from .tiles_sm90 import (
     stages_that_fit,
     store_rank_major,
     swizzled,
+    write_zeros,
 )
 
 
@@ -49,6 +50,7 @@ class BackwardTiling(NamedTuple):
     stages: int = 4
 
 
+@traced_once("tiling", "interpret")
 def gated_backward(
     gate: Float[Array, "N w"],
     up: Float[Array, "N w"],

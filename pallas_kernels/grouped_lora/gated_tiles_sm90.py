@@ -30,11 +30,6 @@ def load_float32(smem) -> Float[Array, "_ _"]:
     return plgpu.load(smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def write_zeros(gmem):
-    zeros = jnp.zeros(gmem.shape, gmem.dtype)
-    gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-
-
 def check_width(width: int, size: int):
     if width % size or size % PART:
         raise ValueError(

@@ -125,8 +125,8 @@ def matmul(
         jnp.asarray(layer),
         transposed=transposed,
         tiling=matmul_tiling(
-            *terms[0].weight.shape[1:],
-            len(terms),
+            terms[0].weight.shape[1],
+            tuple(term.weight.shape[2] for term in terms),
             terms[0].low.shape[0],
             transposed=transposed,
             masked=masks is not None,

@@ -2,7 +2,12 @@
 
 One persistent kernel serves the forward pass, `x W + s B[t]`, and the input gradient,
 `Σ dy W^T + ds A[t]^T` (LoRAFusion 5.1). A warpgroup loads tiles through TMA; two others multiply
-them. Every output tile has `TILE_M` rows, all of one chunk, so one task's factor is loaded for it.
+them, each half the rows of an output tile. All of its `TILE_M` rows are of one chunk, so one task's
+factor is loaded for it.
+
+A finished tile leaves through shared memory, nearly all of which the pipeline has taken. It borrows
+room there: where a warpgroup's rows of the last operands were. Their stages go back to the loading
+warpgroup one product later, in the next tile, when the stores have long been read.
 """
 
 from functools import partial
@@ -10,47 +15,54 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from ..compilation import traced_once
 from .dropout_sm90 import Masks, drop, load_counters, mask_operands
-from .tiles_sm90 import COMPILER_PARAMS, await_all, claim, flat, run_warpgroups
+from .tiles_sm90 import (
+    COMPILER_PARAMS,
+    await_all,
+    claim,
+    flat,
+    owner,
+    run_warpgroups,
+    stage_of,
+    write_zeros,
+)
 
 TILE_M = 128
-# Rows of the output stored at once.
-PIECE_M = 64
+TILE_N = 256
+# Depth of one pipeline step.
+TILE_K = 64
+# Rows and columns of the output stored at once. A warpgroup has so many rows of a tile, and a piece
+# the layout of an operand.
+PIECE = 64
 
 
 class Tiling(NamedTuple):
-    """Tile sizes of the kernel, found by `scripts/tune_grouped_lora.py`.
+    """How the kernel divides shared memory, and the order of its tiles.
+
+    `tilings.fitted` makes it fit; `scripts/tune_grouped_lora.py` finds the best.
 
     Attributes:
-      tile_n: output columns of a thread block.
-      split_rows: whether the two multiplying warpgroups share a tile by rows, not by columns.
-      cluster: thread blocks, 1 or 2, that lie above each other and share what they load of W.
-      tile_k: depth of one pipeline step.
-      stages: pipeline steps in flight.
+      stages: pipeline steps in flight, at least 2.
+      borrowed: of them, those that a finished tile borrows, at least 1 and less than all.
+      spare: pieces of a finished tile, 0 or 1 of each warpgroup, that have a place of their own.
       tile_r: depth of one low-rank product, at most.
       low_stages: low-rank products in flight, at most.
-      epilogue_n: columns stored at once.
-      group: output tiles that neighbouring blocks share along `minor`, for the L2 cache.
       minor: the dimension that varies fastest, 0 for rows and 1 for columns.
-      delay_release: steps by which a buffer's release trails its product (0 or 1).
+      group: output tiles that neighbouring blocks share along `minor`, for the L2 cache.
     """
 
-    tile_n: int = 256
-    split_rows: bool = True
-    cluster: int = 1
-    tile_k: int = 64
     stages: int = 4
+    borrowed: int = 1
+    spare: int = 1
     tile_r: int = 64
     low_stages: int = 1
-    epilogue_n: int = 32
-    group: int = 16
     minor: int = 0
-    delay_release: int = 0
+    group: int = 16
 
 
 class Term(NamedTuple):
@@ -69,6 +81,7 @@ class Term(NamedTuple):
     factor: Float[Array, "T r n"]
 
 
+@traced_once("transposed", "tiling", "blocks", "interpret")
 def routed_matmul(
     terms: tuple[Term, ...],
     chunk_slot: Int[Array, "C"],
@@ -86,14 +99,14 @@ def routed_matmul(
     Rows of empty chunks (slot -1) are zeros. Sums are float32; the result has the dtype of `lhs`.
 
     Args:
-      chunk_slot: int32 [C], owner slot of each chunk; N / C is a multiple of `TILE_M`.
+      chunk_slot: int32 [C], owner slot of each chunk; N / C is a multiple of `TILE_M`, and n of
+        `TILE_N`.
       blocks: thread blocks to launch, one per multiprocessor.
       residual: added to the result; only with W as it is.
       masks: dropout of each term's low-rank product, with counters per term; None for none.
       interpret: see `plgpu.kernel`.
     """
     first = terms[0]
-    cluster = tiling.cluster
     dtype = first.lhs.dtype
     rows, columns = first.lhs.shape[0], first.weight.shape[1 if transposed else 2]
     layout = _Layout(
@@ -103,10 +116,8 @@ def routed_matmul(
         partial(_kernel, layout),
         out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
         scratch_types=_scratch(layout, dtype),
-        grid=(blocks // cluster,),
+        grid=(blocks,),
         grid_names=("sm",),
-        cluster=(cluster,),
-        cluster_names=("cluster",),
         num_threads=3,
         thread_name="wg",
         kernel_name="routed_matmul_transposed" if transposed else "routed_matmul",
@@ -128,20 +139,6 @@ class _Layout(NamedTuple):
     transposed: bool
     rank: int
     heights: tuple[int, ...]
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Rows and columns of one warpgroup's part of a tile."""
-        if self.tiling.split_rows:
-            return TILE_M // 2, self.tiling.tile_n
-        return TILE_M, self.tiling.tile_n // 2
-
-    def part_of(self, warpgroup):
-        """Where in a tile a warpgroup's part lies."""
-        rows, columns = self.part
-        if self.tiling.split_rows:
-            return pl.ds(warpgroup * rows, rows), pl.ds(0, columns)
-        return pl.ds(0, rows), pl.ds(warpgroup * columns, columns)
 
     @property
     def low_steps(self) -> int:
@@ -166,41 +163,30 @@ class _Scratch(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Where a thread block works; `live` where any block of its cluster has a task's tile."""
+    """Where a thread block works."""
 
     rows: Any
     columns: Any
     slot: Int[Array, ""]
-    live: Bool[Array, ""]
-
-    @property
-    def owned(self) -> Bool[Array, ""]:
-        return self.slot >= 0
 
 
 def _scratch(layout: _Layout, dtype) -> tuple:
-    tiling, low_stages = layout.tiling, min(layout.tiling.low_stages, layout.low_steps)
-    weight = (tiling.tile_k, tiling.tile_n)
-    out = (2, 2, PIECE_M, tiling.epilogue_n)
-    consumed = dict(num_arrivals=2, num_barriers=tiling.stages)
+    stages, low_stages = layout.tiling.stages, min(layout.tiling.low_stages, layout.low_steps)
+    weight = (TILE_N, TILE_K) if layout.transposed else (TILE_K, TILE_N)
 
-    def tiles(count: int, rows: int, columns: int, depth: int):
+    def tiles(count: int, rows: int, columns: int, depth: int = TILE_K):
         # The swizzle of an operand may not exceed the depth of the product.
         return plgpu.SMEM((count, rows, columns), dtype, transforms=_swizzled(depth, dtype))
 
     return tuple(
         _Scratch(
-            lhs=tiles(tiling.stages, TILE_M, tiling.tile_k, tiling.tile_k),
-            weight=tiles(
-                tiling.stages, *(weight[::-1] if layout.transposed else weight), tiling.tile_k
-            ),
+            lhs=tiles(stages, TILE_M, TILE_K),
+            weight=tiles(stages, *weight),
             low=tiles(low_stages, layout.tile_r, TILE_M, layout.tile_r),
-            factor=tiles(low_stages, layout.tile_r, layout.tiling.tile_n, layout.tile_r),
-            out=plgpu.SMEM(out, dtype, transforms=_swizzled(tiling.epilogue_n, dtype)),
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            consumed=plgpu.Barrier(**consumed)
-            if tiling.cluster == 1
-            else plgpu.ClusterBarrier(collective_axes=("cluster",), **consumed),
+            factor=tiles(low_stages, layout.tile_r, TILE_N, layout.tile_r),
+            out=tiles(2, PIECE, PIECE) if layout.tiling.spare else None,
+            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             low_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
             low_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
         )
@@ -216,91 +202,72 @@ def _swizzled(columns: int, dtype) -> tuple:
 def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gmem, *scratch):
     scratch = _Scratch(*scratch)
     tiling = layout.tiling
-    shape = (out_gmem.shape[0] // (tiling.cluster * TILE_M), out_gmem.shape[1] // tiling.tile_n)
-    chunk_tiles = out_gmem.shape[0] // (slot_gmem.shape[0] * TILE_M)
+    shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // TILE_N)
     depth = sum(term.lhs.shape[1] for term in terms) + (TILE_M if added else 0)
-    steps = depth // tiling.tile_k
+    steps = depth // TILE_K
 
     def for_each_tile(body):
-        # The carry counts the pipeline steps, and the tiles that have a task, so far.
-        @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=(jnp.int32(0),) * 2)
-        def counts(info, carry):
-            row, column = plgpu.planar_snake(info.index[0], shape, tiling.minor, tiling.group)
-            tile = _tile(tiling, slot_gmem, chunk_tiles, row, column)
-            step, owned = carry
-            body(tile, step, owned)
-            return step + tile.live.astype(jnp.int32) * steps, owned + tile.owned.astype(jnp.int32)
+        """Calls `body(tile, owned)`, with the number of tiles so far that had an owner."""
 
-        return counts
+        @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=jnp.int32(0))
+        def count(info, carry):
+            row, column = plgpu.planar_snake(info.index[0], shape, tiling.minor, tiling.group)
+            slot = owner(slot_gmem, row, shape[0])
+            tile = _Tile(pl.ds(row * TILE_M, TILE_M), pl.ds(column * TILE_N, TILE_N), slot)
+            body(tile, carry)
+            return carry + (slot >= 0).astype(jnp.int32)
+
+        return count
 
     def load():
         layer = layer_gmem[0]
 
-        def load_tile(tile, step, owned):
-            @pl.when(tile.owned)
+        def load_tile(tile, owned):
+            @pl.when(tile.slot >= 0)
             def _():
                 _load_low_rank(layout, terms, scratch, tile, owned * layout.low_steps)
+                _load_steps(layout, terms, added, scratch, tile, layer, owned * steps)
 
-            @pl.when(tile.live)
-            def _():
-                _load_steps(layout, terms, added, scratch, tile, layer, step)
-
-        step, owned = for_each_tile(load_tile)
+        owned = for_each_tile(load_tile)
         # No barrier may be left with an arrival that nobody waited for.
-        await_all(scratch.consumed, step)
+        await_all(scratch.consumed, owned * steps)
         await_all(scratch.low_consumed, owned * layout.low_steps)
 
     def multiply(thread):
-        part = layout.part_of(thread)
+        part = pl.ds(thread * PIECE, PIECE)
 
-        def multiply_tile(tile, step, owned):
-            low_step = owned * layout.low_steps
-            tokens = _load_tokens(layout, masks, tile, part)
+        def multiply_tile(tile, owned):
+            step, low_step = owned * steps, owned * layout.low_steps
+            out = out_gmem.at[tile.rows, tile.columns].at[part]
 
-            @partial(pl.run_scoped, acc=plgpu.ACC(layout.part, jnp.float32))
-            def _scope(acc):
+            def multiply_owned(acc):
+                tokens = load_counters(masks, pl.ds(tile.rows.start + thread * PIECE, PIECE))
                 if masks is None:
-
-                    @pl.when(tile.owned)
-                    def _():
-                        _multiply_low_rank(layout, acc, scratch, part, low_step)
-
-                @pl.when(tile.live)
-                def _():
-                    _multiply_steps(layout, acc, scratch, part, step, steps)
-
-                out = acc[...]
-                if tiling.cluster > 1:
-                    # An empty tile may have been multiplied along with its neighbour's.
-                    out = lax.cond(tile.owned, lambda: out, lambda: jnp.zeros_like(out))
-                at = out_gmem.at[tile.rows, tile.columns].at[part]
-                store = partial(_store, out, at, scratch.out.at[thread], tiling.epilogue_n)
+                    _multiply_low_rank(layout, acc, scratch, part, low_step)
+                _multiply_steps(acc, layout, scratch, part, step, steps)
+                places = [scratch.out.at[thread]] if tiling.spare else []
+                for stage in _borrowed(layout, scratch, step + steps):
+                    places.append(scratch.lhs.at[stage].at[part])
+                store = partial(_store, acc[...], out, places)
                 if masks is None:
                     store()
                 else:
-                    dropped = masks, tokens
-                    add = partial(_add_dropped, layout, scratch, dropped, tile, part, low_step)
-                    _with_low_rank(layout, scratch, tile, low_step, lambda: store(add))
+                    at = tile, part, low_step
+                    _await_low_rank(layout, scratch, low_step)
+                    store(partial(_add_dropped, layout, scratch, masks, tokens, *at))
+                    _release_low_rank(layout, scratch, low_step)
 
-        for_each_tile(multiply_tile)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            @pl.when(tile.slot >= 0)
+            def _():
+                pl.run_scoped(multiply_owned, plgpu.ACC((PIECE, TILE_N), jnp.float32))
+
+            pl.when(tile.slot < 0)(lambda: write_zeros(out))
+
+        owned = for_each_tile(multiply_tile)
+        pl.when(owned > 0)(lambda: _return_stages(layout, scratch, owned * steps))
+        plgpu.wait_smem_to_gmem(0)
 
     run_warpgroups(load, multiply)
-
-
-def _tile(tiling: Tiling, slot_gmem, chunk_tiles: int, row, column) -> _Tile:
-    """The tile of this block when its cluster is at a row and column of clusters."""
-
-    def slot_of(row):
-        return slot_gmem[lax.div(row, jnp.int32(chunk_tiles))]
-
-    row *= tiling.cluster
-    live = slot_of(row) >= 0
-    if tiling.cluster == 2:
-        live |= slot_of(row + 1) >= 0
-        row += lax.axis_index("cluster")
-    columns = pl.ds(column * tiling.tile_n, tiling.tile_n)
-    return _Tile(pl.ds(row * TILE_M, TILE_M), columns, slot_of(row), live)
 
 
 def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step):
@@ -317,143 +284,122 @@ def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step)
 
 
 def _load_steps(layout: _Layout, terms, added, scratch: _Scratch, tile: _Tile, layer, step):
-    tile_k = layout.tiling.tile_k
     for term, height in zip(terms, layout.heights, strict=True):
-        count = term.lhs.shape[1] // tile_k
+        count = term.lhs.shape[1] // TILE_K
 
         @pl.loop(0, count)
         def _step(i, term=term, height=height, step=step):
-            depth = pl.ds(i * tile_k, tile_k)
+            depth = pl.ds(i * TILE_K, TILE_K)
             if layout.transposed:
-                rows = pl.ds(layer * height + tile.columns.start, layout.tiling.tile_n)
-                weight = term.weight.at[rows, depth]
+                weight = term.weight.at[pl.ds(layer * height + tile.columns.start, TILE_N), depth]
             else:
-                rows = pl.ds(layer * height + i * tile_k, tile_k)
-                weight = term.weight.at[rows, tile.columns]
-            _load_step(layout, scratch, step + i, term.lhs.at[tile.rows, depth], weight)
+                weight = term.weight.at[pl.ds(layer * height + i * TILE_K, TILE_K), tile.columns]
+            _load_step(scratch, step + i, term.lhs.at[tile.rows, depth], weight)
 
         step += count
 
     if added:
         identity, residual = added
-        for i in range(TILE_M // tile_k):
-            rows = pl.ds(tile.rows.start + i * tile_k, tile_k)
-            lhs, weight = identity.at[:, pl.ds(i * tile_k, tile_k)], residual.at[rows, tile.columns]
-            # The rows of a residual are the tile's own: nothing to share with a neighbour.
-            _load_step(layout, scratch, step + i, lhs, weight, shared=False)
+        for i in range(TILE_M // TILE_K):
+            rows = pl.ds(tile.rows.start + i * TILE_K, TILE_K)
+            lhs, weight = identity.at[:, pl.ds(i * TILE_K, TILE_K)], residual.at[rows, tile.columns]
+            _load_step(scratch, step + i, lhs, weight)
 
 
-def _load_step(layout: _Layout, scratch: _Scratch, step, lhs, weight, shared: bool = True):
+def _load_step(scratch: _Scratch, step, lhs, weight):
     stage = claim(scratch.consumed, step)
     barrier = scratch.loaded.at[stage]
     plgpu.copy_gmem_to_smem(lhs, scratch.lhs.at[stage], barrier)
-    shared = shared and layout.tiling.cluster > 1
-    plgpu.copy_gmem_to_smem(
-        weight, scratch.weight.at[stage], barrier, collective_axes="cluster" if shared else None
-    )
+    plgpu.copy_gmem_to_smem(weight, scratch.weight.at[stage], barrier)
 
 
 def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, part, step):
     for _ in range(layout.low_steps):
-        stage = lax.rem(step, jnp.int32(scratch.low.shape[0]))
+        stage = stage_of(scratch.low_loaded, step)
         plgpu.barrier_wait(scratch.low_loaded.at[stage])
-        low = scratch.low.at[stage].at[:, part[0]].transpose((1, 0))
-        plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, part[1]])
+        low = scratch.low.at[stage].at[:, part].transpose((1, 0))
+        plgpu.wgmma(acc, low, scratch.factor.at[stage])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.low_consumed.at[stage])
         step += 1
 
 
-def _with_low_rank(layout: _Layout, scratch: _Scratch, tile: _Tile, step, function):
-    """Calls the function while the low-rank operands of an owned tile are loaded."""
-    stages = [lax.rem(step + i, jnp.int32(scratch.low.shape[0])) for i in range(layout.low_steps)]
-
-    @pl.when(tile.owned)
-    def _():
-        for stage in stages:
-            plgpu.barrier_wait(scratch.low_loaded.at[stage])
-
-    function()
-
-    @pl.when(tile.owned)
-    def _():
-        for stage in stages:
-            plgpu.barrier_arrive(scratch.low_consumed.at[stage])
+def _await_low_rank(layout: _Layout, scratch: _Scratch, step):
+    for i in range(layout.low_steps):
+        plgpu.barrier_wait(scratch.low_loaded.at[stage_of(scratch.low_loaded, step + i)])
 
 
-def _load_tokens(layout: _Layout, masks, tile: _Tile, part) -> list:
-    """The counters of a warpgroup's part of a tile, for every `PIECE_M` rows. Loaded ahead of the
-    products, because the epilogue would wait for them."""
-    first = tile.rows.start + part[0].start
-    pieces = range(0, layout.part[0], PIECE_M)
-    return [load_counters(masks, pl.ds(first + row, PIECE_M)) for row in pieces]
+def _release_low_rank(layout: _Layout, scratch: _Scratch, step):
+    for i in range(layout.low_steps):
+        plgpu.barrier_arrive(scratch.low_consumed.at[stage_of(scratch.low_loaded, step + i)])
 
 
-def _add_dropped(layout, scratch, dropped, tile, part, step, total, row: int, column: int):
-    """A piece of the output at a row and column of a warpgroup's part, plus its dropped low-rank
-    products."""
-    rows = pl.ds(part[0].start + row, total.shape[0])
-    columns = pl.ds(part[1].start + column, total.shape[1])
+def _add_dropped(layout, scratch, masks, tokens, tile, part, step, total, column: int):
+    """A piece of the output at a column of a tile, plus its dropped low-rank products."""
+    columns = pl.ds(column, PIECE)
     per_term = layout.low_steps // len(layout.heights)
-    masks, tokens = dropped
 
     def product(term: int):
         def multiply(acc):
             for i in range(term * per_term, (term + 1) * per_term):
-                stage = lax.rem(step + i, jnp.int32(scratch.low.shape[0]))
-                low = scratch.low.at[stage].at[:, rows].transpose((1, 0))
+                stage = stage_of(scratch.low_loaded, step + i)
+                low = scratch.low.at[stage].at[:, part].transpose((1, 0))
                 plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, columns])
             return acc[...]
 
         return pl.run_scoped(multiply, plgpu.ACC(total.shape, jnp.float32))
 
-    def with_products():
-        first = tile.columns.start + columns.start
-        products = (
-            drop(product(term), masks, tokens[row // PIECE_M][term], tile.slot, first)
-            for term in range(len(layout.heights))
-        )
-        return sum(products, total)
-
-    return lax.cond(tile.owned, with_products, lambda: total)
+    first = tile.columns.start + column
+    products = (
+        drop(product(term), masks, tokens[term], tile.slot, first)
+        for term in range(len(layout.heights))
+    )
+    return sum(products, total)
 
 
-def _multiply_steps(layout: _Layout, acc, scratch: _Scratch, part, first_step, steps: int):
-    stages, delay = layout.tiling.stages, layout.tiling.delay_release
+def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, steps: int):
+    """All steps of a tile. A stage is released once the next product is on its way, save the last,
+    which are borrowed."""
 
-    def stage_of(step):
-        return lax.rem(step, jnp.int32(stages))
-
-    @pl.loop(0, steps)
-    def _step(i):
-        stage = stage_of(first_step + i)
+    def multiply(i):
+        stage = stage_of(scratch.loaded, first_step + i)
         plgpu.barrier_wait(scratch.loaded.at[stage])
         weight = scratch.weight.at[stage]
-        if layout.transposed:
-            weight = weight.at[part[1]].transpose((1, 0))
-        else:
-            weight = weight.at[:, part[1]]
-        plgpu.wgmma(acc, scratch.lhs.at[stage].at[part[0]], weight)
-        plgpu.wgmma_wait(delay)
-        if delay:
-            previous = stage_of(first_step + i + (stages - 1))
-            pl.when(i > 0)(lambda: plgpu.barrier_arrive(scratch.consumed.at[previous]))
-        else:
-            plgpu.barrier_arrive(scratch.consumed.at[stage])
+        weight = weight.transpose((1, 0)) if layout.transposed else weight
+        plgpu.wgmma(acc, scratch.lhs.at[stage].at[part], weight)
 
-    if delay:
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(scratch.consumed.at[stage_of(first_step + (steps - 1))])
+    multiply(0)
+    pl.when(first_step > 0)(lambda: _return_stages(layout, scratch, first_step))
+
+    @pl.loop(1, steps)
+    def _step(i):
+        multiply(i)
+        plgpu.wgmma_wait(1)
+        before = scratch.consumed.at[stage_of(scratch.consumed, first_step + i - 1)]
+        pl.when(i <= steps - layout.tiling.borrowed)(lambda: plgpu.barrier_arrive(before))
+
+    plgpu.wgmma_wait(0)
 
 
-def _store(acc, out_gmem, out_smem, epilogue_n: int, add=lambda piece, row, column: piece):
-    rows, columns = acc.shape
-    pieces = ((r, c) for r in range(0, rows, PIECE_M) for c in range(0, columns, epilogue_n))
+def _borrowed(layout: _Layout, scratch: _Scratch, step) -> list:
+    """The stages that are borrowed for a tile whose steps end before this one."""
+    return [stage_of(scratch.consumed, step - 1 - i) for i in range(layout.tiling.borrowed)]
+
+
+def _return_stages(layout: _Layout, scratch: _Scratch, step):
+    """Releases what the tile that ended before this step has borrowed, once its output has left."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, (row, column) in enumerate(pieces):
-        at = (slice(row, row + PIECE_M), slice(column, column + epilogue_n))
-        piece = add(acc[at], row, column).astype(out_gmem.dtype)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        out_smem[i % 2] = piece
+    for stage in _borrowed(layout, scratch, step):
+        plgpu.barrier_arrive(scratch.consumed.at[stage])
+
+
+def _store(total, out_gmem, places, add=lambda piece, column: piece):
+    """Stores a warpgroup's rows of a tile, piece by piece, through places that take turns."""
+    for i in range(TILE_N // PIECE):
+        column, place = i * PIECE, places[i % len(places)]
+        piece = add(total[:, column : column + PIECE], column)
+        if i >= len(places):
+            plgpu.wait_smem_to_gmem(len(places) - 1, wait_read_only=True)
+        place[...] = piece.astype(out_gmem.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[i % 2], out_gmem.at[at])
+        plgpu.copy_smem_to_gmem(place, out_gmem.at[:, pl.ds(column, PIECE)])

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..compilation import traced_once
 from .dropout_sm90 import MaskOperands, Masks, dropped_tiles, load_counters, mask_operands
 from .tiles_sm90 import (
     COMPILER_PARAMS,
@@ -70,6 +71,7 @@ class RowTiling(NamedTuple):
     stages: int = 7
 
 
+@traced_once("tiling", "interpret")
 def row_products(
     jobs: tuple[RowJob, ...],
     chunk_slot: Int[Array, "C"],

@@ -29,6 +29,11 @@ def store_rank_major(ref, value: Float[Array, "rows r"]):
     ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
+def write_zeros(gmem):
+    zeros = jnp.zeros(gmem.shape, gmem.dtype)
+    gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
 def stages_that_fit(wanted: int, elements: int, dtype, reserved: int = 0) -> int:
     """How many loads of so many elements fit beside the reserved ones."""
     available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved

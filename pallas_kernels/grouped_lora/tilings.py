@@ -10,13 +10,13 @@ from pathlib import Path
 import jax
 from jax.extend import backend
 
-from .routed_matmul_sm90 import TILE_M, Tiling
+from .routed_matmul_sm90 import PIECE, TILE_K, TILE_M, TILE_N, Tiling
 from .row_products_sm90 import RowJob, RowTiling
 from .tiles_sm90 import SHARED_MEMORY
 
 TABLE = Path(__file__).with_name("tilings.json")
 # The fields of a `Tiling` that the table holds.
-TUNED = ("split_rows", "delay_release", "minor", "group")
+TUNED = ("stages", "borrowed", "spare", "minor", "group")
 
 
 def is_hopper() -> bool:
@@ -36,35 +36,46 @@ def multiprocessors() -> int:
     return device.num_cores
 
 
-def matmul_tiling(k: int, n: int, terms: int, rank: int, *, transposed: bool, masked: bool):
-    """Tile sizes of a `routed_matmul` with weights [k, n], or None if no tile fits.
+def matmul_tiling(
+    k: int, widths: tuple[int, ...], rank: int, *, transposed: bool, masked: bool
+) -> Tiling | None:
+    """How a `routed_matmul` works, or None if nothing fits.
 
     Args:
-      terms: products that are added up.
+      k, widths: of the weights [k, n] of the products that are added up.
       rank: of the low-rank products.
       transposed: whether the weights are.
       masked: whether the low-rank products are dropped.
     """
     entries = table()[_device().device_kind]
-    tuned = entries.get(key(k, n, transposed=transposed), {})
-    return fitted(Tiling(**tuned), terms=terms, rank=rank, masked=masked)
+    tuned = entries.get(key(k, widths, transposed=transposed), {})
+    return fitted(Tiling(**tuned), terms=len(widths), rank=rank, masked=masked)
 
 
-def fitted(tiling: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | None:
-    """A tiling with as many stages as shared memory holds; None if it does not hold two.
+def fitted(wanted: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | None:
+    """What shared memory holds of a tiling; None if it does not hold two stages.
 
     With dropout all low-rank operands of a tile stay there, in thin slices.
     """
-    tiling = tiling._replace(tile_r=16 if masked else 64)
-    low_bytes = min(rank, tiling.tile_r) * (TILE_M + tiling.tile_n) * 2
-    stage_bytes = tiling.tile_k * (TILE_M + tiling.tile_n) * 2
-    epilogue_bytes = 2 * TILE_M * tiling.epilogue_n * 2
-    low_steps = terms * -(-rank // tiling.tile_r)
-    room = SHARED_MEMORY - epilogue_bytes
-    low_stages = min(low_steps, (room - 3 * stage_bytes) // low_bytes)
-    low_stages = low_steps if masked else max(1, low_stages)
-    stages = min(4, (room - low_stages * low_bytes) // stage_bytes)
-    return tiling._replace(low_stages=low_stages, stages=stages) if stages > 1 else None
+    tile_r = 16 if masked else 64
+    low_bytes = min(rank, tile_r) * (TILE_M + TILE_N) * 2
+    low_steps = terms * -(-rank // tile_r)
+    least_low = low_bytes * (low_steps if masked else 1)
+    stage_bytes, spare_bytes = TILE_K * (TILE_M + TILE_N) * 2, 2 * PIECE * PIECE * 2
+
+    stages = min(wanted.stages, (SHARED_MEMORY - least_low) // stage_bytes)
+    if stages < 2:
+        return None
+    room = SHARED_MEMORY - stages * stage_bytes
+    spare = min(wanted.spare, (room - least_low) // spare_bytes)
+    return wanted._replace(
+        stages=stages,
+        # Two pieces on their way at least, and two stages for the next tile.
+        borrowed=max(1, min(max(wanted.borrowed, 2 - spare), stages - 2)),
+        spare=spare,
+        tile_r=tile_r,
+        low_stages=min(low_steps, (room - spare * spare_bytes) // low_bytes),
+    )
 
 
 def row_tiling(*jobs: RowJob) -> RowTiling:
@@ -74,9 +85,9 @@ def row_tiling(*jobs: RowJob) -> RowTiling:
     return RowTiling() if deepest <= 128 else RowTiling(tile_k=64)
 
 
-def key(k: int, n: int, *, transposed: bool) -> str:
+def key(k: int, widths: tuple[int, ...], *, transposed: bool) -> str:
     """The name of an entry of the table."""
-    return f"{k}x{n}{' transposed' if transposed else ''}"
+    return f"{k}x{'+'.join(map(str, widths))}{' transposed' if transposed else ''}"
 
 
 @cache

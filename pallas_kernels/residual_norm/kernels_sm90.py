@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..compilation import traced_once
+
 WARPGROUP = 128
 
 
@@ -32,6 +34,7 @@ class Tiling(NamedTuple):
     blocks: int
 
 
+@traced_once("eps", "tiling", "interpret")
 def normalize(
     stream: Float[Array, "N d"],
     weight: Float[Array, "d"],
@@ -56,6 +59,7 @@ def normalize(
     return _map_rows(norm, "normalize", (stream,), weight, tiling, interpret)
 
 
+@traced_once("eps", "tiling", "interpret")
 def stream_gradient(
     stream: Float[Array, "N d"],
     d_normed: Float[Array, "N d"],

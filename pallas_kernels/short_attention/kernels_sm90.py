@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from ..compilation import traced_once
 from ..grouped_lora.tiles_sm90 import swizzled
 
 BLOCK = 64
@@ -53,10 +54,12 @@ class Heads(NamedTuple):
         return self.size**-0.5
 
 
+@traced_once("heads", "interpret")
 def forward(
     q: Float[Array, "N H*D"],
     k: Float[Array, "N K*D"],
     v: Float[Array, "N K*D"],
+    firsts: Int[Array, "N"] | None,
     heads: Heads,
     *,
     interpret: Any = None,
@@ -66,6 +69,8 @@ def forward(
     Args:
       q, k, v: in half precision, the heads side by side; rows of `heads.row_len` tokens lie one
         after the other.
+      firsts: int32, the first token of its row that each token sees; None where all see from their
+        row's first on.
       interpret: see `plgpu.kernel`.
     """
     tokens, width = q.shape
@@ -87,13 +92,15 @@ def forward(
             "kv_loaded": plgpu.Barrier(num_arrivals=2 * heads.blocks),
         },
         interpret,
-    )(q, k, v)
+    )(q, k, v, firsts)
 
 
+@traced_once("heads", "interpret")
 def backward(
     q: Float[Array, "N H*D"],
     k: Float[Array, "N K*D"],
     v: Float[Array, "N K*D"],
+    firsts: Int[Array, "N"] | None,
     log_total: Float[Array, "H N"],
     d_out: Float[Array, "N H*D"],
     heads: Heads,
@@ -124,7 +131,7 @@ def backward(
             "pair_read": plgpu.Barrier(num_arrivals=1),
         },
         interpret,
-    )(q, k, v, log_total, d_out)
+    )(q, k, v, firsts, log_total, d_out)
 
 
 def _kernel(body, name: str, heads: Heads, tokens: int, out_type, scratch, interpret):
@@ -210,19 +217,20 @@ def _for_own_block(heads: Heads, body):
 
 
 def _forward_body(
-    heads: Heads, q, k, v, out, log_total, *, q_smem, kv_smem, p_smem, loaded, kv_loaded
+    heads: Heads, q, k, v, firsts, out, log_total, *, q_smem, kv_smem, p_smem, loaded, kv_loaded
 ):
     def attend(place: _Place):
         place.load_keys((k, v), kv_smem, kv_loaded)
         for i in range(_STAGES):
             place.load_heads(jnp.int32(i), (q,), (q_smem,), loaded)
         plgpu.barrier_wait(kv_loaded)
+        first = None if firsts is None else _load_rows(firsts.at[place.tokens])
 
         @pl.loop(0, heads.per_group)
         def _head(i):
             plgpu.barrier_wait(place.barrier(loaded, i))
             mine = q_smem.at[_stage(i)].at[place.own]
-            value, total = _attend(place, mine, *kv_smem, p_smem[place.block])
+            value, total = _attend(place, first, mine, *kv_smem, p_smem[place.block])
             log_total.at[place.head(i), place.tokens][...] = total
             place.store_head(i, value, q_smem, out)
             place.load_heads(i + _STAGES, (q,), (q_smem,), loaded)
@@ -232,12 +240,12 @@ def _forward_body(
     _for_own_block(heads, attend)
 
 
-def _attend(place: _Place, q_smem, k_smem, v_smem, p_smem):
+def _attend(place: _Place, first, q_smem, k_smem, v_smem, p_smem):
     """One head's outputs for the warpgroup's queries, float32, and the logarithms of the totals."""
     seen = pl.ds(0, (place.block + 1) * BLOCK)
     scores = _product(seen.size, (q_smem, k_smem.at[seen].transpose((1, 0))))
     factor = place.heads.scale * math.log2(math.e)
-    scores = jnp.where(_causal(scores.shape, place.block), scores, -jnp.inf)
+    scores = jnp.where(_seen(scores.shape, place.block * BLOCK, first), scores, -jnp.inf)
     most = jnp.max(scores, axis=1) * factor
     p = jnp.exp2(scores * factor - _across(most, scores.shape))
     total = jnp.sum(p, axis=1)
@@ -253,6 +261,7 @@ def _backward_body(
     q,
     k,
     v,
+    firsts,
     log_total,
     d_out,
     dq,
@@ -277,7 +286,7 @@ def _backward_body(
         @pl.loop(0, heads.per_group)
         def _head(i):
             plgpu.barrier_wait(place.barrier(shared.loaded, i))
-            gradient = _head_gradient(place, shared, log_total, i, dk_acc, dv_acc)
+            gradient = _head_gradient(place, shared, firsts, log_total, i, dk_acc, dv_acc)
             place.store_head(i, gradient, q_smem, dq)
             load(i + _STAGES, loaded=shared.loaded)
 
@@ -308,7 +317,7 @@ class _Shared(NamedTuple):
     pair_read: Any
 
 
-def _head_gradient(place: _Place, shared: _Shared, log_total, i, dk_acc, dv_acc):
+def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc, dv_acc):
     """Adds one query head's part to dk and dv of the warpgroup's keys; returns dq of its queries,
     float32.
 
@@ -321,29 +330,35 @@ def _head_gradient(place: _Place, shared: _Shared, log_total, i, dk_acc, dv_acc)
 
     def operands(queries: int):
         rows = pl.ds(queries * BLOCK, BLOCK)
-        tokens = pl.ds(lax.axis_index("row") * shared.heads.row_len + rows.start, BLOCK)
-        log_totals = plgpu.load(log_total.at[place.head(i), tokens], layout=_ROWS, optimized=False)
-        return shared.q.at[stage].at[rows], shared.do.at[stage].at[rows], log_totals
+        return shared.q.at[stage].at[rows], shared.do.at[stage].at[rows]
 
     def probabilities(queries: int, keys: int):
-        q_smem, do_smem, log_totals = operands(queries)
+        q_smem, do_smem = operands(queries)
         rows = pl.ds(keys * BLOCK, BLOCK)
+        first_query = lax.axis_index("row") * shared.heads.row_len + queries * BLOCK
+        tokens = pl.ds(first_query, BLOCK)
+        log_totals = _load_rows(log_total.at[place.head(i), tokens])
         scores = _product(BLOCK, (q_smem, shared.k.at[rows].transpose((1, 0))))
         p = jnp.exp2(scores * (factor * math.log2(math.e)) - _across(log_totals, scores.shape))
-        if queries == keys:
-            p = jnp.where(_causal(p.shape, 0), p, 0.0)
-        return p, _product(BLOCK, (do_smem, shared.v.at[rows].transpose((1, 0))))
+        dp = _product(BLOCK, (do_smem, shared.v.at[rows].transpose((1, 0))))
+        if firsts is None:
+            return (jnp.where(_seen(p.shape, 0, None), p, 0.0) if queries == keys else p), dp
+        # What a query does not see may belong to another task, and be infinite.
+        seen = _seen(p.shape, queries * BLOCK, _load_rows(firsts.at[tokens]), keys * BLOCK)
+        return jnp.where(seen, p, 0.0), jnp.where(seen, dp, 0.0)
 
     def add(queries: int, pair: int, p, dp, delta):
         """Adds the pair's products to the sums; leaves the gradient of its scores in `pairs`."""
-        q_smem, do_smem, _ = operands(queries)
+        q_smem, do_smem = operands(queries)
         pair_smem = shared.pairs[pair]
         pair_smem[...] = p.astype(pair_smem.dtype)
         plgpu.commit_smem()
         plgpu.wgmma(dv_acc, pair_smem.transpose((1, 0)), do_smem)
-        ds = (p * (dp - _across(delta, p.shape)) * factor).astype(pair_smem.dtype)
+        ds = p * (dp - _across(delta, p.shape)) * factor
+        if firsts is not None:
+            ds = jnp.where(p == 0, 0.0, ds)
         plgpu.wgmma_wait(0)
-        pair_smem[...] = ds
+        pair_smem[...] = ds.astype(pair_smem.dtype)
         plgpu.commit_smem()
         plgpu.wgmma(dk_acc, pair_smem.transpose((1, 0)), q_smem)
         plgpu.wgmma_wait(0)
@@ -408,12 +423,19 @@ def _product(columns: int, *operands):
     return pl.run_scoped(multiply, plgpu.ACC((BLOCK, columns), jnp.float32))
 
 
-def _causal(shape, block: int):
-    """Which keys, from the row's first on, a query of the block sees."""
-    query, key = (
+def _seen(shape, query: int, first, key: int = 0):
+    """Which keys of the row, from `key` on, are seen by its queries from `query` on, each of which
+    sees none before its own of `first`, if there is one."""
+    queries, keys = (
         plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
     )
-    return query + block * BLOCK >= key
+    causal = queries + query >= keys + key
+    return causal if first is None else causal & (keys + key >= _across(first, shape))
+
+
+def _load_rows(gmem):
+    """A value for each of a warpgroup's rows."""
+    return plgpu.load(gmem, layout=_ROWS, optimized=False)
 
 
 def _stage(i):

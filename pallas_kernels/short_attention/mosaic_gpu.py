@@ -1,9 +1,9 @@
-"""Causal attention of short dense rows on Hopper, differentiable."""
+"""Causal attention of short rows on Hopper, differentiable."""
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..grouped_lora.tilings import is_hopper
 from .kernels_sm90 import BLOCK, Heads, backward, forward
@@ -31,21 +31,27 @@ def short_attention(
     q: Float[Array, "rows row_len H D"],
     k: Float[Array, "rows row_len K D"],
     v: Float[Array, "rows row_len K D"],
+    firsts: Int[Array, "rows row_len"] | None = None,
 ) -> Float[Array, "rows row_len H D"]:
-    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D)."""
-    return _forward(q, k, v)[0]
+    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D).
+
+    Args:
+      firsts: int32, the first token of its row that each token sees, itself at the latest; None
+        where all see from their row's first on.
+    """
+    return _forward(q, k, v, firsts)[0]
 
 
-def _forward(q, k, v):
-    heads = _heads(q, k)
-    out, log_total = forward(*map(_flat, (q, k, v)), heads)
-    return out.reshape(q.shape), (q, k, v, checkpoint_name(log_total, TOTALS))
+def _forward(q, k, v, firsts):
+    firsts = None if firsts is None else firsts.reshape(-1)
+    out, log_total = forward(*map(_flat, (q, k, v)), firsts, _heads(q, k))
+    return out.reshape(q.shape), (q, k, v, firsts, checkpoint_name(log_total, TOTALS))
 
 
 def _backward(residuals, d_out):
-    q, k, v, log_total = residuals
-    gradients = backward(*map(_flat, (q, k, v)), log_total, _flat(d_out), _heads(q, k))
-    return tuple(d.reshape(x.shape) for d, x in zip(gradients, (q, k, v), strict=True))
+    q, k, v, firsts, log_total = residuals
+    gradients = backward(*map(_flat, (q, k, v)), firsts, log_total, _flat(d_out), _heads(q, k))
+    return *(d.reshape(x.shape) for d, x in zip(gradients, (q, k, v), strict=True)), None
 
 
 short_attention.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""cuDNN attention against the plain-XLA implementation in float32; needs a GPU."""
+"""cuDNN's and our attention against the plain-XLA implementation in float32; needs a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +9,35 @@ from jaxmux.models.attention import AttentionOptions, attend, find_segments
 
 pytestmark = pytest.mark.gpu
 
-ROWS, ROW_LEN, HEADS, KV_HEADS, SIZE = 3, 512, 8, 2, 64
-PACKED = [[100, 28, 250, 64], [512], [64, 64, 1, 130]]
-DENSE = [[512], [300], [1]]
+ROWS, HEADS, KV_HEADS, SIZE = 3, 8, 2, 64
+# Sequences of every row, by row length.
+PACKED = {
+    512: [[100, 28, 250, 64], [512], [64, 64, 1, 130]],
+    128: [[25, 7, 60, 16], [128], [64, 16, 1, 30]],
+}
+DENSE = {512: [[512], [300], [1]], 128: [[128], [70], [1]]}
 
 
-def _segment_ids(lengths: list[list[int]], gap: int) -> np.ndarray:
-    ids = np.full((ROWS, ROW_LEN), -1, np.int32)
+def _segment_ids(lengths: list[list[int]], row_len: int, gap: int) -> np.ndarray:
+    ids = np.full((ROWS, row_len), -1, np.int32)
     for row, sizes in enumerate(lengths):
         start = 0
         for segment, size in enumerate(sizes):
             ids[row, start : start + size] = segment
-            start += size + (gap if start + size + gap < ROW_LEN else 0)
+            start += size + (gap if start + size + gap < row_len else 0)
     return ids
 
 
-@pytest.mark.parametrize("window", [None, 48])
 @pytest.mark.parametrize(("lengths", "most"), [(PACKED, 32), (DENSE, 1)])
-def test_cudnn_agrees_with_xla(lengths, most, window):
+@pytest.mark.parametrize(
+    ("implementation", "row_len", "window"),
+    [("cudnn", 512, None), ("cudnn", 512, 48), ("short", 128, None)],
+)
+def test_it_agrees_with_xla(implementation, row_len, window, lengths, most):
     rng = np.random.default_rng(0)
-    shapes = [(ROWS, ROW_LEN, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(ROWS, row_len, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, d_out = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
-    ids = _segment_ids(lengths, gap=3)
+    ids = _segment_ids(lengths[row_len], row_len, gap=3)
     d_out = jnp.where((ids >= 0)[..., None, None], d_out, 0)
 
     def run(implementation, dtype):
@@ -46,7 +53,7 @@ def test_cudnn_agrees_with_xla(lengths, most, window):
     with jax.default_matmul_precision("highest"):
         expected = run("xla", jnp.float32)
     for name, got, want in zip(
-        ("out", "dq", "dk", "dv"), run("cudnn", jnp.bfloat16), expected, strict=True
+        ("out", "dq", "dk", "dv"), run(implementation, jnp.bfloat16), expected, strict=True
     ):
         keep = (ids >= 0)[..., None, None]
         got, want = (np.where(keep, np.asarray(x, np.float32), 0) for x in (got, want))
@@ -55,13 +62,14 @@ def test_cudnn_agrees_with_xla(lengths, most, window):
 
 
 @pytest.mark.parametrize("broken", [jnp.nan, jnp.inf, 3e38], ids=["NaN", "inf", "huge"])
-def test_a_broken_segment_changes_no_bit_of_its_neighbours(broken):
+@pytest.mark.parametrize(("implementation", "row_len"), [("cudnn", 512), ("short", 128)])
+def test_a_broken_segment_changes_no_bit_of_its_neighbours(implementation, row_len, broken):
     rng = np.random.default_rng(1)
-    shapes = [(ROWS, ROW_LEN, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(ROWS, row_len, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     arrays = [jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes]
-    ids = _segment_ids(PACKED, gap=3)
+    ids = _segment_ids(PACKED[row_len], row_len, gap=3)
     segments = find_segments(jnp.asarray(ids), 32)
-    options = AttentionOptions("cudnn", 64, None)
+    options = AttentionOptions(implementation, 64, None)
     arrays[3] = jnp.where((ids >= 0)[..., None, None], arrays[3], 0)
     victim = np.zeros_like(ids, bool)
     victim[0] = ids[0] == 1

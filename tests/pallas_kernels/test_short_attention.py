@@ -11,11 +11,32 @@ from jaxmux.pallas_kernels.short_attention.kernels_sm90 import Heads, backward, 
 ROWS = 2
 
 
+def starts_of(lengths: list[int], row_len: int) -> np.ndarray:
+    """The first token that each of a row's tokens sees; padding, behind the sequences, itself."""
+    starts = np.cumsum([0, *lengths])
+    firsts = np.concatenate([np.repeat(starts[:-1], lengths), np.arange(starts[-1], row_len)])
+    return firsts.astype(np.int32)
+
+
 class Case:
-    def __init__(self, row_len: int, groups: int, per_group: int, size: int, rows: int = ROWS):
+    """Random arrays; `packed` gives the lengths of the sequences of every row, in turns."""
+
+    def __init__(
+        self,
+        row_len: int,
+        groups: int,
+        per_group: int,
+        size: int,
+        rows: int = ROWS,
+        packed: list[list[int]] | None = None,
+    ):
         rng = np.random.default_rng(row_len + per_group)
         self.heads = Heads(row_len, groups, per_group, size)
         self.rows = rows
+        self.firsts = None
+        if packed:
+            firsts = [starts_of(packed[row % len(packed)], row_len) for row in range(rows)]
+            self.firsts = jnp.asarray(np.concatenate(firsts))
         wide, narrow = groups * per_group * size, groups * size
 
         def normal(width):
@@ -32,8 +53,11 @@ class Case:
 
         q, k, v = split(q), *(jnp.repeat(split(x), heads.per_group, axis=2) for x in (k, v))
         scores = jnp.einsum("rqhd,rkhd->rhqk", q, k) * heads.size**-0.5
-        causal = np.tril(np.ones((heads.row_len,) * 2, bool))
-        p = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        seen = np.tril(np.ones((heads.row_len,) * 2, bool))
+        if self.firsts is not None:
+            firsts = self.firsts.reshape(self.rows, 1, -1, 1)
+            seen = seen & (np.arange(heads.row_len) >= firsts)
+        p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("rhqk,rkhd->rqhd", p, v).reshape(len(self.d_out), -1)
 
     def wanted(self):
@@ -42,8 +66,9 @@ class Case:
             return out, *vjp(self.d_out.astype(jnp.float32))
 
     def found(self, interpret=None):
-        out, log_total = forward(*self.inputs, self.heads, interpret=interpret)
-        gradients = backward(*self.inputs, log_total, self.d_out, self.heads, interpret=interpret)
+        inputs = *self.inputs, self.firsts
+        out, log_total = forward(*inputs, self.heads, interpret=interpret)
+        gradients = backward(*inputs, log_total, self.d_out, self.heads, interpret=interpret)
         return out, *gradients
 
 
@@ -62,6 +87,26 @@ def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, si
     assert_close(case.found(interpret), case.wanted())
 
 
+@pytest.mark.parametrize(
+    ("row_len", "packed"),
+    [(64, [[64], [1, 30, 33]]), (128, [[60, 40, 28], [70, 50]]), (128, [[128], []])],
+)
+def test_packed_sequences_see_themselves_alone(row_len, packed, interpret):
+    case = Case(row_len, 1, 2, 64, packed=packed)
+    assert_close(case.found(interpret), case.wanted())
+
+
+@pytest.mark.parametrize("broken", [3e38, -3e38])
+def test_overflows_of_a_sequence_change_no_bit_of_its_neighbours(broken, interpret):
+    case = Case(128, 1, 1, 64, rows=1, packed=[[30, 50, 40]])
+    healthy = case.found(interpret)
+    victim = (np.arange(128) >= 30) & (np.arange(128) < 80)
+    case.inputs = tuple(jnp.where(victim[:, None], broken, x) for x in case.inputs)
+    case.d_out = jnp.where(victim[:, None], broken, case.d_out)
+    for before, after in zip(healthy, case.found(interpret), strict=True):
+        np.testing.assert_array_equal(np.asarray(before)[~victim], np.asarray(after)[~victim])
+
+
 def test_a_broken_row_changes_no_bit_of_the_others(interpret):
     case = Case(128, 1, 2, 64)
     healthy = case.found(interpret)
@@ -73,7 +118,8 @@ def test_a_broken_row_changes_no_bit_of_the_others(interpret):
 
 @pytest.mark.parametrize("row_len", [64, 128])
 @pytest.mark.parametrize("per_group", [1, 4, 8])
-def test_real_shapes_lower(row_len, per_group, lowered):
+@pytest.mark.parametrize("packed", [False, True])
+def test_real_shapes_lower(row_len, per_group, packed, lowered):
     heads = Heads(row_len, 8, per_group, 128)
 
     def array(*shape, dtype=jnp.bfloat16):
@@ -81,9 +127,9 @@ def test_real_shapes_lower(row_len, per_group, lowered):
 
     wide, narrow = array(8192, 8 * per_group * 128), array(8192, 8 * 128)
     totals = array(8 * per_group, 8192, dtype=jnp.float32)
-    assert "mosaic_gpu" in lowered(lambda *x: forward(*x, heads), wide, narrow, narrow)
-    function = lambda *x: backward(*x, heads)  # noqa: E731
-    assert "mosaic_gpu" in lowered(function, wide, narrow, narrow, totals, wide)
+    inputs = wide, narrow, narrow, array(8192, dtype=jnp.int32) if packed else None
+    assert "mosaic_gpu" in lowered(lambda *x: forward(*x, heads), *inputs)
+    assert "mosaic_gpu" in lowered(lambda *x: backward(*x, heads), *inputs, totals, wide)
 
 
 @pytest.mark.parametrize(
@@ -106,17 +152,18 @@ def test_what_it_cannot_serve_is_refused_with_a_reason(shape, dtype, reason, h20
 @pytest.mark.gpu
 @pytest.mark.parametrize("row_len", [64, 128])
 @pytest.mark.parametrize("per_group", [1, 4])
-def test_real_shapes_on_the_gpu(row_len, per_group):
-    case = Case(row_len, 8, per_group, 128, rows=8192 // row_len)
+@pytest.mark.parametrize("packed", [None, [[20, 25], [64], [3, 50, 7]]])
+def test_real_shapes_on_the_gpu(row_len, per_group, packed):
+    case = Case(row_len, 8, per_group, 128, rows=8192 // row_len, packed=packed)
     poison = [jnp.full(1 << 28, jnp.nan, jnp.float32) for _ in range(8)]
     jax.block_until_ready(poison)
     del poison
 
-    def attention(q, k, v):
-        def split(x):
-            return x.reshape(case.rows, row_len, -1, 128)
+    firsts = None if packed is None else case.firsts.reshape(case.rows, row_len)
 
-        return short_attention.short_attention(*map(split, (q, k, v))).reshape(q.shape)
+    def attention(q, k, v):
+        q, k, v = (x.reshape(case.rows, row_len, -1, 128) for x in (q, k, v))
+        return short_attention.short_attention(q, k, v, firsts).reshape(len(case.d_out), -1)
 
     out, vjp = jax.vjp(jax.jit(attention), *case.inputs)
     found = (out, *vjp(case.d_out))

@@ -1,8 +1,14 @@
-"""Real sequence lengths for the planner's tests."""
+"""Real sequence lengths for the planner's tests; `packings` and scripts/planner_parts
+are imported by bare name."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts")]
 
 # Their samples are longer than the rows of the tests.
 _TOO_LONG = {"qmsum", "squality"}

@@ -1,37 +1,24 @@
 """Packing keeps the rules, is near its lower bound, and takes less than 1 ms a sample."""
 
 import time
-from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import numpy as np
 import pytest
+from packings import (
+    SHAPES,
+    assert_capacity_is_kept,
+    assert_every_sample_is_placed_once,
+    chunks_of,
+    random_batch,
+)
 
 from jaxmux.planner import PlanningError, ShapeClass, pack_first_fit
 from jaxmux.planner.microbatches import pack_batch, pack_batches, pack_greedily
 from jaxmux.planner.runs import cut_runs, row_bins
 
-SHAPES = [
-    ShapeClass(rows=1, row_len=64, chunk_len=64, max_sequences=4),
-    ShapeClass(rows=4, row_len=256, chunk_len=64, max_sequences=16),
-    ShapeClass(rows=3, row_len=512, chunk_len=128, max_sequences=3),
-    ShapeClass(rows=8, row_len=64, chunk_len=128, max_sequences=1),
-    ShapeClass(rows=8, row_len=64, chunk_len=256, max_sequences=4),
-    ShapeClass(rows=2, row_len=1024, chunk_len=64, max_sequences=1),
-    ShapeClass(rows=2, row_len=1024, chunk_len=1024, max_sequences=64),
-]
 CASES = [(s, seed) for s in range(len(SHAPES)) for seed in range(15)]
-
-
-def random_batch(shape: ShapeClass, seed: int) -> dict[int, list[int]]:
-    """Some tasks with short samples, some with long ones, some with both."""
-    rng = np.random.default_rng(seed)
-    longest = [int(rng.choice([8, 40, shape.row_len])) for _ in range(rng.integers(1, 6))]
-    return {
-        slot: rng.integers(1, min(most, shape.row_len) + 1, rng.integers(1, 30)).tolist()
-        for slot, most in enumerate(longest)
-    }
 
 
 def real_batch(real_lengths, seed: int) -> tuple[dict[int, list[int]], ShapeClass]:
@@ -52,47 +39,15 @@ def packed(request):
     return shape, lengths, pack_batch(lengths, shape)
 
 
-def chunks_of(microbatches, lengths, shape) -> dict[int, list[tuple]]:
-    """By slot, its tokens in stream order: (sample, its part, place in the chunk, chunk border)."""
-    tokens = defaultdict(list)
-    for number, placements in enumerate(microbatches):
-        for slot, sample, row, offset in placements:
-            for part in range(lengths[slot][sample]):
-                chunk, rest = divmod(row * shape.row_len + offset + part, shape.chunk_len)
-                tokens[slot].append(((number, chunk), rest, sample, part))
-    found = {}
-    for slot, items in tokens.items():
-        items.sort()
-        chunks = [item[0] for item in items]
-        borders = [a != b for a, b in zip([None, *chunks], chunks, strict=False)]
-        found[slot] = [(*item[1:], border) for item, border in zip(items, borders, strict=True)]
-    return found
-
-
 def test_every_sample_is_placed_exactly_once(packed):
     _, lengths, batch = packed
-    placed = sorted((p.slot, p.sample) for mb in batch.microbatches() for p in mb)
-    assert placed == [(slot, s) for slot in sorted(lengths) for s in range(len(lengths[slot]))]
+    assert_every_sample_is_placed_once(batch.microbatches(), lengths)
 
 
 def test_capacity_is_kept_and_every_chunk_has_one_owner(packed):
     shape, lengths, batch = packed
     assert len(batch.microbatches()) == batch.count
-    for placements in batch.microbatches():
-        tokens = np.zeros((shape.rows, shape.row_len), int)
-        owners, sequences = defaultdict(set), defaultdict(int)
-        for slot, sample, row, offset in placements:
-            end = offset + lengths[slot][sample]
-            assert 0 <= row < shape.rows and 0 <= offset and end <= shape.row_len
-            tokens[row, offset:end] += 1
-            sequences[row] += 1
-            first, last = row * shape.row_len + offset, row * shape.row_len + end - 1
-            for chunk in range(first // shape.chunk_len, last // shape.chunk_len + 1):
-                owners[chunk].add(slot)
-        assert tokens.max() <= 1
-        assert all(len(slots) == 1 for slots in owners.values())
-        assert max(sequences.values()) <= shape.max_sequences
-        assert [p[2:] for p in placements] == sorted(p[2:] for p in placements)
+    assert_capacity_is_kept(batch.microbatches(), lengths, shape)
 
 
 def test_never_more_microbatches_than_greedy(packed):

@@ -1,6 +1,5 @@
 """The deployment is the best of all, found in seconds, and beats replicas that are all alike."""
 
-import dataclasses
 import json
 import math
 import time
@@ -8,10 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from planner_replicas import A100_7B, A800_70B, BOUNDARIES, CONTEXT, PaperMachine
 from scipy.optimize import linprog
 
-from jaxmux.planner.homogeneous import measure, plan_fused, plan_sequential
+from jaxmux.planner.homogeneous import measure, measure_uniform, plan_fused, plan_sequential
 from jaxmux.planner.length_buckets import LengthBuckets, bucket_lengths
+from jaxmux.planner.replica_choice import choose_replicas
 from jaxmux.planner.replica_costs import Configuration, drop_dominated, tabulate_costs
 from jaxmux.planner.replicas import (
     candidate_configurations,
@@ -20,51 +21,6 @@ from jaxmux.planner.replicas import (
     replan,
 )
 from jaxmux.planner.shape_class import PlanningError
-
-CONTEXT = 16_384
-BOUNDARIES = range(256, CONTEXT + 1, 256)
-
-
-@dataclasses.dataclass(frozen=True)
-class AnalyticModel:
-    """Times and memory from first principles; by default Llama2-7B on A100-40GB.
-
-    LoRA needs no weight gradients: 4 FLOPs per parameter and token, and causal attention. Tensor
-    parallelism adds four all-reduces a layer, over NVLink up to 8 GPUs and InfiniBand beyond, and
-    narrower, less efficient products. Weights are divided by tp·pp, activations only by tp, as a
-    1F1B pipeline holds those of pp microbatches. The constant is the pipeline's filling, with
-    microbatches of 4096 tokens or the most that fit.
-    """
-
-    parameters: float = 6.7e9
-    layers: int = 32
-    width: int = 4096
-    memory: float = 40e9
-    nvlink: float = 180e9
-    infiniband: float = 60e9
-    flops: float = 170e12
-
-    def longest(self, configuration):
-        weights = 2 * self.parameters / configuration.gpus
-        token = 68 * self.width * self.layers / configuration.tp
-        return max(0, int((0.92 * self.memory - weights) / token))
-
-    def sequence_seconds(self, configuration, length):
-        tp, pp = configuration
-        products = 4 * self.parameters * length + 6 * self.layers * self.width * length**2
-        compute = products * (1 + 0.03 * math.log2(tp)) / (tp * self.flops)
-        inside, hosts = min(tp, 8), max(1, tp / 8)
-        links = (1 - 1 / inside) / self.nvlink + (1 - 1 / hosts) / self.infiniband
-        reduced = self.layers * 4 * 2 * length * self.width
-        return (compute + 2 * reduced * links + 1.2e-4 * self.layers) / pp
-
-    def constant_seconds(self, configuration):
-        filling = min(4096, self.longest(configuration))
-        return 0.02 + (configuration.pp - 1) * self.sequence_seconds(configuration, filling)
-
-
-SMALL = AnalyticModel()
-LARGE = AnalyticModel(69e9, 80, 8192, 80e9, 120e9, 120e9)
 
 
 class TableModel:
@@ -144,7 +100,7 @@ def test_the_plan_is_as_good_as_the_best_of_all(gpus, degrees, seed):
 
 
 def test_a_configuration_that_is_worse_in_every_respect_is_left_out():
-    costs = tabulate_costs(candidate_configurations(8), (256, 1024, 4096), SMALL)
+    costs = tabulate_costs(candidate_configurations(8), (256, 1024, 4096), A100_7B)
     slower = costs._replace(per_sequence=costs.per_sequence * 1.1)
     both = costs._replace(
         configurations=costs.configurations
@@ -159,7 +115,7 @@ def test_a_configuration_that_is_worse_in_every_respect_is_left_out():
 
 
 def test_of_two_equal_configurations_one_stays():
-    model = AnalyticModel()
+    model = PaperMachine()
     costs = tabulate_costs([Configuration(2, 1), Configuration(2, 1)], (256,), model)
     kept, dominated = drop_dominated(costs)
     assert kept.configurations == (Configuration(2, 1),)
@@ -177,7 +133,7 @@ def test_large_meshes_are_planned_in_seconds(gpus, limit):
     candidates = candidate_configurations(gpus, (1, 2, 4, 8, 16), (1, 2, 4, 8))
     buckets = skewed_mix(np.random.default_rng(0), 50_000)
     start = time.perf_counter()
-    found = plan_replicas(gpus, candidates, buckets, LARGE, batches=50_000 // (gpus * 16))
+    found = plan_replicas(gpus, candidates, buckets, A800_70B, batches=50_000 // (gpus * 16))
     assert time.perf_counter() - start < limit
     assert found.gap <= 1e-3
     assert len(found.replicas) > 1 and found.gpus <= gpus
@@ -185,8 +141,8 @@ def test_large_meshes_are_planned_in_seconds(gpus, limit):
 
 def test_a_plan_out_of_time_says_how_far_it_may_be_from_the_best():
     buckets = skewed_mix(np.random.default_rng(0), 5_000)
-    found = plan_replicas(16, candidate_configurations(16), buckets, SMALL, 20, seconds=0)
-    best = plan_replicas(16, candidate_configurations(16), buckets, SMALL, 20)
+    found = plan_replicas(16, candidate_configurations(16), buckets, A100_7B, 20, seconds=0)
+    best = plan_replicas(16, candidate_configurations(16), buckets, A100_7B, 20)
     assert found.bound <= best.seconds <= found.seconds
     assert len(found.replicas) == 1
 
@@ -196,13 +152,13 @@ SHORT = LengthBuckets((256,), (300,), 0)
 
 
 def replanned(current, buckets, **horizon):
-    return replan(current, 16, candidate_configurations(16), buckets, SMALL, **horizon)
+    return replan(current, 16, candidate_configurations(16), buckets, A100_7B, **horizon)
 
 
 def test_replicas_stay_while_the_gain_does_not_pay_for_the_switch():
-    current = plan_replicas(16, candidate_configurations(16), LONG, SMALL).replicas
-    best = plan_replicas(16, candidate_configurations(16), SHORT, SMALL)
-    kept = evaluate_replicas(current, SHORT, SMALL)
+    current = plan_replicas(16, candidate_configurations(16), LONG, A100_7B).replicas
+    best = plan_replicas(16, candidate_configurations(16), SHORT, A100_7B)
+    kept = evaluate_replicas(current, SHORT, A100_7B)
     steps = math.ceil(180 / (kept.seconds - best.seconds))
     stays = replanned(current, SHORT, switch_seconds=180, horizon_steps=steps - 10)
     assert not stays.switch and stays.deployment.replicas == current and stays.saved_seconds < 0
@@ -213,7 +169,7 @@ def test_replicas_stay_while_the_gain_does_not_pay_for_the_switch():
 
 
 def test_replicas_that_cannot_serve_a_new_task_are_replaced_at_any_cost():
-    current = plan_replicas(16, candidate_configurations(16), SHORT, SMALL).replicas
+    current = plan_replicas(16, candidate_configurations(16), SHORT, A100_7B).replicas
     forced = replanned(current, LONG, switch_seconds=1e9, horizon_steps=1)
     assert forced.switch and forced.saved_seconds == math.inf
 
@@ -226,30 +182,30 @@ def test_replicas_of_a_larger_mesh_are_replaced():
 def test_a_bucket_too_long_for_the_mesh_names_the_gpus_it_needs():
     candidates = candidate_configurations(16)
     with pytest.raises(PlanningError, match=r"16384 tokens need tp\*pp >= 8 .*mesh has 4 GPUs"):
-        plan_replicas(4, candidates, LONG, SMALL)
+        plan_replicas(4, candidates, LONG, A100_7B)
     with pytest.raises(PlanningError, match=r"16384 tokens need tp\*pp >= 8 .*mesh has 4 GPUs"):
-        plan_fused(4, candidates, [LONG], SMALL)
+        plan_fused(4, candidates, [LONG], A100_7B)
 
 
 def test_a_bucket_too_long_for_every_configuration_names_the_longest_that_fits():
     with pytest.raises(PlanningError, match="shorten them to 256 tokens, which tp=2, pp=1 serves"):
-        plan_replicas(16, [Configuration(2, 1)], LONG, SMALL)
+        plan_replicas(16, [Configuration(2, 1)], LONG, A100_7B)
 
 
 @pytest.mark.parametrize("buckets", [LengthBuckets((), (), 0), LengthBuckets((256,), (0,), 0)])
 def test_no_sequences_are_refused(buckets):
     with pytest.raises(PlanningError, match="no sequences"):
-        plan_replicas(4, candidate_configurations(4), buckets, SMALL)
+        plan_replicas(4, candidate_configurations(4), buckets, A100_7B)
 
 
 def test_the_fused_plan_is_the_best_single_configuration():
     steps = [skewed_mix(np.random.default_rng(seed), 400) for seed in range(3)]
-    fused = plan_fused(16, candidate_configurations(16), steps, SMALL)
+    fused = plan_fused(16, candidate_configurations(16), steps, A100_7B)
     ((best, count),) = fused.replicas.items()
     longest = max(max(buckets.boundaries) for buckets in steps)
     for configuration in candidate_configurations(16):
-        if SMALL.longest(configuration) >= longest:
-            other = measure({configuration: 16 // configuration.gpus}, 16, steps, SMALL)
+        if A100_7B.longest(configuration) >= longest:
+            other = measure({configuration: 16 // configuration.gpus}, 16, steps, A100_7B)
             assert fused.gpu_seconds <= other.gpu_seconds
     assert count == 16 // best.gpus
 
@@ -266,7 +222,7 @@ def task_lengths(shared_dir) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     "model, gpus, batch, fused_reduction, sequential_reduction",
-    [(SMALL, 16, 128, 0.3, -0.15), (LARGE, 64, 256, 0.45, 0.1)],
+    [(A100_7B, 16, 128, 0.3, -0.15), (A800_70B, 64, 256, 0.45, 0.1)],
     ids=["7B on 16 GPUs", "70B on 64 GPUs"],
 )
 def test_real_tasks_take_fewer_gpu_seconds_than_on_equal_replicas(
@@ -296,3 +252,48 @@ def test_real_tasks_take_fewer_gpu_seconds_than_on_equal_replicas(
     # alone can use it all for short ones.
     assert 1 - ours / fused > fused_reduction
     assert 1 - ours / sequential > sequential_reduction
+
+
+def test_like_replicas_that_do_better_on_whole_sequences_are_chosen():
+    """A step has one long sequence. Eq. 2 would give it a replica of its own."""
+
+    class Model:
+        def longest(self, configuration):
+            return 1024
+
+        def sequence_seconds(self, configuration, length):
+            # Two GPUs are 1.6 times as fast as one.
+            return length / (1.6 if configuration.gpus == 2 else 1.0)
+
+        def constant_seconds(self, configuration):
+            return 0.0
+
+    configurations = [Configuration(1, 1), Configuration(2, 1)]
+    step = LengthBuckets((64, 1024), (4, 1), 0)
+    found = choose_replicas(4, configurations, step, [step], Model())
+    one, two = configurations
+    everything = [{one: 4}, {two: 2}, {one: 2, two: 1}]
+    best = min(measure(replicas, 4, [step], Model()).gpu_seconds for replicas in everything)
+    assert measure(found.replicas, 4, [step], Model()).gpu_seconds == best
+    assert found.bound <= found.seconds
+
+
+def test_chosen_replicas_are_those_of_eq_2_where_they_do_better():
+    buckets = skewed_mix(np.random.default_rng(0), 4000)
+    steps = [skewed_mix(np.random.default_rng(seed), 400) for seed in range(3)]
+    given = (16, candidate_configurations(16), buckets)
+    found = choose_replicas(*given, steps, A100_7B, batches=10)
+    assert found.replicas == plan_replicas(*given, A100_7B, batches=10).replicas
+    assert len(found.replicas) > 1
+
+
+def test_uniform_dispatch_deals_equal_numbers_whatever_the_lengths():
+    model = PaperMachine()
+    one = Configuration(1, 1)
+    alike = LengthBuckets((256,), (12,), 0)
+    rng = np.random.default_rng(0)
+    dealt = measure_uniform(one, 4, [alike], model, rng).gpu_seconds
+    assert dealt == pytest.approx(4 * (3 * model.sequence_seconds(one, 256) + 0.02))
+    unlike = LengthBuckets((256, 2048), (60, 4), 0)
+    balanced = measure({one: 4}, 4, [unlike] * 20, model).gpu_seconds
+    assert measure_uniform(one, 4, [unlike] * 20, model, rng).gpu_seconds > balanced

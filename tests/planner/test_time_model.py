@@ -9,7 +9,7 @@ import pytest
 
 from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
-from jaxmux.planner.alignment import choose_alignment, power_of_two_alignment
+from jaxmux.planner.alignment import ShapeRequest, choose_alignment, power_of_two_alignment
 from jaxmux.planner.fusion import fuse_tasks
 from jaxmux.planner.memory_model import MemoryModel
 from jaxmux.planner.online_fit import OnlineFit
@@ -57,13 +57,13 @@ RECOMPUTED = {"dots": 0.0, "lean": 0.2, "full": 0.5}
 ROUND_OVERHEAD = 2e-3
 
 
-def attention_per_token(row_len: int, packed: bool) -> float:
-    return (20e-9 + 0.05e-9 * row_len) * (1.5 if packed else 1)
+def attention_per_token(row_len: int, seats: int) -> float:
+    return 20e-9 + 0.05e-9 * row_len + (2e-12 * seats * row_len + 10e-9 if seats > 1 else 0)
 
 
 def true_layer(point: LayerPoint) -> float:
     base = 0.2e-3 + 1.2e-6 * point.tokens
-    rows = attention_per_token(point.row_len, False) - attention_per_token(512, False)
+    rows = attention_per_token(point.row_len, 1) - attention_per_token(512, 1)
     tokens = (point.tokens / point.tasks,) * point.tasks if point.rank else ()
     load = AdapterLoad(tokens, point.slots, point.rank, point.chunk_len, point.dropout)
     adapted = base + TRUE_ADAPTERS.seconds(load)
@@ -98,7 +98,7 @@ def profile() -> Profile:
     attention = [
         AttentionPoint(8192, row_len, 128, sequences, backward)
         for row_len in (128, 512, 2048, 8192)
-        for sequences in (1, 8)
+        for sequences in (1, 4, 16)
         for backward in (False, True)
     ]
     psum = [CollectivePoint("psum", "inner", 2, size) for size in (2**20, 2**26)]
@@ -119,7 +119,7 @@ def profile() -> Profile:
                 Measurement(
                     p,
                     p.tokens
-                    * attention_per_token(p.row_len, p.max_sequences > 1)
+                    * attention_per_token(p.row_len, p.max_sequences)
                     * (1 if p.backward else 0.3),
                 )
                 for p in attention
@@ -254,6 +254,13 @@ def test_fusion_of_64_tasks_with_the_model_takes_under_a_second(model):
     assert sorted(task for htask in plan.htasks for task in htask) == list(range(64))
 
 
+@pytest.mark.parametrize(("row_len", "seats"), [(512, 1), (1024, 4), (2048, 9), (8192, 64)])
+def test_every_seat_of_a_packed_row_takes_its_time(model, row_len, seats):
+    expected = attention_per_token(row_len, seats)
+    assert model.attention(row_len, seats) == pytest.approx(expected)
+    assert model.attention_forward(row_len, seats) == pytest.approx(0.3 * expected)
+
+
 def test_alignment_takes_the_model_as_its_cost(model):
     pool = Pool(2, 16)
 
@@ -261,9 +268,9 @@ def test_alignment_takes_the_model_as_its_cost(model):
         return model.microbatch(shape, (shape.tokens / 2,) * 2, pool)
 
     rounds = [{0: [100, 300, 250], 1: [90, 511]}]
-    best = choose_alignment(rounds, 2048, seconds)
+    best = choose_alignment(rounds, ShapeRequest(2048), seconds)
     assert best.seconds == pytest.approx(best.microbatches * seconds(best.shape))
-    assert best.seconds <= power_of_two_alignment(rounds, 2048, seconds).seconds
+    assert best.seconds <= power_of_two_alignment(rounds, ShapeRequest(2048), seconds).seconds
 
 
 def test_replicas_take_longer_sequences_and_more_devices_into_account(model):

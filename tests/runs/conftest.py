@@ -36,7 +36,7 @@ CHAT = (
 FRUITS = ("apple", "pear", "plum", "fig", "quince", "lemon", "melon", "cherry")
 COLOURS = ("red", "green", "purple", "brown", "yellow", "white", "orange", "black")
 ROW = 128
-RUN = {"tokens_per_microbatch": 2 * ROW, "row_len": ROW, "remat": "none"}
+RUN = {"tokens_per_microbatch": 2 * ROW, "row_len": ROW, "chunk_len": 64, "remat": "none"}
 
 
 @pytest.fixture(scope="session")

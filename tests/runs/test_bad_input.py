@@ -137,6 +137,25 @@ def test_bad_setting_is_named(line, expected, refused):
     assert expected in refused(USES.get(line.split(".")[0], ""), line)
 
 
+def test_task_beyond_the_memory_is_named_with_the_change_that_would_help(
+    write_config, data, tmp_path, capsys
+):
+    config = write_config(
+        "fine_tune.tasks = [@tiny/Task(), @large/Task()]",
+        "large/Task.name = 'large'",
+        f"large/Task.data = {data['short']!r}",
+        "large/Task.steps = 2",
+        "large/Task.adapter = @large/LoRA()",
+        "large/LoRA.rank = 2000",
+        "fine_tune.memory_gib = 0.02",
+    )
+    assert main([f"--gin_file={config}", f"--run_dir={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: task 'large' does not fit even alone on pp1,tp1: 1 slots of")
+    assert "it would fit with ranks of at most" in line and "stages" not in line
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("kind", ["rank 0", "negative learning rate", "unknown schedule"])
 def test_setting_that_its_class_refuses_is_named_with_its_task(kind, refused):
     """A config has many LoRAs; the one at fault is told by its scope."""

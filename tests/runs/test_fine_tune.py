@@ -290,7 +290,7 @@ def test_finished_run_returns_its_summary_without_training(
 
 def test_another_configuration_is_refused_by_key(summary, train, tasks, run_dir, adapter_bytes):
     before = adapter_bytes(run_dir / "adapters")
-    with pytest.raises(RunDirectoryError, match=r"two_tasks.*chunk_len: None there, 128 here"):
+    with pytest.raises(RunDirectoryError, match=r"two_tasks.*chunk_len: 64 there, 128 here"):
         train(run_dir, *tasks.values(), chunk_len=128)
     assert adapter_bytes(run_dir / "adapters") == before
 

@@ -188,7 +188,7 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
         kernels={"sdpa": 320.4},
     )
     records = {"grouped_lora": op_records, "step": step_records, "dram": dram_records}
-    records["profile"] = [profile]
+    records |= {"profile": [profile], "packing": []}
     page = benchmark_tables.with_tables(blocks, records)
     assert "old" not in page and page.count("kept") == len(benchmark_tables.BLOCKS)
     assert "| q/k/v: 4,096 × 4,096 + 1,024 + 1,024 | 4 | 0 | mosaic_gpu |" in page
@@ -197,6 +197,7 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
     assert "| xla | 0.1 | 200 | 100 | 1.50 |" in page
     assert "| attention | 44.0 | 7 | `sdpa` 320 |" in page
     assert "| between kernels | 6.0 |" in page
+    assert "<!-- packing -->\nNot measured yet.\n" in page
     assert benchmark_tables.with_tables(page, records) == page
     with pytest.raises(ValueError, match="no block"):
         benchmark_tables.with_tables("", records)

@@ -8,7 +8,9 @@ print(schedule, simulate_lockstep(schedule, load).bubble_ratio())
 `picture.draw_schedule` is not imported here: it alone needs matplotlib.
 """
 
+from .bounds import least_makespan, least_paired_ticks
 from .classic import gpipe, interleaved, one_forward_one_backward
+from .layout import TickRule
 from .lorapp import batch_lora, lorapp, split_minibatches
 from .schedule import Schedule, Update
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
@@ -23,6 +25,7 @@ __all__ = [
     "Job",
     "Schedule",
     "Simulation",
+    "TickRule",
     "TickTables",
     "Update",
     "Workload",
@@ -30,6 +33,8 @@ __all__ = [
     "chrome_trace",
     "gpipe",
     "interleaved",
+    "least_makespan",
+    "least_paired_ticks",
     "lorapp",
     "one_forward_one_backward",
     "round_robin_jobs",

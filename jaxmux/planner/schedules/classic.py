@@ -1,6 +1,6 @@
 """GPipe, 1F1B and interleaved 1F1B."""
 
-from .layout import lay_out
+from .layout import TickRule, lay_out
 from .orders import Op, Policy, greedy_orders
 from .schedule import Schedule
 from .workload import Workload, independent_runs
@@ -26,23 +26,23 @@ def gpipe(load: Workload) -> Schedule:
         ]
         for stage in range(load.stages)
     ]
-    return lay_out(load, orders, paired=False)
+    return lay_out(load, orders)
 
 
-def one_forward_one_backward(load: Workload, paired: bool = False) -> Schedule:
+def one_forward_one_backward(load: Workload, rule: TickRule = "single") -> Schedule:
     """1F1B (PipeDream-flush, Narayanan et al. 2021): backwards first, few jobs in flight.
 
-    Stage s has at most S − s jobs in flight, or 2(S − s) − 1 with `paired` ticks (see `lay_out`),
-    and never more than `load.buffer_limit` allows. The jobs keep the order of the stream; one that
-    needs an update holds back all that follow it. Bubble ratio as GPipe's.
+    Stage s has at most S − s jobs in flight, or 2(S − s) − 1 unless ticks are single (see
+    `lay_out`), and never more than `load.buffer_limit` allows. The jobs keep the order of the
+    stream; one that needs an update holds back all that follow it. Bubble ratio as GPipe's.
     """
-    policy = Policy(in_flight=one_f_one_b_depth(load.stages, paired))
-    return lay_out(load, greedy_orders(load, policy), paired)
+    policy = Policy(in_flight=one_f_one_b_depth(load.stages, rule))
+    return lay_out(load, greedy_orders(load, policy), rule)
 
 
-def one_f_one_b_depth(stages: int, paired: bool) -> list[int]:
+def one_f_one_b_depth(stages: int, rule: TickRule) -> list[int]:
     """Jobs in flight on each stage that keep a 1F1B pipeline of equal stages full."""
-    return [2 * (stages - s) - 1 if paired else stages - s for s in range(stages)]
+    return [stages - s if rule == "single" else 2 * (stages - s) - 1 for s in range(stages)]
 
 
 def interleaved(load: Workload, chunks: int) -> Schedule:
@@ -58,6 +58,5 @@ def interleaved(load: Workload, chunks: int) -> Schedule:
     load = load.split_layers(chunks)
     last = load.stages - 1
     depth = [2 * (last - s) + (chunks - 1) * load.stages + 1 for s in range(load.stages)]
-    return lay_out(
-        load, greedy_orders(load, Policy(in_flight=depth, forward_first=load.stages)), paired=False
-    )
+    policy = Policy(in_flight=depth, forward_first=load.stages)
+    return lay_out(load, greedy_orders(load, policy))

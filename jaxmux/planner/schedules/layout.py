@@ -1,6 +1,7 @@
 """Lays ordered ops out on the lockstep clock: each in the first tick in which it can run."""
 
 from collections import defaultdict
+from typing import Literal
 
 import numpy as np
 
@@ -10,21 +11,29 @@ from .ring import Ring, first_fit
 from .schedule import NONE, Schedule, Update
 from .workload import Workload
 
+# What the stages do in a tick: each one op, "single"; each a forward, a backward or both, "paired";
+# or all of them forwards in one tick and backwards in the next, "alternating".
+TickRule = Literal["single", "paired", "alternating"]
 
-def lay_out(load: Workload, orders: list[list[Op]], paired: bool) -> Schedule:
+
+def lay_out(load: Workload, orders: list[list[Op]], rule: TickRule = "single") -> Schedule:
     """The schedule in which every stage takes its ops in the given order, each as early as it can.
+
+    A tick is as long as its slowest stage. With single ops, forwards of some stages meet backwards
+    of others, and a job takes 2 max(F, B). With paired and with alternating ticks it takes F + B,
+    however different the two are; but it is in flight for nearly twice as many jobs, and needs as
+    many more buffers. Alternating ticks have it back one job sooner, for twice the permutes: its
+    first backward comes in the tick after its last forward, in place of a whole F + B later.
 
     Args:
       load: the workload.
       orders: by stage, its ops in order. The orders of all stages together must have no cycle.
-      paired: a tick may hold a forward and a backward of a stage. Then a steady tick costs F + B on
-        every stage, however different the two are; but a job is in flight for nearly twice as many
-        jobs as with one op a tick, and needs as many more buffers.
+      rule: of the ticks.
 
     Raises:
       PlanningError: the orders have a cycle, or need more buffers than there are.
     """
-    ticks = _ticks_of(load, orders, paired)
+    ticks = _ticks_of(load, orders, rule)
     stages, length = load.stages, 1 + int(ticks.max())
     mb = np.full((2, stages, length), NONE, np.int32)
     chunk = np.zeros((2, stages, length), np.int32)
@@ -45,7 +54,7 @@ def lay_out(load: Workload, orders: list[list[Op]], paired: bool) -> Schedule:
     )
 
 
-def _ticks_of(load: Workload, orders: list[list[Op]], paired: bool) -> np.ndarray:
+def _ticks_of(load: Workload, orders: list[list[Op]], rule: TickRule) -> np.ndarray:
     """int[2, V, M]: the tick of each forward (0) and backward (1)."""
     shape = (load.virtual_stages, len(load.jobs))
     done = [np.full(shape, NONE).tolist() for _ in range(2)]
@@ -58,25 +67,33 @@ def _ticks_of(load: Workload, orders: list[list[Op]], paired: bool) -> np.ndarra
             return 0 <= done[0][last][op.job] < tick
         return 0 <= done[1][op.virtual + 1][op.job] < tick
 
+    def choose(stage: int, tick: int, backward: bool | None) -> list[Op]:
+        ops, start = orders[stage], following[stage]
+        chosen: list[Op] = []
+        for op in ops[start : start + (2 if rule == "paired" else 1)]:
+            if not is_ready(op, tick) or (chosen and not _can_pair(load, chosen[0], op)):
+                break
+            chosen.append(op)
+        return [op for op in chosen if backward is None or op.backward == backward]
+
     following = [0] * load.stages
     left = sum(map(len, orders))
-    tick = 0
+    tick, backward = 0, None if rule != "alternating" else False
     while left:
-        before = left
-        for stage, ops in enumerate(orders):
-            chosen: list[Op] = []
-            for op in ops[following[stage] : following[stage] + 1 + paired]:
-                if not is_ready(op, tick) or (chosen and not _can_pair(load, chosen[0], op)):
-                    break
-                chosen.append(op)
-            for op in chosen:
-                done[op.backward][op.virtual][op.job] = tick
-            following[stage] += len(chosen)
-            left -= len(chosen)
-        if left == before:
+        # Where no stage has an op of the kind that is due, the other kind need not wait.
+        for kind in (backward,) if backward is None else (backward, not backward):
+            chosen = [choose(stage, tick, kind) for stage in range(load.stages)]
+            if any(chosen):
+                break
+        else:
             stuck = [str(ops[at]) for ops, at in zip(orders, following, strict=True) if ops[at:]]
             raise PlanningError(f"the stages wait for each other in tick {tick}: {stuck}")
-        tick += 1
+        for stage, ops in enumerate(chosen):
+            for op in ops:
+                done[op.backward][op.virtual][op.job] = tick
+            following[stage] += len(ops)
+            left -= len(ops)
+        tick, backward = tick + 1, None if kind is None else not kind
     return np.array(done)
 
 

@@ -6,13 +6,13 @@ from collections import defaultdict
 import numpy as np
 
 from .classic import one_f_one_b_depth
-from .layout import lay_out
+from .layout import TickRule, lay_out
 from .orders import Policy, greedy_orders
 from .schedule import Schedule
 from .workload import Job, Workload
 
 
-def lorapp(load: Workload, paired: bool = False) -> Schedule:
+def lorapp(load: Workload, rule: TickRule = "single") -> Schedule:
     """LoRAPP in its 1F1B mode (mLoRA 3.2.1) over a stream of tasks and steps.
 
     Stage 0 prefers to launch a job of a task that is not in the pipeline over a backward; the other
@@ -24,9 +24,9 @@ def lorapp(load: Workload, paired: bool = False) -> Schedule:
     `paired` ticks a job is in flight twice as long, and D stages need 2D tasks to be full.
     """
     policy = Policy(
-        in_flight=one_f_one_b_depth(load.stages, paired), skip_blocked=True, forward_first=1
+        in_flight=one_f_one_b_depth(load.stages, rule), skip_blocked=True, forward_first=1
     )
-    return lay_out(load, greedy_orders(load, policy), paired)
+    return lay_out(load, greedy_orders(load, policy), rule)
 
 
 def split_minibatches(load: Workload, parts: int) -> Workload:

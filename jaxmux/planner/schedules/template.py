@@ -1,11 +1,11 @@
 """MuxTune's structured pipeline template (3.4.1, Appendix A)."""
 
 from collections import defaultdict
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
-from .layout import lay_out
+from .layout import TickRule, lay_out
 from .orders import Policy, greedy_orders
 from .schedule import Schedule
 from .simulate import simulate_lockstep
@@ -46,7 +46,7 @@ def template(load: Workload, clock: Clock = "lockstep", permute_time: float = 0.
     lockstep = clock == "lockstep"
     orders = greedy_orders(load, Policy(unit_times=lockstep, skip_blocked=True))
     candidates = [
-        lay_out(load, orders, paired) for paired in ((False, True) if lockstep else [False])
+        lay_out(load, orders, rule) for rule in (get_args(TickRule) if lockstep else ["single"])
     ]
     return min(candidates, key=lambda s: simulate_lockstep(s, load, permute_time).makespan)
 

@@ -25,14 +25,16 @@ from jaxmux.planner.schedules import (
     validate,
 )
 
+ONE_F_ONE_B = ("1f1b", "1f1b paired", "1f1b alternating")
 GENERATORS = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
-    "1f1b paired": lambda load: one_forward_one_backward(load, paired=True),
+    "1f1b paired": lambda load: one_forward_one_backward(load, "paired"),
+    "1f1b alternating": lambda load: one_forward_one_backward(load, "alternating"),
     "interleaved 2": lambda load: interleaved(load, 2),
     "interleaved 3": lambda load: interleaved(load, 3),
     "lorapp": lorapp,
-    "lorapp paired": lambda load: lorapp(load, paired=True),
+    "lorapp paired": lambda load: lorapp(load, "paired"),
     "template": template,
     "template asynchronous": lambda load: template(load, "asynchronous"),
 }
@@ -53,7 +55,9 @@ def test_one_microbatch_runs_alone(name, stages):
     assert simulate_lockstep(schedule, load).makespan == pytest.approx(3.0 * stages)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "1f1b paired", "lorapp", "lorapp paired", "template"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "1f1b paired", "1f1b alternating", "lorapp", "lorapp paired", "template"]
+)
 def test_schedules_keep_the_buffer_limit(name, random_load):
     for seed in range(40):
         load = random_load(seed)
@@ -131,7 +135,11 @@ def _interpret(schedule: Schedule) -> int:
 
 @pytest.mark.parametrize(
     "name,stages,jobs",
-    list(itertools.product(["gpipe", "1f1b", "1f1b paired"], [1, 2, 4, 8], [1, 3, 8, 32])),
+    list(
+        itertools.product(
+            ["gpipe", "1f1b", "1f1b paired", "1f1b alternating"], [1, 2, 4, 8], [1, 3, 8, 32]
+        )
+    ),
 )
 def test_flush_bubble_ratio_is_s_minus_1_over_n_plus_s_minus_1(name, stages, jobs, one_batch):
     load = one_batch(stages, jobs)
@@ -155,7 +163,7 @@ def test_paired_ticks_keep_the_bubble_ratio_when_backward_is_longer():
     stages, jobs = 4, 20
     load = uniform_workload([Job((0,), (0,))] * jobs, [1.0] * stages, [1.3] * stages)
     expected = (stages - 1) / (jobs + stages - 1)
-    paired = one_forward_one_backward(load, paired=True)
+    paired = one_forward_one_backward(load, "paired")
     single = one_forward_one_backward(load)
     assert simulate_lockstep(paired, load).bubble_ratio() == pytest.approx(expected)
     assert simulate_lockstep(single, load).bubble_ratio() > expected + 0.05
@@ -164,7 +172,7 @@ def test_paired_ticks_keep_the_bubble_ratio_when_backward_is_longer():
 def test_1f1b_holds_s_minus_stage_jobs(one_batch):
     load = one_batch(5, 20)
     assert one_forward_one_backward(load).peak_buffers().tolist() == [5, 4, 3, 2, 1]
-    paired = one_forward_one_backward(load, paired=True)
+    paired = one_forward_one_backward(load, "paired")
     assert paired.peak_buffers().tolist() == [9, 7, 5, 3, 1]
     assert gpipe(load).peak_buffers().tolist() == [20] * 5
 
@@ -178,7 +186,7 @@ def test_a_stream_of_many_global_batches_obeys_the_update_rule(name):
 
 
 def test_schedule_prints_as_a_grid(one_batch):
-    assert str(one_forward_one_backward(one_batch(2, 2), paired=True)).splitlines() == [
+    assert str(one_forward_one_backward(one_batch(2, 2), "paired")).splitlines() == [
         "stage 0 |  F0 |  F1 |     |  B0 |  B1 |",
         "stage 1 |     |  F0 |B0 F1|  B1 |     |",
     ]
@@ -192,3 +200,19 @@ def test_workload_errors_name_what_is_wrong():
         Workload(jobs, times, np.ones((2, 2)))
     with pytest.raises(PlanningError, match="must be positive"):
         Workload(jobs, times * 0, times)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_alternating_ticks_have_a_job_back_one_place_sooner_than_paired_ones(stages):
+    """2S − 1 tasks of one job a step keep them full, whatever F and B are."""
+    steps, tasks = 12, 2 * stages - 1
+    jobs = round_robin_jobs(tasks, steps)
+    load = uniform_workload(jobs, [1.0] * stages, [1.3] * stages)
+    expected = (stages - 1) / (len(jobs) + stages - 1)
+    schedules = {rule: one_forward_one_backward(load, rule) for rule in ("alternating", "paired")}
+    ratios = {rule: simulate_lockstep(s, load).bubble_ratio() for rule, s in schedules.items()}
+    assert ratios["alternating"] == pytest.approx(expected)
+    assert ratios["paired"] > expected + 0.5 / (2 * stages)
+    for tick in range(schedules["alternating"].ticks):
+        columns = (schedules["alternating"].forward_mb, schedules["alternating"].backward_mb)
+        assert sum(bool((table[:, tick] >= 0).any()) for table in columns) == 1

@@ -71,7 +71,7 @@ def test_in_paired_ticks_twice_as_many_tasks_as_stages_fill_the_pipeline():
     stages = 4
     for tasks, expected in ((2 * stages, 0.0), (stages, 0.5)):
         load = stream(stages, tasks, backward=1.5)
-        schedule = lorapp(load, paired=True)
+        schedule = lorapp(load, "paired")
         validate(schedule)
         ticks = schedule.forward_ticks()[0]
         steady = np.diff(ticks[len(ticks) // 4 : 3 * len(ticks) // 4])

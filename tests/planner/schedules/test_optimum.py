@@ -1,4 +1,5 @@
-"""The template against exact optima of small pipelines: exhaustive search and a MILP."""
+"""The template and the bounds against exact optima of small pipelines: exhaustive search and a
+MILP."""
 
 import heapq
 import itertools
@@ -7,10 +8,15 @@ import numpy as np
 import pulp
 
 from jaxmux.planner.schedules import (
+    Job,
+    least_makespan,
+    least_paired_ticks,
+    one_forward_one_backward,
     simulate_asynchronous,
     simulate_lockstep,
     template,
     template_order,
+    uniform_workload,
 )
 
 
@@ -131,6 +137,7 @@ def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_load):
         load = load.reorder(template_order(load))
         least = least_lockstep_makespan(load.forward, load.backward)
         gaps.append(simulate_lockstep(template(load), load).makespan / least - 1)
+        assert least_makespan(load) <= least * (1 + 1e-9)
     print(f"gap to the lockstep optimum: mean {np.mean(gaps):.2%}, most {max(gaps):.2%}")
     assert min(gaps) > -1e-9
     assert max(gaps) <= 0.03
@@ -147,6 +154,29 @@ def test_template_is_within_3_percent_of_the_free_running_optimum(bucket_load):
         least = least_free_running_makespan(load.forward, load.backward)
         schedule = template(load, "asynchronous")
         gaps.append(simulate_asynchronous(schedule, load).makespan / least - 1)
+        assert least_makespan(load) <= least * (1 + 1e-3)
     print(f"gap to the free-running optimum: mean {np.mean(gaps):.2%}, most {max(gaps):.2%}")
     assert min(gaps) > -1e-3
     assert max(gaps) <= 0.03
+
+
+def test_no_schedule_is_shorter_than_the_bounds(random_load):
+    for seed in range(60):
+        load = random_load(seed)
+        bound, ticks = least_makespan(load), least_paired_ticks(load)
+        for rule in ("single", "alternating", "paired"):
+            schedule = one_forward_one_backward(load, rule)
+            assert bound <= simulate_asynchronous(schedule, load).makespan * (1 + 1e-9)
+            assert bound <= simulate_lockstep(schedule, load).makespan * (1 + 1e-9)
+        assert ticks <= schedule.ticks
+
+
+def test_a_task_alone_takes_what_its_updates_leave(stages=4, steps=5, microbatches=6):
+    """The bounds are reached where every global batch is a flush."""
+    jobs = [Job((0,), (step,)) for step in range(steps) for _ in range(microbatches)]
+    load = uniform_workload(jobs, [1.0] * stages, [1.0] * stages)
+    schedule = one_forward_one_backward(load)
+    expected = steps * 2 * (microbatches + stages - 1)
+    assert simulate_asynchronous(schedule, load).makespan == least_makespan(load) == expected
+    paired = one_forward_one_backward(load, "paired")
+    assert paired.ticks == least_paired_ticks(load) == steps * (microbatches + 2 * stages - 1)

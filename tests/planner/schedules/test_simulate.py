@@ -19,7 +19,7 @@ from jaxmux.planner.schedules import (
 GENERATORS = [
     gpipe,
     one_forward_one_backward,
-    lambda load: one_forward_one_backward(load, paired=True),
+    lambda load: one_forward_one_backward(load, "paired"),
     lambda load: interleaved(load, 2),
     lorapp,
 ]

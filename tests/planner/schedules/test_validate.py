@@ -60,7 +60,7 @@ def test_rejects_a_duplicated_op(schedule, name):
 def test_rejects_swapped_ops(name):
     """In a 1F1B of paired ticks no message waits, so that no two jobs can change places."""
     load = uniform_workload(round_robin_jobs(1, 1, microbatches=6), [1.0] * 3, [1.0] * 3)
-    schedule = one_forward_one_backward(load, paired=True)
+    schedule = one_forward_one_backward(load, "paired")
     table = getattr(schedule, name)
     for stage in range(3):
         ticks = np.flatnonzero(table[stage] >= 0)

@@ -1,0 +1,160 @@
+"""The shape class of a run on one device, chosen by cost over a sample of its rounds (MuxTune 3.5).
+
+All tasks are one hTask: any of them may share a microbatch. On one device that is what MuxTune's
+fusion (`planner.fusion`) comes to: there is no pipeline to fill, and tasks apart would take
+microbatches of their own, of which the last is partly empty and each spends some time that does not
+shrink with its tokens. By the estimates for an H200, two hTasks, each in its own best shape class,
+take 0.96 to 1.15 times as long as one over mixes of real data sets, and one hTask a task 1.1 to 1.5
+times: shorter rows for short samples are not worth a second program to compile.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data import Sample
+from jaxmux.engine import PreparedTask
+from jaxmux.models import BackboneConfig, device_memory
+from jaxmux.planner.alignment import (
+    Alignment,
+    ShapeRequest,
+    choose_alignment,
+    plain_alignment,
+)
+from jaxmux.planner.cost_models import PROFILES, CostModels, device_models
+from jaxmux.planner.mesh import Mesh
+from jaxmux.planner.mesh_costs import MeshCosts
+from jaxmux.planner.pool import Pool
+from jaxmux.planner.profile import BackboneSize
+from jaxmux.planner.shape_class import MIN_CHUNK_LEN
+from jaxmux.profiling.size import size_of
+
+_PROFILES = PROFILES
+# The choice looks at so many rounds, so many samples in all and in a round: it takes a second at
+# most. Of larger rounds a part will do, for what is left in the last microbatch hardly counts.
+_MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
+
+
+class RunCosts(NamedTuple):
+    """What microbatches of a run take on this device.
+
+    Attributes:
+      mesh: their costs, by shape class.
+      source: where the costs come from.
+      least_chunk_len: shortest chunk that the device's kernels take.
+    """
+
+    mesh: MeshCosts
+    source: str
+    least_chunk_len: int
+
+
+class Choice(NamedTuple):
+    """A shape class and why.
+
+    Attributes:
+      alignment: the choice, and what it costs over the rounds that were looked at.
+      plain: what the plain rule would have chosen.
+      source: where the costs come from.
+    """
+
+    alignment: Alignment
+    plain: Alignment
+    source: str
+
+    def __str__(self) -> str:
+        chosen, plain = self.alignment, self.plain
+        text = f"microbatches of {_described(chosen)}"
+        if chosen.shape == plain.shape:
+            return text
+        return f"{text}, the fastest by costs {self.source}; the plain rule: {_described(plain)}"
+
+
+def run_costs(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    dtype: jnp.dtype,
+    remat: str = "auto",
+    memory: int | None = None,
+) -> RunCosts:
+    """The costs of training these tasks together on this device.
+
+    Args:
+      dtype: of the backbone's weights.
+      remat, memory: as the engine has them.
+    """
+    models = _device_models(size_of(config, dtype), dtype, memory or device_memory())
+    # Of the optimizer with most moments, as the engine reckons.
+    pool = Pool(
+        slots=len(tasks),
+        rank=max(task.task.adapter.rank for task in tasks),
+        modules=tuple(sorted({module for task in tasks for module in task.targets})),
+        dropout=any(task.task.adapter.dropout > 0 for task in tasks),
+    )
+    # The engine's "none" keeps more than "dots" and is no faster.
+    policy = "dots" if remat == "none" else remat
+    return RunCosts(
+        MeshCosts(models.times, models.memory, pool, Mesh(), policy),
+        f"{models.source.kind} for {models.source.device}",
+        models.least_chunk_len if jax.default_backend() == "gpu" else MIN_CHUNK_LEN,
+    )
+
+
+def choose_shape(
+    tasks: Sequence[PreparedTask],
+    costs: RunCosts,
+    tokens: int,
+    row_len: int | None = None,
+    chunk_len: int | None = None,
+) -> Choice:
+    """The shape class in which the tasks' rounds are predicted to take the least time.
+
+    Args:
+      tokens: N, the most tokens of a microbatch; all of them where both lengths are given.
+      row_len, chunk_len: None for the best.
+    """
+    request = ShapeRequest(tokens, row_len, chunk_len, costs.least_chunk_len)
+    lengths = [length for task in tasks for length in task.lengths]
+    given = (sample_rounds(tasks), request, costs.mesh.microbatch, lengths)
+    return Choice(choose_alignment(*given), plain_alignment(*given), costs.source)
+
+
+def sample_rounds(tasks: Sequence[PreparedTask]) -> list[Mapping[int, list[int]]]:
+    """By slot, the stream lengths of the global batches of some rounds, from the first to the last
+    at even distances: tasks end at different times."""
+    samples = sum(task.task.batch_size for task in tasks)
+    rounds, part = max(task.steps for task in tasks), min(1.0, _MOST_OF_A_ROUND / samples)
+    count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * samples)))
+    return [
+        {
+            slot: _lengths_of_part(task.batches[step], part)
+            for slot, task in enumerate(tasks)
+            if step < task.steps
+        }
+        for step in np.linspace(0, rounds - 1, count).astype(int).tolist()
+    ]
+
+
+def _lengths_of_part(batch: Sequence[Sample], part: float) -> list[int]:
+    return [sample.stream_length for sample in batch[: math.ceil(part * len(batch))]]
+
+
+def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> CostModels:
+    """Those of this machine's devices; estimates for H200s serve any, for they only rank shape
+    classes."""
+    device = jax.local_devices()[0].device_kind
+    return device_models(size, memory, Mesh(), device, jnp.dtype(dtype).name, _PROFILES)
+
+
+def _described(alignment: Alignment) -> str:
+    shape = alignment.shape
+    rows = "1 row" if shape.rows == 1 else f"{shape.rows} rows"
+    several = "several sequences" if shape.max_sequences > 1 else "one sequence"
+    return (
+        f"{rows} of {shape.row_len} tokens, {several} each, in chunks of {shape.chunk_len} "
+        f"({alignment.padding:.0%} padding)"
+    )

@@ -1,0 +1,329 @@
+"""Effective throughput on one GPU of tasks with samples of mixed lengths: the engine beside padding
+and plain packing, all through the same `Engine` and kernels, so that only the layout differs.
+
+  python scripts/benchmark_packing.py --out benchmarks/packing_h200.json --lengths lengths.json
+
+Effective throughput is MuxTune's measure (5.3): tokens of the original samples, without any
+padding, per second of training. MuxTune's own count leaves in what pads a task's samples to that
+task's longest, for which its users are billed; since all policies train the same samples, their
+ratios do not depend on that. A round has `--samples` samples of every task. The policies:
+
+  zero-padding           MuxTune's baseline (ZeroPad, SL-PEFT; 3.5, Figure 12a): every sample is
+                         padded to one global length, which holds the longest sample of all tasks'
+                         data. MuxTune takes powers of two (64, 128, 256 for its data sets), and so
+                         do rows here: each sample has a row of that length, with dense attention.
+  zero-padding per task  every sample is padded to the longest of its own task (MuxTune's l_i); rows
+                         of the global length hold as many as fit, beside those of other tasks.
+  first-fit packing      `jaxmux.planner.first_fit` by the plain rule: rows of the least power of
+                         two that holds the longest sample, the shortest chunks, N tokens.
+  jaxmux                 what `fine_tune` does: shape class chosen by cost, runs packed tightly.
+
+The data sets are those of a JSON file {"lengths": {NAME: [tokens, …]}}; without one, lognormal
+stand-ins of the same names, whose parameters are printed. A mix is a number k: the data sets with
+a mean of at most `--longest_mean` tokens stand in the order of their means, and k of them are taken
+at even distances from the first on. Samples beyond `--max_length` are truncated, as by `fine_tune`.
+
+A record's times are those of a round, its tokens per second effective ones, `ratio` is that over
+zero-padding. Zero-padding and plain packing are compiled once for all mixes, jaxmux's shape class
+for each. `--predict` prints what the planner's cost model says of the same rounds and trains
+nothing; on a machine without a GPU, say which chunks it has:
+
+  python scripts/benchmark_packing.py --predict --chunk_len 128 --lengths lengths.json
+
+For a dry run on CPU:
+
+  python scripts/benchmark_packing.py --out /tmp/dry.json --mixes 2 --samples 4 --max_length 64 \
+      --tokens 512 --rounds 1 --layers 1 --hidden 256 --vocab 512
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_records import Record, RecordFile, installed_versions, make_record
+from benchmark_step import WARM_UP_ROUNDS, llama_config, random_samples, random_task
+
+from jaxmux.data import GlobalBatches, Samples
+from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine.rounds import Packing, pack_tightly
+from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.planner import (
+    Placement,
+    ShapeClass,
+    choose_shape_class,
+    pack_batch,
+    pack_first_fit,
+)
+from jaxmux.runs.shape import RunCosts, choose_shape, run_costs
+
+ZERO_PADDING, PADDING_PER_TASK = "zero-padding", "zero-padding per task"
+FIRST_FIT, ENGINE = "first-fit packing", "jaxmux"
+# So many steps does a task have, of which the first few are timed: the choice of a shape class
+# looks at rounds from all of them.
+STEPS = 500
+# Lengths in tokens like those of real data sets: median, sigma of the logarithm, maximum.
+STAND_INS = {
+    "sst2": (16, 0.46, 64),
+    "boolq": (37, 0.05, 49),
+    "arc_easy": (84, 0.22, 222),
+    "arc_challenge": (92, 0.24, 214),
+    "gsm8k": (145, 0.35, 422),
+    "alpaca_1k": (161, 0.56, 986),
+    "dialogsum": (227, 0.42, 807),
+    "pubmedqa": (365, 0.26, 889),
+}
+STAND_IN_SAMPLES, STAND_IN_SEED = 1000, 0
+
+Lengths = Mapping[int, Sequence[int]]
+
+
+class Policy(NamedTuple):
+    """A way to lay samples out."""
+
+    name: str
+    shape: ShapeClass
+    packing: Packing
+
+
+class Prediction(NamedTuple):
+    """Of the mean round: microbatches, padding as a part of their tokens, and seconds."""
+
+    microbatches: float
+    padding: float
+    seconds: float
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = llama_config(args)
+    lengths = read_lengths(args)
+    tasks_of = {mix: tasks_of_mix(config, args, lengths, mix) for mix in args.mixes}
+    backbone = None if args.predict else Backbone.random(config, dtype=jnp.bfloat16)
+    records = None if args.predict else RecordFile(args.out, args.append)
+    for mix, tasks in tasks_of.items():
+        costs = run_costs(tasks, config, jnp.bfloat16, args.remat, memory(args))
+        costs = costs._replace(least_chunk_len=args.chunk_len or costs.least_chunk_len)
+        print(f"{mix} tasks, costs {costs.source}: {', '.join(t.task.name for t in tasks)}")
+        baseline = None
+        for policy in policies(tasks, costs, args):
+            predicted = predict(policy, tasks, costs, args)
+            print(predicted_line(policy, predicted), flush=True)
+            if args.predict:
+                continue
+            record = measure(backbone, policy, tasks, args) | as_fields(predicted, costs)
+            record = beside(record, baseline or record)
+            baseline = baseline or record
+            records.add(record)
+            print(measured_line(record), flush=True)
+
+
+def policies(tasks: Sequence[PreparedTask], costs: RunCosts, args) -> list[Policy]:
+    """All of them, zero-padding first; as few shape classes as can be, for each is compiled."""
+    every = [length for task in tasks for length in task.lengths]
+    plain = choose_shape_class(every, args.tokens, costs.least_chunk_len)
+    padded = partial(pack_padded, longest=[task.longest for task in tasks])
+    chosen = choose_shape(tasks, costs, args.tokens).alignment.shape
+    return [
+        Policy(ZERO_PADDING, dataclasses.replace(plain, max_sequences=1), pack_tightly),
+        Policy(PADDING_PER_TASK, plain, padded),
+        Policy(FIRST_FIT, plain, pack_first_fit),
+        Policy(ENGINE, chosen, pack_tightly),
+    ]
+
+
+def pack_padded(
+    lengths: Lengths, shape: ShapeClass, longest: Sequence[int]
+) -> Sequence[Sequence[Placement]]:
+    """Every sample takes as many places as its task's longest; `longest` is by slot."""
+    padded = {slot: [longest[slot]] * len(sizes) for slot, sizes in lengths.items()}
+    return pack_batch(padded, shape, solver_seconds=0).microbatches()
+
+
+def predict(policy: Policy, tasks: Sequence[PreparedTask], costs: RunCosts, args) -> Prediction:
+    """By the cost model, over the rounds that are timed."""
+    counts, tokens = [], []
+    for step in range(WARM_UP_ROUNDS - 1, WARM_UP_ROUNDS - 1 + args.rounds):
+        lengths = {
+            slot: [s.stream_length for s in task.batches[step]] for slot, task in enumerate(tasks)
+        }
+        counts.append(len(policy.packing(lengths, policy.shape)))
+        tokens.append(sum(map(sum, lengths.values())))
+    count = statistics.mean(counts)
+    seconds = count * costs.mesh.microbatch(policy.shape) + costs.mesh.update()
+    return Prediction(count, 1 - statistics.mean(tokens) / (count * policy.shape.tokens), seconds)
+
+
+def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], args) -> Record:
+    """Trains `args.rounds` rounds after the warm-up."""
+    if args.cache:
+        jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
+    options = EngineOptions(
+        policy.shape,
+        # All mixes run the same programs.
+        slots=max(args.mixes),
+        remat=args.remat,
+        memory=memory(args),
+        grouped_lora=args.grouped_lora,
+        packing=policy.packing,
+    )
+    engine = Engine(backbone, options)
+    engine.register_tasks(tasks)
+    ends, microbatches, tokens = [time.perf_counter()], [0], []
+    for _ in range(WARM_UP_ROUNDS + args.rounds):
+        # Returns once the device has finished the round before, with that round's updates.
+        updates = engine.train_round()
+        ends.append(time.perf_counter())
+        microbatches.append(engine.microbatches)
+        tokens.append(sum(update.tokens for update in updates))
+    engine.drain()
+    engine.close()
+    del engine
+    gc.collect()
+    first = WARM_UP_ROUNDS
+    times = [end - start for start, end in pairwise(ends[first:])]
+    # What ended between the first of these and the last began one call before.
+    count = microbatches[-2] - microbatches[first - 1]
+    effective, computed = sum(tokens[first:]), count * policy.shape.tokens
+    shape = policy.shape
+    return make_record(
+        name="packing",
+        shape=f"{shape.rows} x {shape.row_len}, {shape.max_sequences} a row, "
+        f"chunks of {shape.chunk_len}",
+        dtype="bfloat16",
+        tasks=len(tasks),
+        ranks=[args.rank] * len(tasks),
+        dropout=0.0,
+        implementation=policy.name,
+        ms_median=1e3 * statistics.median(times),
+        ms_min=1e3 * min(times),
+        ms_max=1e3 * max(times),
+        tokens_per_second=effective / sum(times),
+        device=jax.devices()[0].device_kind,
+        versions=installed_versions("jax", "jaxlib", "flax", "optax"),
+        data=[task.task.name for task in tasks],
+        samples=args.samples,
+        tokens=args.tokens,
+        computed_tokens_per_second=computed / sum(times),
+        padding=1 - effective / computed,
+        microbatches=count / args.rounds,
+        rounds=args.rounds,
+        first_round_seconds=round(ends[1] - ends[0], 1),
+    )
+
+
+def beside(record: Record, baseline: Record) -> Record:
+    """The record with zero-padding's of the same tasks as its baseline."""
+    return record | {
+        "baseline": baseline["implementation"],
+        "baseline_ms_median": baseline["ms_median"],
+        "ratio": record["tokens_per_second"] / baseline["tokens_per_second"],
+    }
+
+
+def as_fields(predicted: Prediction, costs: RunCosts) -> Record:
+    return {
+        "predicted_ms": 1e3 * predicted.seconds,
+        "predicted_padding": predicted.padding,
+        "costs": costs.source,
+    }
+
+
+def predicted_line(policy: Policy, predicted: Prediction) -> str:
+    shape = policy.shape
+    return (
+        f"  {policy.name}: predicted {predicted.microbatches:.2f} microbatches of {shape.rows} x "
+        f"{shape.row_len} ({shape.max_sequences} a row, chunks of {shape.chunk_len}), "
+        f"{predicted.padding:.0%} padding, {1e3 * predicted.seconds:.0f} ms a round"
+    )
+
+
+def measured_line(record: Record) -> str:
+    return (
+        f"  {record['implementation']}: {record['ms_median']:.0f} ms a round, "
+        f"{record['padding']:.0%} padding, {record['tokens_per_second']:,.0f} effective tokens/s, "
+        f"{record['ratio']:.2f}x zero-padding; first round {record['first_round_seconds']} s"
+    )
+
+
+def tasks_of_mix(
+    config: BackboneConfig, args, lengths: Mapping[str, Sequence[int]], mix: int
+) -> list[PreparedTask]:
+    """A task on random tokens for each data set of the mix. They share their first adapter: to make
+    one takes the host a second."""
+    short = [name for name in lengths if np.mean(lengths[name]) <= args.longest_mean]
+    short.sort(key=lambda name: (np.mean(lengths[name]), name))
+    if mix > len(short):
+        raise SystemExit(f"--mixes {mix}: there are {len(short)} data sets: {', '.join(short)}")
+    names = [short[i * len(short) // mix] for i in range(mix)]
+    first = random_task(config, "task0", [1], args.samples, STEPS, args.rank)
+    tasks = []
+    for i, name in enumerate(names):
+        # A sample of n tokens takes n - 1 places.
+        sizes = [max(1, min(length, args.max_length) - 1) for length in lengths[name]]
+        samples = random_samples(config, sizes, seed=i)
+        task = dataclasses.replace(
+            first,
+            task=dataclasses.replace(first.task, name=name),
+            samples=Samples(samples, len(samples), 0, 0),
+            batches=GlobalBatches(samples, args.samples, seed=i),
+        )
+        tasks.append(task)
+    return tasks
+
+
+def read_lengths(args) -> dict[str, Sequence[int]]:
+    if args.lengths:
+        return json.loads(args.lengths.read_text())["lengths"]
+    rng = np.random.default_rng(STAND_IN_SEED)
+    drawn = {}
+    for name, (median, spread, most) in STAND_INS.items():
+        print(f"{name}: lognormal, median {median}, sigma {spread}, at most {most} tokens")
+        sizes = median * rng.lognormal(0, spread, STAND_IN_SAMPLES)
+        drawn[name] = np.clip(sizes.round(), 2, most).astype(int).tolist()
+    return drawn
+
+
+def memory(args) -> int | None:
+    return int(args.memory_gib * 2**30) if args.memory_gib else None
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="the records; not needed with --predict")
+    parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
+    parser.add_argument("--predict", action="store_true", help="print predictions only")
+    parser.add_argument("--lengths", type=Path, help="token counts of real samples, JSON")
+    parser.add_argument("--mixes", type=int, nargs="+", default=[4, 8], help="tasks of each")
+    parser.add_argument("--samples", type=int, default=16, help="of each task, in a round")
+    parser.add_argument("--max_length", type=int, default=1024, help="of a sample, in tokens")
+    parser.add_argument("--longest_mean", type=int, default=1024, help="of a data set, in tokens")
+    parser.add_argument("--cache", type=Path, help="folder of JAX's persistent compilation cache")
+    parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
+    parser.add_argument("--remat", default="dots")
+    parser.add_argument("--memory_gib", type=float, help="what --remat auto may use")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch, at most")
+    parser.add_argument("--chunk_len", type=int, help="the shortest; default: this device's")
+    parser.add_argument("--rounds", type=int, default=6, help="timed")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    args = parser.parse_args(arguments)
+    if not (args.predict or args.out):
+        parser.error("--out is required: where the records go")
+    return args
+
+
+if __name__ == "__main__":
+    main()

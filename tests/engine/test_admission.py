@@ -1,0 +1,73 @@
+"""A task that does not fit into the device's memory is refused; those in training go on."""
+
+import dataclasses
+
+import pytest
+
+from jaxmux.engine import Engine, EngineOptions, engine
+from jaxmux.planner import PlanningError
+from jaxmux.planner.admission import Admission
+from jaxmux.planner.estimates import estimated_memory, estimated_times
+from jaxmux.planner.mesh import Mesh
+from jaxmux.planner.mesh_costs import MeshCosts
+from jaxmux.planner.pool import Pool, merge_pools
+from jaxmux.profiling.size import size_of
+
+RESERVED = Pool(1, 8, ())
+
+
+@pytest.fixture
+def make_guarded(backbone, make_engine):
+    """An engine in whose memory just the given tasks fit."""
+
+    def make(*tasks) -> Engine:
+        shape = make_engine(tasks[0]).options.shape
+        dtype = backbone.weights["embed_tokens"]["weight"].dtype
+        size = size_of(backbone.config, dtype)
+        memory, pool = estimated_memory(size), merge_pools([t.pool for t in tasks], RESERVED)
+        needed = memory.peak(shape, pool, "full")
+        memory = dataclasses.replace(memory, memory=int(needed / 0.97) + 1)
+        costs = MeshCosts(estimated_times(size), memory, pool, Mesh())
+        guard = Admission(costs, shape, reserved=RESERVED, mesh_may_grow=False)
+        return Engine(backbone, EngineOptions(shape, slots=4, rank=8), guard)
+
+    return make
+
+
+def test_a_task_beyond_memory_is_refused_and_the_others_train_on(
+    make_guarded, make_engine, make_task, train, assert_same_bits
+):
+    one, two, three = (make_task(name) for name in ("one", "two", "three"))
+    guarded, free = make_guarded(one, two), make_engine(one, two)
+    guarded.register_tasks([one, two])
+    for each in (guarded, free):
+        each.train_round()
+        each.drain()
+    message = "task 'three' does not fit beside 'one', 'two': .* at most 2 slots"
+    with pytest.raises(PlanningError, match=message):
+        guarded.register_tasks([three])
+    assert guarded.names == ["one", "two"]
+    train(guarded), train(free)
+    for name in ("one", "two"):
+        assert_same_bits(guarded.adapter(name), free.adapter(name))
+    guarded.release("one")
+    guarded.register_tasks([three])
+    assert guarded.names == ["two", "three"]
+
+
+def test_what_rounds_were_seen_to_need_counts(make_guarded, make_task, train, monkeypatch):
+    one, two = make_task("one", steps=2), make_task("two")
+    guarded = make_guarded(one, two)
+    before = guarded.admission.costs.memory
+    peaks = iter([1, *[2 * before.memory] * 10])
+    monkeypatch.setattr(engine, "device_peak", lambda: next(peaks))
+    guarded.register_tasks([one])
+    train(guarded)
+    after = guarded.admission.costs.memory
+    assert after.working.observations == before.working.observations + 1
+    with pytest.raises(PlanningError, match="task 'two' does not fit"):
+        guarded.register_tasks([two])
+
+
+def test_without_a_known_memory_every_task_is_admitted(make_engine, make_task):
+    assert make_engine(make_task("one")).admission is None

@@ -1,0 +1,195 @@
+"""The shape class of a run: chosen over all its rounds, by the device's costs, and kept."""
+
+import dataclasses
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
+from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.engine import PreparedTask
+from jaxmux.models import BackboneConfig
+from jaxmux.planner.estimates import estimated_memory
+from jaxmux.planner.profile import (
+    AttentionPoint,
+    HeadPoint,
+    LayerPoint,
+    Measurement,
+    Profile,
+    RoundPoint,
+    UpdatePoint,
+    write_profile,
+)
+from jaxmux.profiling.size import size_of
+from jaxmux.runs import run, shape
+from jaxmux.runs.shape import choose_shape, run_costs, sample_rounds
+
+pytestmark = pytest.mark.xdist_group("resume")
+
+CONFIG = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+)
+# Seconds of a layer for each token; of a token of attention, by whether rows hold several.
+LAYER, DENSE, PACKED = 1e-6, 1e-7, 5e-6
+
+
+def prepared(name: str, lengths, batch_size: int = 16, steps: int = 100) -> PreparedTask:
+    ids = [np.zeros(length + 1, np.int32) for length in lengths]
+    samples = [Sample(tokens, np.arange(len(tokens)) > 0, i) for i, tokens in enumerate(ids)]
+    return PreparedTask(
+        task=Task(name, "none", LoRA(4), AdamW(), batch_size=batch_size, steps=steps),
+        targets={"self_attn.q_proj": np.ones(4, bool)},
+        adapter={},
+        samples=Samples(samples, len(samples), 0, 0),
+        batches=GlobalBatches(samples, batch_size, seed=0),
+        steps=steps,
+        eval_samples=[],
+    )
+
+
+@pytest.fixture
+def tasks() -> list[PreparedTask]:
+    rng = np.random.default_rng(0)
+    short = rng.integers(40, 64, 200)
+    return [prepared("short", short), prepared("long", rng.integers(60, 120, 200), steps=40)]
+
+
+@pytest.fixture
+def ship(tmp_path, monkeypatch):
+    """Makes a profile of this machine's device the only one that ships."""
+    monkeypatch.setattr(shape, "_PROFILES", str(tmp_path))
+
+    def write(config=CONFIG, dtype="float32", device="cpu") -> None:
+        found = []
+        for tokens in (512, 2048):
+            common = {"layers": 1, "tokens": tokens, "row_len": 128, "chunk_len": 64}
+            common |= {"max_sequences": 1}
+            for rank in (0, 4):
+                layer = LayerPoint(
+                    **common,
+                    slots=1,
+                    rank=rank,
+                    tasks=1,
+                    remat="dots",
+                    dropout=False,
+                    backward=True,
+                )
+                found.append(Measurement(layer, LAYER * tokens, 1000))
+            for sequences, seconds in ((1, DENSE), (8, PACKED)):
+                for backward in (False, True):
+                    point = AttentionPoint(tokens, 128, 64, sequences, backward)
+                    found.append(Measurement(point, seconds * tokens))
+            found.append(Measurement(HeadPoint(tokens), LAYER * tokens, 1000))
+            found.append(Measurement(UpdatePoint(tokens, 1, "adamw"), 1e-6))
+            round_ = RoundPoint(**common, slots=1, rank=4, tasks=1)
+            found.append(Measurement(round_, LAYER * tokens))
+        size = estimated_memory(size_of(config, jnp.dtype(dtype))).backbone
+        profile = Profile(device, 2**34, dtype, {}, size, tuple(found))
+        write_profile(profile, tmp_path / "profile.json")
+
+    return write
+
+
+def chosen(tasks, **given):
+    return choose_shape(tasks, run_costs(tasks, CONFIG, jnp.float32), 2048, **given)
+
+
+def test_rounds_are_sampled_from_first_to_last_with_the_tasks_that_are_live(tasks):
+    rounds = sample_rounds(tasks)
+    assert 8 <= len(rounds) <= 16
+    assert [sorted(batches) for batches in (rounds[0], rounds[-1])] == [[0, 1], [0]]
+    for step, batches in ((0, rounds[0]), (99, rounds[-1])):
+        for slot, lengths in batches.items():
+            assert lengths == [s.stream_length for s in tasks[slot].batches[step]]
+    assert len(sample_rounds([prepared("one", [50] * 4, steps=1)])) == 1
+
+
+def test_of_large_rounds_a_part_is_looked_at():
+    many = [prepared(str(i), [50] * 300, batch_size=256) for i in range(16)]
+    rounds = sample_rounds(many)
+    assert len(rounds) == 2
+    assert [len(lengths) for lengths in rounds[0].values()] == [64] * 16
+
+
+def test_choice_is_no_worse_than_the_plain_rule_and_says_why(tasks):
+    choice = chosen(tasks)
+    assert choice == chosen(tasks)
+    assert choice.alignment.seconds < choice.plain.seconds
+    assert choice.alignment.padding < choice.plain.padding
+    (line,) = str(choice).splitlines()
+    assert "estimated for NVIDIA H200" in line and "the plain rule: 16 rows of 128" in line
+    assert f"{choice.alignment.padding:.0%} padding" in line
+
+
+def test_both_lengths_given_leave_nothing_to_choose(tasks):
+    choice = chosen(tasks, row_len=256, chunk_len=128)
+    assert choice.alignment == choice.plain
+    assert (choice.plain.shape.row_len, choice.plain.shape.tokens) == (256, 2048)
+    assert "rule" not in str(choice)
+
+
+def test_held_out_samples_fit_a_row_too(tasks):
+    held_out = prepared("long", [500]).samples.samples
+    wider = [tasks[0], dataclasses.replace(tasks[1], eval_samples=held_out)]
+    assert chosen(wider).alignment.shape.row_len >= 500
+
+
+def test_costs_are_those_of_a_profile_of_this_device_and_backbone(tasks, ship):
+    assert chosen(tasks).alignment.shape.max_sequences > 1
+    ship()
+    choice = chosen(tasks)
+    assert "measured for cpu" in str(choice)
+    # Here packed attention costs more than the padding that it saves.
+    assert choice.alignment.shape.max_sequences == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"config": dataclasses.replace(CONFIG, intermediate_size=1024)},
+        {"dtype": "bfloat16"},
+        {"device": "NVIDIA H200"},
+    ],
+    ids=["backbone", "dtype", "device"],
+)
+def test_profile_of_something_else_is_not_used(tasks, ship, other):
+    ship(**other)
+    assert "estimated" in chosen(tasks).source
+
+
+def test_run_goes_on_in_its_shape_class(train, make_task, tmp_path, monkeypatch, adapter_bytes):
+    """Also where today's choice would be another."""
+    task = make_task("a", steps=4, batch_size=14)
+    options = {"row_len": None, "chunk_len": None, "checkpoint_every": 2}
+    train(tmp_path / "whole", task, **options)
+
+    train_round = Engine.train_round
+
+    def train_round_and_stop(engine, stop):
+        if engine.rounds == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return train_round(engine, stop)
+
+    monkeypatch.setattr(Engine, "train_round", train_round_and_stop)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "stopped", task, **options)
+
+    def choose_otherwise(*_):
+        raise AssertionError("chosen again")
+
+    monkeypatch.setattr(Engine, "train_round", train_round)
+    monkeypatch.setattr(run, "choose_shape", choose_otherwise)
+    train(tmp_path / "stopped", task, **options)
+    found, expected = (adapter_bytes(tmp_path / d / "adapters") for d in ("stopped", "whole"))
+    assert found == expected
+    with pytest.raises(AssertionError, match="chosen again"):
+        train(tmp_path / "stopped", task, restart=True, **options)
