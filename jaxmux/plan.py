@@ -15,7 +15,7 @@ from . import gin_bindings
 from .data import DataError, load_tokenizer
 from .engine.prepare import read_data
 from .gin_bindings import ConfigError
-from .models import REMAT_POLICIES, BackboneConfig, BackboneError
+from .models import BackboneConfig, BackboneError
 from .package_files import resolve_path
 from .peft import resolve_targets
 from .planner import PlanningError
@@ -29,14 +29,14 @@ from .planner.make_plan import (
     try_smaller_microbatches,
 )
 from .planner.mesh import Mesh
-from .planner.mesh_costs import AUTO, MeshCosts
+from .planner.mesh_costs import MeshCosts
 from .planner.plan import Plan
 from .planner.plan_tables import bucket_labels, plan_tables
 from .planner.pool import Pool
 from .planner.schedules import chrome_trace
 from .planner.schedules.picture import draw_schedule
 from .profiling.size import size_of
-from .runs import fine_tune
+from .runs import check_names, check_options, fine_tune
 from .tasks import Task, TaskError
 from .train import DEMO_CONFIG
 
@@ -89,14 +89,7 @@ def _settings() -> dict[str, Any]:
     parameters = inspect.signature(fine_tune).parameters
     defaults = {name: p.default for name, p in parameters.items()}
     settings = defaults | gin_bindings.fine_tune_arguments()
-    choices = {"dtype": (AUTO, "bfloat16", "float32"), "remat": (AUTO, *REMAT_POLICIES)}
-    for name, known in choices.items():
-        if settings[name] not in known:
-            expected = ", ".join(known)
-            raise PlanningError(f"{name} should be one of {expected}, found {settings[name]!r}")
-    for name in ("tokens_per_microbatch", "memory_gib"):
-        if settings[name] is not None and not settings[name] > 0:
-            raise PlanningError(f"{name} should be positive, found {settings[name]!r}")
+    check_options(settings)
     return settings
 
 
@@ -104,11 +97,9 @@ def _plan(
     settings: Mapping[str, Any], mesh: Mesh, profile: Path | None, rounds: int
 ) -> tuple[Plan, SmallerMicrobatches | None]:
     """The plan, and smaller microbatches with which it would be faster."""
-    names = [task.name for task in settings["tasks"]]
-    if not names:
+    if not settings["tasks"]:
         raise PlanningError("nothing to plan: fine_tune.tasks is empty; add one @NAME/Task()")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")
+    check_names(settings["tasks"])
     folder = resolve_path(settings["backbone"])
     config = BackboneConfig.from_folder(folder)
     mesh.require(

@@ -54,13 +54,15 @@ from planner_parts import (
     interleaving_gap,
     largest_bucket_gap,
     packing,
+    plan_seconds,
     timed,
 )
 from planner_replicas import cases, deployment_of, dispatching, simulate
 
 from jaxmux.planner.intra_stage import interleave, priority_order, run_order
 
-RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas")
+RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas", "ahead")
+AHEAD_TASKS = ("xsum", "pubmedqa", "dialogsum", "gsm8k")
 MUXTUNE_PARTS = ("lost without task fusion", "lost without orchestration", "lost without alignment")
 # LoRAFusion 6.5, Fig. 20.
 REPORTED = {
@@ -102,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "overlap": overlap_records(),
         "parts": part_records(lengths, sets, args),
         "replicas": replica_records(lengths, args),
+        "ahead": ahead_records(lengths, args),
     }
     records = []
     for record in chain(*(parts[name] for name in args.parts)):
@@ -241,6 +244,8 @@ def part_records(
     counts = {"microbatches": packed.microbatches, "greedy": packed.greedy}
     yield make_record("microbatches over the lower bound", packed.gap, "", 0.03, counts)
     yield make_record("packing", packed.milliseconds, "ms per sample", 1.0)
+    seconds = plan_seconds(lengths, 32, 4, args.seed)
+    yield make_record("plan of 32 tasks of 16 samples, pp=4", seconds, "s")
 
 
 def replica_records(
@@ -273,6 +278,21 @@ def replica_records(
     yield make_record(name, 1e3 * np.median(found.seconds), "ms", 50.0, baselines)
     baselines = {"median": np.median(found.gaps), "greedy": float(found.greedy_gaps.mean())}
     yield make_record("dispatch over its bound", found.gaps.max(), "", 0.01, baselines)
+
+
+def ahead_records(
+    lengths: Mapping[str, Sequence[int]], args: argparse.Namespace
+) -> Iterator[Record]:
+    """What training waits for planning, which goes on while the device is busy."""
+    from planner_ahead import measure_waits  # It alone needs a device, and takes a while to import.
+
+    found = measure_waits(lengths, AHEAD_TASKS, samples=16, rounds=6, seed=args.seed)
+    baselines = {
+        "packing, in its thread": found.planning,
+        "the first round": found.first,
+        "a round in all, small model": found.round,
+    }
+    yield make_record("wait for the next round's plan", found.waited, "ms", None, baselines)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def measure_waits(
     while not engine.finished:
         engine.train_round()
     engine.drain()
-    seconds = np.array([engine.seconds_waited - first, sum(planned[1:]), time.perf_counter() - start])
+    seconds = np.array(
+        [engine.seconds_waited - first, sum(planned[1:]), time.perf_counter() - start]
+    )
     engine.close()
     return Waits(*(1e3 * seconds / (rounds - 1)), 1e3 * first)
 

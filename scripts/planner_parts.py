@@ -1,7 +1,7 @@
 """How near the planner's parts are to the optimum, and how long they take."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +15,20 @@ from planner_costs import (
     adapter_seconds,
     all_reduce_seconds,
     attention_seconds,
+    cost_models,
     linear_seconds,
+    llama,
 )
 
 from jaxmux.planner.buckets import balance_gap, balanced_buckets, candidate_buckets
 from jaxmux.planner.fusion import fuse_tasks
 from jaxmux.planner.intra_stage import interleave, run_order
+from jaxmux.planner.make_plan import ShapeRequest, TaskLoad, make_plan, shared_pool
+from jaxmux.planner.mesh import Mesh
+from jaxmux.planner.mesh_costs import MeshCosts
 from jaxmux.planner.microbatches import pack_batches, pack_greedily
 from jaxmux.planner.pipeline import Round
+from jaxmux.planner.pool import Pool
 from jaxmux.planner.subgraphs import Block, Subgraph, graph_of, segment
 
 Loads = Sequence[float]
@@ -163,6 +169,20 @@ def packing(rounds: Sequence[Round], tokens: int) -> Packing:
     greedy = sum(pack_greedily(batches, shape).count for batches in rounds)
     bound = sum(batch.bound for batch in packed)
     return Packing(count, greedy, count / bound - 1, 1e3 * seconds / samples)
+
+
+def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, seed: int) -> float:
+    """Of a whole plan, as `python -m jaxmux.plan` makes it, for tasks of all data sets in turns."""
+    rng = np.random.default_rng(seed)
+    loads = []
+    for i in range(tasks):
+        own = sorted(lengths)[i % len(lengths)]
+        batches = rng.choice(lengths[own], (8, 16)).tolist()
+        loads.append(TaskLoad(f"{own}{i}", Pool(1, 16), 16, 100, sum(batches, []), batches))
+    models = cost_models(llama())
+    costs = MeshCosts(models.times, models.memory, shared_pool(loads), Mesh(stages, 1))
+    request = ShapeRequest(8192, least_chunk_len=128)
+    return timed(lambda: make_plan(loads, request, costs, models.source, rounds=8))[1]
 
 
 def decoder_subgraphs(htask_lengths: Sequence[Sequence[int]], layers: int, tp: int):

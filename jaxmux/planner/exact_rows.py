@@ -11,6 +11,7 @@ lower bound on; the least-full last microbatch (Eq. 4) is that program's objecti
 """
 
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ import pulp
 
 from .rows import Queues, Row, RowShape, runs_of_rows
 
-# Building a program takes some 20 µs for each variable: a larger one than this for each second of
-# the limit would take longer to build than it may take to solve.
-_VARIABLES_PER_SECOND = 50_000
+# Building a program takes some 20 µs for each variable: one larger than this for each second of the
+# limit would take more than half of it.
+_VARIABLES_PER_SECOND = 25_000
 
 
 class Answer(NamedTuple):
@@ -52,8 +53,9 @@ def solve_rows(queues: Queues, shape: RowShape, rows: int, last: int, seconds: f
       shape: what a row holds.
       rows: number of rows.
       last: first row of the last microbatch.
-      seconds: time limit of the solver. A program that takes longer to build is not tried.
+      seconds: time limit. A program that takes long to build is not tried.
     """
+    begun = time.monotonic()
     chains = _chains(queues, shape)
     chunks = sum(group.runs * group.chunks for chain in chains for group in chain)
     if chunks > rows * shape.chunks:
@@ -88,7 +90,10 @@ def solve_rows(queues: Queues, shape: RowShape, rows: int, last: int, seconds: f
             if sum(run.seats for _, run in runs) > shape.seats:
                 return Answer(None, True, 0)
         return Answer(plan, False, chunks - sum(c * count for c, count in in_first_rows))
-    stats = problem.solve(pulp.HiGHS(msg=False, timeLimit=seconds))
+    left = seconds - (time.monotonic() - begun)
+    if left <= 0:
+        return Answer(None, False, 0)
+    stats = problem.solve(pulp.HiGHS(msg=False, timeLimit=left))
     if not stats.has_solution:
         return Answer(None, stats.status == pulp.LpSolveStatus.Infeasible, 0)
     proven = stats.objective if stats.best_bound is None else stats.best_bound

@@ -12,10 +12,11 @@ into rows then decides only where they lie. The lower bound knows no such restra
 every layout of the samples in which each chunk has one owner.
 """
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from functools import partial
-from typing import NamedTuple
+from concurrent.futures import BrokenExecutor, Executor, Future
+from typing import Any, NamedTuple
 
 from .rows import (
     Row,
@@ -31,12 +32,16 @@ from .rows import (
 from .runs import Run, cut_runs
 from .shape_class import ShapeClass
 
+_log = logging.getLogger("jaxmux")
+
 Lengths = Mapping[int, Sequence[int]]
 
 # Version of what `pack_batch` makes without a solver: a round can be taken up in its middle only if
 # it is packed as before.
 PACKING = 1
 
+# A process is given up after so many seconds, and limits of the solver: it may have yet to start.
+_PATIENCE_SECONDS, _PATIENCE_LIMITS = 30.0, 10.0
 # The solver's share of the 1 ms that planning a sample may take.
 _SOLVER_SECONDS_PER_SAMPLE = 2e-4
 
@@ -139,10 +144,37 @@ def pack_batches(
     Args:
       batches, shape, solver_seconds: see `pack_batch`.
       executor: packs them in parallel (LoRAFusion Alg. 1, line 1). A `ProcessPoolExecutor` that
-        spawns its processes will do, kept by the caller, for processes are slow to start.
+        spawns its processes will do, kept by the caller, for processes are slow to start. What its
+        processes fail to do, killed or stuck, is done here without the solver.
     """
-    pack = partial(pack_batch, shape=shape, solver_seconds=solver_seconds)
-    return list((executor.map if executor else map)(pack, batches))
+    if executor is None:
+        return [pack_batch(lengths, shape, solver_seconds) for lengths in batches]
+    futures = [_submit(executor, lengths, shape, solver_seconds) for lengths in batches]
+    patience = _PATIENCE_SECONDS + _PATIENCE_LIMITS * (solver_seconds or 0.0)
+    return [
+        _collect(future, lengths, shape, patience)
+        for future, lengths in zip(futures, batches, strict=True)
+    ]
+
+
+def _submit(executor: Executor, *arguments: Any) -> Future[PackedBatch]:
+    try:
+        return executor.submit(pack_batch, *arguments)
+    except BrokenExecutor as e:
+        failed: Future[PackedBatch] = Future()
+        failed.set_exception(e)
+        return failed
+
+
+def _collect(
+    future: Future[PackedBatch], lengths: Lengths, shape: ShapeClass, patience: float
+) -> PackedBatch:
+    try:
+        return future.result(patience)
+    except (BrokenExecutor, TimeoutError) as e:
+        _log.warning("a batch is packed without the solver: %s", str(e) or "its process is stuck")
+        future.cancel()
+        return pack_batch(lengths, shape, solver_seconds=0)
 
 
 def pack_batch(
@@ -183,9 +215,9 @@ def pack_cut(
     Args:
       batches: by slot, the task's global batch.
       shape: shape class of the microbatches, for which they were cut.
-      solver_seconds: time limit of each program; 0 leaves the solver out, None takes what keeps
-        planning below 1 ms a sample. The result depends on the machine's speed only where a
-        program reaches its limit.
+      solver_seconds: time limit of all programs together; 0 leaves the solver out, None takes what
+        keeps planning below 1 ms a sample. The result depends on the machine's speed only where
+        the limit is reached.
     """
     runs = {slot: batch.runs for slot, batch in batches.items()}
     lengths = {slot: batch.lengths for slot, batch in batches.items()}
@@ -200,9 +232,14 @@ def pack_cut(
         solver_seconds = _SOLVER_SECONDS_PER_SAMPLE * sum(map(len, lengths.values()))
     if solver_seconds > 0:
         # Who leaves the solver out need not load it.
-        from .exact_rows import solve_rows
+        from .exact_rows import Answer, solve_rows
 
-        program = partial(solve_rows, queues, row_shape, seconds=solver_seconds)
+        end = time.monotonic() + solver_seconds
+
+        def program(rows: int, last: int) -> Answer:
+            seconds = max(0.0, end - time.monotonic())
+            return solve_rows(queues, row_shape, rows, last, seconds)
+
         rows, isolated_bound = _with_fewest_microbatches(rows, isolated_bound, height, program)
         rows = _with_least_full_last(rows, height, program, queues, row_shape)
     return PackedBatch(shape, runs, rows, bound, isolated_bound)

@@ -1,6 +1,7 @@
 """A run: tasks trained from start to exported adapters, with files, checkpoints and reports."""
 
 from .checkpoints import read_task
+from .options import check_names, check_options
 from .run import Interrupted, fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_identity
 from .summary import Summary
@@ -10,6 +11,8 @@ __all__ = [
     "RunDirectory",
     "RunDirectoryError",
     "Summary",
+    "check_names",
+    "check_options",
     "fine_tune",
     "read_identity",
     "read_task",

@@ -13,10 +13,9 @@ from typing import Any
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
 from jaxmux.generation import Request, complete
-from jaxmux.models import REMAT_POLICIES, Backbone, device_memory, load_backbone
+from jaxmux.models import Backbone, device_memory, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter
-from jaxmux.planner import PlanningError
 from jaxmux.planner.admission import Admission
 from jaxmux.tasks import Task, TaskError
 
@@ -24,6 +23,7 @@ from .checkpoints import Checkpoints, RunPosition, read_shape
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter, read_metrics
+from .options import check_names, check_options
 from .run_directory import RunDirectory, write_atomically
 from .shape import choose_shape, run_costs
 from .summary import Summary
@@ -75,7 +75,8 @@ def fine_tune(
       remat: "none", "dots", "lean" or "full": what is kept from forward to backward, from most to
         least memory; "dots" recomputes no matrix product. "auto" mixes them over the layers so that
         least is recomputed in the memory that there is.
-      memory_gib: memory of the device to use, for "auto"; None for all that JAX may use.
+      memory_gib: memory of the device to use, by which tasks are refused and "auto" chooses; None
+        for all that JAX may use.
       checkpoint_every: rounds between checkpoints. A round is one global batch of every task.
       keep_checkpoints: how many are kept.
       max_bad_steps: consecutive non-finite updates after which a task fails; the others go on.
@@ -95,22 +96,21 @@ def fine_tune(
     """
     console = console or RunConsole()
     backbone = str(Path(resolve_path(backbone)).absolute())
-    _check_names(tasks)
-    _check_options(
+    if not tasks:
+        raise TaskError("no tasks to train")
+    check_names(tasks)
+    check_options(
         {
-            "dtype": (dtype, ("auto", "bfloat16", "float32")),
-            "remat": (remat, ("auto", *REMAT_POLICIES)),
-        },
-        {
+            "dtype": dtype,
+            "remat": remat,
+            "memory_gib": memory_gib,
             "tokens_per_microbatch": tokens_per_microbatch,
             "checkpoint_every": checkpoint_every,
             "keep_checkpoints": keep_checkpoints,
             "max_bad_steps": max_bad_steps,
             "sample_tokens": sample_tokens,
-        },
+        }
     )
-    if memory_gib is not None and not memory_gib > 0:
-        raise PlanningError(f"memory_gib should be positive, found {memory_gib!r}")
     identity = {
         "backbone": backbone,
         "dtype": dtype,
@@ -270,23 +270,6 @@ def _show_samples(
 def _adapter_folders(summary: Summary, directory: RunDirectory) -> dict[str, str]:
     done = [name for name, task in summary.tasks.items() if task["status"] == "succeeded"]
     return {name: str(directory.adapter(name)) for name in done}
-
-
-def _check_names(tasks: Sequence[Task]) -> None:
-    if not tasks:
-        raise TaskError("no tasks to train")
-    names = [task.name for task in tasks]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")
-
-
-def _check_options(choices: dict[str, tuple[str, tuple[str, ...]]], counts: dict[str, int]) -> None:
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise PlanningError(f"{name} should be one of {', '.join(known)}, found {value!r}")
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise PlanningError(f"{name} should be an integer of at least 1, found {value!r}")
 
 
 def _identity(task: Task) -> dict[str, Any]:

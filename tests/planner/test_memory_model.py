@@ -125,6 +125,18 @@ def test_stages_divide_all_but_what_a_pass_needs(model):
     )
 
 
+def test_tensor_parallelism_divides_what_lies_between_the_linears(model):
+    """Of what layers keep, the stream before and behind attention is whole on every device."""
+    tokens, rank = 4096, 16
+    size = model.backbone
+    one, four = (model.kept(tokens, rank, "dots", tp) for tp in (1, 4))
+    stream = tokens * 2 * size.hidden_size * size.stream_bytes
+    of_rank = tokens * rank * size.kept["dots"][1]
+    assert one == pytest.approx(model.kept(tokens, rank, "dots"))
+    assert four == pytest.approx(stream + of_rank + (one - stream - of_rank) / 4)
+    assert model.kept(tokens, rank, "full", 4) == model.kept(tokens, rank, "full")
+
+
 def test_engine_policies_fill_the_memory(model):
     tight = dataclasses.replace(model, memory=int(2.6 * GIB))
     policies = tight.policies(SHAPE, POOL)

@@ -1,7 +1,9 @@
 """Packing keeps the rules, is near its lower bound, and takes less than 1 ms a sample."""
 
+import os
+import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 
 import numpy as np
@@ -14,7 +16,7 @@ from packings import (
     random_batch,
 )
 
-from jaxmux.planner import PlanningError, ShapeClass, pack_first_fit
+from jaxmux.planner import PlanningError, ShapeClass, microbatches, pack_first_fit
 from jaxmux.planner.microbatches import pack_batch, pack_batches, pack_greedily
 from jaxmux.planner.runs import cut_runs, row_bins
 
@@ -128,12 +130,73 @@ def test_solver_finds_what_filling_row_after_row_does_not():
     assert filled.count == 8 and solved.count == 7 == solved.isolated_bound
 
 
-def test_batches_are_packed_in_parallel_processes():
-    shape = SHAPES[1]
-    batches = [random_batch(shape, seed) for seed in range(6)]
+def hard_batch(seed: int, tasks: int = 4) -> tuple[dict[int, list[int]], ShapeClass]:
+    """Runs that leave it open for long whether a row can be saved."""
+    rng = np.random.default_rng(seed)
+    return {
+        slot: (64 * rng.integers(1, 14, 40) - rng.integers(0, 20, 40)).tolist()
+        for slot in range(tasks)
+    }, ShapeClass(rows=1, row_len=1024, chunk_len=64, max_sequences=64)
+
+
+def test_all_programs_of_a_batch_together_keep_the_time_limit():
+    limit, over = 0.4, []
+    for seed in range(3):
+        lengths, shape = hard_batch(seed)
+        plain = pack_batch(lengths, shape, solver_seconds=0)
+        start = time.perf_counter()
+        limited = pack_batch(lengths, shape, solver_seconds=limit)
+        over.append(time.perf_counter() - start - limit)
+        assert limited.count <= plain.count and limited.bound == plain.bound
+    # The limit is reached, and kept as well as a solver that looks at the clock now and then can on
+    # shared cores.
+    assert 0 < np.median(over) < 0.8
+
+
+def test_out_of_time_the_packing_without_the_solver_stands():
+    lengths, shape = hard_batch(0)
+    assert pack_batch(lengths, shape, 1e-6) == pack_batch(lengths, shape, 0)
+
+
+@pytest.fixture(scope="module")
+def executor():
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
-        parallel = pack_batches(batches, shape, solver_seconds=0, executor=executor)
-    assert parallel == pack_batches(batches, shape, solver_seconds=0)
+        yield executor
+
+
+@pytest.mark.parametrize("seconds", [0, 20])
+def test_parallel_processes_pack_what_one_does(executor, seconds):
+    """With time enough for the solver, too: no result depends on the machine."""
+    batches = [random_batch(SHAPES[1], seed) for seed in range(6)]
+    found = pack_batches(batches, SHAPES[1], seconds, executor)
+    assert found == pack_batches(batches, SHAPES[1], seconds)
+
+
+def test_what_killed_processes_leave_is_packed_without_them(caplog):
+    batches = [random_batch(SHAPES[1], seed) for seed in range(3)]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        killed = executor.submit(os.kill, executor.submit(os.getpid).result(), signal.SIGKILL)
+        found = pack_batches(batches, SHAPES[1], None, executor)
+        assert isinstance(killed.exception(), BrokenExecutor)
+        again = pack_batches(batches, SHAPES[1], None, executor)
+    assert found == again == pack_batches(batches, SHAPES[1], solver_seconds=0)
+    assert "packed without the solver" in caplog.text
+
+
+def test_a_process_that_is_stuck_is_not_waited_for(monkeypatch, caplog):
+    class Stuck:
+        def submit(self, *arguments):
+            return Future()
+
+    monkeypatch.setattr(microbatches, "_PATIENCE_SECONDS", 0.01)
+    batches = [random_batch(SHAPES[1], seed=0)]
+    assert pack_batches(batches, SHAPES[1], 0, Stuck()) == pack_batches(batches, SHAPES[1], 0)
+    assert "stuck" in caplog.text
+
+
+def test_a_bad_batch_is_named_from_another_process(executor):
+    with pytest.raises(PlanningError, match="slot 3: sample 1 has 300 tokens"):
+        pack_batches([{3: [10, 300]}], SHAPES[1], executor=executor)
 
 
 def test_nothing_to_pack_gives_no_microbatch():

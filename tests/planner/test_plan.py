@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -170,6 +171,14 @@ def test_smaller_microbatches_are_proposed_where_a_pipeline_runs_dry(size, tasks
     )
     alone = plan_of(size, tasks)
     assert try_smaller_microbatches(alone, tasks, REQUEST, costs_of(size, tasks)) is None
+
+
+def test_32_tasks_are_planned_in_seconds(size):
+    loads = [task._replace(name=f"{task.name}.{i}") for i in range(8) for task in draw(samples=16)]
+    start = time.process_time()
+    plan = plan_of(size, loads, Mesh(4, 1))
+    assert time.process_time() - start < 8
+    assert len(plan.tasks) == 32 and plan.prediction.bubble_ratio < 0.05
 
 
 def test_tensor_parallelism_and_stages_share_time_and_memory(size, tasks):

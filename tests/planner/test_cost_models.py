@@ -1,0 +1,108 @@
+"""A profile that ships is the source of costs where it fits, and estimates are elsewhere."""
+
+import dataclasses
+
+import pytest
+
+from jaxmux.planner.cost_models import PROFILES, device_models
+from jaxmux.planner.estimates import estimated_memory
+from jaxmux.planner.mesh import Mesh
+from jaxmux.planner.pool import Pool
+from jaxmux.planner.profile import (
+    AttentionPoint,
+    BackboneSize,
+    HeadPoint,
+    LayerPoint,
+    Measurement,
+    Profile,
+    ProfileError,
+    RoundPoint,
+    UpdatePoint,
+    write_profile,
+)
+from jaxmux.planner.shape_class import ShapeClass
+
+LINEARS = {name: (64, 64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {
+    "gate_proj": (64, 128),
+    "up_proj": (64, 128),
+    "down_proj": (128, 64),
+}
+SIZE = BackboneSize("Llama", 4, 64, 256, LINEARS, 10**5, 10**5, 2, {}, 10**5)
+DEVICE = "Abacus"
+SHAPE = ShapeClass(4, 256, 64, 1)
+
+
+@pytest.fixture
+def ship(tmp_path):
+    """Writes a profile in which a layer takes 1 ms a token."""
+
+    def write(*without: type, **changed) -> None:
+        found = []
+        for tokens in (256, 1024):
+            shape = {"tokens": tokens, "row_len": 256, "chunk_len": 64, "max_sequences": 1}
+            for rank in (0, 8):
+                layer = LayerPoint(
+                    **{"layers": 1, "slots": 1, "rank": rank, "tasks": 1, "remat": "dots"},
+                    **{"dropout": False, "backward": True} | shape,
+                )
+                found.append(Measurement(layer, 1e-3 * tokens, 1000))
+            for backward in (False, True):
+                found.append(Measurement(AttentionPoint(tokens, 256, 64, 1, backward), 1e-9))
+            found.append(Measurement(HeadPoint(tokens), 1e-9, 1000))
+            found.append(Measurement(UpdatePoint(tokens, 1, "adamw"), 1e-9))
+            found.append(Measurement(RoundPoint(1, **shape, slots=1, rank=8, tasks=1), 1e-9))
+        found = [m for m in found if not isinstance(m.point, without)]
+        backbone = estimated_memory(SIZE).backbone
+        profile = Profile(DEVICE, 2**34, "bfloat16", {}, backbone, tuple(found))
+        write_profile(dataclasses.replace(profile, **changed), tmp_path / "shipped.json")
+
+    return write
+
+
+@pytest.fixture
+def models(tmp_path):
+    def get(size: BackboneSize = SIZE, device: str = DEVICE):
+        return device_models(size, None, Mesh(), device, profiles=tmp_path)
+
+    return get
+
+
+def test_without_a_profile_costs_are_estimates(models):
+    assert models().source.kind == "estimated"
+
+
+def test_the_profile_of_device_and_backbone_is_taken(ship, models, tmp_path):
+    ship()
+    found = models()
+    assert found.source.kind == "measured" and str(tmp_path / "shipped.json") in found.source.text
+    assert found.times.layer(SHAPE, (), Pool(1, 8), total=512).total == pytest.approx(0.512)
+    # Another number of layers is the same backbone.
+    deep = models(dataclasses.replace(SIZE, layers=40))
+    assert deep.source.kind == "measured" and deep.times.backbone.layers == 40
+
+
+@pytest.mark.parametrize(
+    ("profile", "asked"),
+    [
+        ({"device": "Slide rule"}, {}),
+        ({"dtype": "float32"}, {}),
+        ({}, {"size": dataclasses.replace(SIZE, hidden_size=128)}),
+        ({}, {"device": "Slide rule"}),
+    ],
+    ids=["device", "dtype", "backbone", "other device"],
+)
+def test_the_profile_of_another_device_or_backbone_is_passed_over(profile, asked, ship, models):
+    ship(**profile)
+    assert models(**asked).source.kind == "estimated"
+
+
+def test_an_incomplete_profile_is_refused_not_passed_over(ship, models):
+    ship(UpdatePoint)
+    with pytest.raises(ProfileError, match="measures no 'update'"):
+        models()
+
+
+def test_profiles_that_ship_can_be_read():
+    """Whichever there are, this device has none."""
+    found = device_models(SIZE, None, Mesh(), DEVICE, profiles=PROFILES)
+    assert found.source.kind == "estimated"
