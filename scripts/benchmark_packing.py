@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_records import Record, RecordFile, installed_versions, make_record
-from benchmark_step import WARM_UP_ROUNDS, llama_config, random_samples, random_task
+from benchmark_step import WARM_UP_ROUNDS, llama_config
 
 from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
@@ -65,6 +65,7 @@ from jaxmux.planner import (
     pack_batch,
     pack_first_fit,
 )
+from jaxmux.profiling import random_samples, random_task
 from jaxmux.runs.shape import RunCosts, choose_shape, run_costs
 
 ZERO_PADDING, PADDING_PER_TASK = "zero-padding", "zero-padding per task"

@@ -24,7 +24,6 @@ For a dry run on CPU:
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import math
@@ -43,15 +42,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from benchmark_records import Record, RecordFile, installed_versions, make_record, read_records
 
-from jaxmux import AdamW, LoRA, Task
-from jaxmux.data import GlobalBatches, Sample, Samples
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.models import Backbone, BackboneConfig
-from jaxmux.peft import initial_adapter, resolve_targets
+from jaxmux.engine import Engine, EngineOptions
+from jaxmux.models import Backbone, BackboneConfig, device_peak
 from jaxmux.planner import choose_shape_class
+from jaxmux.profiling import in_other_names, random_task
 
 PEFT = "Hugging Face PEFT"
 # The first compiles, the second is the first to find a round before it and compiles for that; the
@@ -134,7 +130,8 @@ def started(
         EngineOptions(shape, remat=remat, memory=memory, grouped_lora=args.grouped_lora),
     )
     microbatches, batch = round_size(tasks, length, args.tokens, args.microbatches)
-    prepared = random_tasks(tasks, config, [length] * 2 * batch, batch, rounds, args.rank)
+    task = random_task(config, "task0", [length] * 2 * batch, batch, rounds, args.rank)
+    prepared = in_other_names(task, tasks)
     engine.register_tasks(prepared)
     parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.adapter))
     return Started(engine, microbatches, parameters)
@@ -145,7 +142,7 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
     if args.cache:
         jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
     device = jax.devices()[0]
-    peak_before = peak_bytes(device)
+    peak_before = device_peak()
     microbatches, _ = round_size(tasks, length, args.tokens, args.microbatches)
     timed = max(FEWEST_ROUNDS, -(-args.rounds * args.microbatches // microbatches))
     rounds = WARM_UP_ROUNDS + timed
@@ -162,7 +159,7 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
             f"{tasks} tasks of length {length}: {engine.microbatches} microbatches in {rounds} "
             f"rounds; expected {microbatches} a round, all full"
         )
-    peak = peak_bytes(device)
+    peak = device_peak()
     del engine
     gc.collect()
     seconds = [(end - start) / microbatches for start, end in pairwise(ends)]
@@ -191,48 +188,6 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
         rounds=timed,
         first_round_seconds=round(seconds[0] * microbatches, 1),
     )
-
-
-def peak_bytes(device: jax.Device) -> int | None:
-    """Most memory that this process has used at once; None where the device does not say."""
-    return (device.memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def random_tasks(count: int, config: BackboneConfig, *sizes: int) -> list[PreparedTask]:
-    """Tasks that differ in name alone: to make an adapter takes the host a second."""
-    first = random_task(config, "task0", *sizes)
-    return [
-        dataclasses.replace(first, task=dataclasses.replace(first.task, name=f"task{i}"))
-        for i in range(count)
-    ]
-
-
-def random_task(
-    config: BackboneConfig, name: str, lengths: Sequence[int], batch: int, steps: int, rank: int
-) -> PreparedTask:
-    """A task on random tokens, whose samples occupy just so many positions each."""
-    task = Task(name, "random", LoRA(rank), AdamW(1e-4), batch_size=batch, steps=steps)
-    targets = resolve_targets(task.adapter.target_modules, config)
-    samples = random_samples(config, lengths, seed=len(name) + int(name.removeprefix("task")))
-    return PreparedTask(
-        task=task,
-        targets=targets,
-        adapter=initial_adapter(task.adapter, targets, config, seed=0),
-        samples=Samples(samples, len(samples), 0, 0),
-        batches=GlobalBatches(samples, batch, seed=0),
-        steps=steps,
-        eval_samples=[],
-    )
-
-
-def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) -> list[Sample]:
-    rng = np.random.default_rng(seed)
-    return [
-        Sample(
-            rng.integers(0, config.vocab_size, length + 1, np.int32), np.arange(length + 1) > 0, i
-        )
-        for i, length in enumerate(lengths)
-    ]
 
 
 def earlier_peft(path: Path) -> list[Record]:

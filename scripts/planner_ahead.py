@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmux.data import GlobalBatches, Sample, Samples
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.rounds import pack_tightly
 from jaxmux.models import Backbone, BackboneConfig
-from jaxmux.peft import LoRA, initial_adapter, resolve_targets
 from jaxmux.planner import choose_shape_class
-from jaxmux.tasks import Task
+from jaxmux.profiling import random_task
 
 _CONFIG = BackboneConfig(
     architecture="LlamaForCausalLM",
@@ -59,7 +57,11 @@ def measure_waits(
         return placements
 
     rng = np.random.default_rng(seed)
-    tasks = [_task(name, lengths[name], samples, rounds, rng) for name in sets]
+    tasks = []
+    for name in sets:
+        # A sample of n tokens takes n - 1 places.
+        sizes = np.clip(rng.choice(lengths[name], samples * rounds), 2, _LONGEST) - 1
+        tasks.append(random_task(_CONFIG, name, sizes.tolist(), samples, rounds, rank=8))
     shape = choose_shape_class([n for task in tasks for n in task.lengths], _TOKENS)
     engine = Engine(Backbone.random(_CONFIG), EngineOptions(shape, packing=timed_packing))
     engine.register_tasks(tasks)
@@ -74,25 +76,3 @@ def measure_waits(
     )
     engine.close()
     return Waits(*(1e3 * seconds / (rounds - 1)), 1e3 * first)
-
-
-def _task(
-    name: str, lengths: Sequence[int], samples: int, steps: int, rng: np.random.Generator
-) -> PreparedTask:
-    """A task of random tokens in samples of such lengths."""
-    task = Task(name, data="random.jsonl", adapter=LoRA(8, 16.0), batch_size=samples, steps=steps)
-    sizes = np.clip(rng.choice(lengths, samples * steps), 2, _LONGEST).tolist()
-    drawn = [
-        Sample(rng.integers(_CONFIG.vocab_size, size=n).astype(np.int32), np.arange(n) > 0, i)
-        for i, n in enumerate(sizes)
-    ]
-    targets = resolve_targets(task.adapter.target_modules, _CONFIG)
-    return PreparedTask(
-        task=task,
-        targets=targets,
-        adapter=initial_adapter(task.adapter, targets, _CONFIG, task.seed),
-        samples=Samples(drawn, len(drawn), 0, 0),
-        batches=GlobalBatches(drawn, samples, task.seed),
-        steps=steps,
-        eval_samples=[],
-    )

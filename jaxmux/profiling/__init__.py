@@ -3,6 +3,7 @@
 from .check import Case, Comparison, compare, default_cases, mean_absolute_error
 from .grid import CPU_GRID, Grid
 from .profiler import complete_profile
+from .random_tasks import in_other_names, random_samples, random_task
 
 __all__ = [
     "CPU_GRID",
@@ -12,5 +13,8 @@ __all__ = [
     "compare",
     "complete_profile",
     "default_cases",
+    "in_other_names",
     "mean_absolute_error",
+    "random_samples",
+    "random_task",
 ]

@@ -5,9 +5,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
-
-from jaxmux.models import Backbone
+from jaxmux.models import Backbone, device_peak
 from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.memory_model import MemoryModel, fit_memory_model
 from jaxmux.planner.pool import Pool
@@ -97,11 +95,11 @@ def compare(
 
     for case in sorted(cases, key=lambda case: peak(prior, case) or case.tokens):
         shape, pool = case.shape(chunk_len), Pool(case.tasks, case.rank)
-        before = _peak_bytes()
+        before = device_peak()
         taken, count = run_rounds(backbone, shape, case.tasks, case.rank, case.remat, seconds)
         # An engine refers to itself: without this its memory would count for the next one's.
         gc.collect()
-        after = _peak_bytes() if _peak_bytes() != before else None
+        after = device_peak() if device_peak() != before else None
         predicted = times.predict(shape, case.tasks, case.rank, count, case.remat)
         yield Comparison(case, (taken, predicted), (after, peak(prior, case)), peak(online, case))
         if online and after:
@@ -112,7 +110,3 @@ def mean_absolute_error(pairs: Sequence[tuple[float | None, float | None]]) -> f
     """Mean of |predicted / measured - 1| over the pairs (measured, predicted) that are known."""
     errors = [abs(p / m - 1) for m, p in pairs if m is not None and p is not None]
     return sum(errors) / len(errors) if errors else None
-
-
-def _peak_bytes() -> int | None:
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,27 +1,24 @@
 """Whole rounds of the engine on random tasks: what a user's step takes."""
 
-import dataclasses
 import math
 import statistics
 import time
 
 import jax
-import numpy as np
 
-from jaxmux.data import GlobalBatches, Sample, Samples
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.models import Backbone, BackboneConfig
-from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+from jaxmux.engine import Engine, EngineOptions
+from jaxmux.models import Backbone
 from jaxmux.planner import ShapeClass
 from jaxmux.planner.profile import Measurement, RoundPoint
-from jaxmux.tasks import Task
 
-from .grid import OPTIMIZER, shape_of
+from .grid import shape_of
+from .random_tasks import in_other_names, random_task
 
 # The first compiles, the second is the first to find a round before it.
 _WARM_UP_ROUNDS = 2
 _FEWEST_ROUNDS = 5
+# More than are ever timed.
+_STEPS = 10**6
 
 
 def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Measurement:
@@ -53,9 +50,9 @@ def run_rounds(
     microbatches = rows // shape.rows
     engine = Engine(backbone, EngineOptions(shape, remat=remat))
     try:
-        engine.register_tasks(
-            _random_tasks(backbone.config, tasks, shape.row_len, rows // tasks, rank)
-        )
+        lengths = [shape.row_len] * (rows // tasks)
+        task = random_task(backbone.config, "task0", lengths, len(lengths), _STEPS, rank)
+        engine.register_tasks(in_other_names(task, tasks))
         samples: list[float] = []
         while len(samples) < _WARM_UP_ROUNDS + _FEWEST_ROUNDS or sum(samples[1:]) < seconds:
             start = time.perf_counter()
@@ -71,31 +68,3 @@ def run_rounds(
     finally:
         engine.close()
     return statistics.median(samples[_WARM_UP_ROUNDS:]), microbatches
-
-
-def _random_tasks(
-    config: BackboneConfig, tasks: int, length: int, batch: int, rank: int
-) -> list[PreparedTask]:
-    """Tasks that differ in name alone, whose samples take exactly `length` places."""
-    rng = np.random.default_rng(0)
-    optimizer = OPTIMIZERS[OPTIMIZER](1e-4)
-    spec = Task("task0", "random", LoRA(rank), optimizer, batch_size=batch, steps=10**6)
-    targets = resolve_targets(spec.adapter.target_modules, config)
-    mask = np.arange(length + 1) > 0
-    samples = [
-        Sample(rng.integers(0, config.vocab_size, length + 1, np.int32), mask, i)
-        for i in range(batch)
-    ]
-    first = PreparedTask(
-        task=spec,
-        targets=targets,
-        adapter=initial_adapter(spec.adapter, targets, config, seed=0),
-        samples=Samples(samples, len(samples), 0, 0),
-        batches=GlobalBatches(samples, batch, seed=0),
-        steps=spec.steps,
-        eval_samples=[],
-    )
-    return [
-        dataclasses.replace(first, task=dataclasses.replace(spec, name=f"task{i}"))
-        for i in range(tasks)
-    ]
