@@ -27,3 +27,47 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_profile():
+    """Makes a profile with just the points that the cost models are fitted to.
+
+    `price(point)` gives the seconds of each; `peak(point)`, if given, the bytes. The first row
+    length, sequences per row and rank are those of layers and rounds; rank 0 is measured too.
+    """
+    from jaxmux.planner import profile
+
+    def make(
+        size,
+        price,
+        *,
+        peak=lambda point: None,
+        device="Abacus",
+        dtype="bfloat16",
+        tokens=(256, 1024),
+        row_lens=(128,),
+        sequences=(1, 8),
+        rank=8,
+        optimizers=("adamw",),
+    ) -> profile.Profile:
+        points = []
+        for n in tokens:
+            shape = (n, row_lens[0], 64, sequences[0])
+            points += [
+                profile.LayerPoint(1, *shape, 1, r, min(r, 1), "dots", False, True)
+                for r in (0, rank)
+            ]
+            points += [
+                profile.AttentionPoint(n, row_len, 64, most, backward)
+                for row_len in row_lens
+                for most in sequences
+                for backward in (False, True)
+            ]
+            points.append(profile.HeadPoint(n))
+            points += [profile.UpdatePoint(n, 1, optimizer) for optimizer in optimizers]
+            points.append(profile.RoundPoint(1, *shape, 1, rank, 1))
+        found = (profile.Measurement(point, price(point), peak(point)) for point in points)
+        return profile.Profile(device, 2**34, dtype, {"jax": "0"}, size, tuple(found))
+
+    return make

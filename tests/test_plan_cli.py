@@ -19,8 +19,6 @@ from jaxmux.planner.profile import (
     AttentionPoint,
     HeadPoint,
     LayerPoint,
-    Measurement,
-    Profile,
     RoundPoint,
     UpdatePoint,
     write_profile,
@@ -56,29 +54,37 @@ def refused(capsys):
     return run
 
 
-def profile_of_the_demo(path: Path) -> Path:
-    """A profile with round figures: a layer takes 1 µs a token, and 2 µs with adapters."""
+def price(point) -> float:
+    """Round figures: a layer takes 1 µs a token, and 2 µs with adapters."""
+    match point:
+        case LayerPoint():
+            return (2e-6 if point.rank else 1e-6) * point.tokens
+        case AttentionPoint():
+            return 1e-9 * point.row_len * point.tokens
+        case HeadPoint():
+            return 1e-6 * point.tokens
+        case UpdatePoint():
+            return 1e-12 * point.parameters
+        case RoundPoint():
+            return 4e-6 * point.tokens
+
+
+def peak(point) -> int | None:
+    match point:
+        case LayerPoint():
+            return 10_000 * point.tokens if point.rank else None
+        case HeadPoint():
+            return 1000
+
+
+@pytest.fixture
+def profile_of_the_demo(tmp_path, small_profile) -> Path:
     config = BackboneConfig.from_folder(resolve_path("jaxmux:demo/base"))
     size = estimated_memory(size_of(config, jnp.dtype("bfloat16"))).backbone
-    found = []
-    for tokens in (256, 1024):
-        shape = {"tokens": tokens, "row_len": 128, "chunk_len": 64, "max_sequences": 1}
-        common = {"layers": 1, **shape, "remat": "dots", "dropout": False}
-        for rank, cost in ((0, 1e-6), (8, 2e-6)):
-            layer = LayerPoint(**common, slots=1, rank=rank, tasks=min(rank, 1), backward=True)
-            found.append(Measurement(layer, cost * tokens, 10_000 * tokens if rank else None))
-        for sequences in (1, 8):
-            for row_len in (128, 256):
-                for backward in (False, True):
-                    point = AttentionPoint(tokens, row_len, 64, sequences, backward)
-                    found.append(Measurement(point, 1e-9 * row_len * tokens))
-        found.append(Measurement(HeadPoint(tokens), 1e-6 * tokens, 1000))
-        for optimizer in ("adamw", "sgd", "lion"):
-            found.append(Measurement(UpdatePoint(tokens, 1, optimizer), 1e-12 * tokens))
-        found.append(Measurement(RoundPoint(1, **shape, slots=1, rank=8, tasks=1), 4e-6 * tokens))
-    profile = Profile("Abacus", 2**34, "bfloat16", {"jax": "0"}, size, tuple(found))
-    write_profile(profile, path)
-    return path
+    made = {"row_lens": (128, 256), "optimizers": ("adamw", "sgd", "lion")}
+    profile = small_profile(size, price, peak=peak, **made)
+    write_profile(profile, tmp_path / "profile.json")
+    return tmp_path / "profile.json"
 
 
 def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
@@ -133,9 +139,8 @@ def test_parameters_of_the_config_count(flag, tmp_path):
     assert len(mood) == 5 * plan.rounds
 
 
-def test_profile_is_the_source_of_costs(tmp_path, capsys):
-    path = profile_of_the_demo(tmp_path / "profile.json")
-    assert main([*QUICK, f"--profile={path}", f"--out={tmp_path}"]) == 0
+def test_profile_is_the_source_of_costs(profile_of_the_demo, tmp_path, capsys):
+    assert main([*QUICK, f"--profile={profile_of_the_demo}", f"--out={tmp_path}"]) == 0
     shown = capsys.readouterr().out
     assert "costs are measured" in shown and "Abacus" in shown and "16.0 GiB" in shown
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
@@ -146,14 +151,13 @@ def test_profile_is_the_source_of_costs(tmp_path, capsys):
     assert seconds == pytest.approx(plan.shape.tokens * 13e-6, rel=0.2)
 
 
-def test_collectives_that_a_profile_lacks_are_said_to_be_estimated(tmp_path, capsys):
-    path = profile_of_the_demo(tmp_path / "profile.json")
-    assert main([*QUICK, f"--profile={path}", "--mesh=pp2"]) == 0
+def test_collectives_that_a_profile_lacks_are_said_to_be_estimated(profile_of_the_demo, capsys):
+    assert main([*QUICK, f"--profile={profile_of_the_demo}", "--mesh=pp2"]) == 0
     assert "not in the profile, so estimated for H200s: ppermute over 2" in capsys.readouterr().out
 
 
-def test_profile_of_another_backbone_is_refused(refused, tmp_path):
-    path = profile_of_the_demo(tmp_path / "profile.json")
+def test_profile_of_another_backbone_is_refused(refused, profile_of_the_demo):
+    path = profile_of_the_demo
     data = json.loads(path.read_text())
     data["backbone"]["hidden_size"] = 4096
     path.write_text(json.dumps(data))

@@ -33,7 +33,6 @@ from jaxmux.planner.profile import BackboneSize
 from jaxmux.planner.shape_class import MIN_CHUNK_LEN
 from jaxmux.profiling.size import size_of
 
-_PROFILES = PROFILES
 # The choice looks at so many rounds, so many samples in all and in a round: it takes a second at
 # most. Of larger rounds a part will do, for what is left in the last microbatch hardly counts.
 _MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
@@ -147,7 +146,7 @@ def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> 
     """Those of this machine's devices; estimates for H200s serve any, for they only rank shape
     classes."""
     device = jax.local_devices()[0].device_kind
-    return device_models(size, memory, Mesh(), device, jnp.dtype(dtype).name, _PROFILES)
+    return device_models(size, memory, Mesh(), device, jnp.dtype(dtype).name, PROFILES)
 
 
 def _described(alignment: Alignment) -> str:

@@ -9,14 +9,9 @@ from jaxmux.planner.estimates import estimated_memory
 from jaxmux.planner.mesh import Mesh
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import (
-    AttentionPoint,
     BackboneSize,
-    HeadPoint,
     LayerPoint,
-    Measurement,
-    Profile,
     ProfileError,
-    RoundPoint,
     UpdatePoint,
     write_profile,
 )
@@ -32,29 +27,19 @@ DEVICE = "Abacus"
 SHAPE = ShapeClass(4, 256, 64, 1)
 
 
-@pytest.fixture
-def ship(tmp_path):
-    """Writes a profile in which a layer takes 1 ms a token."""
+def price(point) -> float:
+    """A layer takes 1 ms a token, all else next to nothing."""
+    return 1e-3 * point.tokens if isinstance(point, LayerPoint) else 1e-9
 
+
+@pytest.fixture
+def ship(tmp_path, small_profile):
     def write(*without: type, **changed) -> None:
-        found = []
-        for tokens in (256, 1024):
-            shape = {"tokens": tokens, "row_len": 256, "chunk_len": 64, "max_sequences": 1}
-            for rank in (0, 8):
-                layer = LayerPoint(
-                    **{"layers": 1, "slots": 1, "rank": rank, "tasks": 1, "remat": "dots"},
-                    **{"dropout": False, "backward": True} | shape,
-                )
-                found.append(Measurement(layer, 1e-3 * tokens, 1000))
-            for backward in (False, True):
-                found.append(Measurement(AttentionPoint(tokens, 256, 64, 1, backward), 1e-9))
-            found.append(Measurement(HeadPoint(tokens), 1e-9, 1000))
-            found.append(Measurement(UpdatePoint(tokens, 1, "adamw"), 1e-9))
-            found.append(Measurement(RoundPoint(1, **shape, slots=1, rank=8, tasks=1), 1e-9))
-        found = [m for m in found if not isinstance(m.point, without)]
-        backbone = estimated_memory(SIZE).backbone
-        profile = Profile(DEVICE, 2**34, "bfloat16", {}, backbone, tuple(found))
-        write_profile(dataclasses.replace(profile, **changed), tmp_path / "shipped.json")
+        size = estimated_memory(SIZE).backbone
+        whole = small_profile(size, price, peak=lambda _: 1000, row_lens=(256,), sequences=(1,))
+        found = tuple(m for m in whole.measurements if not isinstance(m.point, without))
+        profile = dataclasses.replace(whole, measurements=found, **changed)
+        write_profile(profile, tmp_path / "shipped.json")
 
     return write
 

@@ -14,11 +14,6 @@ from jaxmux.models import BackboneConfig
 from jaxmux.planner.estimates import estimated_memory
 from jaxmux.planner.profile import (
     AttentionPoint,
-    HeadPoint,
-    LayerPoint,
-    Measurement,
-    Profile,
-    RoundPoint,
     UpdatePoint,
     write_profile,
 )
@@ -63,37 +58,25 @@ def tasks() -> list[PreparedTask]:
     return [prepared("short", short), prepared("long", rng.integers(60, 120, 200), steps=40)]
 
 
+def price(point) -> float:
+    match point:
+        case UpdatePoint():
+            return 1e-6
+        case AttentionPoint():
+            return (DENSE if point.max_sequences == 1 else PACKED) * point.tokens
+        case _:
+            return LAYER * point.tokens
+
+
 @pytest.fixture
-def ship(tmp_path, monkeypatch):
+def ship(tmp_path, monkeypatch, small_profile):
     """Makes a profile of this machine's device the only one that ships."""
-    monkeypatch.setattr(shape, "_PROFILES", str(tmp_path))
+    monkeypatch.setattr(shape, "PROFILES", str(tmp_path))
 
     def write(config=CONFIG, dtype="float32", device="cpu") -> None:
-        found = []
-        for tokens in (512, 2048):
-            common = {"layers": 1, "tokens": tokens, "row_len": 128, "chunk_len": 64}
-            common |= {"max_sequences": 1}
-            for rank in (0, 4):
-                layer = LayerPoint(
-                    **common,
-                    slots=1,
-                    rank=rank,
-                    tasks=1,
-                    remat="dots",
-                    dropout=False,
-                    backward=True,
-                )
-                found.append(Measurement(layer, LAYER * tokens, 1000))
-            for sequences, seconds in ((1, DENSE), (8, PACKED)):
-                for backward in (False, True):
-                    point = AttentionPoint(tokens, 128, 64, sequences, backward)
-                    found.append(Measurement(point, seconds * tokens))
-            found.append(Measurement(HeadPoint(tokens), LAYER * tokens, 1000))
-            found.append(Measurement(UpdatePoint(tokens, 1, "adamw"), 1e-6))
-            round_ = RoundPoint(**common, slots=1, rank=4, tasks=1)
-            found.append(Measurement(round_, LAYER * tokens))
         size = estimated_memory(size_of(config, jnp.dtype(dtype))).backbone
-        profile = Profile(device, 2**34, dtype, {}, size, tuple(found))
+        made = {"device": device, "dtype": dtype, "tokens": (512, 2048), "rank": 4}
+        profile = small_profile(size, price, peak=lambda _: 1000, **made)
         write_profile(profile, tmp_path / "profile.json")
 
     return write
