@@ -15,7 +15,7 @@ from . import gin_bindings
 from .data import DataError, load_tokenizer
 from .engine.prepare import read_data
 from .gin_bindings import ConfigError
-from .models import BackboneConfig, BackboneError
+from .models import BackboneConfig, BackboneError, reckoned
 from .package_files import resolve_path
 from .peft import resolve_targets
 from .planner import PlanningError
@@ -113,8 +113,7 @@ def _plan(
     models = _cost_models(settings, config, mesh, profile)
     tokenizer = load_tokenizer(folder)
     tasks = [_read_task(task, config, tokenizer, rounds) for task in settings["tasks"]]
-    # The engine's "none" keeps more than "dots" and is no faster.
-    remat = "dots" if settings["remat"] == "none" else settings["remat"]
+    remat = reckoned(settings["remat"])
     request = ShapeRequest(
         settings["tokens_per_microbatch"],
         settings["row_len"],

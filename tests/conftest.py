@@ -55,8 +55,8 @@ def small_profile():
         for n in tokens:
             shape = (n, row_lens[0], 64, sequences[0])
             points += [
-                profile.LayerPoint(1, *shape, 1, r, min(r, 1), "dots", False, True)
-                for r in (0, rank)
+                profile.LayerPoint(1, *shape, 1, r, min(r, 1), remat, False, True)
+                for r, remat in ((0, "dots"), (rank, "dots"), (rank, "norms"))
             ]
             points += [
                 profile.AttentionPoint(n, row_len, 64, most, backward)

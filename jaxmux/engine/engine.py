@@ -17,6 +17,7 @@ from jaxmux.models import (
     device_memory,
     device_peak,
     pick_implementation,
+    reckoned,
 )
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Adapter, SlotArrays, adapter_of, slot_arrays, slot_tree
@@ -40,8 +41,9 @@ class EngineOptions:
 
     Attributes:
       shape: shape class of the microbatches.
-      remat: "none", "dots", "lean" or "full": what is kept from forward to backward. "auto" picks
-        for every layer what recomputes least in `memory`; "dots" where that is unknown.
+      remat: "none", "norms", "dots", "lean" or "full": what is kept from forward to backward.
+        "auto" picks for every layer what recomputes least in `memory`; "dots" where that is
+        unknown.
       memory: bytes that weights, train state and step may take; None for all that JAX may use of
         the device.
       attention: "xla", "cudnn" or "short"; None picks by device, dtype and shape class.
@@ -240,9 +242,8 @@ class Engine:
         peak = device_peak() if self.admission else None
         if peak and peak > self._peak:
             self._peak = peak
-            remat = "dots" if self._remat == "none" else self._remat
             pools = list(self._live_pools.values())
-            self.admission = self.admission.observe(pools, remat, peak)
+            self.admission = self.admission.observe(pools, reckoned(self._remat), peak)
 
     @property
     def _live_pools(self) -> dict[str, Pool]:

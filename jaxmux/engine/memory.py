@@ -5,6 +5,7 @@ from itertools import groupby
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
+    NAMED_POLICIES,
     Backbone,
     ForwardOptions,
     SlotTable,
@@ -15,9 +16,6 @@ from jaxmux.peft import Adapter
 from jaxmux.planner.remat_choice import fill_layers, working_bytes
 
 _log = logging.getLogger("jaxmux")
-
-# From least to most recomputation. "none" is not among them: it is no faster than "dots".
-_PREFERENCE = ("dots", "lean", "full")
 
 
 def choose_remat(
@@ -43,7 +41,7 @@ def choose_remat(
     chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
     loss_bytes = block_bytes(config.vocab_size, chunk_len)
     sizes: dict[str, int] = {}
-    for policy in _PREFERENCE:
+    for policy in NAMED_POLICIES:
         sizes[policy] = kept_bytes(
             config, plain._replace(remat=policy), weights, adapters, microbatch, slots
         )

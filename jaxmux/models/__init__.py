@@ -10,10 +10,11 @@ from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .loss import block_bytes, chunk_losses
 from .memory import device_memory, device_peak, kept_bytes
 from .modules import Weights
-from .remat import REMAT_POLICIES
+from .remat import NAMED_POLICIES, REMAT_POLICIES, reckoned
 
 __all__ = [
     "MODULES",
+    "NAMED_POLICIES",
     "REMAT_POLICIES",
     "Adapters",
     "Backbone",
@@ -31,5 +32,6 @@ __all__ = [
     "kept_bytes",
     "load_backbone",
     "pick_implementation",
+    "reckoned",
     "save_backbone",
 ]

@@ -12,7 +12,7 @@ from .attention import AttentionOptions, Segments, attend
 from .base_op import Adapters, Dispatch, adapted_linears, adapted_mlp
 from .config import BackboneConfig
 from .modules import Weights
-from .remat import ATTENTION_OUTPUT, HEADS, MIDDLE, keepable
+from .remat import ATTENTION_OUTPUT, HEADS, MIDDLE, NORMED, keepable
 from .rope import rotate
 
 
@@ -84,6 +84,7 @@ def decoder_layer(
 
     eps = config.rms_norm_eps
     x, h = residual_norm(x, weights["input_layernorm"]["weight"][layer], eps)
+    h = keepable(h, NORMED)
     projected, sums = linears(h, sums, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
@@ -100,6 +101,7 @@ def decoder_layer(
     x = keepable(x, MIDDLE)
 
     x, h = residual_norm(x, weights["post_attention_layernorm"]["weight"][layer], eps)
+    h = keepable(h, NORMED)
     x, sums = adapted_mlp(
         h, weights["mlp"], adapters, sums, stream.dispatch, layer, options.grouped_lora, residual=x
     )

@@ -2,8 +2,8 @@
 
 The backbone is frozen, so the backward pass needs few values: the inputs of adapted linears, the
 rank-r intermediates, and what attention, norms and the gate depend on. A layer names those that
-cost a matrix product; each policy lists the names that it keeps. All else is elementwise and
-recomputed.
+cost a matrix product or a pass over memory; each policy lists the names that it keeps. All else is
+elementwise, part of a kernel's work anyway, and recomputed.
 """
 
 from jax import checkpoint, checkpoint_policies
@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name as keepable
 from jaxmux.pallas_kernels.grouped_lora import GATE, LOW_RANK, UP
 from jaxmux.pallas_kernels.short_attention import TOTALS
 
-# Outputs of q/k/v, where the norms of heads need them; inputs of attention; its output; the stream
-# between attention and MLP.
+# Norms of the stream; outputs of q/k/v, where the norms of heads need them; inputs of attention;
+# its output; the stream between attention and MLP.
+NORMED = "normed"
 HEADS = "heads"
 ATTENTION_INPUT = "attention_input"
 ATTENTION_OUTPUT = "attention_output"
@@ -24,11 +25,14 @@ _PRODUCTS = (LOW_RANK, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS, MIDDLE,
 # By policy, the names of what is kept besides each layer's input; None keeps everything.
 _KEPT = {
     "none": None,
+    "norms": (NORMED, *_PRODUCTS),
     "dots": _PRODUCTS,
-    "lean": tuple(name for name in _PRODUCTS if name not in (HEADS, ATTENTION_INPUT, GATE)),
+    "lean": tuple(name for name in _PRODUCTS if name not in (GATE, UP)),
     "full": (),
 }
 REMAT_POLICIES = tuple(_KEPT)
+# Those whose memory can be counted, from least to most recomputation.
+NAMED_POLICIES = REMAT_POLICIES[1:]
 
 
 def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
@@ -46,12 +50,19 @@ def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
     return policies
 
 
+def reckoned(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """The policies by whose time and memory a run under `remat` is planned: what "none" keeps
+    depends on the implementation, but hardly differs from "norms"."""
+    return "norms" if remat == "none" else remat
+
+
 def rematerialised(layer, policy: str, *, in_scan: bool):
     """The layer function under a rematerialisation policy.
 
     Args:
-      policy: "none" keeps every intermediate; "dots" recomputes no matrix product; "lean"
-        recomputes the gate's and q/k/v's; "full" keeps each layer's input alone.
+      policy: "none" keeps every intermediate; "norms" recomputes neither norms nor matrix products;
+        "dots" no matrix product; "lean" those of gate and up, which save most bytes for their time;
+        "full" keeps each layer's input alone.
       in_scan: a scan already keeps the compiler from merging the recomputation with the forward
         pass.
     """
@@ -74,9 +85,12 @@ __all__ = [
     "GATE",
     "HEADS",
     "MIDDLE",
+    "NAMED_POLICIES",
+    "NORMED",
     "REMAT_POLICIES",
     "UP",
     "keepable",
     "per_layer",
+    "reckoned",
     "rematerialised",
 ]

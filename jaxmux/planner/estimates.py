@@ -16,6 +16,7 @@ from .memory_model import MemoryModel
 from .online_fit import OnlineFit
 from .pool import Pool
 from .profile import BackboneSize
+from .remat_choice import working_bytes
 from .time_model import TimeModel
 
 # The rows that the base operators are priced with, and the range that curves span linearly.
@@ -48,7 +49,14 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
     row_lens = (_ROW_LEN, 2 * _ROW_LEN)
     both = Curve.through((n, sum(_attention_of_token(backbone, n))) for n in row_lens)
     forward = Curve.through((n, _attention_of_token(backbone, n)[0]) for n in row_lens)
-    recomputed = {"dots": 0.0, "lean": _lean_weights(backbone), "full": weights}
+    norms = 4 * backbone.hidden_size * backbone.stream_bytes / h200.BYTES_PER_SECOND
+    longest = _TOKENS[-1]
+    recompute = {
+        "norms": -norms * longest / base(longest),
+        "dots": 0.0,
+        "lean": _lean_weights(backbone) / weights / 2,
+        "full": 1 / 2,
+    }
     return TimeModel(
         backbone=backbone,
         base=Curve.through((n, base(n)) for n in _TOKENS),
@@ -59,7 +67,7 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
             floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
         ),
         forward_share=0.5,
-        recompute={policy: part / weights / 2 for policy, part in recomputed.items()},
+        recompute=recompute,
         head=Curve.through((n, 2 * h200.linear_seconds(n, head_weights)) for n in _TOKENS),
         update={kind: _update_curve(backbone, kind) for kind in _OPTIMIZERS},
         round_overhead=0.0,
@@ -91,10 +99,11 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
       memory: bytes of a device; None for an H200's.
     """
     backbone = dataclasses.replace(backbone, kept=_kept(backbone))
-    layer = 2 * backbone.kept["dots"][0]
+    of_token = {policy: size for policy, (size, _) in backbone.kept.items()}
     working = OnlineFit.of_features(3)
     for tokens in np.geomspace(*_TOKENS, num=7):
-        needed = max(layer * tokens, backbone.head_block_bytes)
+        sizes = {policy: size * tokens for policy, size in of_token.items()}
+        needed = working_bytes(sizes, backbone.head_block_bytes)
         # The same in rows of any length: attention makes no matrix of scores.
         for row_len in (_ROW_LEN, tokens):
             features = np.array([1.0, tokens, tokens * row_len])
@@ -107,10 +116,11 @@ def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
     of heads aside."""
     d, size = backbone.hidden_size, backbone.stream_bytes
     q, kv, f = (_width(backbone, module) for module in ("q_proj", "k_proj", "gate_proj"))
-    dots, lean = 2 * d + q + (q + 2 * kv) + 2 * f, 2 * d + q + f
+    lean = 2 * d + q + (q + 2 * kv)
     intermediates = len(backbone.linears) * size
     return {
-        "dots": (dots * size, intermediates),
+        "norms": ((lean + 2 * d + 2 * f) * size, intermediates),
+        "dots": ((lean + 2 * f) * size, intermediates),
         "lean": (lean * size, intermediates),
         "full": (d * size, 0.0),
     }
@@ -129,7 +139,7 @@ def _linear_weights(backbone: BackboneSize) -> int:
 
 def _lean_weights(backbone: BackboneSize) -> int:
     """Of the linears whose outputs the policy "lean" recomputes."""
-    modules = ("q_proj", "k_proj", "v_proj", "gate_proj")
+    modules = ("gate_proj", "up_proj")
     return backbone.hidden_size * sum(_width(backbone, module) for module in modules)
 
 

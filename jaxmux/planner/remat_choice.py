@@ -9,17 +9,19 @@ USABLE = 0.97
 def working_bytes(sizes: Mapping[str, float], loss_bytes: float) -> float:
     """What a pass needs while it runs, besides what layers keep.
 
-    While one layer goes backward, all that it computed is there again, and its gradients.
+    While one layer goes backward, the gradients of what it computed are there too, as is what goes
+    in and out of it: a quarter more than the layer keeps if it recomputes least.
 
     Args:
       sizes: see `fill_layers`.
       loss_bytes: of one block of the loss.
     """
-    return max(2 * next(iter(sizes.values())), loss_bytes)
+    return max(1.25 * next(iter(sizes.values())), loss_bytes)
 
 
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
-    """As many layers under the first policy as there is room for, the others under the next.
+    """As many layers under the first policy as there is room for, those before them under the next:
+    when these go backward and have for a while what they recompute, the others' is gone.
 
     Args:
       sizes: bytes that a layer keeps under each policy, from least to most recomputation, falling.
@@ -31,5 +33,5 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
         if sizes[less] * layers <= room:
             gain = sizes[more] - sizes[less]
             count = int((room - sizes[less] * layers) // gain) if gain else layers
-            return (more,) * min(count, layers) + (less,) * max(0, layers - count)
+            return (less,) * max(0, layers - count) + (more,) * min(count, layers)
     return (names[-1],) * layers

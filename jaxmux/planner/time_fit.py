@@ -86,12 +86,13 @@ def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
 
 
 def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, float]:
-    """By policy, mean of what a layer takes longer than with "dots", as a part of `base`."""
+    """By policy, mean of what a layer takes longer than with "dots", as a part of `base`; less than
+    nothing where it recomputes less."""
     longer: dict[str, list[float]] = {"dots": [0.0]}
     for point, seconds in layers.items():
         dots = dataclasses.replace(point, remat="dots")
         if point.remat != "dots" and point.backward and dots in layers:
-            part = max(0.0, seconds - layers[dots]) / base(point.tokens)
+            part = (seconds - layers[dots]) / base(point.tokens)
             longer.setdefault(point.remat, []).append(part)
     return {policy: float(np.mean(parts)) for policy, parts in longer.items()}
 

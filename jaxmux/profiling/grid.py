@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jaxmux.models import NAMED_POLICIES
 from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.profile import (
     AttentionPoint,
@@ -129,7 +130,7 @@ def _layers(grid: Grid) -> list[LayerPoint]:
         *(adapted(chunk_len=other) for other in grid.chunk_lens[1:]),
         adapted(dropout=True),
         adapted(row_len=longest),
-        *(adapted(remat=remat) for remat in ("lean", "full")),
+        *(adapted(remat=remat) for remat in NAMED_POLICIES if remat != "dots"),
         *(adapted(tokens, backward=False) for tokens in (grid.tokens[0], grid.reference_tokens)),
     ]
 

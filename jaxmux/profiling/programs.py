@@ -30,6 +30,7 @@ from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 from jaxmux.peft import empty_pool
 from jaxmux.planner.profile import AttentionPoint, HeadPoint, LayerPoint, Point, UpdatePoint
+from jaxmux.planner.shape_class import MIN_CHUNK_LEN
 
 # Sequences of a row where it holds several.
 _SEQUENCES = 4
@@ -143,7 +144,8 @@ def _head(backbone: Backbone, point: HeadPoint) -> Program:
     weights = {name: w for name, w in backbone.weights.items() if name != "layers"}
     targets = np.arange(point.tokens, dtype=np.int32) % backbone.config.vocab_size
     loss_weight = np.full(point.tokens, 1 / point.tokens, np.float32)
-    one_chunk = np.zeros(1, np.int32)
+    # So short that the loss goes by blocks, as it does in a step.
+    chunks = np.zeros(max(1, point.tokens // MIN_CHUNK_LEN), np.int32)
 
     def run(state, x, constants):
         weights, *labels = constants
@@ -159,7 +161,7 @@ def _head(backbone: Backbone, point: HeadPoint) -> Program:
         jax.jit(run, donate_argnums=0),
         (),
         _random((point.tokens, backbone.config.hidden_size), _dtype(backbone)),
-        (weights, *map(jnp.asarray, (targets, loss_weight, one_chunk))),
+        (weights, *map(jnp.asarray, (targets, loss_weight, chunks))),
         1,
         point,
     )

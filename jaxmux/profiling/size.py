@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmux.data import Microbatch
-from jaxmux.models import MODULES, BackboneConfig, ForwardOptions, SlotTable
+from jaxmux.models import MODULES, NAMED_POLICIES, BackboneConfig, ForwardOptions, SlotTable
 from jaxmux.models.loss import block_bytes
 from jaxmux.models.memory import kept_bytes
 from jaxmux.models.modules import abstract_weights
@@ -14,8 +14,6 @@ from jaxmux.peft import empty_pool
 from jaxmux.peft.targets import linear_sizes
 from jaxmux.planner.profile import BackboneSize
 
-# From least to most recomputation, those that the engine chooses from.
-_POLICIES = ("dots", "lean", "full")
 # What layers keep is counted for one small microbatch: it is proportional to the tokens.
 _ROW_LEN, _CHUNK_LEN = 256, 128
 
@@ -40,7 +38,7 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
 def kept_by_policy(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, tuple[float, float]]:
     """`BackboneSize.kept`; it takes seconds to trace."""
     weights = abstract_weights(config, dtype)
-    return {policy: _kept(config, weights, policy) for policy in _POLICIES}
+    return {policy: _kept(config, weights, policy) for policy in NAMED_POLICIES}
 
 
 def _kept(config: BackboneConfig, weights, policy: str) -> tuple[float, float]:

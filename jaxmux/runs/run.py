@@ -72,9 +72,9 @@ def fine_tune(
       chunk_len: tokens of the unit that belongs to one task, a power of two; the kernels want 128
         or more. Where one or both of these are None, they, and how much of N a pass takes, are
         what is predicted to train fastest; where both are given, a pass takes N.
-      remat: "none", "dots", "lean" or "full": what is kept from forward to backward, from most to
-        least memory; "dots" recomputes no matrix product. "auto" mixes them over the layers so that
-        least is recomputed in the memory that there is.
+      remat: "none", "norms", "dots", "lean" or "full": what is kept from forward to backward, from
+        most to least memory; "dots" recomputes no matrix product. "auto" mixes them over the layers
+        so that least is recomputed in the memory that there is.
       memory_gib: memory of the device to use, by which tasks are refused and "auto" chooses; None
         for all that JAX may use.
       checkpoint_every: rounds between checkpoints. A round is one global batch of every task.

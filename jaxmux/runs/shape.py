@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmux.data import Sample
 from jaxmux.engine import PreparedTask
-from jaxmux.models import BackboneConfig, device_memory
+from jaxmux.models import BackboneConfig, device_memory, reckoned
 from jaxmux.planner.alignment import (
     Alignment,
     ShapeRequest,
@@ -94,10 +94,8 @@ def run_costs(
         modules=tuple(sorted({module for task in tasks for module in task.targets})),
         dropout=any(task.task.adapter.dropout > 0 for task in tasks),
     )
-    # The engine's "none" keeps more than "dots" and is no faster.
-    policy = "dots" if remat == "none" else remat
     return RunCosts(
-        MeshCosts(models.times, models.memory, pool, Mesh(), policy),
+        MeshCosts(models.times, models.memory, pool, Mesh(), reckoned(remat)),
         f"{models.source.kind} for {models.source.device}",
         models.least_chunk_len if jax.default_backend() == "gpu" else MIN_CHUNK_LEN,
     )

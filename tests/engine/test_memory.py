@@ -27,7 +27,7 @@ def test_less_memory_recomputes_more():
     def chosen(room: int) -> tuple[str, ...]:
         return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
 
-    assert chosen(2**30) == ("dots",) * 4 and chosen(0) == ("full",) * 4
+    assert chosen(2**30) == ("norms",) * 4 and chosen(0) == ("full",) * 4
     assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
 
 
@@ -50,7 +50,7 @@ def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
     losses = [[update.loss for update in train(engine)["one"]] for engine in (rich, poor)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert set(rich._remat) == {"dots"} and set(poor._remat) == {"full"}
+    assert set(rich._remat) == {"norms"} and set(poor._remat) == {"full"}
 
     poor.register_tasks([make_task("two", steps=1)])
     assert poor._remat is None

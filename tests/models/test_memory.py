@@ -44,6 +44,7 @@ def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
     # x; the stream in the middle; attention's output; gate and up; q, k and v of half q's width;
     # an intermediate for each module.
     assert kept(inputs, "full", unroll) == stream
-    assert kept(inputs, "lean", unroll) == 3 * stream + wide + len(MODULES) * low
+    assert kept(inputs, "lean", unroll) == 5 * stream + len(MODULES) * low
     assert kept(inputs, "dots", unroll) == 5 * stream + 2 * wide + len(MODULES) * low
-    assert kept(inputs, "none", unroll) > kept(inputs, "dots", unroll)
+    assert kept(inputs, "norms", unroll) == 7 * stream + 2 * wide + len(MODULES) * low
+    assert kept(inputs, "none", unroll) > kept(inputs, "norms", unroll)

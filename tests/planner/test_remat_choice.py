@@ -9,9 +9,9 @@ from jaxmux.planner.remat_choice import fill_layers
 def test_layers_get_the_first_policy_that_fits_and_fill_up_with_the_one_before():
     sizes = {"dots": 10, "lean": 6, "full": 1}
     assert fill_layers(sizes, 4, 40) == ("dots",) * 4
-    assert fill_layers(sizes, 4, 39) == ("dots",) * 3 + ("lean",)
+    assert fill_layers(sizes, 4, 39) == ("lean",) + ("dots",) * 3
     assert fill_layers(sizes, 4, 24) == ("lean",) * 4
-    assert fill_layers(sizes, 4, 23) == ("lean",) * 3 + ("full",)
+    assert fill_layers(sizes, 4, 23) == ("full",) + ("lean",) * 3
     assert fill_layers(sizes, 4, 3) == ("full",) * 4
 
 
@@ -26,4 +26,4 @@ def test_the_filling_fits_and_one_more_would_not(seed):
     assert len(policies) == layers and total <= room
     names = list(sizes)
     gains = [sizes[names[names.index(p) - 1]] - sizes[p] for p in policies if p != "dots"]
-    assert not gains or total + gains[-1] > room or gains[-1] == 0
+    assert not gains or total + gains[0] > room or gains[0] == 0
