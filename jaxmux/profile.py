@@ -99,7 +99,14 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
         console.print(f"mean absolute error of {name}: {shown}", markup=False)
     if options.out:
         records = [one._asdict() | {"case": str(one.case)} for one in found]
-        options.out.write_text(json.dumps({"errors": errors, "cases": records}, indent=1) + "\n")
+        report = {
+            "device": profile.device,
+            "dtype": profile.dtype,
+            "software": profile.software,
+            "errors": errors,
+            "cases": records,
+        }
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _config(options: argparse.Namespace) -> BackboneConfig:

@@ -61,7 +61,8 @@ from planner_replicas import cases, deployment_of, dispatching, simulate
 
 from jaxmux.planner.intra_stage import interleave, priority_order, run_order
 
-RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas", "ahead")
+CHECK = Path(__file__).parent.parent / "benchmarks" / "profile_check_h200.json"
+RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas", "ahead", "predictions")
 AHEAD_TASKS = ("xsum", "pubmedqa", "dialogsum", "gsm8k")
 MUXTUNE_PARTS = ("lost without task fusion", "lost without orchestration", "lost without alignment")
 # LoRAFusion 6.5, Fig. 20.
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "parts": part_records(lengths, sets, args),
         "replicas": replica_records(lengths, args),
         "ahead": ahead_records(lengths, args),
+        "predictions": prediction_records(args),
     }
     records = []
     for record in chain(*(parts[name] for name in args.parts)):
@@ -119,6 +121,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--lengths", type=Path, required=True, help="tokens of samples by data set")
     parser.add_argument("--out", type=Path, help="file of the records; none by default")
     parser.add_argument("--sets", nargs=3, help="instead of the nearest sets")
+    parser.add_argument("--check", type=Path, default=CHECK, help="made by jaxmux.profile --check")
     parser.add_argument(
         "--samples", type=int, nargs="+", default=[64, 32], help="of a task's global batch"
     )
@@ -293,6 +296,16 @@ def ahead_records(
         "a round in all, small model": found.round,
     }
     yield make_record("wait for the next round's plan", found.waited, "ms", None, baselines)
+
+
+def prediction_records(args: argparse.Namespace) -> Iterator[Record]:
+    """Mean absolute errors of the cost models on a device, as `python -m jaxmux.profile --check`
+    measured them."""
+    check = json.loads(args.check.read_text())
+    baselines = {"device": check["device"], "cases": ", ".join(c["case"] for c in check["cases"])}
+    bounds = {"step time": 0.05, "peak memory": 0.02, "peak memory, online": 0.02}
+    for name, error in check["errors"].items():
+        yield make_record(f"prediction of {name}", error, "", bounds[name], baselines)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def records(lengths, tmp_path_factory):
     arguments = [
         *("--lengths", str(folder / "lengths.json"), "--out", str(folder / "planner.json")),
         *("--samples", "32", "--tokens", "4096", "--microbatches", "60"),
-        *("--parts", "bubbles", "ablation", "overlap", "parts"),
+        *("--parts", "bubbles", "ablation", "overlap", "parts", "predictions"),
     ]
     benchmark_planner.main(arguments)
     return read_records(folder / "planner.json")
