@@ -3,7 +3,8 @@ activation, for Hopper.
 
 Each long array is read or written once. A warpgroup loads tiles through TMA; two others compute
 each result in the place of one of its inputs, where it is an operand of the products and the source
-of the TMA store. As in `row_products_sm90`, everything that meets a long array is rank-major.
+of the TMA store, and go on to the next tile while these run. As in `row_products_sm90`, everything
+that meets a long array is rank-major.
 """
 
 from functools import partial
@@ -23,6 +24,7 @@ from .gated_tiles_sm90 import (
     check_gated_rank,
     check_width,
     load_float32,
+    release,
     sigmoid,
 )
 from .tiles_sm90 import (
@@ -38,6 +40,9 @@ from .tiles_sm90 import (
     swizzled,
     write_zeros,
 )
+
+# Up to this rank, registers suffice to differentiate a tile during the products of the one before.
+RANK_AHEAD = 32
 
 
 class BackwardTiling(NamedTuple):
@@ -175,6 +180,14 @@ class _Stripe(NamedTuple):
     def place(self, tile):
         return owner(self.places, tile, self.tiles)
 
+    def is_owned(self, tile):
+        inside = (tile >= 0) & (tile < self.tiles)
+        return inside & (self.place(jnp.clip(tile, 0, self.tiles - 1)) >= 0)
+
+    def is_ahead(self, tile):
+        """Whether a tile is differentiated during the products of the one before."""
+        return self.is_owned(tile - 1) & self.is_owned(tile) & (self.rank <= RANK_AHEAD)
+
 
 class _Progress(NamedTuple):
     """What the loop over the row tiles carries.
@@ -278,7 +291,6 @@ def _load_tile(stripe: _Stripe, tile, step):
 
 def _compute_tiles(stripe: _Stripe):
     """The loop over the row tiles. It carries, in registers, the sums of the owner that passes."""
-    scratch = stripe.scratch
 
     def compute(tile, carry):
         place = stripe.place(tile)
@@ -290,7 +302,7 @@ def _compute_tiles(stripe: _Stripe):
                 lambda: (progress.runs, sums),
             )
             progress = _Progress(progress.step, runs, place)
-            _differentiate(stripe, progress.step)
+            pl.when(~stripe.is_ahead(tile))(lambda: _differentiate(stripe, progress.step))
             products = _products(stripe, tile, progress)
             sums = [total + new for total, new in zip(sums, products, strict=True)]
             return progress._replace(step=progress.step + 1), sums
@@ -309,13 +321,11 @@ def _compute_tiles(stripe: _Stripe):
     sums = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)] * 3
     carry = _no_progress(), sums
     progress, sums = lax.fori_loop(0, stripe.tiles, compute, carry)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(progress.step > 0)
     def _():
         _store_sums(stripe, progress.place, sums)
-        plgpu.barrier_arrive(scratch.consumed.at[stripe.stage(progress.step - 1)])
-        plgpu.barrier_arrive(scratch.factors_consumed.at[lax.rem(progress.runs - 1, 2)])
+        plgpu.barrier_arrive(stripe.scratch.factors_consumed.at[lax.rem(progress.runs - 1, 2)])
 
 
 def _change_owner(stripe: _Stripe, before: _Progress, place, sums: list) -> list:
@@ -340,7 +350,8 @@ def _differentiate(stripe: _Stripe, step):
     openness = sigmoid(gate)
     silu = gate * openness
     slope = openness * (1 + gate * (1 - openness))
-    for place, value in zip(places, (slope * dh * up, silu * dh, silu * up), strict=True):
+    # In the other order, rank 32 runs out of registers.
+    for place, value in zip(places[::-1], (silu * up, silu * dh, slope * dh * up), strict=True):
         place[...] = value.astype(place.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.written.at[stage])
@@ -348,10 +359,12 @@ def _differentiate(stripe: _Stripe, step):
 
 def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
     """Products of a tile: over its rows for this warpgroup's columns, returned; and over its
-    columns, of dgate by the first warpgroup and dup by the second, stored.
+    columns, of dgate by the first warpgroup and dup by the second, stored. Meanwhile the next tile
+    is differentiated, if it is ahead.
     """
     scratch, stage, thread = stripe.scratch, stripe.stage(progress.step), stripe.thread
     part, rows = pl.ds(thread * PART, PART), pl.ds(tile * PART, PART)
+    next_is_ahead = stripe.is_ahead(tile + 1)
 
     def multiply(row_acc, *column_accs):
         for i, acc in enumerate(column_accs):
@@ -361,7 +374,9 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
         plgpu.barrier_wait(scratch.written.at[stage])
         factor = scratch.factors.at[lax.rem(progress.runs - 1, 2), thread]
         plgpu.wgmma(row_acc, scratch.activations.at[stage, thread], factor.transpose((1, 0)))
-        _store_gradient(stripe, rows, progress.step)
+        _store_gradient(stripe, rows, stage)
+        pl.when(next_is_ahead)(lambda: _differentiate(stripe, progress.step + 1))
+        release(scratch.consumed.at[stage])
         row_sums = row_acc[...].astype(stripe.sums.dtype)
         store_rank_major(stripe.sums.at[thread, stripe.index].at[:, rows], row_sums)
         return [acc[...] for acc in column_accs]
@@ -370,21 +385,14 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
     return pl.run_scoped(multiply, *accs)
 
 
-def _store_gradient(stripe: _Stripe, rows, step):
-    """Starts to store dgate or dup of a tile, and releases the stage of the step before."""
-    scratch, stage = stripe.scratch, stripe.stage(step)
+def _store_gradient(stripe: _Stripe, rows, stage):
+    """Starts to store dgate or dup of a tile."""
     for i, gradient in enumerate(stripe.gradients):
 
         @pl.when(stripe.thread == i)
         def _(i=i, gradient=gradient):
-            tile = scratch.activations.at[stage, i]
+            tile = stripe.scratch.activations.at[stage, i]
             plgpu.copy_smem_to_gmem(tile, gradient.at[rows, stripe.columns])
-
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-
-    @pl.when(step > 0)
-    def _():
-        plgpu.barrier_arrive(scratch.consumed.at[stripe.stage(step - 1)])
 
 
 def _sums_at(stripe: _Stripe, place) -> list:

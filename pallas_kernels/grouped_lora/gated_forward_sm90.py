@@ -23,6 +23,7 @@ from .gated_tiles_sm90 import (
     check_gated_rank,
     check_width,
     load_float32,
+    release,
     sigmoid,
 )
 from .tiles_sm90 import (
@@ -49,9 +50,16 @@ class ForwardTiling(NamedTuple):
       stages: loads in flight, at most; fewer where shared memory ends.
     """
 
-    tile_k: int = 64
+    tile_k: int = 128
     splits: int = 2
     stages: int = 6
+
+
+def forward_tiling(width: int, rank: int) -> ForwardTiling:
+    """Tile sizes for arrays of so many columns: long loads, where three of them fit."""
+    tiling = ForwardTiling()
+    fits = width % (tiling.splits * tiling.tile_k) == 0 and rank <= 32
+    return tiling if fits else tiling._replace(tile_k=64)
 
 
 @traced_once("tiling", "interpret")
@@ -61,7 +69,7 @@ def gated_forward(
     a: Float[Array, "T r w"],
     chunk_slot: Int[Array, "C"],
     *,
-    tiling: ForwardTiling = ForwardTiling(),  # noqa: B008
+    tiling: ForwardTiling | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "N w"], Float[Array, "splits r N"]]:
     """`h = silu(gate) * up` and `h a[t]^T`, the latter rank-major in partial sums over ranges of
@@ -74,6 +82,7 @@ def gated_forward(
       gate: in half precision, as is all but the sums.
       a: the A factors of `down_proj`, rank-major.
       chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
+      tiling: `forward_tiling` unless given.
       interpret: see `plgpu.kernel`.
 
     Returns:
@@ -84,6 +93,7 @@ def gated_forward(
     """
     rows, width = gate.shape
     rank = a.shape[1]
+    tiling = tiling or forward_tiling(width, rank)
     check_chunks(rows, chunk_slot, "tile_m", 2 * PART)
     check_width(width, tiling.splits * tiling.tile_k)
     check_gated_rank(rank)
@@ -190,9 +200,6 @@ def _compute_columns(block: _RowTile, thread, acc):
     scratch, rows = block.scratch, pl.ds(block.row + thread * PART, PART)
     part = pl.ds(thread * PART, PART)
 
-    def release(step):
-        plgpu.barrier_arrive(scratch.consumed.at[block.stage(step)])
-
     @pl.when(block.slot >= 0)
     def _():
         @pl.loop(0, block.steps)
@@ -201,18 +208,15 @@ def _compute_columns(block: _RowTile, thread, acc):
             plgpu.barrier_wait(scratch.loaded.at[stage])
             h_smem = scratch.gate.at[stage].at[part]
             gate, up = load_float32(h_smem), load_float32(scratch.up.at[stage].at[part])
-            h_smem[...] = (gate * sigmoid(gate) * up).astype(h_smem.dtype)
+            h = (gate * sigmoid(gate) * up).astype(h_smem.dtype)
+            # What the step before has in flight ends during the arithmetic.
+            pl.when(i > 0)(lambda: release(scratch.consumed.at[block.stage(i - 1)]))
+            h_smem[...] = h
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(h_smem, block.h.at[rows, block.columns(i)])
             plgpu.wgmma(acc, h_smem, scratch.a.at[stage].transpose((1, 0)))
-            # The step before is over once only this step's store and product are in flight.
-            plgpu.wgmma_wait(1)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            pl.when(i > 0)(lambda: release(i - 1))
 
-        plgpu.wgmma_wait(0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        release(block.steps - 1)
+        release(scratch.consumed.at[block.stage(block.steps - 1)])
 
     @pl.when(block.slot < 0)
     def _():

@@ -30,6 +30,13 @@ def load_float32(smem) -> Float[Array, "_ _"]:
     return plgpu.load(smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
+def release(consumed):
+    """Gives a stage back to the loader, once the products and the store in flight have read it."""
+    plgpu.wgmma_wait(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(consumed)
+
+
 def check_width(width: int, size: int):
     if width % size or size % PART:
         raise ValueError(

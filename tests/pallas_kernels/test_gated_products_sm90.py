@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from jaxmux.pallas_kernels.grouped_lora.gated_backward_sm90 import BackwardTiling, gated_backward
-from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import ForwardTiling, gated_forward
+from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import (
+    ForwardTiling,
+    forward_tiling,
+    gated_forward,
+)
 
 TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
 ROUTINGS = {
@@ -22,29 +26,29 @@ def normals(rng, *shape, dtype=jnp.bfloat16):
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
-def forward_arguments(rng) -> dict:
+def forward_arguments(rng, width=WIDTH) -> dict:
     return dict(
-        gate=normals(rng, TOKENS, WIDTH),
-        up=normals(rng, TOKENS, WIDTH),
-        a=normals(rng, SLOTS, RANK, WIDTH),
+        gate=normals(rng, TOKENS, width),
+        up=normals(rng, TOKENS, width),
+        a=normals(rng, SLOTS, RANK, width),
     )
 
 
-def backward_arguments(rng) -> dict:
-    rank_major = (2 * SLOTS, RANK, WIDTH)
-    shapes = rank_major, rank_major, (2 * SLOTS, WIDTH, RANK)
+def backward_arguments(rng, rank=RANK) -> dict:
+    rank_major = (2 * SLOTS, rank, WIDTH)
+    shapes = rank_major, rank_major, (2 * SLOTS, WIDTH, rank)
     return dict(
         gate=normals(rng, TOKENS, WIDTH),
         up=normals(rng, TOKENS, WIDTH),
         dh=normals(rng, TOKENS, WIDTH),
-        b=tuple(normals(rng, SLOTS, RANK, WIDTH) for _ in range(2)),
-        lows=tuple(normals(rng, RANK, TOKENS) for _ in range(3)),
+        b=tuple(normals(rng, SLOTS, rank, WIDTH) for _ in range(2)),
+        lows=tuple(normals(rng, rank, TOKENS) for _ in range(3)),
         accumulators=tuple(normals(rng, *shape, dtype=jnp.float32) for shape in shapes),
     )
 
 
-def forward(arguments, chunk_slot, interpret, splits=1):
-    tiling = ForwardTiling(splits=splits, stages=2)
+def forward(arguments, chunk_slot, interpret, splits=1, tile_k=64):
+    tiling = ForwardTiling(tile_k, splits, stages=2)
     return gated_forward(
         **arguments, chunk_slot=jnp.asarray(chunk_slot), tiling=tiling, interpret=interpret
     )
@@ -111,16 +115,21 @@ def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
 
 
 @pytest.mark.parametrize(
-    "chunk_slot",
-    [*ROUTINGS.values(), (0, 1, 1, -1, 1, 0, 0, 2), (-1, 2, -1, 2, 0, -1, -1, 2)],
+    "rank, chunk_slot",
+    [
+        *((RANK, chunk_slot) for chunk_slot in ROUTINGS.values()),
+        (RANK, (0, 1, 1, -1, 1, 0, 0, 2)),
+        (RANK, (-1, 2, -1, 2, 0, -1, -1, 2)),
+        (64, (0, 1, 1, -1, 1, 0, 0, 2)),
+    ],
 )
-def test_backward_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
-    arguments = backward_arguments(np.random.default_rng(2))
+def test_backward_products_are_those_of_each_chunks_owner(rank, chunk_slot, interpret):
+    arguments = backward_arguments(np.random.default_rng(2), rank)
     gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
     gates = dict(gate=arguments["gate"], up=arguments["up"])
     h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS, interpret)
     for gradient, partial_sums, b in zip(gradients, sums, arguments["b"], strict=True):
-        expected = np.zeros((RANK, TOKENS), np.float32)
+        expected = np.zeros((rank, TOKENS), np.float32)
         for slot, rows in chunks(chunk_slot):
             expected[:, rows] = float32(b[slot]) @ float32(gradient[rows]).T
         assert partial_sums.dtype == jnp.bfloat16
@@ -163,6 +172,19 @@ def test_splits_of_the_columns_add_up(interpret):
     np.testing.assert_array_equal(h, same_h)
     assert split_sums.shape == (2, RANK, TOKENS)
     np.testing.assert_allclose(np.sum(split_sums, axis=0), sums[0], rtol=1e-5, atol=1e-3)
+
+
+def test_long_loads_give_the_same(interpret):
+    arguments = forward_arguments(np.random.default_rng(9), 3 * WIDTH)
+    h, sums = forward(arguments, (0, 2, -1, 1), interpret)
+    same_h, same_sums = forward(arguments, (0, 2, -1, 1), interpret, tile_k=128)
+    np.testing.assert_array_equal(h, same_h)
+    np.testing.assert_allclose(sums, same_sums, rtol=1e-5, atol=1e-3)
+
+
+def test_loads_are_long_where_the_width_is_a_multiple_and_three_fit():
+    assert [forward_tiling(14336, rank).tile_k for rank in (16, 32, 48, 64)] == [128, 128, 64, 64]
+    assert forward_tiling(256 + 128, RANK).tile_k == 64
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
