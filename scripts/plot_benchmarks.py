@@ -219,16 +219,15 @@ def ours(record: Record) -> bool:
 
 
 def sweeps(records: Sequence[Record]) -> dict[int, list[Record]]:
-    """jaxmux's records by length, in order of tasks, where there are several numbers of tasks; the
-    fastest of each."""
-    found: dict[int, dict[int, Record]] = {}
+    """By length, jaxmux's records in order of tasks, where there are several numbers of tasks; all
+    of a length under the remat policy that most of them have."""
+    found: dict[int, dict[str, dict[int, Record]]] = {}
     for r in filter(ours, records):
-        best = found.setdefault(r["length"], {}).setdefault(r["tasks"], r)
-        if r["tokens_per_second"] > best["tokens_per_second"]:
-            found[r["length"]][r["tasks"]] = r
+        found.setdefault(r["length"], {}).setdefault(r["implementation"], {})[r["tasks"]] = r
+    most = {length: max(policies.values(), key=len) for length, policies in found.items()}
     return {
         length: [by_tasks[tasks] for tasks in sorted(by_tasks)]
-        for length, by_tasks in found.items()
+        for length, by_tasks in most.items()
         if len(by_tasks) > 1
     }
 

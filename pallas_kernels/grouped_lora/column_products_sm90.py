@@ -8,6 +8,7 @@ tiles where they lie. As in `row_products_sm90`, what meets the activation is ra
 """
 
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -217,7 +218,7 @@ def _crowd(jobs: list[_ColumnOperands], tiling: ColumnTiling, blocks: int) -> _C
 
 
 class _Buffers(NamedTuple):
-    """Tiles of one stage each: `z`, dropped in its place, and the intermediates."""
+    """Tiles of one stage each: `z`, dropped in its place, and the intermediates, stacked."""
 
     z: Any
     lows: Any
@@ -239,6 +240,16 @@ class _Stripe(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         return [low.shape[0] for low in self.job.lows]
+
+    @property
+    def stacked(self) -> list[slice]:
+        """Where each intermediate has its ranks among those of all."""
+        return [slice(*ends) for ends in pairwise((0, *accumulate(self.ranks)))]
+
+    @property
+    def layout(self):
+        """In which accumulators are accessed along their rows."""
+        return plgpu.Layout.WGMMA_TRANSPOSED if self.rank_major else plgpu.Layout.WGMMA
 
     @property
     def tiles(self) -> int:
@@ -279,7 +290,7 @@ def _multiply_columns(stripe: _Stripe):
     @partial(
         pl.run_scoped,
         z=tiles(tile, stripe.tiling.stripe),
-        lows=[tiles(rank, tile) for rank in ranks],
+        lows=tiles(sum(ranks), tile),
         loaded=plgpu.Barrier(num_arrivals=1 + len(ranks), num_barriers=stages),
         dropped=plgpu.Barrier(num_arrivals=tile // DROPPED_ROWS, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
@@ -305,8 +316,8 @@ def _load_tiles(stripe: _Stripe, buffers: _Buffers):
             stage, rows = claim(buffers.consumed, step), stripe.rows(tile)
             copy = partial(plgpu.copy_gmem_to_smem, barrier=buffers.loaded.at[stage])
             copy(stripe.job.z.at[rows, columns], buffers.z.at[stage])
-            for low, low_smem in zip(stripe.job.lows, buffers.lows, strict=True):
-                copy(low.at[:, rows], low_smem.at[stage])
+            for low, ranks in zip(stripe.job.lows, stripe.stacked, strict=True):
+                copy(low.at[:, rows], buffers.lows.at[stage, ranks])
 
         return step + is_owned.astype(jnp.int32)
 
@@ -349,10 +360,12 @@ def _drop_tiles(stripe: _Stripe, buffers: _Buffers, dropper):
 
 
 def _add_products(stripe: _Stripe, buffers: _Buffers):
-    """The loop over the rows. It carries the slot whose chunks pass and, in registers, its sums."""
+    """The loop over the rows. It carries the slot whose chunks pass, its sums in registers, and the
+    owner of the next tile, which takes long to arrive."""
 
     def visit(tile, carry):
-        place = stripe.owner(tile)
+        place, *state = carry
+        next_place = stripe.owner(lax.min(tile + 1, jnp.int32(stripe.tiles - 1)))
 
         def add(step, place_before, sums):
             def change_owner():
@@ -360,70 +373,57 @@ def _add_products(stripe: _Stripe, buffers: _Buffers):
                 return _load_sums(stripe, place)
 
             sums = lax.cond(place != place_before, change_owner, lambda: sums)
-            products = _products(stripe, buffers, step)
-            return step + 1, place, [a + b for a, b in zip(sums, products, strict=True)]
+            return step + 1, place, sums + _products(stripe, buffers, step)
 
-        return lax.cond(place >= 0, add, lambda *carry: carry, *carry)
+        return next_place, *lax.cond(place >= 0, add, lambda *state: state, *state)
 
-    sums = [
-        plgpu.layout_cast(jnp.zeros((stripe.tiling.stripe, rank)), plgpu.Layout.WGMMA)
-        for rank in stripe.ranks
-    ]
-    carry = jnp.int32(0), jnp.int32(-1), sums
-    _, place, sums = lax.fori_loop(0, stripe.tiles, visit, carry)
+    zeros = jnp.zeros((stripe.tiling.stripe, sum(stripe.ranks)))
+    sums = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    carry = stripe.owner(jnp.int32(0)), jnp.int32(0), jnp.int32(-1), sums
+    _, _, place, sums = lax.fori_loop(0, stripe.tiles, visit, carry)
     _store_sums(stripe, place, sums)
 
 
-def _products(stripe: _Stripe, buffers: _Buffers, step) -> list:
-    """Waits for one step's tiles and returns `z^T low^T` of each intermediate."""
+def _products(stripe: _Stripe, buffers: _Buffers, step):
+    """Waits for one step's tiles and returns `z^T low^T` of all intermediates, side by side."""
     stage = stage_of(buffers.loaded, step)
     plgpu.barrier_wait(buffers.loaded.at[stage])
     if stripe.job.masks is not None:
         plgpu.barrier_wait(buffers.dropped.at[stage])
 
-    def multiply(*accs):
-        z = buffers.z.at[stage].transpose((1, 0))
-        for acc, low in zip(accs, buffers.lows, strict=True):
-            plgpu.wgmma(acc, z, low.at[stage].transpose((1, 0)))
-        products = [acc[...] for acc in accs]
+    def multiply(acc):
+        z, lows = (tiles.at[stage].transpose((1, 0)) for tiles in (buffers.z, buffers.lows))
+        # One for all: as narrow as they are, it lasts as long as it takes to read `z`.
+        plgpu.wgmma(acc, z, lows)
+        products = acc[...]
         plgpu.barrier_arrive(buffers.consumed.at[stage])
         return products
 
-    accs = (plgpu.ACC((stripe.tiling.stripe, rank)) for rank in stripe.ranks)
-    return pl.run_scoped(multiply, *accs)
+    return pl.run_scoped(multiply, plgpu.ACC((stripe.tiling.stripe, sum(stripe.ranks))))
 
 
 def _sums_at(stripe: _Stripe, place) -> list:
-    """The [stripe, r] parts of one slot's accumulators, whose slots are stacked along the rows, and
-    the layout to access each along the rows of its accumulator."""
-    width, size = stripe.job.z.shape[1], stripe.tiling.stripe
-    accumulators = zip(stripe.job.accumulators, stripe.ranks, strict=True)
+    """The [stripe, r] parts of one slot's accumulators, whose slots are stacked along the rows."""
+    size, sums = stripe.tiling.stripe, zip(stripe.job.accumulators, stripe.ranks, strict=True)
     if stripe.rank_major:
         columns = pl.ds(stripe.column, size)
-        return [
-            (
-                sums.at[pl.ds(place * rank, rank), columns].transpose((1, 0)),
-                plgpu.Layout.WGMMA_TRANSPOSED,
-            )
-            for sums, rank in accumulators
-        ]
-    rows = pl.ds(place * width + stripe.column, size)
-    return [(sums.at[rows], plgpu.Layout.WGMMA) for sums, _ in accumulators]
+        return [s.at[pl.ds(place * r, r), columns].transpose((1, 0)) for s, r in sums]
+    rows = pl.ds(place * stripe.job.z.shape[1] + stripe.column, size)
+    return [s.at[rows] for s, _ in sums]
 
 
-def _load_sums(stripe: _Stripe, place) -> list:
+def _load_sums(stripe: _Stripe, place):
     # Loads that count as optimized exist for shared memory only.
-    return [
-        plgpu.layout_cast(plgpu.load(at, layout=layout, optimized=False), plgpu.Layout.WGMMA)
-        for at, layout in _sums_at(stripe, place)
-    ]
+    load = partial(plgpu.load, layout=stripe.layout, optimized=False)
+    sums = jnp.concatenate([load(at) for at in _sums_at(stripe, place)], axis=1)
+    return plgpu.layout_cast(sums, plgpu.Layout.WGMMA)
 
 
-def _store_sums(stripe: _Stripe, place, sums: list):
+def _store_sums(stripe: _Stripe, place, sums):
     @pl.when(place >= 0)
     def _():
-        for (at, layout), value in zip(_sums_at(stripe, place), sums, strict=True):
-            at[...] = plgpu.layout_cast(value, layout)
+        for at, ranks in zip(_sums_at(stripe, place), stripe.stacked, strict=True):
+            at[...] = plgpu.layout_cast(sums[:, ranks], stripe.layout)
 
 
 def _check_columns(job: ColumnJob, chunk_slot, tiling: ColumnTiling):

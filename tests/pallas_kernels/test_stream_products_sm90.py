@@ -39,19 +39,21 @@ def normals(rng, *shape, dtype=jnp.bfloat16):
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
-def row_job(rng, width, factors=1) -> RowJob:
+def row_job(rng, width, ranks=(RANK,)) -> RowJob:
     return RowJob(
-        integers(rng, TOKENS, width),
-        tuple(integers(rng, SLOTS, RANK, width) for _ in range(factors)),
+        integers(rng, TOKENS, width), tuple(integers(rng, SLOTS, rank, width) for rank in ranks)
     )
 
 
-def column_job(rng, width, lows=1, rank_major=False, values=integers) -> ColumnJob:
-    shape = (SLOTS, RANK, width) if rank_major else (SLOTS, width, RANK)
+def column_job(rng, width, ranks=(RANK,), rank_major=False, values=integers) -> ColumnJob:
+    def accumulator(rank):
+        shape = (rank, width) if rank_major else (width, rank)
+        return values(rng, SLOTS, *shape, dtype=jnp.float32)
+
     return ColumnJob(
         values(rng, TOKENS, width),
-        tuple(values(rng, RANK, TOKENS) for _ in range(lows)),
-        tuple(values(rng, *shape, dtype=jnp.float32) for _ in range(lows)),
+        tuple(values(rng, rank, TOKENS) for rank in ranks),
+        tuple(map(accumulator, ranks)),
         rank_major,
     )
 
@@ -70,7 +72,7 @@ def multiply_rows(jobs, chunk_slot, interpret, tiling=ROW_TILING):
 def assert_row_products(results, job: RowJob, chunk_slot):
     z = np.asarray(job.z, np.float32)
     for result, factor in zip(results, job.factors, strict=True):
-        expected = np.zeros((RANK, TOKENS), np.float32)
+        expected = np.zeros((factor.shape[1], TOKENS), np.float32)
         for slot, rows in chunks(chunk_slot):
             expected[:, rows] = SCALE[slot] * np.asarray(factor[slot], np.float32) @ z[rows].T
         assert result.dtype == factor.dtype
@@ -115,7 +117,7 @@ def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
 
 def test_row_products_of_several_activations_and_factors(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
-    jobs = (row_job(rng, 256, factors=3), row_job(rng, 128))
+    jobs = (row_job(rng, 256, ranks=(16, 8, 24)), row_job(rng, 128, ranks=(32,)))
     results = multiply_rows(jobs, chunk_slot, interpret)
     for result, job in zip(results, jobs, strict=True):
         assert_row_products(result, job, chunk_slot)
@@ -134,9 +136,9 @@ def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, 
 def test_column_products_of_several_jobs_in_one_launch(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
     jobs = (
-        column_job(rng, 128, lows=3),
+        column_job(rng, 128, ranks=(16, 8, 24)),
         column_job(rng, 192, rank_major=True),
-        column_job(rng, 64, lows=2, rank_major=True),
+        column_job(rng, 64, ranks=(8, 16), rank_major=True),
     )
     results = column_products(
         jobs, jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
@@ -160,7 +162,7 @@ def dropped(z, masks: Masks, module, chunk_slot):
 @pytest.mark.parametrize("tile_k", [64, 128])
 def test_row_products_of_dropped_activations(tile_k, interpret):
     rng, chunk_slot = np.random.default_rng(7), (2, 0, -1, 1)
-    job = row_job(rng, 256, factors=2)._replace(masks=dropout(rng, 2))
+    job = row_job(rng, 256, ranks=(16, 8))._replace(masks=dropout(rng, 2))
     kept = row_job(rng, 128)
     tiling = RowTiling(tile_m=64, tile_k=tile_k, stages=2)
     results, results_of_kept = multiply_rows([job, kept], chunk_slot, interpret, tiling)
@@ -176,7 +178,7 @@ def test_row_products_of_dropped_activations(tile_k, interpret):
 )
 def test_column_products_of_dropped_activations(tile_rows, width, lows, interpret):
     rng, chunk_slot = np.random.default_rng(8), (2, 0, -1, 1)
-    job = column_job(rng, width, lows)._replace(masks=dropout(rng, lows))
+    job = column_job(rng, width, ranks=(RANK,) * lows)._replace(masks=dropout(rng, lows))
     kept = column_job(rng, 64, rank_major=True)
     results, results_of_kept = column_products(
         (job, kept),
@@ -194,10 +196,7 @@ def test_column_products_of_dropped_activations(tile_rows, width, lows, interpre
 
 def test_column_products_of_more_ranks_than_registers(interpret):
     rng, chunk_slot = np.random.default_rng(11), (0, 1, -1, 0)
-    z, ranks = integers(rng, TOKENS, 64), (128, 72)
-    lows = tuple(integers(rng, rank, TOKENS) for rank in ranks)
-    sums = tuple(integers(rng, SLOTS, 64, rank, dtype=jnp.float32) for rank in ranks)
-    job = ColumnJob(z, lows, sums, rank_major=False)
+    job = column_job(rng, 64, ranks=(128, 72))
     [results] = column_products((job,), jnp.asarray(chunk_slot), interpret=interpret)
     assert_column_products(results, job, chunk_slot)
 
