@@ -153,16 +153,29 @@ def pack_padded(
 
 def predict(policy: Policy, tasks: Sequence[PreparedTask], costs: RunCosts, args) -> Prediction:
     """By the cost model, over the rounds that are timed."""
-    counts, tokens = [], []
+    counts, tokens, owned = [], [], []
     for step in range(WARM_UP_ROUNDS - 1, WARM_UP_ROUNDS - 1 + args.rounds):
         lengths = {
             slot: [s.stream_length for s in task.batches[step]] for slot, task in enumerate(tasks)
         }
-        counts.append(len(policy.packing(lengths, policy.shape)))
+        packed = policy.packing(lengths, policy.shape)
+        counts.append(len(packed))
         tokens.append(sum(map(sum, lengths.values())))
+        owned.append(sum(owned_tokens(placed, lengths, policy.shape) for placed in packed))
     count = statistics.mean(counts)
-    seconds = count * costs.mesh.microbatch(policy.shape) + costs.mesh.update()
+    one = costs.mesh.microbatch(policy.shape, statistics.mean(owned) / count)
+    seconds = count * one + costs.mesh.update()
     return Prediction(count, 1 - statistics.mean(tokens) / (count * policy.shape.tokens), seconds)
+
+
+def owned_tokens(placed: Sequence[Placement], lengths: Lengths, shape: ShapeClass) -> int:
+    """Tokens of the chunks in which samples lie."""
+    chunks = set()
+    for placement in placed:
+        first = placement.row * shape.row_len + placement.offset
+        last = first + lengths[placement.slot][placement.sample] - 1
+        chunks.update(range(first // shape.chunk_len, last // shape.chunk_len + 1))
+    return len(chunks) * shape.chunk_len
 
 
 def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], args) -> Record:

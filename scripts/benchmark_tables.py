@@ -19,10 +19,12 @@ RECORDS = ROOT / "benchmarks"
 FILES = {
     "grouped_lora": "grouped_lora_h200.json",
     "step": "step_h200.json",
+    "remat": "step_remat_h200.json",
     "dram": "dram_h200.json",
     "profile": "profile_h200.json",
     "packing": "packing_h200.json",
 }
+PEFT_MODES = ("eager", "compiled")
 # What the fused op may cost over the frozen linears, by how many share their input; dropout adds.
 SQUARE_BAR, WIDE_BAR, PAIR_BAR, TRIPLE_BAR, DROPOUT_BAR, TRITON_BAR = (
     1.10,
@@ -114,10 +116,40 @@ def step_table(records: Sequence[Record]) -> str:
                 f"{r['ms_median']:,.0f} of {tokens:,.0f} tokens",
                 gibibytes(r["peak_bytes"]),
                 gibibytes(r.get("adapter_bytes")),
-                "" if r["ratio"] is None else f"{r['ratio']:.3f}",
+                *(over_peft(r, records, mode) if ours else "" for mode in PEFT_MODES),
             ]
         )
-    head = ["", "tasks", "length", "tokens/s", "ms", "peak memory", "adapter state", "ratio"]
+    head = ["", "tasks", "length", "tokens/s", "ms", "peak memory", "adapter state"]
+    head += [f"over PEFT {mode}" for mode in PEFT_MODES]
+    return source(records) + markdown(head, rows)
+
+
+def over_peft(record: Record, records: Sequence[Record], mode: str) -> str:
+    """Tokens per second over those of PEFT in that mode at the same length, if that was measured."""
+    name = f"Hugging Face PEFT, {mode}"
+    for r in records:
+        if r["implementation"] == name and r["length"] == record["length"]:
+            return f"{record['tokens_per_second'] / r['tokens_per_second']:.3f}"
+    return ""
+
+
+def remat_table(records: Sequence[Record]) -> str:
+    """The remat policies of one case, beside "dots"."""
+    (dots,) = (r for r in records if "remat=dots" in r["implementation"])
+    same = [r for r in records if (r["tasks"], r["length"]) == (dots["tasks"], dots["length"])]
+    rows = [
+        [
+            r["implementation"].partition("remat=")[2],
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['ms_median']:,.1f}",
+            f"{r['ms_median'] / dots['ms_median'] - 1:+.1%}",
+            gibibytes(r["peak_bytes"]),
+            *(over_peft(r, records, mode) for mode in PEFT_MODES),
+        ]
+        for r in same
+    ]
+    head = ["remat", "tokens/s", "ms", "time", "peak memory"]
+    head += [f"over PEFT {mode}" for mode in PEFT_MODES]
     return source(records) + markdown(head, rows)
 
 
@@ -185,6 +217,7 @@ BLOCKS = {
     "grouped_lora": op_table,
     "grouped_lora: ranks": rank_table,
     "step": step_table,
+    "remat": remat_table,
     "dram": dram_table,
     "profile": profile_table,
     "packing": packing_table,

@@ -20,8 +20,9 @@ _STEP, _MOST_STEPS = 512, 32
 
 # By slot, the stream lengths in tokens of the samples of the task's global batch.
 Round = Mapping[int, Sequence[int]]
-# Seconds that a microbatch of a shape class takes.
-Cost = Callable[[ShapeClass], float]
+# Seconds that a microbatch of a shape class takes whose chunks that are not empty have so many
+# tokens; linear in them, with what all others take besides.
+Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
@@ -129,9 +130,10 @@ def power_of_two_chunk_len(lengths: Sequence[int], least: int = MIN_CHUNK_LEN) -
 
 def align(rounds: Sequence[Round], shape: ShapeClass, seconds: Cost) -> Alignment:
     """What the rounds cost in one shape class."""
-    count = sum(packed.count for packed in _pack(rounds, shape))
+    packed = _pack(rounds, shape)
+    count = sum(batch.count for batch in packed)
     padding = 1 - sum(_all_lengths(rounds)) / (count * shape.tokens)
-    return Alignment(shape, count * seconds(shape), count, padding)
+    return Alignment(shape, count * seconds(shape, _owned(packed) / count), count, padding)
 
 
 def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClass]:
@@ -152,23 +154,26 @@ def _bound(
 ) -> float:
     """Seconds that the rounds take at least, however few seats and rows would do."""
     needed = [least_rows_of_samples(batches, shape) for batches in rounds]
-    return _cheapest(needed, _with_seats(shape, 2), request, seconds)[0]
+    tokens = sum(_all_lengths(rounds))
+    return _cheapest(needed, tokens, _with_seats(shape, 2), request, seconds)[0]
 
 
 def _cheapest(
-    needed: Sequence[int], shape: ShapeClass, request: ShapeRequest, seconds: Cost
+    needed: Sequence[int], owned: int, shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> tuple[float, int]:
     """Least seconds of rounds that need so many rows, and the rows of such a microbatch.
 
     Args:
       needed: rows of each round, in units of those that a chunk spans.
+      owned: tokens of all chunks of all rounds that are not empty.
       shape: of N tokens.
     """
     block = RowShape.of(shape).block
     totals = []
     for rows in _heights(shape) if request.fewer_tokens else [shape.rows]:
         count = sum(-(-n * block // rows) for n in needed)
-        totals.append((count * seconds(dataclasses.replace(shape, rows=rows)), rows))
+        one = seconds(dataclasses.replace(shape, rows=rows), owned / count)
+        totals.append((count * one, rows))
     return min(totals)
 
 
@@ -191,7 +196,8 @@ def _improved(
     seats for no more sequences than there are, up to a power of two."""
     packed = _pack(rounds, shape)
     shape = _with_seats(shape, _power_of_two(max(map(_most_seats, packed))))
-    total, rows = _cheapest([len(p.rows) for p in packed], shape, request, seconds)
+    needed = [len(batch.rows) for batch in packed]
+    total, rows = _cheapest(needed, _owned(packed), shape, request, seconds)
     if total >= best.seconds:
         return best
     return min(best, align(rounds, dataclasses.replace(shape, rows=rows), seconds), key=_seconds)
@@ -231,6 +237,16 @@ def _seconds(alignment: Alignment) -> float:
 
 def _pack(rounds: Sequence[Round], shape: ShapeClass) -> list[PackedBatch]:
     return pack_batches(rounds, shape, solver_seconds=0)
+
+
+def _owned(packed: Sequence[PackedBatch]) -> int:
+    """Tokens of the chunks that are not empty."""
+    return sum(
+        run.chunks * batch.shape.chunk_len
+        for batch in packed
+        for runs in batch.runs.values()
+        for run in runs
+    )
 
 
 def _powers_of_two(first: int, last: int) -> Iterator[int]:

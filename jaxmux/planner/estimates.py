@@ -66,6 +66,7 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
         adapters=AdapterTimes.none()._replace(
             floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
         ),
+        empty_share=h200.EMPTY_SHARE,
         forward_share=0.5,
         recompute=recompute,
         head=Curve.through((n, 2 * h200.linear_seconds(n, head_weights)) for n in _TOKENS),

@@ -11,6 +11,8 @@ Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
   attention  cuDNN, causal, 32 heads of 128 over 8 of keys and values, 8192 tokens in sequences of
              128, 512 and 2048: forward 0.09, 0.15, 0.33 ms, with backward 0.63, 0.77, 1.34 ms; a
              line in Σ length² goes through them
+  padding    a token of an empty chunk takes a third of another's time, by the zero-padded rounds
+             of benchmarks/packing_h200: products skip it
   memory     a kernel reads an activation at 4.3 TB/s
   all-reduce 64 MiB over four GPUs added 0.27 ms to a layer
 """
@@ -29,6 +31,7 @@ _ATTENTION_LENGTHS = np.array([128, 512, 2048])
 _ATTENTION_FORWARD = 1e-3 * np.array([0.09, 0.15, 0.33])
 _ATTENTION_BOTH = 1e-3 * np.array([0.63, 0.77, 1.34])
 LORA_SHARE = 0.07
+EMPTY_SHARE = 1 / 3
 # A ring over four GPUs sends and receives 2 · 3/4 of what it sums.
 LINK_BYTES_PER_SECOND = 2 * 3 / 4 * 2**26 / 0.27e-3
 

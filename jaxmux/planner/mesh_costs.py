@@ -19,9 +19,10 @@ AUTO = "auto"
 class MeshCosts:
     """The costs of a run on a mesh. Times in seconds, sizes in bytes of one device.
 
-    A microbatch takes the same whatever is in it: padding is computed too, and attention is priced
-    by the length of its rows. Layers, the parts of the head and the memory are divided evenly over
-    the stages; the all-reduces of tensor parallelism, two for each pass of a layer, are not hidden.
+    What a microbatch takes depends on how many of its chunks are empty and on nothing else that is
+    in it: attention is priced by the length of its rows. Layers, the parts of the head and the
+    memory are divided evenly over the stages; the all-reduces of tensor parallelism, two for each
+    pass of a layer, are not hidden.
 
     Attributes:
       times, memory: of the backbone and the device.
@@ -67,12 +68,19 @@ class MeshCosts:
         placement = self._placement(max(1, self.depth(shape)))
         return self.memory.policies(shape, self.pool, placement)
 
-    def stages(self, shape: ShapeClass) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward of a microbatch, float64 [S] each, with its part of the head."""
+    def stages(
+        self, shape: ShapeClass, owned: float | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward of a microbatch, float64 [S] each, with its part of the head.
+
+        Args:
+          owned: tokens of the chunks that are not empty; None for all.
+        """
         tp, layers = self.mesh.tp, self.times.backbone.layers
+        tokens = (shape.tokens if owned is None else owned,)
         passes = np.zeros(2)
         for policy, count in Counter(self.policies(shape)).items():
-            one = self.times.layer(shape, (shape.tokens,), self.pool, policy, tp)
+            one = self.times.layer(shape, tokens, self.pool, policy, tp, total=shape.tokens)
             passes += count / layers * np.array(one)
         passes += 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
         pipeline = Pipeline(self.mesh.pp, tp)
@@ -80,9 +88,10 @@ class MeshCosts:
         head = np.array(pipeline.head_shares()) * self.times.head(shape.tokens) / tp / 2
         return own * passes[0] + head, own * passes[1] + head
 
-    def microbatch(self, shape: ShapeClass) -> float:
-        """Forward and backward on the slowest stage; infinite where it does not fit."""
-        return float(sum(self.stages(shape)).max()) if self.depth(shape) else np.inf
+    def microbatch(self, shape: ShapeClass, owned: float | None = None) -> float:
+        """Forward and backward on the slowest stage, see `stages`; infinite where it does not
+        fit."""
+        return float(sum(self.stages(shape, owned)).max()) if self.depth(shape) else np.inf
 
     def permute(self, shape: ShapeClass) -> float:
         """The messages at the end of a tick."""

@@ -82,6 +82,7 @@ class LayerPoint:
       remat: rematerialisation policy.
       dropout: whether adapters drop.
       backward: False for the forward pass alone.
+      padding: part of each row, in whole chunks, that belongs to no task.
     """
 
     operator: ClassVar[str] = "layer"
@@ -96,6 +97,7 @@ class LayerPoint:
     remat: str
     dropout: bool
     backward: bool
+    padding: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

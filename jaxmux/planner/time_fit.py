@@ -30,7 +30,7 @@ def fit_time_model(profile: Profile) -> TimeModel:
       ProfileError: the profile lacks what the model needs; the message says what.
     """
     layers = dict(profile.of(LayerPoint))
-    trained = [point for point in layers if point.backward and point.remat == "dots"]
+    trained = [p for p in layers if p.backward and p.remat == "dots" and not p.padding]
     frozen = [point for point in trained if not point.rank]
     if not frozen or len(frozen) == len(trained):
         raise ProfileError(
@@ -48,6 +48,7 @@ def fit_time_model(profile: Profile) -> TimeModel:
         attention=_attention(profile, backward=True),
         attention_forward=_attention(profile, backward=False),
         adapters=AdapterTimes.none(),
+        empty_share=1.0,
         forward_share=_forward_share(layers),
         recompute=_recompute(layers, base),
         head=Curve.through((point.tokens, seconds) for point, seconds in profile.of(HeadPoint)),
@@ -66,12 +67,26 @@ def fit_time_model(profile: Profile) -> TimeModel:
     beyond = [layers[p] - _layer(unadapted, p) for p in adapted]
     adapters = fit_adapter_times(loads, beyond, [1 / layers[p] for p in adapted])
     model = dataclasses.replace(unadapted, adapters=adapters)
+    model = dataclasses.replace(model, empty_share=_empty_share(layers, model))
     return dataclasses.replace(model, round_overhead=_round_overhead(profile, model))
 
 
 def _layer(model: TimeModel, point: LayerPoint) -> float:
-    tokens = (point.tokens / point.tasks,) * point.tasks
-    return model.layer(_shape(point), tokens, Pool(point.slots, point.rank)).total
+    tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
+    pool = Pool(point.slots, point.rank)
+    return model.layer(_shape(point), tokens, pool, total=point.tokens).total
+
+
+def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
+    """Mean of what the measured padding took, as a part of what it would take if its chunks were
+    not empty; all of it where that is not measured."""
+    free = dataclasses.replace(model, empty_share=0.0)
+    shares = [
+        (seconds - _layer(free, point)) / (_layer(model, point) - _layer(free, point))
+        for point, seconds in layers.items()
+        if point.padding
+    ]
+    return float(np.clip(np.mean(shares), 0, 1)) if shares else 1.0
 
 
 def _forward_share(layers: Mapping[LayerPoint, float]) -> float:

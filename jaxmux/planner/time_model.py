@@ -71,6 +71,8 @@ class TimeModel:
       attention: forward and backward of a layer's attention.
       attention_forward: the forward pass alone.
       adapters: of the fused adapters of a layer.
+      empty_share: what a token of an empty chunk takes in `base`, as a part of another token:
+        products skip it, all else does not.
       forward_share: part of a layer that is its forward pass, attention in longer rows aside.
       recompute: by rematerialisation policy, what it recomputes as a part of `base`.
       head: last norm, head and loss, by tokens.
@@ -85,6 +87,7 @@ class TimeModel:
     attention: AttentionTimes
     attention_forward: AttentionTimes
     adapters: AdapterTimes
+    empty_share: float
     forward_share: float
     recompute: Mapping[str, float]
     head: Curve
@@ -109,8 +112,8 @@ class TimeModel:
         """Step time of a plan on one device: Σ microbatches (layers + head) + update.
 
         Args:
-          microbatches: for each, the tokens of every task in it; what they leave of the shape class
-            is padding, which the backbone computes all the same.
+          microbatches: for each, the tokens of every task's chunks in it; what they leave of the
+            shape class are empty chunks.
         """
         if pool.optimizer not in self.update:
             raise ProfileError(f"the profile measures no update of {pool.optimizer!r}")
@@ -121,7 +124,7 @@ class TimeModel:
     def microbatch(
         self, shape: ShapeClass, tokens: Sequence[float], pool: Pool, remat: Remat = "dots"
     ) -> float:
-        """Forward and backward of one microbatch, whose tasks have so many tokens in it each."""
+        """Forward and backward of one microbatch; the tasks' chunks in it have so many tokens."""
         policies = (remat,) * self.backbone.layers if isinstance(remat, str) else remat
         if len(policies) != self.backbone.layers:
             raise PlanningError(
@@ -145,15 +148,16 @@ class TimeModel:
 
         Args:
           shape: its row and chunk length and its sequences per row are read, not its rows.
-          tokens: n_k, of each task.
-          total: tokens of the stream, padding included; None for Σ_k n_k.
+          tokens: n_k, of each task's chunks.
+          total: tokens of the stream, empty chunks included; None for Σ_k n_k.
         """
         if remat not in self.recompute:
             known = ", ".join(self.recompute)
             raise ProfileError(f"the profile measures no remat policy {remat!r}; known: {known}")
-        total = sum(tokens) if total is None else total
+        owned = sum(tokens)
+        total = owned if total is None else total
         load = AdapterLoad(tokens, pool.slots, pool.rank, shape.chunk_len, pool.dropout)
-        base = self.base(total) / tp
+        base = self.base(owned + self.empty_share * (total - owned)) / tp
         both = base + pool.share(self.backbone) * self.adapters.seconds(load)
         forward = self.forward_share * both + self._rows(self.attention_forward, shape) * total / tp
         both += self._rows(self.attention, shape) * total / tp

@@ -19,7 +19,7 @@ from jaxmux.planner.profile import (
 _COLLECTIVES = ("psum", "all_gather", "ppermute")
 OPTIMIZER = "adamw"
 # Rows of one sequence, and two kinds of packed ones: what a seat takes is their difference.
-_SEATS = (1, 4, 16)
+_SEATS = (1, 4, 16, 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,7 @@ def _layers(grid: Grid) -> list[LayerPoint]:
         *(adapted(rank=other, tasks=tasks) for other in grid.ranks[1:] for tasks in (slots, 1)),
         *(adapted(chunk_len=other) for other in grid.chunk_lens[1:]),
         adapted(dropout=True),
+        adapted(padding=0.5),
         adapted(row_len=longest),
         *(adapted(remat=remat) for remat in NAMED_POLICIES if remat != "dots"),
         *(adapted(tokens, backward=False) for tokens in (grid.tokens[0], grid.reference_tokens)),

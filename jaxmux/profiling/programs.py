@@ -106,7 +106,7 @@ def _layers(backbone: Backbone, point: LayerPoint) -> Program:
         (_random((point.tokens, config.hidden_size), dtype),) * 2,
         (backbone.weights["layers"], adapters, _stream(config, point)),
         point.layers,
-        dataclasses.replace(point, tasks=0),
+        dataclasses.replace(point, tasks=0, padding=0.0),
     )
 
 
@@ -220,10 +220,13 @@ def _segments(point: LayerPoint | AttentionPoint) -> Segments:
 
 
 def _stream(config: BackboneConfig, point: LayerPoint) -> Stream:
-    """Rows of one sequence, whose chunks belong to the tasks in equal parts."""
+    """Rows of one sequence, whose chunks belong to the tasks in equal parts, but for those of the
+    padding at its end."""
     rows, chunks = point.tokens // point.row_len, point.tokens // point.chunk_len
     positions = np.tile(np.arange(point.row_len, dtype=np.int32), (rows, 1))
-    owners = np.arange(chunks, dtype=np.int32) * point.tasks // chunks
+    first_tokens = np.arange(chunks) * point.chunk_len % point.row_len
+    is_owned = first_tokens < (1 - point.padding) * point.row_len
+    owners = np.where(is_owned, (np.cumsum(is_owned) - 1) * point.tasks // is_owned.sum(), -1)
     dropout = None
     if point.dropout:
         dropout = Dropout(

@@ -21,13 +21,15 @@ def seconds_of(
     each: float = 0.0,
     per_seat: float = 0.0,
 ):
-    """A cost model: matrix products by tokens, attention by row length and more where rows hold
-    several sequences, kernels by chunk, and what a microbatch takes however small."""
+    """A cost model: matrix products by tokens, half of them skipped where chunks are empty,
+    attention by row length and more where rows hold several sequences, kernels by chunk, and what a
+    microbatch takes however small."""
 
-    def seconds(shape: ShapeClass) -> float:
+    def seconds(shape: ShapeClass, owned: float) -> float:
         attention = per_row_len * shape.row_len * (packed if shape.max_sequences > 1 else 1)
         attention += per_seat * shape.max_sequences
-        return each + shape.tokens * (40e-6 + attention) + per_chunk * shape.chunks
+        products = 20e-6 * (owned + shape.tokens)
+        return each + products + shape.tokens * attention + per_chunk * shape.chunks
 
     return seconds
 

@@ -55,6 +55,7 @@ TRUE_ADAPTERS = AdapterTimes(
 )
 RECOMPUTED = {"dots": 0.0, "lean": 0.2, "full": 0.5}
 ROUND_OVERHEAD = 2e-3
+EMPTY_SHARE = 0.3
 
 
 def attention_per_token(row_len: int, seats: int) -> float:
@@ -62,9 +63,10 @@ def attention_per_token(row_len: int, seats: int) -> float:
 
 
 def true_layer(point: LayerPoint) -> float:
-    base = 0.2e-3 + 1.2e-6 * point.tokens
+    owned = point.tokens * (1 - point.padding)
+    base = 0.2e-3 + 1.2e-6 * (owned + EMPTY_SHARE * (point.tokens - owned))
     rows = attention_per_token(point.row_len, 1) - attention_per_token(512, 1)
-    tokens = (point.tokens / point.tasks,) * point.tasks if point.rank else ()
+    tokens = (owned / point.tasks,) * point.tasks if point.rank else ()
     load = AdapterLoad(tokens, point.slots, point.rank, point.chunk_len, point.dropout)
     adapted = base + TRUE_ADAPTERS.seconds(load)
     if not point.backward:
@@ -86,6 +88,7 @@ def layer_points() -> list[LayerPoint]:
         *(layer_point(rank=64, tasks=tasks) for tasks in (1, 4)),
         layer_point(chunk_len=512),
         layer_point(dropout=True),
+        layer_point(padding=0.5),
         layer_point(row_len=8192),
         layer_point(remat="lean"),
         layer_point(remat="full"),
@@ -141,12 +144,19 @@ def model(profile):
     return fit_time_model(profile)
 
 
-def test_fit_explains_every_measured_layer(model):
+@pytest.fixture(scope="module")
+def frozen(model):
+    """The model of a backbone without adapters."""
+    return dataclasses.replace(model, adapters=AdapterTimes.none())
+
+
+def test_fit_explains_every_measured_layer(model, frozen):
     for point in layer_points():
-        tokens = (point.tokens / point.tasks,) * point.tasks if point.rank else ()
+        tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
         shape = ShapeClass(point.tokens // point.row_len, point.row_len, point.chunk_len, 1)
         pool = Pool(point.slots, point.rank, dropout=point.dropout)
-        passes = model.layer(shape, tokens, pool, point.remat, total=point.tokens)
+        of_point = model if point.rank else frozen
+        passes = of_point.layer(shape, tokens, pool, point.remat, total=point.tokens)
         found = passes.total if point.backward else passes.forward
         assert found == pytest.approx(true_layer(point), rel=5e-3), point
 
@@ -205,11 +215,16 @@ def test_more_work_never_takes_less_time(model):
     assert ranks == sorted(ranks)
 
 
-def test_padding_costs_what_the_backbone_does_with_it(model):
+def test_padding_costs_what_the_backbone_does_with_it(model, profile):
     shape, pool = ShapeClass(16, 512, 128, 1), Pool(2, 16)
     empty, half, full = (model.microbatch(shape, t, pool) for t in ((), (4096,), (4096, 4096)))
     assert empty < half < full
-    assert empty == pytest.approx(32 * true_layer(layer_point(rank=0)) + 1e-3 + 2e-6 * 8192)
+    all_empty = layer_point(rank=0, padding=1.0)
+    assert empty == pytest.approx(32 * true_layer(all_empty) + 1e-3 + 2e-6 * 8192)
+    measured = tuple(m for m in profile.measurements if not getattr(m.point, "padding", 0))
+    unaware = fit_time_model(dataclasses.replace(profile, measurements=measured))
+    none_skipped = 32 * true_layer(layer_point(rank=0)) + 1e-3 + 2e-6 * 8192
+    assert unaware.microbatch(shape, (), pool) == pytest.approx(none_skipped)
 
 
 def test_layers_under_several_policies_add_up(model):
@@ -264,12 +279,12 @@ def test_every_seat_of_a_packed_row_takes_its_time(model, row_len, seats):
 def test_alignment_takes_the_model_as_its_cost(model):
     pool = Pool(2, 16)
 
-    def seconds(shape: ShapeClass) -> float:
-        return model.microbatch(shape, (shape.tokens / 2,) * 2, pool)
+    def seconds(shape: ShapeClass, owned: float) -> float:
+        return model.microbatch(shape, (owned / 2,) * 2, pool)
 
     rounds = [{0: [100, 300, 250], 1: [90, 511]}]
     best = choose_alignment(rounds, ShapeRequest(2048), seconds)
-    assert best.seconds == pytest.approx(best.microbatches * seconds(best.shape))
+    assert best.seconds < best.microbatches * seconds(best.shape, best.shape.tokens)
     assert best.seconds <= power_of_two_alignment(rounds, ShapeRequest(2048), seconds).seconds
 
 
@@ -318,9 +333,9 @@ def test_incomplete_profile_is_refused(profile, lacks, message):
         fit_time_model(dataclasses.replace(profile, measurements=kept))
 
 
-def test_adapters_of_some_modules_cost_their_share(model):
+def test_adapters_of_some_modules_cost_their_share(model, frozen):
     shape, step = ShapeClass(16, 512, 128, 1), functools.partial(model.layer, tokens=(8192,))
-    bare = model.layer(shape, (), Pool(1, 16), total=8192).total
+    bare = frozen.layer(shape, (8192,), Pool(1, 16)).total
     all_of_them = step(shape, pool=Pool(1, 16)).total - bare
     some = step(shape, pool=Pool(1, 16, ("q_proj",))).total - bare
     assert some == pytest.approx(all_of_them * 8192 / (8192 + 18432))
