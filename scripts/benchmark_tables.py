@@ -125,7 +125,7 @@ def step_table(records: Sequence[Record]) -> str:
 
 
 def over_peft(record: Record, records: Sequence[Record], mode: str) -> str:
-    """Tokens per second over those of PEFT in that mode at the same length, if that was measured."""
+    """Tokens per second over those of PEFT in that mode at the same length, where measured."""
     name = f"Hugging Face PEFT, {mode}"
     for r in records:
         if r["implementation"] == name and r["length"] == record["length"]:

@@ -1,4 +1,4 @@
-"""The engine: it owns the slots, runs rounds over them, and hands out and takes back tasks."""
+"""The engine: runs rounds over the slots, and hands out and takes back tasks."""
 
 import dataclasses
 import time
@@ -9,75 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data import Prefetch
-from jaxmux.data.microbatch import Microbatch
-from jaxmux.models import (
-    Backbone,
-    ForwardOptions,
-    SlotTable,
-    device_memory,
-    device_peak,
-    pick_implementation,
-    reckoned,
-)
+from jaxmux.models import Backbone, ForwardOptions, device_peak, reckoned
 from jaxmux.pallas_kernels.compilation import compiled
-from jaxmux.peft import Adapter, SlotArrays, adapter_of, slot_arrays, slot_tree
-from jaxmux.planner import ShapeClass
+from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.admission import Admission
-from jaxmux.planner.pool import Pool
-from jaxmux.planner.remat_choice import USABLE
 from jaxmux.tasks import TaskError
 
-from .memory import choose_remat
+from .compile import compile_accumulate, forward_options
+from .options import EngineOptions
 from .prepare import PreparedTask
 from .progress import TaskProgress, TaskUpdate, book
-from .rounds import Packing, Round, pack_batches, pack_tightly, slot_table, training_rounds
-from .state import SlotState, TrainState, empty_state, fresh_optimizer, read_slot, write_slot
+from .rounds import Round, pack_batches, slot_table, training_rounds
+from .slots import Slots
+from .state import TrainState
 from .step import UpdateStats, accumulate, evaluate, update
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """How the engine runs; none of it changes what a task learns beyond rounding.
-
-    Attributes:
-      shape: shape class of the microbatches.
-      remat: "none", "norms", "dots", "lean" or "full": what is kept from forward to backward.
-        "auto" picks for every layer what recomputes least in `memory`; "dots" where that is
-        unknown.
-      memory: bytes that weights, train state and step may take; None for all that JAX may use of
-        the device.
-      attention: "xla", "cudnn" or "short"; None picks by device, dtype and shape class.
-      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
-      unroll: whether every layer is compiled on its own; None where it pays, on GPU.
-      max_bad_steps: consecutive skipped updates after which a task has failed.
-      packing: lays out the samples of training rounds; others are what benchmarks compare with.
-      slots, rank, modules, dropout: what the compiled step has room for at least: slots, pool rank,
-        adapted modules, and whether it can drop. A task that fits arrives without compiling the
-        step again, and on CPU trains to the same bits in any company.
-    """
-
-    shape: ShapeClass
-    slots: int = 1
-    rank: int = 1
-    modules: tuple[str, ...] = ()
-    dropout: bool = False
-    remat: str = "auto"
-    memory: int | None = None
-    attention: str | None = None
-    grouped_lora: str | None = None
-    unroll: bool | None = None
-    max_bad_steps: int = 10
-    packing: Packing = pack_tightly
-
-
-@dataclasses.dataclass
-class _Slot:
-    prepared: PreparedTask
-    progress: TaskProgress
-
-    @property
-    def kind(self) -> str:
-        return self.prepared.task.optimizer.kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +57,13 @@ class Engine:
         self.microbatches_done = 0
         # For rounds to be planned and packed, which happens while the device is busy.
         self.seconds_waited = 0.0
-        self._slots: list[_Slot] = []
-        self.state: TrainState | None = None
+        self._slots = Slots(backbone.config, options.least_pool)
         self._pending: _Pending | None = None
         self._current: Round | None = None
         self._stream: Prefetch[Round] | None = None
         self._stream_tasks: set[int] = set()
-        self._remat: str | tuple[str, ...] | None = None
+        # Those that training is compiled for, until tasks change.
+        self._forward: ForwardOptions | None = None
         self._peak = 0
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
@@ -136,39 +81,32 @@ class Engine:
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
         if self.admission:
-            self.admission.require({p.task.name: p.pool for p in tasks}, self._live_pools)
+            self.admission.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._pause()
-        self._remat = None
-        kept = [self.task_arrays(name) for name in self.names]
-        self._slots += [_Slot(prepared, TaskProgress()) for prepared in tasks]
+        self._forward = None
         self._peak = device_peak() or 0
-        self.state = None  # Its memory is needed for the next one.
-        self.state = self._empty_state()
-        for name, arrays in zip(self.names, kept, strict=False):
-            self._write(name, arrays)
-        for prepared in tasks:
-            self._write_fresh(prepared)
+        self._slots.add(tasks)
 
     def release(self, name: str) -> None:
         """Frees the slot of a task; its adapter is gone from the engine."""
         self._pause()
-        self._remat = None
-        kept = {other: self.task_arrays(other) for other in self.names if other != name}
-        del self._slots[self._index(name)]
-        self.state = None
-        self.state = self._empty_state() if self._slots else None
-        for other, arrays in kept.items():
-            self._write(other, arrays)
+        self._forward = None
+        self._slots.remove(name)
 
     @property
     def names(self) -> list[str]:
-        return [slot.prepared.task.name for slot in self._slots]
+        return self._slots.names
+
+    @property
+    def state(self) -> TrainState | None:
+        """Everything that training changes, on the device; None while there are no tasks."""
+        return self._slots.state
 
     def prepared(self, name: str) -> PreparedTask:
-        return self._slots[self._index(name)].prepared
+        return self._slots.named(name).prepared
 
     def progress(self, name: str) -> TaskProgress:
-        return self._slots[self._index(name)].progress
+        return self._slots.named(name).progress
 
     @property
     def finished(self) -> bool:
@@ -188,18 +126,28 @@ class Engine:
         current = self._current = self._current or self._next_round()
         updates: list[TaskUpdate] = []
         slots = jax.device_put(current.slots)
-        if self._remat is None:
-            self._prepare_step(current.microbatches[0], slots)
-        options = self._forward_options(training=True)._replace(remat=self._remat)
+        if self._forward is None:
+            self._forward = compile_accumulate(
+                self.backbone,
+                self.options,
+                self._slots.pool.dropout,
+                self.state,
+                current.microbatches[0],
+                slots,
+            )
+        config, forward, weights = self.backbone.config, self._forward, self.backbone.weights
         for microbatch in current.microbatches[self.microbatches_done :]:
-            grads, loss = accumulate(*self._step_arguments(options, microbatch, slots))
-            self.state = self.state._replace(grads=grads, loss=loss)
+            state = self._slots.state
+            grads, loss = accumulate(
+                config, forward, weights, state.adapters, state.grads, state.loss, microbatch, slots
+            )
+            self._slots.state = state._replace(grads=grads, loss=loss)
             self.microbatches += 1
             self.microbatches_done += 1
             if stop():
                 updates += self.drain()
                 # A round that has lost a task would be packed otherwise next time: finish it first.
-                if all(self._slots[slot].progress.status == "running" for slot in current.steps):
+                if all(self._slots[slot].running for slot in current.steps):
                     return updates
         updates += self.drain()
         self._dispatch_update(current)
@@ -213,28 +161,23 @@ class Engine:
         stats = jax.device_get(pending.stats)
         self._observe_memory()
         updates = []
-        for slot, step in pending.round.steps.items():
-            if self._slots[slot].progress.status != "running":
+        for index, step in pending.round.steps.items():
+            slot = self._slots[index]
+            if not slot.running:
                 continue
-            updates.append(
-                TaskUpdate(
-                    step=pending.step,
-                    task=self._slots[slot].prepared.task.name,
-                    task_step=step + 1,
-                    loss=float(stats.loss[slot]),
-                    lr=pending.lr[slot],
-                    grad_norm=float(stats.grad_norm[slot]),
-                    target_tokens=pending.round.target_tokens[slot],
-                    tokens=pending.round.tokens[slot],
-                    skipped=not stats.applied[slot],
-                )
+            done = TaskUpdate(
+                step=pending.step,
+                task=slot.name,
+                task_step=step + 1,
+                loss=float(stats.loss[index]),
+                lr=pending.lr[index],
+                grad_norm=float(stats.grad_norm[index]),
+                target_tokens=pending.round.target_tokens[index],
+                tokens=pending.round.tokens[index],
+                skipped=not stats.applied[index],
             )
-            book(
-                self._slots[slot].progress,
-                updates[-1],
-                self._slots[slot].prepared.steps,
-                self.options.max_bad_steps,
-            )
+            book(slot.progress, done, slot.prepared.steps, self.options.max_bad_steps)
+            updates.append(done)
         return updates
 
     def _observe_memory(self) -> None:
@@ -242,24 +185,18 @@ class Engine:
         peak = device_peak() if self.admission else None
         if peak and peak > self._peak:
             self._peak = peak
-            pools = list(self._live_pools.values())
-            self.admission = self.admission.observe(pools, reckoned(self._remat), peak)
-
-    @property
-    def _live_pools(self) -> dict[str, Pool]:
-        """By name, what each registered task needs."""
-        return {slot.prepared.task.name: slot.prepared.pool for slot in self._slots}
+            pools = list(self._slots.pools.values())
+            self.admission = self.admission.observe(pools, reckoned(self._forward.remat), peak)
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
         """Mean cross entropy per target token of the held-out samples of each named task that has
         any."""
-        indices = [self._index(name) for name in names]
-        tasks = {
-            i: self._slots[i].prepared for i in indices if self._slots[i].prepared.eval_samples
-        }
-        options = self._forward_options(training=False)
-        slots = jax.device_put(slot_table(tasks, None, self._capacity))
-        losses = jnp.zeros(self._capacity)
+        named = {self._slots.index(name): self.prepared(name) for name in names}
+        tasks = {slot: t for slot, t in named.items() if t.eval_samples}
+        options = forward_options(self.backbone, self.options)
+        capacity = self._slots.pool.slots
+        slots = jax.device_put(slot_table(tasks, None, capacity))
+        losses = jnp.zeros(capacity)
         batches = {slot: t.eval_samples for slot, t in tasks.items()}
         for i, microbatch in enumerate(pack_batches(batches, self.options.shape)):
             arguments = (
@@ -284,28 +221,24 @@ class Engine:
     def task_arrays(self, name: str) -> SlotArrays:
         """All that a checkpoint must hold of a task besides its progress, at true rank. Call
         `drain` before."""
-        prepared = self.prepared(name)
-        return slot_arrays(self._read(name), list(prepared.targets), prepared.task.adapter.rank)
+        return self._slots.read(name)
 
     def restore_task(self, name: str, arrays: SlotArrays, progress: TaskProgress) -> None:
         """Puts a task back where `task_arrays` and `progress` were taken."""
         self._pause()
-        self._slots[self._index(name)].progress = progress
-        self._write(name, arrays)
-
-    @property
-    def _capacity(self) -> int:
-        return max(self.options.slots, len(self._slots))
+        self._slots.named(name).progress = progress
+        self._slots.write(name, arrays)
 
     def _next_round(self) -> Round:
         live = self._live()
         if self._stream is None or self._stream_tasks != live.keys():
             # Tasks that end as planned leave the stream by themselves; others make it begin again.
-            self._close_stream()
+            self.close()
             tasks = {slot: self._slots[slot].prepared for slot in live}
             shape, packing = self.options.shape, self.options.packing
-            rounds = training_rounds(tasks, live, self._capacity, shape, packing)
-            self._stream = Prefetch(rounds)
+            self._stream = Prefetch(
+                training_rounds(tasks, live, self._slots.pool.slots, shape, packing)
+            )
         asked = time.perf_counter()
         following = next(self._stream)
         self.seconds_waited += time.perf_counter() - asked
@@ -321,127 +254,37 @@ class Engine:
         return {
             i: step
             for i, step in steps.items()
-            if self._slots[i].progress.status == "running" and step < self._slots[i].prepared.steps
+            if self._slots[i].running and step < self._slots[i].prepared.steps
         }
 
     def _dispatch_update(self, current: Round) -> None:
-        due = np.zeros(self._capacity, bool)
-        due[[i for i in current.steps if self._slots[i].progress.status == "running"]] = True
-        rows = [slot.prepared.hyperparameters(slot.progress.updates) for slot in self._slots]
+        slots, kinds = self._slots, self._slots.kinds
+        due = np.zeros(slots.pool.slots, bool)
+        due[[i for i in current.steps if slots[i].running]] = True
+        rows = [slot.prepared.hyperparameters(slot.progress.updates) for slot in slots]
         hyper = {
             kind: {
                 name: np.asarray([rows[slot][name] for slot in members], np.float32)
                 for name in rows[members[0]]
             }
-            for kind, members in self._kinds().items()
+            for kind, members in kinds.items()
         }
-        self.state, stats = update(self.state, due, hyper, self._kinds())
+        slots.state, stats = update(slots.state, due, hyper, kinds)
         lr = {slot: row["learning_rate"] for slot, row in enumerate(rows)}
         self._pending = _Pending(self.rounds, current, lr, stats)
         self._current = None
         self.rounds += 1
         self.microbatches_done = 0
 
-    def _kinds(self) -> dict[str, np.ndarray]:
-        kinds: dict[str, list[int]] = {}
-        for i, slot in enumerate(self._slots):
-            kinds.setdefault(slot.kind, []).append(i)
-        return {kind: np.asarray(members, np.int32) for kind, members in kinds.items()}
-
-    def _prepare_step(self, microbatch: Microbatch, slots: SlotTable) -> None:
-        """Chooses what layers keep, and compiles the step of such microbatches."""
-        options = self._forward_options(training=True)
-        self._remat = self.options.remat
-        if self._remat == "auto":
-            self._remat = self._fitting_remat(options, microbatch, slots)
-        options = options._replace(remat=self._remat)
-        compiled(accumulate.lower(*self._step_arguments(options, microbatch, slots)))
-
-    def _step_arguments(self, options: ForwardOptions, microbatch, slots) -> tuple:
-        state = self.state
-        return (
-            self.backbone.config,
-            options,
-            self.backbone.weights,
-            state.adapters,
-            state.grads,
-            state.loss,
-            microbatch,
-            slots,
-        )
-
-    def _fitting_remat(self, options, microbatch, slots) -> str | tuple[str, ...]:
-        memory = self.options.memory or device_memory()
-        if memory is None:
-            return "dots"
-        weights, adapters = (
-            sum(array.nbytes for array in jax.tree.leaves(tree))
-            for tree in (self.backbone.weights, self.state.adapters)
-        )
-        # Masters, accumulators, and as many moments as the neediest optimizer has: what is kept
-        # does not depend on which optimizers are in use.
-        room = int(USABLE * memory) - weights - 4 * adapters
-        return choose_remat(self.backbone, options, self.state.adapters, microbatch, slots, room)
-
-    def _forward_options(self, training: bool) -> ForwardOptions:
-        dtype = self.backbone.weights["embed_tokens"]["weight"].dtype
-        unroll, shape = self.options.unroll, self.options.shape
-        return ForwardOptions(
-            attention=self.options.attention
-            or pick_implementation(self.backbone.config, dtype, shape.row_len),
-            grouped_lora=self.options.grouped_lora,
-            unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
-            dropout=training and (self.options.dropout or self._any_dropout),
-            max_sequences=shape.max_sequences,
-        )
-
-    @property
-    def _any_dropout(self) -> bool:
-        return any(slot.prepared.task.adapter.dropout > 0 for slot in self._slots)
-
-    def _empty_state(self) -> TrainState:
-        used = {m for slot in self._slots for m in slot.prepared.targets}
-        modules = sorted(used | set(self.options.modules))
-        rank = max(self.options.rank, *(s.prepared.task.adapter.rank for s in self._slots))
-        return empty_state(self.backbone.config, modules, self._kinds(), self._capacity, rank)
-
-    def _write_fresh(self, prepared: PreparedTask) -> None:
-        kind, adapter = prepared.task.optimizer.kind, prepared.adapter
-        zeros = jax.tree.map(np.zeros_like, adapter)
-        fresh = SlotState(adapter, zeros, np.float32(0), fresh_optimizer(kind, zeros))
-        arrays = slot_arrays(fresh, list(prepared.targets), prepared.task.adapter.rank)
-        self._write(prepared.task.name, arrays)
-
-    def _read(self, name: str) -> SlotState:
-        return read_slot(self.state, *self._address(name))
-
-    def _write(self, name: str, arrays: SlotArrays) -> None:
-        template = jax.eval_shape(lambda: self._read(name))
-        self.state = write_slot(self.state, *self._address(name), slot_tree(template, arrays))
-
-    def _address(self, name: str) -> tuple[str, int]:
-        slot = self._index(name)
-        return self._slots[slot].kind, slot
-
-    def _index(self, name: str) -> int:
-        if name not in self.names:
-            raise TaskError(
-                f"task {name!r}: not registered; registered are {', '.join(self.names)}"
-            )
-        return self.names.index(name)
-
     def _pause(self) -> None:
         """Ends the host's work ahead; it begins again, from the tasks' progress, with the next
         round."""
         if self._pending is not None or self.microbatches_done:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
-        self._close_stream()
+        self.close()
 
     def close(self) -> None:
         """Ends the thread that works ahead."""
-        self._close_stream()
-
-    def _close_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -3,6 +3,8 @@
 import logging
 from itertools import groupby
 
+import jax
+
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
     NAMED_POLICIES,
@@ -13,9 +15,25 @@ from jaxmux.models import (
     kept_bytes,
 )
 from jaxmux.peft import Adapter
-from jaxmux.planner.remat_choice import fill_layers, working_bytes
+from jaxmux.planner.remat_choice import USABLE, fill_layers, working_bytes
 
 _log = logging.getLogger("jaxmux")
+
+
+def step_room(backbone: Backbone, adapters: Adapter, memory: int) -> int:
+    """Bytes that a step may use besides weights and train state.
+
+    Args:
+      adapters: of all slots.
+      memory: bytes that all may take together.
+    """
+    weights, masters = (
+        sum(array.nbytes for array in jax.tree.leaves(tree))
+        for tree in (backbone.weights, adapters)
+    )
+    # Masters, accumulators, and as many moments as the neediest optimizer has: what is kept does
+    # not depend on which optimizers are in use.
+    return int(USABLE * memory) - weights - 4 * masters
 
 
 def choose_remat(
@@ -32,7 +50,7 @@ def choose_remat(
       options: those of the step; their `remat` is not read.
       adapters: of all slots.
       microbatch: one of the run's; only shapes and dtypes are read, here and of all other arrays.
-      room: bytes that the step may use besides weights and train state.
+      room: see `step_room`.
     """
     config, weights = backbone.config, backbone.weights
     # What bears a name is nearly the same in every implementation (less than a percent apart are

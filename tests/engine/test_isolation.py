@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmux.engine.state import read_slot
 from jaxmux.engine.step import update
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.peft import slot_arrays
@@ -230,7 +231,7 @@ def test_a_skipped_update_advances_the_step_but_not_the_optimizer(
     engine = make_engine(make_task("poisoned"), make_task("neighbour", rank=8))
     train(engine, rounds=2)
     before = engine.task_arrays("poisoned")
-    engine.state = engine.state._replace(loss=engine.state.loss.at[0].set(np.nan))
+    engine._slots.state = engine.state._replace(loss=engine.state.loss.at[0].set(np.nan))
     skipped = train(engine, rounds=1)
     after = engine.task_arrays("poisoned")
 
@@ -258,4 +259,5 @@ def test_the_state_of_a_task_holds_nothing_of_its_neighbours(make_task, make_eng
     factors = {k: v.shape for k, v in arrays.items() if v.ndim == 3}
     assert factors and all("q_proj" in k for k in factors)
     assert set(factors.values()) == {(2, 32, 2), (2, 2, 32)}
-    assert set(arrays) == set(slot_arrays(engine._read("narrow"), ["self_attn.q_proj"], rank=2))
+    slot = read_slot(engine.state, "adamw", 0)
+    assert set(arrays) == set(slot_arrays(slot, ["self_attn.q_proj"], rank=2))

@@ -50,7 +50,7 @@ def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
     losses = [[update.loss for update in train(engine)["one"]] for engine in (rich, poor)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert set(rich._remat) == {"norms"} and set(poor._remat) == {"full"}
+    assert set(rich._forward.remat) == {"norms"} and set(poor._forward.remat) == {"full"}
 
     poor.register_tasks([make_task("two", steps=1)])
-    assert poor._remat is None
+    assert poor._forward is None
