@@ -23,6 +23,7 @@ FILES = {
     "dram": "dram_h200.json",
     "profile": "profile_h200.json",
     "packing": "packing_h200.json",
+    "planner": "planner.json",
 }
 PEFT_MODES = ("eager", "compiled")
 # What the fused op may cost over the frozen linears, by how many share their input; dropout adds.
@@ -213,6 +214,26 @@ def packing_table(records: Sequence[Record]) -> str:
     return f"{source(records)}{named}\n\n{markdown(head, rows)}"
 
 
+def planner_table(records: Sequence[Record]) -> str:
+    """The figures that have a limit, each beside its baselines."""
+    rows = [
+        [
+            r["name"],
+            f"**{r['value']:.4g}** {r['unit']}".strip(),
+            "" if r["bound"] is None else f"{r['bound']:g}",
+            "; ".join(f"{name} {_shown(value)}" for name, value in r["baselines"].items()),
+        ]
+        for r in records
+        if r["bound"] is not None
+    ]
+    command = "\n".join(dict.fromkeys(r["command"] for r in records))
+    return f"```\n{command}\n```\n\n" + markdown(["", "", "at most", "beside it"], rows)
+
+
+def _shown(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 BLOCKS = {
     "grouped_lora": op_table,
     "grouped_lora: ranks": rank_table,
@@ -221,6 +242,7 @@ BLOCKS = {
     "dram": dram_table,
     "profile": profile_table,
     "packing": packing_table,
+    "planner": planner_table,
 }
 
 

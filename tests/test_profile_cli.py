@@ -1,13 +1,17 @@
 """`python -m jaxmux.profile` on the CPU, with a tiny Llama."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+from jaxmux.models import Backbone
+from jaxmux.models.config import parse_config
 from jaxmux.planner import PlanningError
 from jaxmux.planner.memory_model import fit_memory_model
 from jaxmux.planner.pool import Pool
@@ -16,6 +20,7 @@ from jaxmux.planner.time_fit import fit_time_model
 from jaxmux.profile import main
 from jaxmux.profiling import Case, Grid, profiler
 from jaxmux.profiling.grid import points
+from jaxmux.profiling.programs import make_program
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,6 +56,17 @@ def test_profile_is_complete(profile_path):
     assert all(measurement.seconds > 0 for measurement in profile.measurements)
     layers = [m for m in profile.measurements if isinstance(m.point, LayerPoint)]
     assert all(measurement.peak_bytes > 0 for measurement in layers)
+
+
+def test_padding_leaves_the_end_of_each_row_to_nobody():
+    backbone = Backbone.random(parse_config(TINY, "tiny"), dtype=jnp.float32)
+    full = LayerPoint(2, 256, 128, 64, 1, 2, 4, 2, "dots", False, True)
+    padded = dataclasses.replace(full, padding=0.5)
+    owners = []
+    for point in (full, padded):
+        stream = make_program(backbone, point).constants[2]
+        owners.append(stream.dispatch.routing.chunk_slot.tolist())
+    assert owners == [[0, 0, 1, 1], [0, -1, 1, -1]]
 
 
 def test_second_run_measures_nothing(profile_path, config, monkeypatch, capsys):

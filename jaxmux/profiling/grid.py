@@ -129,7 +129,7 @@ def _layers(grid: Grid) -> list[LayerPoint]:
         *(adapted(rank=other, tasks=tasks) for other in grid.ranks[1:] for tasks in (slots, 1)),
         *(adapted(chunk_len=other) for other in grid.chunk_lens[1:]),
         adapted(dropout=True),
-        adapted(padding=0.5),
+        *([adapted(padding=0.5)] if grid.row_len >= 2 * chunk_len else []),
         adapted(row_len=longest),
         *(adapted(remat=remat) for remat in NAMED_POLICIES if remat != "dots"),
         *(adapted(tokens, backward=False) for tokens in (grid.tokens[0], grid.reference_tokens)),

@@ -191,12 +191,15 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
     dots = step_records[-1] | {"implementation": "jaxmux, remat=dots"}
     full = dots | {"implementation": "jaxmux, remat=full", "ms_median": 1.5 * dots["ms_median"]}
     records |= {"profile": [profile], "packing": [], "remat": [*step_records[:2], dots, full]}
+    gap = {"name": "gap", "value": 0.01, "unit": "", "bound": 0.05, "baselines": {"greedy": 0.2}}
+    records |= {"planner": [gap | {"command": "python planner.py"}]}
     page = benchmark_tables.with_tables(blocks, records)
     assert "old" not in page and page.count("kept") == len(benchmark_tables.BLOCKS)
     assert "| q/k/v: 4,096 × 4,096 + 1,024 + 1,024 | 4 | 0 | mosaic_gpu |" in page
     assert "| **jaxmux** | 4 | 2,048 | 12,000 | 683 of 8,192 tokens | 4.0 GiB |" in page
     assert "| Hugging Face PEFT, eager | 1 | 2,048 | 9,000 |" in page
     assert "| 4.0 GiB | 0.0 GiB | 1.333 | 1.200 |" in page
+    assert "| gap | **0.01** | 0.05 | greedy 0.2 |" in page
     assert "| full | 12,000 | 1,024.0 | +50.0% |" in page
     assert "| xla | 0.1 | 200 | 100 | 1.50 |" in page
     assert "| attention | 44.0 | 7 | `sdpa` 320 |" in page
