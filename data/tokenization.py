@@ -56,6 +56,8 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
     if not Path(folder).is_dir():
         raise DataError(f"{folder}: tokenizer folder not found")
+    if not any(Path(folder).glob("tokenizer*")):
+        raise DataError(f"{folder}: holds no tokenizer (tokenizer.json, tokenizer_config.json)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

@@ -64,6 +64,8 @@ def fine_tune_arguments() -> dict[str, Any]:
     tasks = arguments["tasks"]
     if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task) for t in tasks):
         raise ConfigError(f"fine_tune.tasks should be a list of @NAME/Task(), found {tasks!r}")
+    if not tasks:
+        raise ConfigError("fine_tune.tasks is empty")
     _refuse_unknown_scopes()
     return arguments
 
@@ -139,6 +141,9 @@ def _refuse_import_statements(text: str, where: str) -> list[str]:
 def _without_postscript(error: Exception) -> str:
     """gin's message, with the scope instead of the call that it adds to errors of what it calls."""
     message, *call = str(error).split("\n  In call to configurable", maxsplit=1)
+    if message.startswith("No configurable matching"):
+        known = ", ".join(configurable.__name__ for configurable in _CONFIGURABLE)
+        message = message.replace(".\n", f"; there are {known}.\n", 1)
     if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
         return f"{found[2]}/{found[1]}: {message.strip()}"
     return message.strip()

@@ -62,7 +62,11 @@ def device_models(
         profile = read_profile(path)
         if (profile.device, profile.dtype) == (device, dtype) and not _differs(profile, size):
             return measured_models(path, size, memory, mesh)
-    return estimated_models(size, memory, mesh)
+    models = estimated_models(size, memory, mesh)
+    if dtype == "bfloat16":
+        return models
+    note = f"rates are those of bfloat16; {dtype} is slower"
+    return models._replace(source=models.source._replace(notes=(note,)))
 
 
 def estimated_models(size: BackboneSize, memory: int | None, mesh: Mesh) -> CostModels:

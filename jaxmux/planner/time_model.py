@@ -153,7 +153,10 @@ class TimeModel:
         """
         if remat not in self.recompute:
             known = ", ".join(self.recompute)
-            raise ProfileError(f"the profile measures no remat policy {remat!r}; known: {known}")
+            raise ProfileError(
+                f"the profile measures no remat policy {remat!r}; known: {known}; "
+                "python -m jaxmux.profile completes it"
+            )
         owned = sum(tokens)
         total = owned if total is None else total
         load = AdapterLoad(tokens, pool.slots, pool.rank, shape.chunk_len, pool.dropout)

@@ -1,9 +1,11 @@
 """A profile that ships is the source of costs where it fits, and estimates are elsewhere."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from jaxmux.package_files import resolve_path
 from jaxmux.planner.cost_models import PROFILES, device_models
 from jaxmux.planner.estimates import estimated_memory
 from jaxmux.planner.mesh import Mesh
@@ -13,6 +15,7 @@ from jaxmux.planner.profile import (
     LayerPoint,
     ProfileError,
     UpdatePoint,
+    read_profile,
     write_profile,
 )
 from jaxmux.planner.shape_class import ShapeClass
@@ -87,7 +90,19 @@ def test_an_incomplete_profile_is_refused_not_passed_over(ship, models):
         models()
 
 
-def test_profiles_that_ship_can_be_read():
-    """Whichever there are, this device has none."""
+def test_profiles_that_ship_serve_their_device_and_backbone_and_no_other():
     found = device_models(SIZE, None, Mesh(), DEVICE, profiles=PROFILES)
     assert found.source.kind == "estimated"
+    for path in Path(resolve_path(PROFILES)).glob("*.json"):
+        profile = read_profile(path)
+        size = profile.backbone
+        found = device_models(size, None, Mesh(), profile.device, profile.dtype, PROFILES)
+        assert found.source.kind == "measured" and str(path) in found.source.text
+        estimate = estimated_memory(size)
+        assert found.memory.memory == profile.memory_bytes == estimate.memory
+        assert size.kept == estimate.backbone.kept
+
+
+def test_estimates_for_another_dtype_say_so(tmp_path):
+    found = device_models(SIZE, None, Mesh(), dtype="float32", profiles=tmp_path)
+    assert found.source.notes == ("rates are those of bfloat16; float32 is slower",)

@@ -163,6 +163,16 @@ def test_setting_that_its_class_refuses_is_named_with_its_task(kind, refused):
     assert "bad" in refused(USES.get(line.split(".")[0], ""), line)
 
 
+def test_unknown_reference_is_named_with_those_that_there_are(refused):
+    message = refused("bad/Task.optimizer = @Adafactor()")
+    assert "'@Adafactor()'; there are fine_tune, Task, " in message
+    assert "AdamW, SGD, Lion" in message
+
+
+def test_config_without_tasks_says_so(refused):
+    assert refused("fine_tune.tasks = []") == "error: fine_tune.tasks is empty\n"
+
+
 @pytest.fixture
 def spoilt(backbone, tmp_path):
     """A copy of the backbone to spoil."""
