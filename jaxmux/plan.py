@@ -37,10 +37,14 @@ from .planner.schedules import chrome_trace
 from .planner.schedules.picture import draw_schedule
 from .profiling.size import size_of
 from .runs import check_names, check_options, fine_tune
+from .runs.shape import BatchLengths
 from .tasks import Task, TaskError
 from .train import DEMO_CONFIG
 
 _USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
+# Steps that are planned where nothing is said, and samples of a global batch from which on they are
+# fewer: packing takes time that grows with the square.
+_STEPS, _LARGE_BATCH = 8, 512
 # Columns where there is no terminal.
 _PLAIN_WIDTH = 100
 _MILLISECOND = 1e-3
@@ -60,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         mesh = Mesh.parse(options.mesh)
         gin_bindings.parse([resolve_path(file) for file in options.gin_file], bindings)
-        plan, smaller = _plan(_settings(), mesh, options.profile, options.rounds)
-        for part in plan_tables(plan, smaller):
+        plan, smaller, dropped = _plan(_settings(), mesh, options.profile, options.rounds)
+        for part in plan_tables(plan, smaller, dropped):
             console.print(part, markup=False)
         if options.out:
             for path in write_plan(plan, options.out):
@@ -94,11 +98,10 @@ def _settings() -> dict[str, Any]:
 
 
 def _plan(
-    settings: Mapping[str, Any], mesh: Mesh, profile: Path | None, rounds: int
-) -> tuple[Plan, SmallerMicrobatches | None]:
-    """The plan, and smaller microbatches with which it would be faster."""
-    if not settings["tasks"]:
-        raise PlanningError("nothing to plan: fine_tune.tasks is empty; add one @NAME/Task()")
+    settings: Mapping[str, Any], mesh: Mesh, profile: Path | None, rounds: int | None
+) -> tuple[Plan, SmallerMicrobatches | None, dict[str, int]]:
+    """The plan, smaller microbatches with which it would be faster, and by task how many records
+    gave no sample."""
     check_names(settings["tasks"])
     folder = resolve_path(settings["backbone"])
     config = BackboneConfig.from_folder(folder)
@@ -112,7 +115,8 @@ def _plan(
     )
     models = _cost_models(settings, config, mesh, profile)
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer, rounds) for task in settings["tasks"]]
+    tasks = [_read_task(task, config, tokenizer) for task in settings["tasks"]]
+    rounds = _choose_rounds(rounds, tasks)
     remat = reckoned(settings["remat"])
     request = ShapeRequest(
         settings["tokens_per_microbatch"],
@@ -122,7 +126,18 @@ def _plan(
     )
     costs = MeshCosts(models.times, models.memory, shared_pool(tasks), mesh, remat)
     plan = make_plan(tasks, request, costs, models.source, rounds)
-    return plan, try_smaller_microbatches(plan, tasks, request, costs)
+    smaller = try_smaller_microbatches(plan, tasks, request, costs)
+    return plan, smaller, {task.name: task.dropped for task in tasks}
+
+
+def _choose_rounds(asked: int | None, tasks: Sequence[TaskLoad]) -> int:
+    """As asked, else by the largest global batch; two at least, to show what waits for updates."""
+    largest = max(len(task.batches[0]) for task in tasks)
+    rounds = asked or max(2, min(_STEPS, _STEPS * _LARGE_BATCH // largest))
+    if largest > _LARGE_BATCH:
+        line = f"packing {rounds} steps of up to {largest:,} samples a task: this takes a while"
+        print(line, file=sys.stderr)
+    return rounds
 
 
 def _cost_models(
@@ -137,7 +152,7 @@ def _cost_models(
     return device_models(size, memory, mesh, dtype=dtype)
 
 
-def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, rounds: int) -> TaskLoad:
+def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
     """Reads and tokenizes the task's data; its adapter is not made."""
     try:
         modules = tuple(resolve_targets(task.adapter.target_modules, config))
@@ -151,10 +166,9 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, rounds: int) 
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[s.stream_length for s in data.samples.samples],
-        batches=[
-            [s.stream_length for s in data.batches[k]] for k in range(min(rounds, data.steps))
-        ],
+        batches=BatchLengths(data.batches, data.steps),
         held_out=[s.stream_length for s in data.eval_samples],
+        dropped=data.samples.dropped,
     )
 
 
@@ -187,7 +201,10 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
         "else an estimate for H200s",
     )
     parser.add_argument(
-        "--rounds", type=int, default=8, metavar="N", help="steps of every task; default: 8"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"steps of every task; default: {_STEPS}, fewer of large global batches",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"
@@ -195,7 +212,7 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
     options, others = parser.parse_known_args(arguments)
     if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
         parser.error(f"unknown argument {unknown[0]}; a parameter is set by --gin.NAME=VALUE")
-    if options.rounds < 1:
+    if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds should be at least 1, found {options.rounds}")
     options.gin_file = options.gin_file or [DEMO_CONFIG]
     return options, options.gin_param + [other.removeprefix("--gin.") for other in others]

@@ -139,6 +139,39 @@ def test_parameters_of_the_config_count(flag, tmp_path):
     assert len(mood) == 5 * plan.rounds
 
 
+def test_dropped_records_are_told(tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    records = [{"prompt": "a", "completion": "b" * n} for n in (5, 5, 500)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = tmp_path / "tasks.gin"
+    config.write_text(f"""
+        fine_tune.backbone = "jaxmux:demo/base"
+        fine_tune.tasks = [@Task()]
+        Task.name = "one"
+        Task.data = @Source()
+        Source.path = "{data}"
+        Source.overlong = "drop"
+        Task.max_length = 64
+        Task.steps = 3
+        Task.batch_size = 2
+        Task.adapter = @LoRA()
+        LoRA.rank = 4
+        Task.optimizer = @AdamW()
+        AdamW.learning_rate = 1e-3
+    """)
+    assert main([*QUICK, f"--gin_file={config}"]) == 0
+    assert "task one: 1 of 3 records dropped" in capsys.readouterr().out
+
+
+def test_of_large_global_batches_fewer_steps_are_planned_and_announced(tmp_path, capsys):
+    without_rounds = [argument for argument in QUICK if "rounds" not in argument]
+    large = "--gin.mood/Task.batch_size=1000"
+    assert main([*without_rounds, large, f"--out={tmp_path}"]) == 0
+    assert "packing 4 steps of up to 1,000 samples" in capsys.readouterr().err
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert plan.rounds == 4
+
+
 def test_profile_is_the_source_of_costs(profile_of_the_demo, tmp_path, capsys):
     assert main([*QUICK, f"--profile={profile_of_the_demo}", f"--out={tmp_path}"]) == 0
     shown = capsys.readouterr().out
@@ -169,7 +202,7 @@ def test_profile_of_another_backbone_is_refused(refused, profile_of_the_demo):
 def test_empty_plan_is_refused(refused, tmp_path):
     config = tmp_path / "empty.gin"
     config.write_text('fine_tune.backbone = "jaxmux:demo/base"\nfine_tune.tasks = []\n')
-    assert "nothing to plan: fine_tune.tasks is empty" in refused(f"--gin_file={config}")
+    assert "fine_tune.tasks is empty" in refused(f"--gin_file={config}")
 
 
 REFUSED = {

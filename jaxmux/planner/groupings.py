@@ -12,6 +12,7 @@ from .buckets import Buckets, candidate_buckets
 from .fusion import HTask, fusions
 from .microbatches import CutBatch
 from .schedules import TickRule
+from .schedules.classic import one_f_one_b_depth
 from .shape_class import PlanningError, ShapeClass
 from .time_model import pipeline_latency
 
@@ -108,6 +109,7 @@ def most_promising(
     forward: Sequence[float],
     backward: Sequence[float],
     permute: float = 0.0,
+    depth: int | None = None,
 ) -> list[Estimate]:
     """For every kind of ticks, the 2S groupings of the least estimates.
 
@@ -118,6 +120,7 @@ def most_promising(
     Args:
       forward, backward: of a mean microbatch on each of S stages, in seconds.
       permute: of the messages at the end of a tick.
+      depth: most microbatches in flight on the first stage; None for as many as ticks have use for.
     """
     stages = len(forward)
     chunks = [{slot: _chunks(batch) for slot, batch in batches.items()} for batches in rounds]
@@ -129,7 +132,10 @@ def most_promising(
         "alternating": max(forward) + max(backward) + 2 * permute,
     }
     ranked = []
-    for rule, each in job_seconds.items():
+    for rule, full in job_seconds.items():
+        # With fewer buffers than a full pipeline holds, that much of it is empty.
+        wanted = one_f_one_b_depth(stages, rule)[0]
+        each = full * max(1.0, wanted / (depth or wanted))
         alike: Counter[tuple[int, int]] = Counter()
         keys = []
         for i, grouping in enumerate(groupings):

@@ -1,7 +1,6 @@
 """Makes a plan: shape class, hTasks, buckets, microbatches and schedule for tasks on a mesh."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +13,15 @@ from .mesh_costs import MeshCosts
 from .pipeline import PipelineCosts, PipelinePlan, plan_grouping, plan_pipeline
 from .plan import Baseline, CostSource, PlacedSample, Plan, PlannedTask, Prediction
 from .pool import Pool, merge_pools
+from .sampled_rounds import Batches, sample_rounds
 from .schedules import validate
 from .shape_class import PlanningError, ShapeClass
 
-# The shape class is chosen by the first few rounds, the grouping by as many as have so many
-# microbatches for every stage, at least two.
-_ROUNDS_OF_SHAPE = 3
+# The grouping is chosen by as many rounds as have so many microbatches for every stage, at least
+# two.
 _MICROBATCHES_OF_CHOICE = 16
-# When smaller microbatches are tried, and what step time, as a part of before, is worth a word.
-_MANY_BUBBLES, _NOTABLE = 0.15, 0.95
+# What step time, as a part of the plan's, is worth a word.
+_NOTABLE = 0.95
 
 
 class TaskLoad(NamedTuple):
@@ -34,8 +33,9 @@ class TaskLoad(NamedTuple):
       batch_size: samples of a global batch.
       steps: that it trains.
       lengths: stream lengths in tokens of all its samples.
-      batches: those of the samples of its first global batches.
+      batches: those of its global batches by step, of the whole run or of its first steps.
       held_out: those of its held-out samples; a row must hold them too.
+      dropped: records of its data that gave no sample.
     """
 
     name: str
@@ -43,8 +43,9 @@ class TaskLoad(NamedTuple):
     batch_size: int
     steps: int
     lengths: Sequence[int]
-    batches: Sequence[Sequence[int]]
+    batches: Batches
     held_out: Sequence[int] = ()
+    dropped: int = 0
 
     @property
     def longest(self) -> int:
@@ -66,6 +67,9 @@ def make_plan(
 ) -> Plan:
     """The plan of least predicted time.
 
+    The shape class is the one that training chooses, by rounds of the whole run. On one device all
+    tasks are one hTask, as `runs.shape` has them; on a pipeline they are grouped.
+
     Args:
       tasks: what is trained; a task's slot is its index.
       request: limits of the shape class.
@@ -80,10 +84,10 @@ def make_plan(
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
     batches = _batches(tasks, rounds)
-    shape = _choose_shape(tasks, batches, request, costs)
+    shape = _choose_shape(tasks, request, costs)
     pools = {task.name: task.pool for task in tasks}
     Admission(costs, shape, request.tokens).require(pools)
-    pipeline = _choose_pipeline(batches, shape, costs)
+    pipeline, together = _choose_pipelines(batches, shape, costs)
     grouping = pipeline.grouping
     order = [grouping.groups.index(group) for group in pipeline.groups]
     validate(pipeline.schedule)
@@ -112,12 +116,17 @@ def make_plan(
             microbatches=len(pipeline.microbatches) / rounds,
             memory_bytes=costs.peak(shape, costs.policies(shape), in_flight),
         ),
-        baselines=_baselines(batches, shape, costs),
+        baselines=_baselines(batches, together, shape, costs),
     )
 
 
 class SmallerMicrobatches(NamedTuple):
-    """What another N would make of a plan; fields as in `Prediction`."""
+    """What another N would make of a plan.
+
+    Attributes:
+      tokens: N, as it is asked for.
+      step_seconds, bubble_ratio: as in `Prediction`.
+    """
 
     tokens: int
     step_seconds: float
@@ -129,27 +138,33 @@ def try_smaller_microbatches(
 ) -> SmallerMicrobatches | None:
     """The fastest N of those that come of halving it, if it is notably faster.
 
-    Smaller microbatches are more, which fill a pipeline better. Where it is full already, or there
-    is none, nothing is tried; and once they take longer than larger ones, no smaller ones are.
+    Smaller microbatches are more, which fill a pipeline better, and of which less is padding.
+    Nothing is tried where there is little of either, nor on one device, for there the shape class
+    may have fewer tokens anyway; and once they take longer than larger ones, no smaller ones are.
 
     Args:
       plan: what `make_plan` made of all the rest.
     """
-    own = plan.prediction
-    if own.bubble_ratio <= _MANY_BUBBLES:
+    if plan.mesh.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None
-    batches = _batches(tasks, plan.rounds)
-    best = SmallerMicrobatches(plan.shape.tokens, own.step_seconds, own.bubble_ratio)
-    tokens = plan.shape.tokens // 2
-    while tokens >= max(plan.shape.row_len, plan.shape.chunk_len):
-        shape = _choose_shape(tasks, batches, request._replace(tokens=tokens), costs)
-        simulation = _choose_pipeline(batches, shape, costs).simulation
+    batches, own = _batches(tasks, plan.rounds), plan.prediction
+    best = SmallerMicrobatches(request.tokens, own.step_seconds, own.bubble_ratio)
+    tokens = request.tokens // 2
+    while tokens >= max(task.longest for task in tasks):
+        shape = _choose_shape(tasks, request._replace(tokens=tokens), costs)
+        simulation = _choose_pipelines(batches, shape, costs).best.simulation
         seconds = simulation.makespan / plan.rounds + own.update_seconds
         if seconds > best.step_seconds:
             break
-        best = SmallerMicrobatches(shape.tokens, seconds, simulation.bubble_ratio())
+        best = SmallerMicrobatches(tokens, seconds, simulation.bubble_ratio())
         tokens //= 2
     return best if best.step_seconds < _NOTABLE * own.step_seconds else None
+
+
+def _useful_share(plan: Plan) -> float:
+    """Of the time of all devices, what is neither bubbles nor padding."""
+    tokens = plan.tokens_by_microbatch
+    return (1 - plan.prediction.bubble_ratio) * sum(tokens) / (len(tokens) * plan.shape.tokens)
 
 
 def _batches(tasks: Sequence[TaskLoad], rounds: int) -> list[Round]:
@@ -165,9 +180,7 @@ def _planned(task: TaskLoad) -> PlannedTask:
     return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)
 
 
-def _choose_shape(
-    tasks: Sequence[TaskLoad], batches: Sequence[Round], request: ShapeRequest, costs: MeshCosts
-) -> ShapeClass:
+def _choose_shape(tasks: Sequence[TaskLoad], request: ShapeRequest, costs: MeshCosts) -> ShapeClass:
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     for task in tasks:
         if request.row_len is not None and task.longest > request.row_len:
@@ -179,10 +192,30 @@ def _choose_shape(
             )
     # Smaller microbatches for the sake of a pipeline are the caller's to try.
     request = request._replace(fewer_tokens=costs.mesh.pp == 1)
-    return choose_alignment(batches[:_ROUNDS_OF_SHAPE], request, costs.microbatch, lengths).shape
+    rounds = sample_rounds([task.batches for task in tasks])
+    return choose_alignment(rounds, request, costs.microbatch, lengths).shape
 
 
-def _choose_pipeline(batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts) -> PipelinePlan:
+class _Pipelines(NamedTuple):
+    """The fastest pipeline that was found, and the one with all tasks in one hTask."""
+
+    best: PipelinePlan
+    together: PipelinePlan
+
+
+def _choose_pipelines(batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts) -> _Pipelines:
+    everything = Grouping((tuple(batches[0]),), ((0,),))
+    if costs.mesh.pp == 1:
+        together = _plan_with(everything, batches, shape, costs)
+        return _Pipelines(together, together)
+    grouped = _choose_grouping(batches, shape, costs)
+    if len(grouped.groups) == 1:
+        return _Pipelines(grouped, grouped)
+    together = _plan_with(everything, batches, shape, costs)
+    return _Pipelines(min(grouped, together, key=lambda p: p.simulation.makespan), together)
+
+
+def _choose_grouping(batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts) -> PipelinePlan:
     """The plan with the grouping that is the fastest over some rounds."""
     microbatches = max(1, sum(map(sum, batches[0].values())) // shape.tokens)
     some = max(2, -(-_MICROBATCHES_OF_CHOICE * costs.mesh.pp // microbatches))
@@ -223,18 +256,20 @@ def _placements(
 
 
 def _baselines(
-    batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts
+    batches: Sequence[Round], together: PipelinePlan, shape: ShapeClass, costs: MeshCosts
 ) -> tuple[Baseline, ...]:
-    """Both with 1F1B, under the clock that is better for them, and with this plan's shape class."""
-    plan = partial(_plan_with, shape=shape, costs=costs)
-    slots = tuple(batches[0])
-    together = Grouping(tuple((slot,) for slot in slots), (tuple(range(len(slots))),))
+    """With 1F1B, under the clock that is better for them, and with this plan's shape class; the
+    plan of one device has all tasks together itself."""
     apart = [
-        plan(Grouping(((slot,),), ((0,),)), [{slot: sizes[slot]} for sizes in batches])
-        for slot in slots
+        _plan_with(
+            Grouping(((slot,),), ((0,),)), [{slot: sizes[slot]} for sizes in batches], shape, costs
+        )
+        for slot in batches[0]
     ]
-    one_by_one = "1F1B per task" if costs.mesh.pp > 1 else "one task at a time"
-    methods = {one_by_one: apart, "batch everything": [plan(together, batches)]}
+    if costs.mesh.pp == 1:
+        methods = {"one task at a time": apart}
+    else:
+        methods = {"1F1B per task": apart, "batch everything": [together]}
     return tuple(_baseline(name, plans, len(batches), costs) for name, plans in methods.items())
 
 

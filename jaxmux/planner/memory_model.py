@@ -5,7 +5,8 @@
 
 M_b are the weights. M_g is what each task's adapters take: masters, accumulators, moments. M_a is
 what layers keep for the backward pass, which is counted too, and what a pass needs while it runs:
-temporaries, workspaces, blocks of logits. Only that last part is learnt, as
+temporaries, workspaces, blocks of logits. Where S does not divide the layers, a stage is one of
+those with a layer more. Only what a pass needs is learnt, as
 
   Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
 
@@ -23,8 +24,9 @@ import numpy as np
 from .online_fit import OnlineFit
 from .pool import Pool
 from .profile import BackboneSize, HeadPoint, LayerPoint, Profile, ProfileError
-from .remat_choice import USABLE, fill_layers, working_bytes
+from .remat_choice import USABLE, fill_stages, split_stages, working_bytes
 from .shape_class import PlanningError, ShapeClass
+from .time_model import Pipeline
 
 # One observed step says more than a program of a few layers.
 _PROFILE_WEIGHT = 0.01
@@ -34,7 +36,8 @@ class Placement(NamedTuple):
     """How the backbone is spread over devices.
 
     Attributes:
-      stages: S, of the pipeline, with equal parts of all that layers hold.
+      stages: S, of the pipeline; they share the layers as `time_model.Pipeline` does, and what lies
+        outside the layers in equal parts.
       tp: devices that share each stage's weights and adapters.
       in_flight: microbatches whose kept values a stage holds at once; S in 1F1B.
     """
@@ -66,14 +69,16 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: Pool, placement: Placement = ONE_DEVICE) -> float:
-        """[M_b + Σ M_g] / S: weights and train state."""
-        whole = self.backbone.weight_bytes + pool.state_bytes(self.backbone)
-        return whole / (placement.stages * placement.tp)
+        """[M_b + Σ M_g] / S, weights and train state, on a stage with the most layers."""
+        size = self.backbone
+        of_layer = size.layer_bytes + pool.state_bytes(size) / size.layers
+        fullest = max(self._stage_layers(placement))
+        return (fullest * of_layer + size.outside_bytes / placement.stages) / placement.tp
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """What one layer keeps for its backward pass of `tokens` tokens, on each of `tp` devices:
-        all of the stream, before and behind attention, and of the adapters' rank-r values, and
-        their part of all else, which lies between column- and row-parallel linears.
+        all of the stream, before and behind attention, of its norms and of the adapters' rank-r
+        values, and their part of all else, which lies between column- and row-parallel linears.
 
         Raises:
           ProfileError: the profile knows no such policy.
@@ -82,8 +87,11 @@ class MemoryModel:
             known = ", ".join(self.backbone.kept)
             raise ProfileError(f"the profile counts no remat policy {remat!r}; known: {known}")
         of_token, of_rank = self.backbone.kept[remat]
-        stream = min(of_token, 2 * self.backbone.hidden_size * self.backbone.stream_bytes)
-        return tokens * (stream + (of_token - stream) / tp + rank * of_rank)
+        # "norms" keeps besides what "dots" keeps the inputs of column-parallel linears.
+        without_norms = min(of_token, self.backbone.kept.get("dots", (of_token, 0.0))[0])
+        stream = min(without_norms, 2 * self.backbone.hidden_size * self.backbone.stream_bytes)
+        whole = stream + of_token - without_norms
+        return tokens * (whole + (of_token - whole) / tp + rank * of_rank)
 
     def peak(
         self,
@@ -92,7 +100,7 @@ class MemoryModel:
         remat: str | Sequence[str] | None = None,
         placement: Placement = ONE_DEVICE,
     ) -> float:
-        """M_stage, peak memory of a step.
+        """M_stage, peak memory of a step on the stage that needs most.
 
         Args:
           remat: policy of all layers, or of each; None for those that the engine picks.
@@ -104,15 +112,14 @@ class MemoryModel:
         self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE
     ) -> tuple[str, ...]:
         """The remat policy of every layer that the engine's "auto" picks: the one that recomputes
-        less for as many layers as there is room for."""
-        layers = self.backbone.layers
+        less for as many layers of a stage as there is room for, and the same in every stage."""
         sizes = {
             remat: self.kept(shape.tokens, pool.rank, remat, placement.tp)
             for remat in self.backbone.kept
         }
         working = working_bytes(sizes, self.backbone.head_block_bytes)
         room = USABLE * self.memory - self.resident(pool, placement) - working
-        return fill_layers(sizes, layers, room * placement.stages / placement.in_flight)
+        return fill_stages(sizes, self._stage_layers(placement), room / placement.in_flight)
 
     def fits(self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE) -> bool:
         """Whether a step fits into memory if layers recompute all that they can."""
@@ -160,8 +167,12 @@ class MemoryModel:
             remat = self.policies(shape, pool, placement)
         policies = (remat,) * layers if isinstance(remat, str) else remat
         of_layer = {r: self.kept(shape.tokens, pool.rank, r, placement.tp) for r in set(policies)}
-        kept = sum(of_layer[policy] for policy in policies)
-        return self.resident(pool, placement) + placement.in_flight * kept / placement.stages
+        stages = split_stages(policies, self._stage_layers(placement))
+        kept = max(sum(of_layer[policy] for policy in stage) for stage in stages)
+        return self.resident(pool, placement) + placement.in_flight * kept
+
+    def _stage_layers(self, placement: Placement) -> list[int]:
+        return Pipeline(placement.stages).layers(self.backbone.layers)
 
     def _changes(
         self, shape: ShapeClass, pool: Pool, placement: Placement, mesh_may_grow: bool

@@ -1,7 +1,9 @@
 """What microbatches take, in time and memory, on the devices of a mesh."""
 
 import dataclasses
-from collections import Counter
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,10 +11,23 @@ from .memory_model import USABLE, MemoryModel, Placement
 from .mesh import Mesh
 from .pool import Pool
 from .profile import ProfileError
+from .remat_choice import split_stages
 from .shape_class import PlanningError, ShapeClass
 from .time_model import Pipeline, TimeModel
 
 AUTO = "auto"
+
+
+class _Residuals(NamedTuple):
+    """How many microbatches a stage keeps values of, and which.
+
+    Attributes:
+      depth: most microbatches in flight.
+      policies: remat policy of every layer.
+    """
+
+    depth: int
+    policies: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +35,13 @@ class MeshCosts:
     """The costs of a run on a mesh. Times in seconds, sizes in bytes of one device.
 
     What a microbatch takes depends on how many of its chunks are empty and on nothing else that is
-    in it: attention is priced by the length of its rows. Layers, the parts of the head and the
-    memory are divided evenly over the stages; the all-reduces of tensor parallelism, two for each
-    pass of a layer, are not hidden.
+    in it: attention is priced by the length of its rows. Layers are divided over the stages as
+    evenly as they can be, the head in equal parts; the all-reduces of tensor parallelism, two for
+    each pass of a layer, are not hidden.
+
+    Under "auto" a stage has room for S microbatches, as many as 1F1B has in flight, and layers
+    recompute as little as that leaves memory for. It has room for more where that costs no
+    recomputation, and for fewer only where S do not fit though layers recompute all that they can.
 
     Attributes:
       times, memory: of the backbone and the device.
@@ -38,10 +57,9 @@ class MeshCosts:
     remat: str = AUTO
 
     def depth(self, shape: ShapeClass) -> int:
-        """Most microbatches in flight on a stage that fit into memory, as far as a pipeline makes
-        use of them; 0 where not even one fits."""
-        deepest = 2 * self.mesh.pp - 1
-        return next((k for k in range(deepest, 0, -1) if self._fits(shape, k)), 0)
+        """Most microbatches in flight on a stage that fit into memory under `policies`, as far as a
+        pipeline makes use of them; 0 where not even one fits."""
+        return self._residuals(shape).depth
 
     def require(self, shape: ShapeClass, mesh_may_grow: bool = True) -> None:
         """Checks that one microbatch fits.
@@ -62,11 +80,8 @@ class MeshCosts:
         )
 
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:
-        """The remat policy of every layer, with as many microbatches in flight as fit."""
-        if self.remat != AUTO:
-            return (self.remat,) * self.times.backbone.layers
-        placement = self._placement(max(1, self.depth(shape)))
-        return self.memory.policies(shape, self.pool, placement)
+        """The remat policy of every layer, with `depth` microbatches in flight."""
+        return self._residuals(shape).policies
 
     def stages(
         self, shape: ShapeClass, owned: float | None = None
@@ -76,17 +91,15 @@ class MeshCosts:
         Args:
           owned: tokens of the chunks that are not empty; None for all.
         """
-        tp, layers = self.mesh.tp, self.times.backbone.layers
-        tokens = (shape.tokens if owned is None else owned,)
-        passes = np.zeros(2)
-        for policy, count in Counter(self.policies(shape)).items():
-            one = self.times.layer(shape, tokens, self.pool, policy, tp, total=shape.tokens)
-            passes += count / layers * np.array(one)
-        passes += 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
-        pipeline = Pipeline(self.mesh.pp, tp)
-        own = np.array(pipeline.layers(layers))
-        head = np.array(pipeline.head_shares()) * self.times.head(shape.tokens) / tp / 2
-        return own * passes[0] + head, own * passes[1] + head
+        policies, pipeline = self.policies(shape), Pipeline(self.mesh.pp, self.mesh.tp)
+        layer = {policy: self._layer(shape, owned, policy) for policy in set(policies)}
+        layers = [
+            sum((layer[policy] for policy in stage), np.zeros(2))
+            for stage in split_stages(policies, pipeline.layers(len(policies)))
+        ]
+        head = np.array(pipeline.head_shares()) * self.times.head(shape.tokens) / pipeline.tp / 2
+        forward, backward = np.transpose(layers) + head
+        return forward, backward
 
     def microbatch(self, shape: ShapeClass, owned: float | None = None) -> float:
         """Forward and backward on the slowest stage, see `stages`; infinite where it does not
@@ -111,6 +124,32 @@ class MeshCosts:
     def peak(self, shape: ShapeClass, policies: tuple[str, ...], in_flight: int) -> float:
         """Peak memory of a device with so many microbatches in flight."""
         return self.memory.peak(shape, self.pool, policies, self._placement(in_flight))
+
+    @functools.cached_property
+    def _residuals(self) -> Callable[[ShapeClass], _Residuals]:
+        # Planning asks for the same few shapes again and again.
+        return functools.cache(self._choose_residuals)
+
+    def _choose_residuals(self, shape: ShapeClass) -> _Residuals:
+        """The least recomputation with S microbatches in flight, or with as many as fit, and how
+        many more fit without any more of it."""
+        stages = self.mesh.pp
+        deepest = next((k for k in range(2 * stages - 1, 0, -1) if self._fits(shape, k)), 0)
+        needed = min(stages, deepest)
+        policies = self._fill(shape, needed)
+        alike = [k for k in range(needed, deepest + 1) if self._fill(shape, k) == policies]
+        return _Residuals(alike[-1], policies)
+
+    def _fill(self, shape: ShapeClass, in_flight: int) -> tuple[str, ...]:
+        if self.remat != AUTO:
+            return (self.remat,) * self.times.backbone.layers
+        return self.memory.policies(shape, self.pool, self._placement(max(1, in_flight)))
+
+    def _layer(self, shape: ShapeClass, owned: float | None, policy: str) -> np.ndarray:
+        """Forward and backward of a layer and their all-reduces: float64 [2]."""
+        tp, tokens = self.mesh.tp, shape.tokens if owned is None else owned
+        passes = self.times.layer(shape, (tokens,), self.pool, policy, tp, total=shape.tokens)
+        return np.array(passes) + 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
 
     def _fits(self, shape: ShapeClass, in_flight: int) -> bool:
         if self.remat == AUTO:

@@ -105,7 +105,8 @@ def plan_pipeline(
     forward, backward = _mean_stages(packings, costs.stage_seconds)
     candidates = candidate_groupings(packings.cut, costs.shape, (forward + backward) / 2)
     stages = (forward, backward, costs.permute_seconds)
-    found = most_promising(candidates, packings.cut, costs.shape, *stages)
+    depth = costs.buffer_limit[0] if costs.buffer_limit else None
+    found = most_promising(candidates, packings.cut, costs.shape, *stages, depth)
     plans = (_plan(packings, grouping, rule, costs) for _, grouping, rule in found)
     return min(plans, key=lambda plan: plan.simulation.makespan)
 

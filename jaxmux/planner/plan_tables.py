@@ -1,7 +1,7 @@
 """A plan as tables for a terminal. Not imported by the planner itself: it alone needs rich."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from rich import box
@@ -11,12 +11,17 @@ from .make_plan import SmallerMicrobatches
 from .plan import Plan
 
 
-def plan_tables(plan: Plan, smaller: SmallerMicrobatches | None = None) -> Iterator[Table | str]:
+def plan_tables(
+    plan: Plan,
+    smaller: SmallerMicrobatches | None = None,
+    dropped: Mapping[str, int] | None = None,
+) -> Iterator[Table | str]:
     """The tables and lines that tell what is planned, in the order in which to show them.
 
     Args:
       plan: the plan.
       smaller: microbatches with which it would be faster.
+      dropped: by name of the task, records of its data that gave no sample.
     """
     mesh, count = plan.mesh, plan.mesh.devices
     yield (
@@ -25,6 +30,7 @@ def plan_tables(plan: Plan, smaller: SmallerMicrobatches | None = None) -> Itera
     )
     yield from plan.costs.notes
     yield _tasks(plan)
+    yield from _dropped(plan, dropped or {})
     yield _buckets(plan)
     yield _shape(plan)
     yield f"\n{plan.costs.kind} costs, over {plan.rounds} steps:"
@@ -44,6 +50,15 @@ def _tasks(plan: Plan) -> Table:
         counts = (task.rank, task.batch_size, task.steps, task.samples, task.tokens)
         table.add_row(task.name, *(f"{n:,}" for n in counts), mean, f"{task.longest:,}")
     return table
+
+
+def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
+    for task in plan.tasks:
+        if count := dropped.get(task.name):
+            yield (
+                f"task {task.name}: {count:,} of {task.samples + count:,} records dropped "
+                "(over-long, or no targets left)"
+            )
 
 
 def _buckets(plan: Plan) -> Table:

@@ -1,6 +1,7 @@
 """Which layers keep much and which recompute, in the memory that there is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 # Part of the memory that plans may use: allocators leave gaps.
 USABLE = 0.97
@@ -35,3 +36,27 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
             count = int((room - sizes[less] * layers) // gain) if gain else layers
             return (less,) * max(0, layers - count) + (more,) * min(count, layers)
     return (names[-1],) * layers
+
+
+def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) -> tuple[str, ...]:
+    """The policy of every layer of a pipeline, whose stages are all filled like the fullest: one
+    with fewer layers lacks those that recompute most.
+
+    Args:
+      sizes: see `fill_layers`.
+      layers: of each stage.
+      room: bytes for the layers of one stage.
+    """
+    fullest = fill_layers(sizes, max(layers), room)
+    return tuple(policy for own in layers for policy in fullest[len(fullest) - own :])
+
+
+def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[str, ...]]:
+    """The policies of each stage's layers.
+
+    Args:
+      policies: of every layer.
+      layers: of each stage.
+    """
+    rest = iter(policies)
+    return [tuple(islice(rest, own)) for own in layers]

@@ -8,15 +8,13 @@ take 0.96 to 1.15 times as long as one over mixes of real data sets, and one hTa
 times: shorter rows for short samples are not worth a second program to compile.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxmux.data import Sample
+from jaxmux.data import GlobalBatches
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig, device_memory, reckoned
 from jaxmux.planner.alignment import (
@@ -30,12 +28,29 @@ from jaxmux.planner.mesh import Mesh
 from jaxmux.planner.mesh_costs import MeshCosts
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import BackboneSize
+from jaxmux.planner.sampled_rounds import sample_rounds
 from jaxmux.planner.shape_class import MIN_CHUNK_LEN
 from jaxmux.profiling.size import size_of
 
-# The choice looks at so many rounds, so many samples in all and in a round: it takes a second at
-# most. Of larger rounds a part will do, for what is left in the last microbatch hardly counts.
-_MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
+
+class BatchLengths(Sequence[list[int]]):
+    """By step, the stream lengths of the samples of a task's global batch, read when asked for.
+
+    Attributes:
+      batches: of the task.
+      steps: that it trains.
+    """
+
+    def __init__(self, batches: GlobalBatches, steps: int):
+        self.batches, self.steps = batches, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> list[int]:
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of {self.steps}")
+        return [sample.stream_length for sample in self.batches[step]]
 
 
 class RunCosts(NamedTuple):
@@ -116,28 +131,9 @@ def choose_shape(
     """
     request = ShapeRequest(tokens, row_len, chunk_len, costs.least_chunk_len)
     lengths = [length for task in tasks for length in task.lengths]
-    given = (sample_rounds(tasks), request, costs.mesh.microbatch, lengths)
+    rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
+    given = (rounds, request, costs.mesh.microbatch, lengths)
     return Choice(choose_alignment(*given), plain_alignment(*given), costs.source)
-
-
-def sample_rounds(tasks: Sequence[PreparedTask]) -> list[Mapping[int, list[int]]]:
-    """By slot, the stream lengths of the global batches of some rounds, from the first to the last
-    at even distances: tasks end at different times."""
-    samples = sum(task.task.batch_size for task in tasks)
-    rounds, part = max(task.steps for task in tasks), min(1.0, _MOST_OF_A_ROUND / samples)
-    count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * samples)))
-    return [
-        {
-            slot: _lengths_of_part(task.batches[step], part)
-            for slot, task in enumerate(tasks)
-            if step < task.steps
-        }
-        for step in np.linspace(0, rounds - 1, count).astype(int).tolist()
-    ]
-
-
-def _lengths_of_part(batch: Sequence[Sample], part: float) -> list[int]:
-    return [sample.stream_length for sample in batch[: math.ceil(part * len(batch))]]
 
 
 def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> CostModels:

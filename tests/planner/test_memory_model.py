@@ -18,6 +18,8 @@ from jaxmux.planner.profile import (
     Profile,
     ProfileError,
 )
+from jaxmux.planner.remat_choice import split_stages
+from jaxmux.planner.time_model import Pipeline
 
 GIB = 2**30
 BACKBONE = BackboneSize(
@@ -135,6 +137,47 @@ def test_tensor_parallelism_divides_what_lies_between_the_linears(model):
     assert one == pytest.approx(model.kept(tokens, rank, "dots"))
     assert four == pytest.approx(stream + of_rank + (one - stream - of_rank) / 4)
     assert model.kept(tokens, rank, "full", 4) == model.kept(tokens, rank, "full")
+
+
+def test_norms_of_the_stream_are_whole_on_every_device(model):
+    """They are the inputs of column-parallel linears: two a layer, of 256 values of 2 bytes."""
+    kept = {"norms": (41024.0, 100.0), **BACKBONE.kept}
+    model = dataclasses.replace(model, backbone=dataclasses.replace(BACKBONE, kept=kept))
+    for tp in (1, 2, 8):
+        norms, dots = (model.kept(4096, 16, remat, tp) for remat in ("norms", "dots"))
+        assert norms - dots == pytest.approx(4096 * 2 * 256 * 2)
+    assert dots == pytest.approx(4096 * (1024 + (40000 - 1024) / 8 + 16 * 100))
+
+
+def test_uneven_stages_need_what_the_fullest_needs(model):
+    """Eight layers on three stages: 3, 3 and 2."""
+    of_layer = GIB / 8 + 16 * 4 * 16 * (512 + 768)
+    resident = (3 * of_layer + GIB / 4 / 3) / 2
+    placement = Placement(stages=3, tp=2, in_flight=5)
+    assert model.resident(POOL, placement) == pytest.approx(resident)
+    dots, full = (model.kept(4096, 16, remat, tp=2) for remat in ("dots", "full"))
+    needed = resident + working(8, 512)
+    peak = model.peak(SHAPE, POOL, "dots", placement)
+    assert peak == pytest.approx(needed + 5 * 3 * dots, rel=1e-5)
+    mixed = ("full", "full", "dots", "dots", "full", "dots", "full", "full")
+    peak = model.peak(SHAPE, POOL, mixed, placement)
+    assert peak == pytest.approx(needed + 5 * (2 * dots + full), rel=1e-5)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_stage_has_the_same_mixture_of_policies(model, stages):
+    placement = Placement(stages=stages, in_flight=stages)
+    dots, lean = (model.kept(4096, 16, remat) for remat in ("dots", "lean"))
+    fullest = -(-8 // stages)
+    room = stages * (fullest * lean + 1.5 * (dots - lean))
+    memory = (model.resident(POOL, placement) + 1.25 * dots + room) / USABLE
+    tight = dataclasses.replace(model, memory=int(memory))
+    policies = tight.policies(SHAPE, POOL, placement)
+    split = split_stages(policies, Pipeline(stages).layers(8))
+    assert all(stage == split[0][-len(stage) :] for stage in split)
+    assert split[0] == ("lean",) * (fullest - 1) + ("dots",)
+    assert [len(stage) for stage in split] == Pipeline(stages).layers(8)
+    assert tight.peak(SHAPE, POOL, policies, placement) <= USABLE * tight.memory
 
 
 def test_engine_policies_fill_the_memory(model):

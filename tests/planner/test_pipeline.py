@@ -219,3 +219,17 @@ def test_groupings_are_estimated_near_what_they_take():
     for estimate in found:
         plan = plan_grouping(rounds, estimate.grouping, costs, solver_seconds=0)
         assert estimate.seconds == pytest.approx(plan.simulation.makespan, rel=0.15)
+
+
+def test_ticks_that_want_more_microbatches_than_fit_are_ranked_by_what_fits():
+    """A paired tick takes F + B, single ones 2 B for both; but 2S - 1 are in flight, not S."""
+    rounds = [{0: [200] * 40}]
+    forward, backward = [1.0] * 4, [3.0] * 4
+    candidates = candidate_groupings(cut(rounds), SHAPE, np.full(4, 2.0))
+
+    def fastest(depth: int | None) -> str:
+        found = most_promising(candidates, cut(rounds), SHAPE, forward, backward, 0.0, depth)
+        return min(found, key=lambda estimate: estimate.seconds).rule
+
+    assert {fastest(None), fastest(7)} <= {"paired", "alternating"}
+    assert fastest(4) == "single"

@@ -6,12 +6,15 @@ import time
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from jaxmux.planner import PlanningError
+from jaxmux.planner import make_plan as make_plan_module
 from jaxmux.planner import plan as plan_module
 from jaxmux.planner.adapter_times import AdapterTimes
 from jaxmux.planner.cost_models import estimated_models
 from jaxmux.planner.estimates import estimated_memory, estimated_times
+from jaxmux.planner.groupings import Grouping
 from jaxmux.planner.make_plan import (
     ShapeRequest,
     TaskLoad,
@@ -22,9 +25,11 @@ from jaxmux.planner.make_plan import (
 from jaxmux.planner.mesh import Mesh
 from jaxmux.planner.mesh_costs import MeshCosts
 from jaxmux.planner.plan import FORMAT, Plan
+from jaxmux.planner.plan_tables import plan_tables
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import BackboneSize
-from jaxmux.planner.schedules import validate
+from jaxmux.planner.schedules import chrome_trace, validate
+from jaxmux.planner.schedules.picture import draw_schedule
 from jaxmux.planner.shape_class import ShapeClass
 
 ROUNDS = 4
@@ -152,6 +157,39 @@ def test_plan_is_at_least_as_fast_as_its_baselines(plan):
     assert plan.prediction.bubble_ratio < names["1F1B per task"].bubble_ratio
 
 
+def test_grouping_that_one_group_outdoes_over_all_rounds_gives_way_to_it(size, monkeypatch):
+    """Here: tasks that fill no microbatch alone."""
+
+    def choose_apart(batches, shape, costs):
+        slots = tuple(batches[0])
+        alone = Grouping(tuple((s,) for s in slots), tuple((i,) for i in range(len(slots))))
+        return make_plan_module._plan_with(alone, batches, shape, costs)
+
+    monkeypatch.setattr(make_plan_module, "_choose_grouping", choose_apart)
+    request = REQUEST._replace(tokens=16384)
+    plan = plan_of(size, draw(tasks=8, samples=4), Mesh(2, 1), request)
+    assert plan.groups == (tuple(range(8)),)
+    (together,) = [b for b in plan.baselines if b.name == "batch everything"]
+    assert plan.prediction.step_seconds == together.step_seconds
+
+
+def test_tasks_of_one_device_are_one_htask(size, tasks):
+    plan = plan_of(size, tasks)
+    assert plan.htasks == (tuple(range(len(tasks))),) and plan.buckets == ((0,),)
+    assert [baseline.name for baseline in plan.baselines] == ["one task at a time"]
+
+
+def test_shape_class_depends_on_rounds_of_the_whole_run(size):
+    """Not on how many of them are shown."""
+    short, long = [[100] * 16] * 8, [[900] * 16] * 92
+    lengths = [100, 900]
+    load = TaskLoad("late", Pool(1, 8), 16, 100, lengths, short + long)
+    first = load._replace(batches=short)
+    for mesh in (ONE, Mesh(2, 1)):
+        shapes = [plan_of(size, [own], mesh).shape for own in (load, first)]
+        assert shapes[0] != shapes[1]
+
+
 def test_every_task_is_in_one_htask_and_every_htask_in_one_bucket(plan, tasks):
     assert sorted(slot for htask in plan.htasks for slot in htask) == list(range(len(tasks)))
     assert sorted(i for bucket in plan.buckets for i in bucket) == list(range(len(plan.htasks)))
@@ -172,6 +210,44 @@ def test_smaller_microbatches_are_proposed_where_a_pipeline_runs_dry(size, tasks
     )
     alone = plan_of(size, tasks)
     assert try_smaller_microbatches(alone, tasks, REQUEST, costs_of(size, tasks)) is None
+
+
+def test_smaller_microbatches_are_proposed_where_padding_is_high(size):
+    """By the N that was asked for, however it is rounded up to rows."""
+    loads, mesh = draw(samples=8), Mesh(2, 1)
+    request, costs = REQUEST._replace(tokens=6000), costs_of(size, loads, mesh)
+    padded = plan_of(size, loads, mesh, request)
+    assert padded.prediction.bubble_ratio < 0.15
+    smaller = try_smaller_microbatches(padded, loads, request, costs)
+    assert smaller.tokens in (3000, 1500)
+    found = plan_of(size, loads, mesh, request._replace(tokens=smaller.tokens)).prediction
+    assert found.step_seconds == pytest.approx(smaller.step_seconds)
+    assert found.step_seconds < 0.95 * padded.prediction.step_seconds
+
+
+def test_records_that_gave_no_sample_are_told_by_task(plan):
+    lines = [part for part in plan_tables(plan, dropped={"task1": 12}) if isinstance(part, str)]
+    (line,) = [line for line in lines if "dropped" in line]
+    assert line.startswith("task task1: 12 of 140 records dropped")
+
+
+def test_picture_tells_the_bubble_ratio_of_a_pipeline_only(
+    size, tasks, plan, tmp_path, monkeypatch
+):
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda _, title, **__: titles.append(title))
+    for own in (plan, plan_of(size, tasks)):
+        draw_schedule(own.schedule, own.simulate(), tmp_path / "schedule.png", "title")
+    ratio = f"{plan.prediction.bubble_ratio:.1%}"
+    assert titles == [f"title: bubble ratio {ratio}", "title"]
+
+
+def test_trace_begins_at_0_whatever_the_rounding(plan):
+    simulation = plan.simulate(unit=1e-3)
+    early = dataclasses.replace(simulation, forward_start=simulation.forward_start - 1e-12)
+    events = chrome_trace(plan.schedule, early)["traceEvents"]
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    assert min(event["dur"] for event in events if "dur" in event) > 0
 
 
 def test_32_tasks_are_planned_in_seconds(size):

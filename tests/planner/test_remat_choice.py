@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmux.planner.remat_choice import fill_layers
+from jaxmux.planner.remat_choice import fill_layers, fill_stages, split_stages
 
 
 def test_layers_get_the_first_policy_that_fits_and_fill_up_with_the_one_before():
@@ -27,3 +27,16 @@ def test_the_filling_fits_and_one_more_would_not(seed):
     names = list(sizes)
     gains = [sizes[names[names.index(p) - 1]] - sizes[p] for p in policies if p != "dots"]
     assert not gains or total + gains[0] > room or gains[0] == 0
+
+
+def test_stages_are_filled_alike_and_a_shorter_one_lacks_what_recomputes_most():
+    sizes = {"dots": 10, "lean": 6, "full": 1}
+    assert fill_stages(sizes, [3, 3, 2], 26) == (
+        *("lean", "dots", "dots"),
+        *("lean", "dots", "dots"),
+        *("dots", "dots"),
+    )
+    assert fill_stages(sizes, [3, 2], 12) == ("full", "full", "lean", "full", "lean")
+    assert fill_stages(sizes, [2, 2], 20) == ("dots",) * 4
+    assert fill_stages(sizes, [4], 23) == fill_layers(sizes, 4, 23)
+    assert split_stages("aaabbbcc", [3, 3, 2]) == [tuple("aaa"), tuple("bbb"), tuple("cc")]

@@ -11,7 +11,10 @@ from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig
+from jaxmux.planner.alignment import ShapeRequest
 from jaxmux.planner.estimates import estimated_memory
+from jaxmux.planner.make_plan import TaskLoad, make_plan
+from jaxmux.planner.plan import CostSource
 from jaxmux.planner.profile import (
     AttentionPoint,
     UpdatePoint,
@@ -19,7 +22,7 @@ from jaxmux.planner.profile import (
 )
 from jaxmux.profiling.size import size_of
 from jaxmux.runs import run, shape
-from jaxmux.runs.shape import choose_shape, run_costs, sample_rounds
+from jaxmux.runs.shape import BatchLengths, choose_shape, run_costs
 
 pytestmark = pytest.mark.xdist_group("resume")
 
@@ -86,21 +89,36 @@ def chosen(tasks, **given):
     return choose_shape(tasks, run_costs(tasks, CONFIG, jnp.float32), 2048, **given)
 
 
-def test_rounds_are_sampled_from_first_to_last_with_the_tasks_that_are_live(tasks):
-    rounds = sample_rounds(tasks)
-    assert 8 <= len(rounds) <= 16
-    assert [sorted(batches) for batches in (rounds[0], rounds[-1])] == [[0, 1], [0]]
-    for step, batches in ((0, rounds[0]), (99, rounds[-1])):
-        for slot, lengths in batches.items():
-            assert lengths == [s.stream_length for s in tasks[slot].batches[step]]
-    assert len(sample_rounds([prepared("one", [50] * 4, steps=1)])) == 1
+def load(task: PreparedTask) -> TaskLoad:
+    """As a plan has the task."""
+    lengths = [s.stream_length for s in task.samples.samples]
+    batches = BatchLengths(task.batches, task.steps)
+    size, held_out = task.task.batch_size, [s.stream_length for s in task.eval_samples]
+    return TaskLoad(task.task.name, task.pool, size, task.steps, lengths, batches, held_out)
 
 
-def test_of_large_rounds_a_part_is_looked_at():
-    many = [prepared(str(i), [50] * 300, batch_size=256) for i in range(16)]
-    rounds = sample_rounds(many)
-    assert len(rounds) == 2
-    assert [len(lengths) for lengths in rounds[0].values()] == [64] * 16
+def test_lengths_of_batches_are_those_of_every_step(tasks):
+    lengths = BatchLengths(tasks[1].batches, tasks[1].steps)
+    assert len(lengths) == 40
+    assert lengths[39] == [s.stream_length for s in tasks[1].batches[39]]
+    with pytest.raises(IndexError, match="step 40 of 40"):
+        lengths[40]
+
+
+@pytest.mark.parametrize("batch_size", [4, 16, 300])
+@pytest.mark.parametrize("least_chunk_len", [64, 128])
+def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size, least_chunk_len):
+    rng = np.random.default_rng(batch_size)
+    # Short samples first: the first rounds tell little of the others.
+    tasks = [
+        prepared("short", rng.integers(40, 64, 400), batch_size, steps=5),
+        prepared("long", rng.integers(60, 500, 400), batch_size),
+    ]
+    costs = run_costs(tasks, CONFIG, jnp.float32)._replace(least_chunk_len=least_chunk_len)
+    request = ShapeRequest(2048, least_chunk_len=least_chunk_len)
+    source = CostSource("estimated", "a test", "cpu", 2**34)
+    plan = make_plan([load(task) for task in tasks], request, costs.mesh, source, rounds=2)
+    assert plan.shape == choose_shape(tasks, costs, 2048).alignment.shape
 
 
 def test_choice_is_no_worse_than_the_plain_rule_and_says_why(tasks):

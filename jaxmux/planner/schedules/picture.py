@@ -35,7 +35,8 @@ def draw_schedule(
     """Draws the simulated schedule to a PNG file.
 
     A box is an op: forward solid, backward lighter and hatched, its colour the bucket's, its number
-    the index of the job. Idle time is the grey of the lane. The title ends with the bubble ratio.
+    the index of the job. Idle time is the grey of the lane. The title ends with the bubble ratio
+    where there are several stages.
 
     Args:
       schedule: the schedule.
@@ -66,8 +67,10 @@ def draw_schedule(
             shortest_box >= _NUMBER_WIDTH,
         )
     _decorate(axes, schedule, time_unit, (begin, end))
-    bubbles = f"bubble ratio {simulation.bubble_ratio(window):.1%}"
-    axes.set_title(f"{title}: {bubbles}" if title else bubbles, loc="left", fontweight="bold")
+    parts = [title] if title else []
+    if schedule.stages > 1:
+        parts.append(f"bubble ratio {simulation.bubble_ratio(window):.1%}")
+    axes.set_title(": ".join(parts), loc="left", fontweight="bold")
     _draw_legend(figure, schedule, colors, labels or {})
     figure.savefig(path, dpi=130)
 
