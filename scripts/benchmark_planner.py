@@ -1,7 +1,7 @@
 """The planner's figures, simulated or counted on the host: bubbles of the pipeline, exposed
 communication, MuxTune's ablation, LobRA's replicas, gaps to optima and solve times.
 
-  python scripts/benchmark_planner.py --lengths ../shared/data/lengths.json
+  python scripts/benchmark_planner.py --lengths lengths.json
 
 Four tasks train in a pipeline of four stages, without a flush, on real lengths: one each of the
 sets nearest to XSum, CNN/DailyMail and WikiSum, and one of their mix. A bubble ratio is
