@@ -242,10 +242,9 @@ def test_picture_tells_the_bubble_ratio_of_a_pipeline_only(
     assert titles == [f"title: bubble ratio {ratio}", "title"]
 
 
-def test_trace_begins_at_0_whatever_the_rounding(plan):
-    simulation = plan.simulate(unit=1e-3)
-    early = dataclasses.replace(simulation, forward_start=simulation.forward_start - 1e-12)
-    events = chrome_trace(plan.schedule, early)["traceEvents"]
+@pytest.mark.parametrize("unit", [1, 1e-3, 3e-5])
+def test_trace_begins_at_0_whatever_the_rounding(plan, unit):
+    events = chrome_trace(plan.schedule, plan.simulate(unit=unit))["traceEvents"]
     assert min(event["ts"] for event in events if "ts" in event) == 0
     assert min(event["dur"] for event in events if "dur" in event) > 0
 

@@ -66,7 +66,7 @@ def simulate_lockstep(schedule: Schedule, load: Workload, permute_time: float = 
     work = first.copy()
     work[stage, forward_tick] += forward
     tick_end = np.cumsum(work.max(axis=0) + permute_time)
-    tick_start = tick_end - work.max(axis=0) - permute_time
+    tick_start = np.concatenate([[0.0], tick_end[:-1]])
     backward_start = tick_start[backward_tick]
     forward_start = tick_start[forward_tick] + first[stage, forward_tick]
     return Simulation(

@@ -20,9 +20,8 @@ def chrome_trace(
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
         for s in range(schedule.stages)
     ]
-    # Simulated times are sums of floats: the first may be a rounding error below 0.
     for kind, starts, ends in (
-        ("forward", simulation.forward_start.clip(0), simulation.forward_end),
+        ("forward", simulation.forward_start, simulation.forward_end),
         ("backward", simulation.backward_start, simulation.backward_end),
     ):
         for v in range(schedule.virtual_stages):
