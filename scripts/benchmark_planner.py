@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from benchmark_records import Record, RecordFile
+from benchmark_records import Record, RecordFile, shown
 from planner_ablation import ablate, setting
 from planner_bubbles import (
     BASELINES,
@@ -153,11 +153,7 @@ def make_record(
 def one_line(record: Record) -> str:
     bound = "" if record["bound"] is None else f"(at most {record['bound']:g})"
     value = f"{record['name']:<60} {record['value']:>10.4g} {record['unit']} {bound}".rstrip()
-    return "\n    ".join([value, *(f"{k}: {_short(v)}" for k, v in record["baselines"].items())])
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "\n    ".join([value, *(f"{k}: {shown(v)}" for k, v in record["baselines"].items())])
 
 
 def bubble_records(

@@ -57,6 +57,11 @@ def read_records(path: Path) -> list[Record]:
     return json.loads(path.read_text())
 
 
+def shown(value: Any) -> str:
+    """A value for tables: numbers with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 class RecordFile:
     """A JSON list that is complete on disk after every record.
 

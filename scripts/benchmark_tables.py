@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark_records import Record, read_records
+from benchmark_records import Record, read_records, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -221,17 +221,13 @@ def planner_table(records: Sequence[Record]) -> str:
             r["name"],
             f"**{r['value']:.4g}** {r['unit']}".strip(),
             "" if r["bound"] is None else f"{r['bound']:g}",
-            "; ".join(f"{name} {_shown(value)}" for name, value in r["baselines"].items()),
+            "; ".join(f"{name} {shown(value)}" for name, value in r["baselines"].items()),
         ]
         for r in records
         if r["bound"] is not None
     ]
     command = "\n".join(dict.fromkeys(r["command"] for r in records))
     return f"```\n{command}\n```\n\n" + markdown(["", "", "at most", "beside it"], rows)
-
-
-def _shown(value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 BLOCKS = {

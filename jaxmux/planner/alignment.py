@@ -1,7 +1,6 @@
 """Chooses the shape class of microbatches: padding against attention (MuxTune 3.5)."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,7 +8,13 @@ from typing import NamedTuple
 
 from .microbatches import PackedBatch, pack_batches
 from .rows import RowShape, least_rows_of_samples, runs_of_rows
-from .shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass, choose_shape_class
+from .shape_class import (
+    MIN_CHUNK_LEN,
+    PlanningError,
+    ShapeClass,
+    choose_shape_class,
+    power_of_two,
+)
 
 # Longer rows than this many times the shortest possible are not tried: sequences do not get
 # longer, and all that a longer row may save is the room at its end.
@@ -86,7 +91,6 @@ def choose_alignment(
     plain = plain_alignment(rounds, request, seconds, lengths)
     if request.row_len and request.chunk_len:
         return plain
-    seconds = functools.cache(seconds)
     improve = partial(_improved, rounds=rounds, request=request, seconds=seconds)
     best = min(improve(plain._replace(seconds=math.inf), plain.shape), plain, key=_seconds)
     bounds = {shape: _bound(rounds, shape, request, seconds) for shape in _shapes(request, lengths)}
@@ -179,7 +183,7 @@ def _cheapest(
 
 def _heights(shape: ShapeClass) -> Iterator[int]:
     """Numbers of rows that are tried in place of the shape class's own, and that itself."""
-    step = max(_STEP, _power_of_two(-(-shape.tokens // _MOST_STEPS)))
+    step = max(_STEP, power_of_two(-(-shape.tokens // _MOST_STEPS)))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
     yield from range(unit, shape.rows, unit)
     yield shape.rows
@@ -195,7 +199,7 @@ def _improved(
     """The best so far, or the shape class if that is better: in its cheapest number of rows, with
     seats for no more sequences than there are, up to a power of two."""
     packed = _pack(rounds, shape)
-    shape = _with_seats(shape, _power_of_two(max(map(_most_seats, packed))))
+    shape = _with_seats(shape, power_of_two(max(map(_most_seats, packed))))
     needed = [len(batch.rows) for batch in packed]
     total, rows = _cheapest(needed, _owned(packed), shape, request, seconds)
     if total >= best.seconds:
@@ -253,10 +257,6 @@ def _powers_of_two(first: int, last: int) -> Iterator[int]:
     while first <= last:
         yield first
         first *= 2
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def _all_lengths(rounds: Sequence[Round]) -> list[int]:

@@ -15,7 +15,7 @@ from .plan import Baseline, CostSource, PlacedSample, Plan, PlannedTask, Predict
 from .pool import Pool, merge_pools
 from .sampled_rounds import Batches, sample_rounds
 from .schedules import validate
-from .shape_class import PlanningError, ShapeClass
+from .shape_class import PlanningError, ShapeClass, power_of_two
 
 # The grouping is chosen by as many rounds as have so many microbatches for every stage, at least
 # two.
@@ -184,7 +184,7 @@ def _choose_shape(tasks: Sequence[TaskLoad], request: ShapeRequest, costs: MeshC
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     for task in tasks:
         if request.row_len is not None and task.longest > request.row_len:
-            needed = 1 << (task.longest - 1).bit_length()
+            needed = power_of_two(task.longest)
             raise PlanningError(
                 f"task {task.name!r}: its longest sample has {task.longest} tokens, a row "
                 f"holds row_len={request.row_len}; it would fit with row_len={needed} or "

@@ -13,7 +13,7 @@ from .pool import Pool
 from .profile import ProfileError
 from .remat_choice import split_stages
 from .shape_class import PlanningError, ShapeClass
-from .time_model import Pipeline, TimeModel
+from .time_model import Pipeline, Remat, TimeModel
 
 AUTO = "auto"
 
@@ -73,7 +73,7 @@ class MeshCosts:
         if self._fits(shape, 1):
             return
         self.memory.require(shape, self.pool, self._placement(1), mesh_may_grow)
-        needed = self.peak(shape, (self.remat,) * self.times.backbone.layers, 1)
+        needed = self.peak(shape, self.remat, 1)
         raise PlanningError(
             f"remat={self.remat!r} needs {needed / 2**30:.1f} GiB, usable are "
             f"{USABLE * self.memory.memory / 2**30:.1f} GiB; it would fit with remat='auto'"
@@ -121,9 +121,9 @@ class MeshCosts:
         own = self.pool.parameters(self.times.backbone) / self.mesh.devices
         return self.times.update[self.pool.optimizer](own) + self.times.round_overhead
 
-    def peak(self, shape: ShapeClass, policies: tuple[str, ...], in_flight: int) -> float:
+    def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
         """Peak memory of a device with so many microbatches in flight."""
-        return self.memory.peak(shape, self.pool, policies, self._placement(in_flight))
+        return self.memory.peak(shape, self.pool, remat, self._placement(in_flight))
 
     @functools.cached_property
     def _residuals(self) -> Callable[[ShapeClass], _Residuals]:
@@ -154,8 +154,7 @@ class MeshCosts:
     def _fits(self, shape: ShapeClass, in_flight: int) -> bool:
         if self.remat == AUTO:
             return self.memory.fits(shape, self.pool, self._placement(in_flight))
-        policies = (self.remat,) * self.times.backbone.layers
-        return self.peak(shape, policies, in_flight) <= USABLE * self.memory.memory
+        return self.peak(shape, self.remat, in_flight) <= USABLE * self.memory.memory
 
     def _placement(self, in_flight: int) -> Placement:
         return Placement(self.mesh.pp, self.mesh.tp, in_flight)

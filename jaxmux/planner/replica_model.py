@@ -7,7 +7,7 @@ from .mesh import Mesh
 from .mesh_costs import AUTO, MeshCosts
 from .pool import Pool
 from .replica_costs import Configuration
-from .shape_class import MIN_CHUNK_LEN, ShapeClass
+from .shape_class import MIN_CHUNK_LEN, ShapeClass, power_of_two
 from .time_model import TimeModel
 
 # Longest row that is considered.
@@ -64,7 +64,7 @@ class MeasuredReplicas:
 
     def _shape(self, length: int, tokens: int) -> ShapeClass:
         """Rows that hold the length, as many as make so many tokens."""
-        row_len = max(MIN_CHUNK_LEN, 1 << (length - 1).bit_length())
+        row_len = max(MIN_CHUNK_LEN, power_of_two(length))
         unit = max(row_len, self.chunk_len)
         rows = max(1, tokens // unit) * (unit // row_len)
         return ShapeClass(rows, row_len, self.chunk_len, max_sequences=1)

@@ -55,6 +55,11 @@ class ShapeClass:
         return self.tokens // self.chunk_len
 
 
+def power_of_two(least: int) -> int:
+    """The least power of two of at least `least`."""
+    return 1 << (least - 1).bit_length()
+
+
 def choose_shape_class(
     lengths: Sequence[int],
     tokens: int,
@@ -76,7 +81,7 @@ def choose_shape_class(
         raise PlanningError("no samples to choose a shape class for")
     longest = max(lengths)
     chunk_len = chunk_len or MIN_CHUNK_LEN
-    row_len = row_len or max(MIN_CHUNK_LEN, 1 << (longest - 1).bit_length())
+    row_len = row_len or max(MIN_CHUNK_LEN, power_of_two(longest))
     if longest > row_len:
         raise PlanningError(
             f"row_len={row_len} is shorter than the longest sample ({longest} tokens)"
