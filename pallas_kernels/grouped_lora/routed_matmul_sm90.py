@@ -3,7 +3,8 @@
 One persistent kernel serves the forward pass, `x W + s B[t]`, and the input gradient,
 `Σ dy W^T + ds A[t]^T` (LoRAFusion 5.1). A warpgroup loads tiles through TMA; two others multiply
 them, each half the rows of an output tile. All of its `TILE_M` rows are of one chunk, so one task's
-factor is loaded for it.
+factor is loaded for it. Blocks take tiles in turns, first those with an owner, so that each has an
+equal share of the work wherever the empty chunks are.
 
 A finished tile leaves through shared memory, nearly all of which the pipeline has taken. It borrows
 room there: where a warpgroup's rows of the last operands were. Their stages go back to the loading
@@ -26,7 +27,7 @@ from .tiles_sm90 import (
     await_all,
     claim,
     flat,
-    owner,
+    owned_first,
     run_warpgroups,
     stage_of,
     write_zeros,
@@ -129,7 +130,8 @@ def routed_matmul(
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
     # As the product with an identity, the residual takes the pipeline's way into the accumulator.
     added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
-    return kernel(layer, chunk_slot, operands, added, mask_operands(masks))
+    order = owned_first(chunk_slot, rows // TILE_M)
+    return kernel(layer, order, operands, added, mask_operands(masks))
 
 
 class _Layout(NamedTuple):
@@ -199,7 +201,7 @@ def _swizzled(columns: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gmem, *scratch):
+def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, *scratch):
     scratch = _Scratch(*scratch)
     tiling = layout.tiling
     shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // TILE_N)
@@ -211,8 +213,8 @@ def _kernel(layout: _Layout, layer_gmem, slot_gmem, terms, added, masks, out_gme
 
         @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=jnp.int32(0))
         def count(info, carry):
-            row, column = plgpu.planar_snake(info.index[0], shape, tiling.minor, tiling.group)
-            slot = owner(slot_gmem, row, shape[0])
+            place, column = plgpu.planar_snake(info.index[0], shape, tiling.minor, tiling.group)
+            row, slot = order.tile[place], order.slot[place]
             tile = _Tile(pl.ds(row * TILE_M, TILE_M), pl.ds(column * TILE_N, TILE_N), slot)
             body(tile, carry)
             return carry + (slot >= 0).astype(jnp.int32)

@@ -1,10 +1,12 @@
 """What the Hopper kernels share: owners of tiles, layouts in shared memory, and its limits."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 # What a thread block may hold, less what barriers and alignment take.
 SHARED_MEMORY = 224 * 1024
@@ -17,6 +19,21 @@ def flat(stacked: Float[Array, "T _ _"]) -> Float[Array, "_ _"]:
 
 def owner(slot_gmem, tile, tiles: int):
     return slot_gmem[lax.div(tile, jnp.int32(tiles // slot_gmem.shape[0]))]
+
+
+class TileOrder(NamedTuple):
+    """Row tiles in the order in which a kernel takes them, and the slot of each."""
+
+    tile: Int[Array, "tiles"]
+    slot: Int[Array, "tiles"]
+
+
+def owned_first(chunk_slot: Int[Array, "C"], tiles: int) -> TileOrder:
+    """All row tiles, those with an owner before those without (slot -1), else as they lie."""
+    slots = jnp.repeat(chunk_slot, tiles // chunk_slot.shape[0])
+    index = jnp.arange(tiles, dtype=jnp.int32)
+    _, *order = lax.sort((slots < 0, index, slots), num_keys=1, is_stable=True)
+    return TileOrder(*order)
 
 
 def swizzled(dtype) -> tuple:
