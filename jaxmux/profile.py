@@ -16,9 +16,8 @@ from .models import Backbone, BackboneConfig, BackboneError
 from .models.config import parse_config
 from .package_files import resolve_path
 from .planner import PlanningError
-from .planner.pool import Pool
 from .planner.profile import LayerPoint, Measurement, Profile, read_profile
-from .planner.time_fit import fit_time_model
+from .planner.time_fit import fit_time_model, layer_passes
 from .profiling import (
     CPU_GRID,
     Case,
@@ -29,7 +28,6 @@ from .profiling import (
     default_cases,
     mean_absolute_error,
 )
-from .profiling.grid import shape_of
 
 # Columns where there is no terminal.
 _PLAIN_WIDTH = 120
@@ -138,13 +136,12 @@ def _table(profile: Profile) -> Table:
     """The measured layers beside what the fitted model says of them."""
     times = fit_time_model(profile)
     table = Table(title=f"a layer of {profile.backbone.name} on {profile.device}, {profile.dtype}")
-    fields = ("tokens", "row_len", "chunk_len", "slots", "rank", "tasks", "remat", "dropout")
+    shape = ("tokens", "row_len", "chunk_len", "padding")
+    fields = (*shape, "slots", "rank", "tasks", "remat", "dropout")
     for name in (*fields, "ms", "model", "error"):
         table.add_column(name, justify="right")
     for point, seconds in profile.of(LayerPoint):
-        tokens = (point.tokens / point.tasks,) * point.tasks if point.rank else ()
-        pool = Pool(point.slots, point.rank, dropout=point.dropout)
-        passes = times.layer(shape_of(point), tokens, pool, point.remat, total=point.tokens)
+        passes = layer_passes(times, point)
         fitted = passes.total if point.backward else passes.forward
         values = (getattr(point, name) for name in fields)
         times_and_error = (

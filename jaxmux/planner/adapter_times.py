@@ -51,7 +51,7 @@ class AdapterTimes(NamedTuple):
     def seconds(self, load: AdapterLoad) -> float:
         """max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), and what the pool costs whoever is in it: its
         factors are prepared for the kernels."""
-        if not load.tokens:
+        if not load.tokens or not load.rank:
             return 0.0
         rank, dropped = load.rank, self.per_dropped_token * load.dropout
         of_token = self.per_token + rank * (

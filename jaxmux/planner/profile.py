@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from .shape_class import PlanningError
+from .shape_class import PlanningError, ShapeClass
 
 _VERSION = 1
 
@@ -183,6 +183,12 @@ POINTS: Mapping[str, type[Point]] = {
     kind.operator: kind
     for kind in (LayerPoint, AttentionPoint, HeadPoint, UpdatePoint, RoundPoint, CollectivePoint)
 }
+
+
+def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
+    """The shape class of a point."""
+    rows = point.tokens // point.row_len
+    return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)
 
 
 class Measurement(NamedTuple):

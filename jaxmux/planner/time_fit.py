@@ -18,9 +18,9 @@ from .profile import (
     ProfileError,
     RoundPoint,
     UpdatePoint,
+    shape_of,
 )
-from .shape_class import ShapeClass
-from .time_model import TimeModel
+from .time_model import Passes, TimeModel
 
 
 def fit_time_model(profile: Profile) -> TimeModel:
@@ -64,28 +64,30 @@ def fit_time_model(profile: Profile) -> TimeModel:
         AdapterLoad((p.tokens / p.tasks,) * p.tasks, p.slots, p.rank, p.chunk_len, p.dropout)
         for p in adapted
     ]
-    beyond = [layers[p] - _layer(unadapted, p) for p in adapted]
+    beyond = [layers[p] - layer_passes(unadapted, p).total for p in adapted]
     adapters = fit_adapter_times(loads, beyond, [1 / layers[p] for p in adapted])
     model = dataclasses.replace(unadapted, adapters=adapters)
     model = dataclasses.replace(model, empty_share=_empty_share(layers, model))
     return dataclasses.replace(model, round_overhead=_round_overhead(profile, model))
 
 
-def _layer(model: TimeModel, point: LayerPoint) -> float:
-    tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
-    pool = Pool(point.slots, point.rank)
-    return model.layer(_shape(point), tokens, pool, total=point.tokens).total
+def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
+    """What the model says of a measured layer."""
+    owners = point.tasks or 1
+    tokens = (point.tokens * (1 - point.padding) / owners,) * owners
+    pool = Pool(point.slots, point.rank, dropout=point.dropout)
+    return model.layer(shape_of(point), tokens, pool, point.remat, total=point.tokens)
 
 
 def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
     """Mean of what the measured padding took, as a part of what it would take if its chunks were
     not empty; all of it where that is not measured."""
     free = dataclasses.replace(model, empty_share=0.0)
-    shares = [
-        (seconds - _layer(free, point)) / (_layer(model, point) - _layer(free, point))
-        for point, seconds in layers.items()
-        if point.padding
-    ]
+    shares = []
+    for point, seconds in layers.items():
+        if point.padding:
+            least, most = (layer_passes(times, point).total for times in (free, model))
+            shares.append((seconds - least) / (most - least))
     return float(np.clip(np.mean(shares), 0, 1)) if shares else 1.0
 
 
@@ -127,7 +129,7 @@ def _round_overhead(profile: Profile, model: TimeModel) -> float:
         size = dataclasses.replace(model.backbone, layers=point.layers)
         tokens = (point.tokens / point.tasks,) * point.tasks
         parts = dataclasses.replace(model, backbone=size).step(
-            _shape(point), [tokens], Pool(point.slots, point.rank)
+            shape_of(point), [tokens], Pool(point.slots, point.rank)
         )
         beyond.append(max(0.0, seconds - parts))
     return float(np.mean(beyond))
@@ -140,8 +142,3 @@ def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
             key = (point.collective, point.axis, point.devices)
             found.setdefault(key, []).append((point.payload_bytes, seconds))
     return {key: Curve.through(pairs) for key, pairs in found.items()}
-
-
-def _shape(point: LayerPoint | RoundPoint) -> ShapeClass:
-    rows = point.tokens // point.row_len
-    return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)

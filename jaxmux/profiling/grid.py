@@ -183,9 +183,3 @@ def _collectives(grid: Grid, devices: int) -> list[CollectivePoint]:
         for axis, size in axes
         for payload in grid.payload_bytes
     ]
-
-
-def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
-    """The shape class of a point."""
-    rows = point.tokens // point.row_len
-    return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)

@@ -9,9 +9,8 @@ import jax
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.models import Backbone
 from jaxmux.planner import ShapeClass
-from jaxmux.planner.profile import Measurement, RoundPoint
+from jaxmux.planner.profile import Measurement, RoundPoint, shape_of
 
-from .grid import shape_of
 from .random_tasks import in_other_names, random_task
 
 # The first compiles, the second is the first to find a round before it.
