@@ -8,8 +8,9 @@ does; a time is that of the program over its layers, so that neither the gaps be
 warm L2 cache count. The baseline is the same program of the frozen linears alone, XLA's (cuBLAS's)
 `x W` and `dy W^T`, which a frozen model needs in any case.
 
-The programs run in turns, so that the clock of a hot GPU counts alike. A time is the median over
-turns; `ratio` is the median over turns of the op's time over the baseline's. Groups of records:
+The programs run in turns, each for half a turn before it is timed: at its power limit, a GPU has
+the clock that the last tenths of a second allow. A time is the median over turns; `ratio` is the
+median over turns of the op's time over the baseline's. Groups of records:
 
   tasks    1, 4 and 16 tasks of rank 16 at three shapes
   shared   q/k/v and gate/up, which share their input
@@ -20,7 +21,7 @@ The first implementation named is measured in all of them, any other with the ta
 shape. For a dry run on CPU:
 
   python scripts/benchmark_grouped_lora.py --out /tmp/dry.json --implementations xla \
-      --shrink 16 --tokens 256 --repeat 2 --turns 2 --calls 1
+      --shrink 16 --tokens 256 --repeat 2 --turns 2 --seconds 0.01
 """
 
 import argparse
@@ -113,7 +114,7 @@ def measure(
     compile_seconds = time.perf_counter() - start
     *timed, of_baseline = [
         [milliseconds / args.repeat for milliseconds in times]
-        for times in in_turns([*programs, baseline], args.turns, args.calls)
+        for times in in_turns([*programs, baseline], args.turns, args.seconds)
     ]
     return [
         make_record(
@@ -141,20 +142,26 @@ def measure(
     ]
 
 
-def in_turns(functions: list[Callable], turns: int, calls: int) -> list[list[float]]:
-    """Milliseconds a call of each function, by turn; the first turn is not counted."""
+def in_turns(functions: list[Callable], turns: int, seconds: float) -> list[list[float]]:
+    """Milliseconds a call of each function, by turn of `seconds`; the first turn is not counted."""
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):
         for function, found in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            for _ in range(calls):
-                result = function()
-            jax.block_until_ready(result)
+            calls = max(1, round(seconds / 2 / run(function, calls=1)))
+            run(function, calls)
+            timed = run(function, calls)
             if turn:
-                found.append(1e3 * (time.perf_counter() - start) / calls)
-            # Its memory is the next program's.
-            del result
+                found.append(1e3 * timed / calls)
     return times
+
+
+def run(function: Callable, calls: int) -> float:
+    """Seconds that so many calls take."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = function()
+    jax.block_until_ready(result)
+    return time.perf_counter() - start
 
 
 def one_line(record: Record) -> str:
@@ -175,7 +182,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeat", type=int, default=16, help="layers of the program")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=3, help="of a program in a turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a program in a turn")
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     return parser.parse_args()
 
