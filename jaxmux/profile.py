@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="CASE",
-        help="of --check: tasks x length x rank x tokens, e.g. 3x2048x32x6144",
+        help="of --check: tasks x length x rank x tokens [x row length], e.g. 3x2048x32x6144",
     )
     parser.add_argument("--layers", type=int, help="of --check: another number than the backbone's")
     return parser

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxmux.planner.adapter_times import AdapterLoad
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.cost_models import CostModels, device_models
 from jaxmux.planner.estimates import with_estimated_collectives
 from jaxmux.planner.mesh import Mesh
@@ -35,8 +36,19 @@ def llama(
     vocabulary, block = 128256, 2**30
     weights = 2 * sum(k * n for k, n in linears.values())
     outside = 2 * 2 * vocabulary * width
+    packed = PackedBytes.of(width // 128, kv // 128, 128, itemsize=2)
     return BackboneSize(
-        "LlamaForCausalLM", layers, width, vocabulary, linears, weights, outside, 2, {}, block
+        "LlamaForCausalLM",
+        layers,
+        width,
+        vocabulary,
+        linears,
+        weights,
+        outside,
+        2,
+        {},
+        block,
+        packed,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxmux.models import Backbone
 from jaxmux.models.config import parse_config
-from jaxmux.planner import PlanningError
+from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.memory_model import fit_memory_model
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import CollectivePoint, LayerPoint, read_profile
@@ -99,12 +99,21 @@ def test_check_compares_steps_with_predictions(profile_path, config, tmp_path, c
     out = tmp_path / "check.json"
     folder = str(config.parent)
     arguments = ["--backbone", folder, "--check", str(profile_path), "--out", str(out)]
-    assert main([*arguments, "--seconds", "0.1", "--cases", "3x64x6x192", *SIZES]) == 0
-    (case,) = json.loads(out.read_text())["cases"]
-    measured, predicted = case["seconds"]
-    # CPU timings on a busy machine: the model is of the right size, no more.
-    assert 0.1 < predicted / measured < 10
+    assert (
+        main([*arguments, "--seconds", "0.1", "--cases", "3x64x6x192", "3x64x6x384x128", *SIZES])
+        == 0
+    )
+    for case in json.loads(out.read_text())["cases"]:
+        measured, predicted = case["seconds"]
+        # CPU timings on a busy machine: the model is of the right size, no more.
+        assert 0.1 < predicted / measured < 10
     assert "mean absolute error of step time" in capsys.readouterr().out
+
+
+def test_cases_are_written_as_they_are_read():
+    for text in ("3x64x6x192", "3x64x6x384x128", "3x64x6x384x128xlean", "3x64x6x192xfull"):
+        assert str(Case.parse(text)) == text
+    assert Case.parse("3x64x6x384x128").shape(64) == ShapeClass(3, 128, 64, 2)
 
 
 def test_models_of_the_profile_grow_with_what_they_are_asked_for(profile_path):

@@ -9,13 +9,16 @@ from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
     NAMED_POLICIES,
     Backbone,
+    BackboneConfig,
     ForwardOptions,
     SlotTable,
+    Weights,
     block_bytes,
     kept_bytes,
 )
 from jaxmux.peft import Adapter
-from jaxmux.planner.remat_choice import USABLE, fill_layers, working_bytes
+from jaxmux.planner.attention_memory import PackedBytes
+from jaxmux.planner.remat_choice import USABLE, fill_layers, keeps_attention, working_bytes
 
 _log = logging.getLogger("jaxmux")
 
@@ -54,16 +57,18 @@ def choose_remat(
     """
     config, weights = backbone.config, backbone.weights
     # What bears a name is nearly the same in every implementation (less than a percent apart are
-    # the softmax's totals and padded ranks), and plain XLA is traced fastest.
+    # the softmax's totals and padded ranks), and plain XLA is traced fastest. Rows of several
+    # sequences take cuDNN more.
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
     chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
     loss_bytes = block_bytes(config.vocab_size, chunk_len)
-    sizes: dict[str, int] = {}
+    packed_kept, packed_needed = _packed_attention(config, options, weights, microbatch)
+    sizes: dict[str, float] = {}
     for policy in NAMED_POLICIES:
-        sizes[policy] = kept_bytes(
+        sizes[policy] = packed_kept * keeps_attention(policy) + kept_bytes(
             config, plain._replace(remat=policy), weights, adapters, microbatch, slots
         )
-        working = working_bytes(sizes, loss_bytes)
+        working = max(working_bytes(sizes, loss_bytes), packed_needed)
         if config.num_layers * sizes[policy] <= room - working:
             # No layer needs to keep less, and each policy takes a while to trace.
             break
@@ -85,3 +90,15 @@ def choose_remat(
             room / 2**30,
         )
     return policies
+
+
+def _packed_attention(
+    config: BackboneConfig, options: ForwardOptions, weights: Weights, microbatch: Microbatch
+) -> tuple[float, float]:
+    """Bytes that attention takes besides in a layer: kept, and needed by its backward pass."""
+    if options.attention != "cudnn":
+        return 0.0, 0.0
+    itemsize = weights["embed_tokens"]["weight"].dtype.itemsize
+    packed = PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize)
+    size = microbatch.tokens.size, options.max_sequences
+    return packed.kept_by(*size), packed.needed_by(*size)

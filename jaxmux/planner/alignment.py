@@ -23,6 +23,9 @@ _LONGEST_ROW = 8
 # would fit the rounds at hand and no others: a round that is a little larger takes one more.
 _STEP, _MOST_STEPS = 512, 32
 
+# Seats of a row, where more than two, are a multiple of so many.
+_SEATS = 4
+
 # By slot, the stream lengths in tokens of the samples of the task's global batch.
 Round = Mapping[int, Sequence[int]]
 # Seconds that a microbatch of a shape class takes whose chunks that are not empty have so many
@@ -80,7 +83,7 @@ def choose_alignment(
 
     Args:
       rounds: global batches as they will come; a sample of them is enough.
-      request: where both lengths are given, the plain rule has the rest.
+      request: where both lengths are given, microbatches have N tokens.
       seconds: time of a microbatch of a shape class, from the cost model.
       lengths: stream lengths of all samples that rows must hold; None for those of the rounds.
 
@@ -90,7 +93,7 @@ def choose_alignment(
     lengths = lengths or _all_lengths(rounds)
     plain = plain_alignment(rounds, request, seconds, lengths)
     if request.row_len and request.chunk_len:
-        return plain
+        request = request._replace(fewer_tokens=False)
     improve = partial(_improved, rounds=rounds, request=request, seconds=seconds)
     best = min(improve(plain._replace(seconds=math.inf), plain.shape), plain, key=_seconds)
     bounds = {shape: _bound(rounds, shape, request, seconds) for shape in _shapes(request, lengths)}
@@ -99,7 +102,10 @@ def choose_alignment(
             break
         best = improve(best, shape)
     best = _with_fewer_seats(best, request, improve)
-    return best if math.isfinite(best.seconds) else plain
+    if math.isfinite(best.seconds):
+        return best
+    # What takes least memory: where not even that fits, its message is the one to read.
+    return align(rounds, dataclasses.replace(plain.shape, max_sequences=1), seconds)
 
 
 def plain_alignment(
@@ -197,11 +203,15 @@ def _improved(
     seconds: Cost,
 ) -> Alignment:
     """The best so far, or the shape class if that is better: in its cheapest number of rows, with
-    seats for no more sequences than there are, up to a power of two."""
-    packed = _pack(rounds, shape)
-    shape = _with_seats(shape, power_of_two(max(map(_most_seats, packed))))
+    seats for no more sequences than there are, and a few. Where that does not fit into memory,
+    with half the seats."""
+    whole, packed = shape, _pack(rounds, shape)
+    shape = _with_seats(shape, _room_for(max(map(_most_seats, packed))))
     needed = [len(batch.rows) for batch in packed]
     total, rows = _cheapest(needed, _owned(packed), shape, request, seconds)
+    if math.isinf(total) and shape.max_sequences > 2:
+        fewer = _with_seats(whole, shape.max_sequences // 2)
+        return _improved(best, fewer, rounds, request, seconds)
     if total >= best.seconds:
         return best
     return min(best, align(rounds, dataclasses.replace(shape, rows=rows), seconds), key=_seconds)
@@ -227,6 +237,11 @@ def _with_fewer_seats(
 def _with_seats(shape: ShapeClass, seats: int) -> ShapeClass:
     """With so many seats at most."""
     return dataclasses.replace(shape, max_sequences=min(shape.max_sequences, seats))
+
+
+def _room_for(sequences: int) -> int:
+    """Seats of a row that was seen to hold so many sequences: those of other rounds hold more."""
+    return sequences if sequences <= 2 else -(-sequences // _SEATS) * _SEATS
 
 
 def _most_seats(packed: PackedBatch) -> int:

@@ -34,7 +34,8 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
     Elementwise operators move 10 d + 8 f values a token, forward and backward: norms read and write
     the stream, the gate its f-wide activations. Adapters cost what they do at rank 16, whatever
     their rank: they are bound by reading the activations. Rows of several sequences cost as much
-    attention as rows of one. The update reads and writes masters, accumulators and moments.
+    attention as rows of one, and what it takes to fill the room of their seats. The update reads
+    and writes masters, accumulators and moments.
     """
     weights = _linear_weights(backbone)
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
@@ -61,7 +62,7 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
         backbone=backbone,
         base=Curve.through((n, base(n)) for n in _TOKENS),
         row_len=_ROW_LEN,
-        attention=AttentionTimes(both, both, seat=None),
+        attention=AttentionTimes(both, both, seat=_seat(backbone)),
         attention_forward=AttentionTimes(forward, forward, seat=None),
         adapters=AdapterTimes.none()._replace(
             floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
@@ -109,7 +110,16 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
         for row_len in (_ROW_LEN, tokens):
             features = np.array([1.0, tokens, tokens * row_len])
             working = working.observe(features, needed, _WEIGHT)
-    return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working)
+    return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, h200.SHORTEST_PACKED_ROWS)
+
+
+def _seat(backbone: BackboneSize) -> Curve:
+    """Backward seconds of a token for each seat of its row, over row lengths."""
+    packed = backbone.packed.needed_by(1, seats=2) / 2 / h200.SEAT_BYTES_PER_SECOND
+    shortest = h200.SHORTEST_PACKED_ROWS
+    return Curve.through(
+        [(shortest // 4, 0.0), (shortest // 2, 0.0), (shortest, packed), (2 * shortest, packed)]
+    )
 
 
 def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:

@@ -11,9 +11,11 @@ Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
   attention  cuDNN, causal, 32 heads of 128 over 8 of keys and values, 8192 tokens in sequences of
              128, 512 and 2048: forward 0.09, 0.15, 0.33 ms, with backward 0.63, 0.77, 1.34 ms; a
              line in Σ length² goes through them
-  padding    a token of an empty chunk takes a third of another's time, by the zero-padded rounds
-             of benchmarks/packing_h200: products skip it
+  padding    a token of an empty chunk takes a ninth of another's time, by the profile that ships:
+             products skip it
   memory     a kernel reads an activation at 4.3 TB/s
+  seats      rows of 512 to 8192 tokens that have room for 64 sequences took 1.0 to 1.5 ms longer
+             than with room for 16, all 8192 tokens together: 32 KiB a token and seat at 10 TB/s
   all-reduce 64 MiB over four GPUs added 0.27 ms to a layer
 """
 
@@ -25,6 +27,7 @@ NAME = "NVIDIA H200"
 # As much as JAX takes by default, three quarters.
 MEMORY_BYTES = 112_583_507_968
 BYTES_PER_SECOND = 4.3e12
+SEAT_BYTES_PER_SECOND = 1e13
 
 _GEMMS = ((8192, 735e12), (1024, 563e12))
 _ATTENTION_TOKENS, _ATTENTION_WIDTH = 8192, 32 * 128
@@ -32,7 +35,9 @@ _ATTENTION_LENGTHS = np.array([128, 512, 2048])
 _ATTENTION_FORWARD = 1e-3 * np.array([0.09, 0.15, 0.33])
 _ATTENTION_BOTH = 1e-3 * np.array([0.63, 0.77, 1.34])
 LORA_SHARE = 0.07
-EMPTY_SHARE = 1 / 3
+EMPTY_SHARE = 1 / 9
+# Shorter rows have a kernel to which their seats are nothing.
+SHORTEST_PACKED_ROWS = 256
 # A ring over four GPUs sends and receives 2 · 3/4 of what it sums.
 LINK_BYTES_PER_SECOND = 2 * 3 / 4 * 2**26 / 0.27e-3
 

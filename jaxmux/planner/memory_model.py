@@ -6,7 +6,7 @@
 M_b are the weights. M_g is what each task's adapters take: masters, accumulators, moments. M_a is
 what layers keep for the backward pass, which is counted too, and what a pass needs while it runs:
 temporaries, workspaces, blocks of logits. Where S does not divide the layers, a stage is one of
-those with a layer more. Only what a pass needs is learnt, as
+those with a layer more. Only what a pass needs is learnt, for rows of one sequence, as
 
   Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
 
@@ -16,6 +16,7 @@ peak that is observed.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,8 +24,15 @@ import numpy as np
 
 from .online_fit import OnlineFit
 from .pool import Pool
-from .profile import BackboneSize, HeadPoint, LayerPoint, Profile, ProfileError
-from .remat_choice import USABLE, fill_stages, split_stages, working_bytes
+from .profile import (
+    AttentionPoint,
+    BackboneSize,
+    HeadPoint,
+    LayerPoint,
+    Profile,
+    ProfileError,
+)
+from .remat_choice import USABLE, fill_stages, keeps_attention, split_stages, working_bytes
 from .shape_class import PlanningError, ShapeClass
 from .time_model import Pipeline
 
@@ -58,11 +66,14 @@ class MemoryModel:
       backbone: that was profiled.
       memory: that there is.
       working: the online fit of what a pass needs beyond what is counted.
+      packed_from: shortest rows in which attention takes memory for each seat (`PackedBytes`);
+        infinite where it does not.
     """
 
     backbone: BackboneSize
     memory: int
     working: OnlineFit
+    packed_from: float
 
     @functools.cached_property
     def _coefficients(self) -> np.ndarray:
@@ -106,18 +117,17 @@ class MemoryModel:
           remat: policy of all layers, or of each; None for those that the engine picks.
         """
         counted = self._counted(shape, pool, remat, placement)
-        return counted + float(self._coefficients @ _features(shape))
+        needed = self.backbone.packed.needed_by(shape.tokens, self._seats(shape)) / placement.tp
+        return counted + max(needed, float(self._coefficients @ _features(shape)))
 
     def policies(
         self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE
     ) -> tuple[str, ...]:
         """The remat policy of every layer that the engine's "auto" picks: the one that recomputes
         less for as many layers of a stage as there is room for, and the same in every stage."""
-        sizes = {
-            remat: self.kept(shape.tokens, pool.rank, remat, placement.tp)
-            for remat in self.backbone.kept
-        }
-        working = working_bytes(sizes, self.backbone.head_block_bytes)
+        sizes = {r: self._of_layer(shape, pool, r, placement) for r in self.backbone.kept}
+        packed = self.backbone.packed.needed_by(shape.tokens, self._seats(shape)) / placement.tp
+        working = max(working_bytes(sizes, self.backbone.head_block_bytes), packed)
         room = USABLE * self.memory - self.resident(pool, placement) - working
         return fill_stages(sizes, self._stage_layers(placement), room / placement.in_flight)
 
@@ -166,10 +176,20 @@ class MemoryModel:
         if remat is None:
             remat = self.policies(shape, pool, placement)
         policies = (remat,) * layers if isinstance(remat, str) else remat
-        of_layer = {r: self.kept(shape.tokens, pool.rank, r, placement.tp) for r in set(policies)}
+        of_layer = {r: self._of_layer(shape, pool, r, placement) for r in set(policies)}
         stages = split_stages(policies, self._stage_layers(placement))
         kept = max(sum(of_layer[policy] for policy in stage) for stage in stages)
         return self.resident(pool, placement) + placement.in_flight * kept
+
+    def _of_layer(self, shape: ShapeClass, pool: Pool, remat: str, placement: Placement) -> float:
+        """What one layer keeps, attention in rows of several sequences included."""
+        kept = self.kept(shape.tokens, pool.rank, remat, placement.tp)
+        packed = self.backbone.packed.kept_by(shape.tokens, self._seats(shape)) / placement.tp
+        return kept + packed * keeps_attention(remat)
+
+    def _seats(self, shape: ShapeClass) -> int:
+        """Of a row, those that attention takes memory for."""
+        return shape.max_sequences if shape.row_len >= self.packed_from else 1
 
     def _stage_layers(self, placement: Placement) -> list[int]:
         return Pipeline(placement.stages).layers(self.backbone.layers)
@@ -210,7 +230,9 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
         raise ProfileError(
             f"memory_bytes is null in the profile of {profile.device}: give the memory of a device"
         )
-    model = MemoryModel(profile.backbone, memory, OnlineFit.of_features(3))
+    model = MemoryModel(
+        profile.backbone, memory, OnlineFit.of_features(3), _shortest_packed_rows(profile)
+    )
     heads = {
         point.tokens: peak
         for point, _, peak in profile.measurements
@@ -227,6 +249,18 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
     if not working.observations:
         raise ProfileError("the profile measures no peak_bytes of an adapted layer")
     return dataclasses.replace(model, working=working)
+
+
+def _shortest_packed_rows(profile: Profile) -> float:
+    """The shortest measured rows in which each seat took attention memory; infinite if none."""
+    peaks = {p: peak for p, _, peak in profile.measurements if isinstance(p, AttentionPoint)}
+    found = []
+    for point, peak in peaks.items():
+        one = peaks.get(dataclasses.replace(point, max_sequences=1))
+        seats = profile.backbone.packed.needed_by(point.tokens, point.max_sequences)
+        if point.backward and seats and peak and one and peak - one > seats / 2:
+            found.append(point.row_len)
+    return min(found, default=math.inf)
 
 
 def _shown(size: float) -> str:

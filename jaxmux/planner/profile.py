@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from .attention_memory import PackedBytes
 from .shape_class import PlanningError, ShapeClass
 
 _VERSION = 1
@@ -46,6 +47,7 @@ class BackboneSize:
       kept: by rematerialisation policy, from least to most recomputation, what a layer keeps for
         its backward pass: bytes per token, and bytes per token and rank.
       head_block_bytes: logits of the loss that exist at once, and their gradient.
+      packed: what attention takes besides in rows of several sequences.
     """
 
     name: str
@@ -58,6 +60,7 @@ class BackboneSize:
     stream_bytes: int
     kept: Mapping[str, tuple[float, float]]
     head_block_bytes: int
+    packed: PackedBytes
 
     @property
     def adapter_width(self) -> int:
@@ -280,6 +283,10 @@ def _backbone(raw: Any, where: str) -> BackboneSize:
         ):
             raise ProfileError(f"{where}.{name} should map names to pairs of numbers")
         raw[name] = {key: tuple(pair) for key, pair in pairs.items()}
+    packed = raw.get("packed")
+    if not isinstance(packed, list) or len(packed) != len(PackedBytes._fields):
+        raise ProfileError(f"{where}.packed should be {', '.join(PackedBytes._fields)}, in a list")
+    raw["packed"] = PackedBytes(*packed)
     return _make(BackboneSize, raw, where)
 
 

@@ -7,6 +7,11 @@ from itertools import islice
 USABLE = 0.97
 
 
+def keeps_attention(remat: str) -> bool:
+    """Whether a policy keeps what attention made."""
+    return remat != "full"
+
+
 def working_bytes(sizes: Mapping[str, float], loss_bytes: float) -> float:
     """What a pass needs while it runs, besides what layers keep.
 

@@ -17,35 +17,46 @@ from .rounds import run_rounds
 
 
 class Case(NamedTuple):
-    """Tasks of one length that fill the microbatches of a step."""
+    """Tasks of one length that fill the microbatches of a step.
+
+    Attributes:
+      row_len: of their rows, a multiple of the length; 0 for rows of one sequence.
+    """
 
     tasks: int
     length: int
     rank: int
     tokens: int
+    row_len: int = 0
     remat: str = "dots"
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """`3x2048x32x6144`: tasks, length, rank, tokens; `…xlean` for another remat policy.
+        """`3x2048x32x6144`: tasks, length, rank, tokens; `3x128x32x6144x2048` for rows of 2,048
+        tokens, `…xlean` for another remat policy.
 
         Raises:
           PlanningError: it does not look like that.
         """
         *numbers, last = text.split("x")
         numbers, remat = (numbers, last) if last.isalpha() else ([*numbers, last], "dots")
-        if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
-            raise PlanningError(f"case {text!r}: expected tasks x length x rank x tokens")
-        return cls(*map(int, numbers), remat)
+        if len(numbers) not in (4, 5) or not all(number.isdigit() for number in numbers):
+            raise PlanningError(
+                f"case {text!r}: expected tasks x length x rank x tokens [x row_len]"
+            )
+        return cls(*map(int, numbers), remat=remat)
 
     def __str__(self) -> str:
-        tasks, length, rank, tokens, remat = self
-        return f"{tasks}x{length}x{rank}x{tokens}" + (f"x{remat}" if remat != "dots" else "")
+        *numbers, remat = self
+        return "x".join([*(str(n) for n in numbers if n), *([remat] if remat != "dots" else [])])
 
     def shape(self, chunk_len: int) -> ShapeClass:
-        if self.tokens % self.length:
-            raise PlanningError(f"case {self}: tokens are no multiple of the length")
-        return ShapeClass(self.tokens // self.length, self.length, chunk_len, 1)
+        row_len = self.row_len or self.length
+        if self.tokens % row_len or row_len % self.length:
+            raise PlanningError(
+                f"case {self}: expected tokens a multiple of the row length, and that of the length"
+            )
+        return ShapeClass(self.tokens // row_len, row_len, chunk_len, row_len // self.length)
 
 
 class Comparison(NamedTuple):

@@ -35,9 +35,10 @@ def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Meas
 def run_rounds(
     backbone: Backbone, shape: ShapeClass, tasks: int, rank: int, remat: str, seconds: float
 ) -> tuple[float, int]:
-    """Trains random tasks whose samples fill every row of every microbatch.
+    """Trains random tasks whose samples, all of one length, fill every row of every microbatch.
 
     Args:
+      shape: its rows hold as many sequences as they have room for.
       tasks: that share each round's microbatches; a divisor of their rows, or the round has more
         than one microbatch.
       seconds: to spend, compilation not counted.
@@ -49,7 +50,7 @@ def run_rounds(
     microbatches = rows // shape.rows
     engine = Engine(backbone, EngineOptions(shape, remat=remat))
     try:
-        lengths = [shape.row_len] * (rows // tasks)
+        lengths = [shape.row_len // shape.max_sequences] * (rows // tasks * shape.max_sequences)
         task = random_task(backbone.config, "task0", lengths, len(lengths), _STEPS, rank)
         engine.register_tasks(in_other_names(task, tasks))
         samples: list[float] = []

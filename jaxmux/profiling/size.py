@@ -12,6 +12,7 @@ from jaxmux.models.memory import kept_bytes
 from jaxmux.models.modules import abstract_weights
 from jaxmux.peft import empty_pool
 from jaxmux.peft.targets import linear_sizes
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.profile import BackboneSize
 
 # What layers keep is counted for one small microbatch: it is proportional to the tokens.
@@ -32,6 +33,9 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
         stream_bytes=jnp.dtype(dtype).itemsize,
         kept={},
         head_block_bytes=block_bytes(config.vocab_size),
+        packed=PackedBytes.of(
+            config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).itemsize
+        ),
     )
 
 

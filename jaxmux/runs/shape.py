@@ -81,11 +81,11 @@ class Choice(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        chosen, plain = self.alignment, self.plain
-        text = f"microbatches of {_described(chosen)}"
-        if chosen.shape == plain.shape:
+        chosen, plain = map(_described, (self.alignment, self.plain))
+        text = f"microbatches of {chosen}"
+        if chosen == plain:
             return text
-        return f"{text}, the fastest by costs {self.source}; the plain rule: {_described(plain)}"
+        return f"{text}, the fastest by costs {self.source}; the plain rule: {plain}"
 
 
 def run_costs(

@@ -31,6 +31,27 @@ def test_less_memory_recomputes_more():
     assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
 
 
+def test_seats_of_packed_rows_take_memory():
+    """cuDNN's, which a CPU does not have: what it takes is counted all the same."""
+    shape = (4, 256)
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    microbatch = Microbatch(
+        *(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers),
+        jax.ShapeDtypeStruct(shape, jnp.uint32),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
+    adapters = empty_pool(CONFIG, ("self_attn.q_proj",), 2, 4)
+    backbone = Backbone.random(CONFIG)
+
+    def chosen(attention: str, seats: int) -> tuple[str, ...]:
+        options = ForwardOptions(attention, max_sequences=seats)
+        return choose_remat(backbone, options, adapters, microbatch, slots, room=8 * 2**20)
+
+    assert chosen("cudnn", 1) == chosen("xla", 1) == chosen("xla", 16) == ("norms",) * 4
+    assert "norms" not in chosen("cudnn", 64)
+
+
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 

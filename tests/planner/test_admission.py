@@ -8,6 +8,7 @@ import pytest
 
 from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.admission import Admission
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.estimates import estimated_memory, estimated_times
 from jaxmux.planner.mesh import Mesh
 from jaxmux.planner.mesh_costs import MeshCosts
@@ -30,7 +31,8 @@ def llama_8b() -> BackboneSize:
         "down_proj": (f, d),
     }
     weights = 2 * sum(k * n for k, n in linears.values())
-    return BackboneSize("Llama", 32, d, 128256, linears, weights, 4 * 128256 * d, 2, {}, 2**29)
+    outside, packed = 4 * 128256 * d, PackedBytes.of(32, 8, 128, itemsize=2)
+    return BackboneSize("Llama", 32, d, 128256, linears, weights, outside, 2, {}, 2**29, packed)
 
 
 def admission(memory: int, mesh: Mesh = Mesh(), **given) -> Admission:  # noqa: B008

@@ -1,5 +1,7 @@
 """The shape class is chosen by cost, and never worse than MuxTune's rule or the plain one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -133,7 +135,7 @@ def test_short_sequences_are_spread_over_rows_where_seats_are_dear():
         for each in (0.0, 1e-6)
     )
     assert free.row_len == dear.row_len
-    assert free.max_sequences >= 32 > 8 >= dear.max_sequences > 1
+    assert free.max_sequences >= 24 > 12 >= dear.max_sequences > 1
 
 
 def test_what_is_given_is_kept():
@@ -143,7 +145,11 @@ def test_what_is_given_is_kept():
     given = ShapeRequest(4096, chunk_len=256)
     assert choose_alignment(rounds, given, seconds).shape.chunk_len == 256
     both = ShapeRequest(4096, row_len=1024, chunk_len=256)
-    assert choose_alignment(rounds, both, seconds) == plain_alignment(rounds, both, seconds)
+    chosen = choose_alignment(rounds, both, seconds)
+    plain = plain_alignment(rounds, both, seconds)
+    assert chosen.shape.max_sequences < plain.shape.max_sequences
+    shape = dataclasses.replace(chosen.shape, max_sequences=plain.shape.max_sequences)
+    assert chosen._replace(shape=shape) == plain
 
 
 def test_rows_hold_the_longest_sample_of_all():
@@ -153,10 +159,24 @@ def test_rows_hold_the_longest_sample_of_all():
         choose_alignment(rounds, ShapeRequest(4096, row_len=1024), seconds, [3000, 10])
 
 
-def test_plain_rule_remains_where_nothing_fits():
+def test_where_nothing_fits_what_needs_least_memory_remains():
     rounds, request = random_rounds(0), ShapeRequest(4096)
     never = seconds_of(0, 0, each=np.inf)
-    assert choose_alignment(rounds, request, never) == plain_alignment(rounds, request, never)
+    plain = plain_alignment(rounds, request, never).shape
+    chosen = choose_alignment(rounds, request, never).shape
+    assert chosen == dataclasses.replace(plain, max_sequences=1)
+
+
+def test_seats_are_given_up_until_it_fits():
+    rounds, request = [{0: [60] * 80, 1: [500] * 4}], ShapeRequest(4096)
+    plenty = seconds_of(0, 0)
+
+    def little(shape: ShapeClass, owned: float) -> float:
+        return plenty(shape, owned) if shape.max_sequences <= 3 else np.inf
+
+    assert choose_alignment(rounds, request, plenty).shape.max_sequences > 8
+    chosen = choose_alignment(rounds, request, little)
+    assert 1 < chosen.shape.max_sequences <= 3 and np.isfinite(chosen.seconds)
 
 
 def test_chunks_are_no_shorter_than_the_kernels_take():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxmux.package_files import resolve_path
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.cost_models import PROFILES, device_models
 from jaxmux.planner.estimates import estimated_memory
 from jaxmux.planner.mesh import Mesh
@@ -25,7 +26,8 @@ LINEARS = {name: (64, 64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")} 
     "up_proj": (64, 128),
     "down_proj": (128, 64),
 }
-SIZE = BackboneSize("Llama", 4, 64, 256, LINEARS, 10**5, 10**5, 2, {}, 10**5)
+PACKED = PackedBytes.of(4, 2, 16, itemsize=2)
+SIZE = BackboneSize("Llama", 4, 64, 256, LINEARS, 10**5, 10**5, 2, {}, 10**5, PACKED)
 DEVICE = "Abacus"
 SHAPE = ShapeClass(4, 256, 64, 1)
 

@@ -7,10 +7,12 @@ import pytest
 from scipy.optimize import nnls
 
 from jaxmux.planner import PlanningError, ShapeClass
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.memory_model import USABLE, MemoryModel, Placement, fit_memory_model
 from jaxmux.planner.online_fit import OnlineFit
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import (
+    AttentionPoint,
     BackboneSize,
     HeadPoint,
     LayerPoint,
@@ -33,6 +35,7 @@ BACKBONE = BackboneSize(
     stream_bytes=2,
     kept={"dots": (40000.0, 100.0), "lean": (20000.0, 100.0), "full": (512.0, 0.0)},
     head_block_bytes=GIB // 16,
+    packed=PackedBytes.of(4, 2, 64, itemsize=2),
 )
 BETA = np.array([3e7, 9e3, 2.5])
 SHAPE, POOL = ShapeClass(8, 512, 128, 1), Pool(4, 16)
@@ -256,3 +259,37 @@ def test_unknown_policy_and_optimizer_are_named(model):
         model.peak(SHAPE, POOL, "some")
     with pytest.raises(PlanningError, match="unknown kind 'adafactor'; known: adamw"):
         model.peak(SHAPE, POOL._replace(optimizer="adafactor"), "dots")
+
+
+def test_rows_of_several_sequences_need_room_for_every_seat():
+    """As cuDNN takes it: measured in rows from 512 tokens on, not in shorter ones."""
+    packed = BACKBONE.packed
+
+    def attention(row_len: int, seats: int) -> Measurement:
+        taken = packed.needed_by(2048, seats) if row_len >= 512 else 0
+        return Measurement(AttentionPoint(2048, row_len, 128, seats, True), 1.0, int(1e6 + taken))
+
+    points = [attention(row_len, seats) for row_len in (128, 512, 1024) for seats in (1, 16)]
+    measured = (layer(4, 512), layer(16, 512), *points)
+    model = fit_memory_model(Profile("test", 16 * GIB, "bfloat16", {}, BACKBONE, measured))
+    assert model.packed_from == 512
+
+    def peak(row_len: int, seats: int, remat: str) -> float:
+        return model.peak(ShapeClass(8192 // row_len, row_len, 128, seats), POOL, remat)
+
+    assert peak(128, 32, "dots") == peak(128, 1, "dots")
+    kept = 8 * 8192 * (packed.kept + 32 * packed.kept_seat)
+    # Large enough that nothing else that a pass needs counts.
+    needed = 8192 * 32 * packed.working_seat - working(16, 512)
+    for remat, extra in (("dots", kept + needed), ("full", needed)):
+        more = peak(512, 32, remat) - peak(512, 1, remat)
+        assert more == pytest.approx(extra, rel=1e-3)
+
+
+def test_less_is_kept_where_attention_takes_memory(model):
+    shape = ShapeClass(8, 512, 128, 64)
+    little = dataclasses.replace(model, memory=3 * GIB)
+    packed = dataclasses.replace(little, packed_from=512)
+    policies = [m.policies(shape, POOL) for m in (little, packed)]
+    assert policies[0] != policies[1]
+    assert packed.peak(shape, POOL) <= USABLE * packed.memory < little.memory

@@ -1,11 +1,13 @@
 """Costs on a mesh: what is kept and how many microbatches are in flight are one choice."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from jaxmux.planner import ShapeClass
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.estimates import estimated_times, with_estimated_collectives
 from jaxmux.planner.memory_model import USABLE, MemoryModel
 from jaxmux.planner.mesh import Mesh
@@ -42,11 +44,12 @@ def random_costs(rng: np.random.Generator) -> MeshCosts:
         stream_bytes=2,
         kept={policy: (of_token, 10.0) for policy, of_token in zip(POLICIES, kept, strict=True)},
         head_block_bytes=0,
+        packed=PackedBytes.of(4, 2, 64, itemsize=2),
     )
     recompute = dict(zip(POLICIES, np.sort(rng.uniform(-0.1, 0.5, 4)).tolist(), strict=True))
     times = dataclasses.replace(estimated_times(size), recompute=recompute)
     times, _ = with_estimated_collectives(times, mesh.pp, mesh.tp)
-    memory = MemoryModel(size, 2**40, OnlineFit.of_features(3))
+    memory = MemoryModel(size, 2**40, OnlineFit.of_features(3), math.inf)
     working = 1.25 * memory.kept(SHAPE.tokens, POOL.rank, "norms", mesh.tp)
     fit = memory.working.observe(FEATURES, working, weight=1e9)
     costs = MeshCosts(times, dataclasses.replace(memory, working=fit), POOL, mesh)

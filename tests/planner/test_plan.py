@@ -12,6 +12,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner import make_plan as make_plan_module
 from jaxmux.planner import plan as plan_module
 from jaxmux.planner.adapter_times import AdapterTimes
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.cost_models import estimated_models
 from jaxmux.planner.estimates import estimated_memory, estimated_times
 from jaxmux.planner.groupings import Grouping
@@ -52,7 +53,8 @@ def size() -> BackboneSize:
     }
     weights = 2 * sum(k * n for k, n in linears.values())
     outside = 2 * 2 * 128256 * d
-    return BackboneSize("Llama", 32, d, 128256, linears, weights, outside, 2, {}, 2**29)
+    packed = PackedBytes.of(32, 8, 128, itemsize=2)
+    return BackboneSize("Llama", 32, d, 128256, linears, weights, outside, 2, {}, 2**29, packed)
 
 
 def draw(tasks: int = 4, samples: int = 32) -> list[TaskLoad]:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.curve import Curve
 from jaxmux.planner.profile import (
     AttentionPoint,
@@ -32,6 +33,7 @@ BACKBONE = BackboneSize(
     stream_bytes=2,
     kept={"dots": (100.0, 4.0), "full": (20.0, 0.0)},
     head_block_bytes=64,
+    packed=PackedBytes.of(4, 2, 64, itemsize=2),
 )
 MEASUREMENTS = (
     Measurement(LayerPoint(2, 512, 64, 64, 1, 4, 8, 2, "dots", False, True), 0.25, 1234),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
 from jaxmux.planner.alignment import ShapeRequest, choose_alignment, power_of_two_alignment
+from jaxmux.planner.attention_memory import PackedBytes
 from jaxmux.planner.fusion import fuse_tasks
 from jaxmux.planner.memory_model import MemoryModel
 from jaxmux.planner.online_fit import OnlineFit
@@ -42,6 +44,7 @@ BACKBONE = BackboneSize(
     stream_bytes=2,
     kept={"dots": (130e3, 14.0), "lean": (60e3, 14.0), "full": (8e3, 0.0)},
     head_block_bytes=2**30,
+    packed=PackedBytes.of(4, 2, 64, itemsize=2),
 )
 TRUE_ADAPTERS = AdapterTimes(
     floor=50e-6,
@@ -290,7 +293,7 @@ def test_alignment_takes_the_model_as_its_cost(model):
 
 def test_replicas_take_longer_sequences_and_more_devices_into_account(model):
     working = OnlineFit.of_features(3).observe(np.array([1.0, 8192, 8192 * 512]), 3e9)
-    memory = MemoryModel(BACKBONE, 30 * 10**9, working)
+    memory = MemoryModel(BACKBONE, 30 * 10**9, working, math.inf)
     replicas = MeasuredReplicas(model, memory, Pool(4, 16))
     one, two, deep = Configuration(1, 1), Configuration(2, 1), Configuration(1, 2)
     costs = tabulate_costs([one, two, deep], [512, 2048, 8192], replicas)

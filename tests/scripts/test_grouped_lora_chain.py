@@ -56,7 +56,7 @@ def test_the_benchmark_runs_dry(tmp_path):
     out = tmp_path / "records.json"
     command = [sys.executable, benchmark_grouped_lora.__file__, "--out", str(out)]
     command += ["--implementations", "xla", "--groups", "ranks", "--shrink", "64"]
-    sizes = {"tokens": 256, "repeat": 2, "turns": 2, "calls": 1}
+    sizes = {"tokens": 256, "repeat": 2, "turns": 2, "seconds": 0.01}
     command += [f"--{name}={value}" for name, value in sizes.items()]
     subprocess.run(command, check=True)
     records = json.loads(out.read_text())
