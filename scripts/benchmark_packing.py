@@ -18,14 +18,16 @@ ratios do not depend on that. A round has `--samples` samples of every task. The
                          two that holds the longest sample, the shortest chunks, N tokens.
   jaxmux                 what `fine_tune` does: shape class chosen by cost, runs packed tightly.
 
+Attention pays for every sequence that a row has room for: the plain ways have room for no more than
+come in the rounds that are run.
+
 The data sets are those of a JSON file {"lengths": {NAME: [tokens, …]}}; without one, lognormal
 stand-ins of the same names, whose parameters are printed. A mix is a number k: the data sets with
 a mean of at most `--longest_mean` tokens stand in the order of their means, and k of them are taken
 at even distances from the first on. Samples beyond `--max_length` are truncated, as by `fine_tune`.
 
 A record's times are those of a round, its tokens per second effective ones, `ratio` is that over
-zero-padding. Zero-padding and plain packing are compiled once for all mixes, jaxmux's shape class
-for each. `--predict` prints what the planner's cost model says of the same rounds and trains
+zero-padding. `--predict` prints what the planner's cost model says of the same rounds and trains
 nothing; on a machine without a GPU, say which chunks it has:
 
   python scripts/benchmark_packing.py --predict --chunk_len 128 --lengths lengths.json
@@ -42,6 +44,7 @@ import gc
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -130,17 +133,37 @@ def main() -> None:
 
 
 def policies(tasks: Sequence[PreparedTask], costs: RunCosts, args) -> list[Policy]:
-    """All of them, zero-padding first; as few shape classes as can be, for each is compiled."""
+    """All of them, zero-padding first."""
     every = [length for task in tasks for length in task.lengths]
     plain = choose_shape_class(every, args.tokens, costs.least_chunk_len)
     padded = partial(pack_padded, longest=[task.longest for task in tasks])
     chosen = choose_shape(tasks, costs, args.tokens).alignment.shape
     return [
         Policy(ZERO_PADDING, dataclasses.replace(plain, max_sequences=1), pack_tightly),
-        Policy(PADDING_PER_TASK, plain, padded),
-        Policy(FIRST_FIT, plain, pack_first_fit),
+        _with_needed_seats(Policy(PADDING_PER_TASK, plain, padded), tasks, args),
+        _with_needed_seats(Policy(FIRST_FIT, plain, pack_first_fit), tasks, args),
         Policy(ENGINE, chosen, pack_tightly),
     ]
+
+
+def _with_needed_seats(policy: Policy, tasks: Sequence[PreparedTask], args) -> Policy:
+    """Has room for as many sequences in a row as come, up to a multiple of four."""
+    seats = max(
+        count
+        for step in range(WARM_UP_ROUNDS + args.rounds)
+        for placed in policy.packing(lengths_of(tasks, step), policy.shape)
+        for count in Counter(placement.row for placement in placed).values()
+    )
+    shape = dataclasses.replace(policy.shape, max_sequences=max(2, -(-seats // 4) * 4))
+    return policy._replace(shape=shape)
+
+
+def lengths_of(tasks: Sequence[PreparedTask], step: int) -> Lengths:
+    """Stream lengths of the samples of a round."""
+    return {
+        slot: [sample.stream_length for sample in task.batches[step]]
+        for slot, task in enumerate(tasks)
+    }
 
 
 def pack_padded(
@@ -155,9 +178,7 @@ def predict(policy: Policy, tasks: Sequence[PreparedTask], costs: RunCosts, args
     """By the cost model, over the rounds that are timed."""
     counts, tokens, owned = [], [], []
     for step in range(WARM_UP_ROUNDS - 1, WARM_UP_ROUNDS - 1 + args.rounds):
-        lengths = {
-            slot: [s.stream_length for s in task.batches[step]] for slot, task in enumerate(tasks)
-        }
+        lengths = lengths_of(tasks, step)
         packed = policy.packing(lengths, policy.shape)
         counts.append(len(packed))
         tokens.append(sum(map(sum, lengths.values())))
