@@ -1,5 +1,6 @@
 """Makes a plan: shape class, hTasks, buckets, microbatches and schedule for tasks on a mesh."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,11 +88,11 @@ def make_plan(
     shape = _choose_shape(tasks, request, costs)
     pools = {task.name: task.pool for task in tasks}
     Admission(costs, shape, request.tokens).require(pools)
-    pipeline, together = _choose_pipelines(batches, shape, costs)
+    pipeline, together, own = _choose_pipelines(batches, shape, costs)
     grouping = pipeline.grouping
     order = [grouping.groups.index(group) for group in pipeline.groups]
     validate(pipeline.schedule)
-    forward, backward = costs.stages(shape)
+    forward, backward = own.stages(shape)
     in_flight = int(pipeline.simulation.peak_buffers.max())
     update = costs.update()
     return Plan(
@@ -100,7 +101,7 @@ def make_plan(
         mesh=costs.mesh,
         tasks=tuple(_planned(task) for task in tasks),
         shape=shape,
-        remat=costs.policies(shape),
+        remat=own.policies(shape),
         rounds=rounds,
         htasks=grouping.htasks,
         buckets=tuple(grouping.buckets[i] for i in order),
@@ -114,7 +115,7 @@ def make_plan(
             update_seconds=update,
             bubble_ratio=pipeline.simulation.bubble_ratio(),
             microbatches=len(pipeline.microbatches) / rounds,
-            memory_bytes=costs.peak(shape, costs.policies(shape), in_flight),
+            memory_bytes=own.peak(shape, own.policies(shape), in_flight),
         ),
         baselines=_baselines(batches, together, shape, costs),
     )
@@ -197,22 +198,32 @@ def _choose_shape(tasks: Sequence[TaskLoad], request: ShapeRequest, costs: MeshC
 
 
 class _Pipelines(NamedTuple):
-    """The fastest pipeline that was found, and the one with all tasks in one hTask."""
+    """The fastest pipeline that was found, and the one with all tasks in one hTask.
+
+    Attributes:
+      costs: of the fastest, with as many microbatches in flight as it has room for.
+    """
 
     best: PipelinePlan
     together: PipelinePlan
+    costs: MeshCosts
 
 
 def _choose_pipelines(batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts) -> _Pipelines:
     everything = Grouping((tuple(batches[0]),), ((0,),))
-    if costs.mesh.pp == 1:
-        together = _plan_with(everything, batches, shape, costs)
-        return _Pipelines(together, together)
-    grouped = _choose_grouping(batches, shape, costs)
-    if len(grouped.groups) == 1:
-        return _Pipelines(grouped, grouped)
     together = _plan_with(everything, batches, shape, costs)
-    return _Pipelines(min(grouped, together, key=lambda p: p.simulation.makespan), together)
+    found = [(together, costs)]
+    if costs.mesh.pp > 1:
+        found += [(_choose_grouping(batches, shape, c), c) for c in _depths(shape, costs)]
+    best, costs = min(found, key=lambda pair: pair[0].simulation.makespan)
+    return _Pipelines(best, together, costs)
+
+
+def _depths(shape: ShapeClass, costs: MeshCosts) -> list[MeshCosts]:
+    """The costs as they are and, where that makes layers recompute more, with room for all
+    microbatches that a pipeline makes use of: with little memory either may be faster."""
+    deep = dataclasses.replace(costs, in_flight=costs.most_in_flight)
+    return [costs] if deep.policies(shape) == costs.policies(shape) else [costs, deep]
 
 
 def _choose_grouping(batches: Sequence[Round], shape: ShapeClass, costs: MeshCosts) -> PipelinePlan:

@@ -117,8 +117,8 @@ class MemoryModel:
           remat: policy of all layers, or of each; None for those that the engine picks.
         """
         counted = self._counted(shape, pool, remat, placement)
-        needed = self.backbone.packed.needed_by(shape.tokens, self._seats(shape)) / placement.tp
-        return counted + max(needed, float(self._coefficients @ _features(shape)))
+        packed = self._packed(shape, placement)
+        return counted + max(packed, float(self._coefficients @ _features(shape)))
 
     def policies(
         self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE
@@ -126,8 +126,8 @@ class MemoryModel:
         """The remat policy of every layer that the engine's "auto" picks: the one that recomputes
         less for as many layers of a stage as there is room for, and the same in every stage."""
         sizes = {r: self._of_layer(shape, pool, r, placement) for r in self.backbone.kept}
-        packed = self.backbone.packed.needed_by(shape.tokens, self._seats(shape)) / placement.tp
-        working = max(working_bytes(sizes, self.backbone.head_block_bytes), packed)
+        working = working_bytes(sizes, self.backbone.head_block_bytes)
+        working = max(working, self._packed(shape, placement))
         room = USABLE * self.memory - self.resident(pool, placement) - working
         return fill_stages(sizes, self._stage_layers(placement), room / placement.in_flight)
 
@@ -168,6 +168,10 @@ class MemoryModel:
     ) -> "MemoryModel":
         """The model after a step on one device was seen to need `peak_bytes` at most."""
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE)
+        packed = self._packed(shape, ONE_DEVICE)
+        if max(beyond, float(self._coefficients @ _features(shape))) <= packed:
+            # It was attention that needed most, and says nothing of all else.
+            return self
         working = self.working.observe(_features(shape), max(0.0, beyond))
         return dataclasses.replace(self, working=working)
 
@@ -186,6 +190,11 @@ class MemoryModel:
         kept = self.kept(shape.tokens, pool.rank, remat, placement.tp)
         packed = self.backbone.packed.kept_by(shape.tokens, self._seats(shape)) / placement.tp
         return kept + packed * keeps_attention(remat)
+
+    def _packed(self, shape: ShapeClass, placement: Placement) -> float:
+        """What attention needs in rows of several sequences while a layer goes backward."""
+        needed = self.backbone.packed.needed_by(shape.tokens, self._seats(shape))
+        return needed / placement.tp
 
     def _seats(self, shape: ShapeClass) -> int:
         """Of a row, those that attention takes memory for."""

@@ -39,15 +39,16 @@ class MeshCosts:
     evenly as they can be, the head in equal parts; the all-reduces of tensor parallelism, two for
     each pass of a layer, are not hidden.
 
-    Under "auto" a stage has room for S microbatches, as many as 1F1B has in flight, and layers
-    recompute as little as that leaves memory for. It has room for more where that costs no
-    recomputation, and for fewer only where S do not fit though layers recompute all that they can.
+    Under "auto" a stage has room for `in_flight` microbatches, and layers recompute as little as
+    that leaves memory for. It has room for more where that costs no recomputation, and for fewer
+    only where so many do not fit though layers recompute all that they can.
 
     Attributes:
       times, memory: of the backbone and the device.
       pool: what all tasks together need.
       mesh: the devices.
       remat: rematerialisation policy of all layers, or "auto" for what the engine picks.
+      in_flight: None for S, as many as 1F1B has.
     """
 
     times: TimeModel
@@ -55,6 +56,12 @@ class MeshCosts:
     pool: Pool
     mesh: Mesh
     remat: str = AUTO
+    in_flight: int | None = None
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that a stage can make use of at once."""
+        return 2 * self.mesh.pp - 1
 
     def depth(self, shape: ShapeClass) -> int:
         """Most microbatches in flight on a stage that fit into memory under `policies`, as far as a
@@ -131,11 +138,10 @@ class MeshCosts:
         return functools.cache(self._choose_residuals)
 
     def _choose_residuals(self, shape: ShapeClass) -> _Residuals:
-        """The least recomputation with S microbatches in flight, or with as many as fit, and how
-        many more fit without any more of it."""
-        stages = self.mesh.pp
-        deepest = next((k for k in range(2 * stages - 1, 0, -1) if self._fits(shape, k)), 0)
-        needed = min(stages, deepest)
+        """The least recomputation with the microbatches in flight that are asked for, or with as
+        many as fit, and how many more fit without any more of it."""
+        deepest = next((k for k in range(self.most_in_flight, 0, -1) if self._fits(shape, k)), 0)
+        needed = min(self.in_flight or self.mesh.pp, deepest)
         policies = self._fill(shape, needed)
         alike = [k for k in range(needed, deepest + 1) if self._fill(shape, k) == policies]
         return _Residuals(alike[-1], policies)

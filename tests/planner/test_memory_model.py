@@ -286,6 +286,17 @@ def test_rows_of_several_sequences_need_room_for_every_seat():
         assert more == pytest.approx(extra, rel=1e-3)
 
 
+def test_a_peak_of_packed_attention_says_nothing_of_other_rows(model):
+    packed = dataclasses.replace(model, packed_from=512)
+    shape, alone = ShapeClass(8, 512, 128, 64), ShapeClass(8, 512, 128, 1)
+    predicted, before = (packed.peak(s, POOL, "dots") for s in (shape, alone))
+    same = packed.observe(shape, POOL, "dots", int(0.99 * predicted))
+    assert same.peak(alone, POOL, "dots") == before
+    # More than attention needs was something else.
+    more = packed.observe(shape, POOL, "dots", int(1.1 * predicted))
+    assert more.peak(shape, POOL, "dots") > predicted
+
+
 def test_less_is_kept_where_attention_takes_memory(model):
     shape = ShapeClass(8, 512, 128, 64)
     little = dataclasses.replace(model, memory=3 * GIB)

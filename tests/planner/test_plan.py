@@ -312,6 +312,18 @@ def test_tasks_that_do_not_fit_together_are_told_how_many_do(size, tasks):
         plan_of(size, wide, memory=40 * 2**30)
 
 
+def test_recomputing_more_for_room_in_the_pipeline_is_tried(size, tasks, monkeypatch):
+    memory = 13 * 2**30
+    plan = plan_of(size, tasks, Mesh(2, 1), memory=memory)
+    monkeypatch.setattr(make_plan_module, "_depths", lambda shape, costs: [costs])
+    shallow = plan_of(size, tasks, Mesh(2, 1), memory=memory)
+    assert plan.remat.count("full") > shallow.remat.count("full")
+    assert plan.prediction.step_seconds < 0.9 * shallow.prediction.step_seconds
+    assert plan.prediction.memory_bytes <= memory
+    # What there is to compare with does not depend on it.
+    assert plan.baselines == shallow.baselines
+
+
 def test_policy_that_needs_too_much_is_refused(size, tasks):
     with pytest.raises(PlanningError, match="remat='dots' needs .* fit with remat='auto'"):
         plan_of(size, tasks, memory=20 * 2**30, remat="dots")
