@@ -18,8 +18,8 @@ from .generation import Request, complete
 from .models import Backbone, BackboneConfig, BackboneError, load_backbone, save_backbone
 from .optimizers import SGD, AdamW, Lion, Schedule
 from .peft import AdapterError, LoRA, export_adapter, import_adapter
-from .planner import PlanningError, ShapeClass, choose_shape_class
-from .runs import Interrupted, RunDirectoryError, Summary, fine_tune
+from .planner import PlanningError, ShapeClass
+from .runs import Interrupted, RunDirectoryError, Summary, best_shape, fine_tune
 from .tasks import Task, TaskError
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
     "Task",
     "TaskError",
     "TaskUpdate",
-    "choose_shape_class",
+    "best_shape",
     "complete",
     "export_adapter",
     "fine_tune",

@@ -5,7 +5,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmux.package_files import resolve_path
 
@@ -95,8 +95,8 @@ def measured_models(path: Path, size: BackboneSize, memory: int | None, mesh: Me
       ProfileError: it cannot be read, lacks a measurement, or is another backbone's.
     """
     profile = read_profile(path)
-    if name := _differs(profile, size):
-        measured, wanted = getattr(profile.backbone, name), getattr(size, name)
+    if difference := _differs(profile, size):
+        name, measured, wanted = difference
         raise ProfileError(
             f"{path}: measured for another backbone, {name}={measured}, the config's has "
             f"{wanted}; measure it with python -m jaxmux.profile"
@@ -117,7 +117,13 @@ def measured_models(path: Path, size: BackboneSize, memory: int | None, mesh: Me
     return CostModels(times, model, source, least_chunk_len)
 
 
-def _differs(profile: Profile, size: BackboneSize) -> str | None:
-    """What of the profiled backbone is another than wanted; layers may be."""
-    names = ("linears", "hidden_size", "vocab_size")
-    return next((n for n in names if getattr(profile.backbone, n) != getattr(size, n)), None)
+def _differs(profile: Profile, size: BackboneSize) -> tuple[str, Any, Any] | None:
+    """What of the profiled backbone is another than wanted, and what it is; layers may be."""
+
+    def facts(backbone: BackboneSize) -> dict[str, Any]:
+        sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+        return sizes | dict(backbone.linears) | {"packed": tuple(backbone.packed)}
+
+    measured, wanted = facts(profile.backbone), facts(size)
+    different = [n for n in measured | wanted if measured.get(n) != wanted.get(n)]
+    return next(((n, measured.get(n), wanted.get(n)) for n in different), None)

@@ -16,7 +16,7 @@ from .plan import Baseline, CostSource, PlacedSample, Plan, PlannedTask, Predict
 from .pool import Pool, merge_pools
 from .sampled_rounds import Batches, sample_rounds
 from .schedules import validate
-from .shape_class import PlanningError, ShapeClass, power_of_two
+from .shape_class import PlanningError, ShapeClass, choose_shape_class, power_of_two
 
 # The grouping is chosen by as many rounds as have so many microbatches for every stage, at least
 # two.
@@ -183,6 +183,9 @@ def _planned(task: TaskLoad) -> PlannedTask:
 
 def _choose_shape(tasks: Sequence[TaskLoad], request: ShapeRequest, costs: MeshCosts) -> ShapeClass:
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
+    if request.row_len is not None:
+        # Refuses a length that no rows can have, before tasks are told to keep to it.
+        choose_shape_class([1], request.tokens, request.chunk_len, request.row_len)
     for task in tasks:
         if request.row_len is not None and task.longest > request.row_len:
             needed = power_of_two(task.longest)

@@ -157,8 +157,8 @@ class MemoryModel:
         needed = self.peak(shape, pool, list(self.backbone.kept)[-1], placement)
         changes = " or ".join(self._changes(shape, pool, placement, mesh_may_grow))
         raise PlanningError(
-            f"{pool.slots} slots of rank {pool.rank} with {shape.tokens} tokens a microbatch need "
-            f"{_shown(needed)}, usable are {_shown(USABLE * self.memory)} of "
+            f"{_slots(pool.slots)} of rank {pool.rank} with {shape.tokens} tokens a microbatch "
+            f"need {_shown(needed)}, usable are {_shown(USABLE * self.memory)} of "
             f"{_shown(self.memory)}; it would fit with "
             + (changes or "no single change of slots, rank or tokens")
         )
@@ -218,7 +218,7 @@ class MemoryModel:
         placements = (placement._replace(stages=s) for s in deeper)
         stages = next((p.stages for p in placements if self.fits(shape, pool, p)), None)
         return [
-            *([f"at most {max(slots)} slots"] if slots else []),
+            *([f"at most {_slots(max(slots))}"] if slots else []),
             *([f"ranks of at most {max(ranks)}"] if ranks else []),
             *([f"at most {max(tokens)} tokens a microbatch"] if tokens else []),
             *([f"{stages} pipeline stages"] if stages else []),
@@ -270,6 +270,10 @@ def _shortest_packed_rows(profile: Profile) -> float:
         if point.backward and seats and peak and one and peak - one > seats / 2:
             found.append(point.row_len)
     return min(found, default=math.inf)
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"
 
 
 def _shown(size: float) -> str:

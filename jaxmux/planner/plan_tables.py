@@ -67,14 +67,20 @@ def _buckets(plan: Plan) -> Table:
     )
     tokens = np.array(plan.tokens_by_microbatch)
     of_job = np.array([job.bucket for job in plan.schedule.jobs])
+    of_slot = Counter()
+    for placed in plan.microbatches:
+        for sample in placed:
+            of_slot[sample.slot] += sample.tokens
     for i, bucket in enumerate(plan.buckets):
         # A name alone is an hTask of one task.
         htasks = ["+".join(plan.tasks[slot].name for slot in plan.htasks[h]) for h in bucket]
+        # Its microbatches have room for samples of the next bucket.
         own = tokens[of_job == i]
+        of_bucket = sum(of_slot[slot] for h in bucket for slot in plan.htasks[h])
         table.add_row(
             str(i),
             ", ".join(htasks),
-            f"{own.sum() / plan.rounds:,.0f}",
+            f"{of_bucket / plan.rounds:,.0f}",
             f"{len(own) / plan.rounds:.2f}",
             f"{1 - own.sum() / (len(own) * plan.shape.tokens):.1%}",
         )
@@ -93,8 +99,9 @@ def _buckets(plan: Plan) -> Table:
 def _shape(plan: Plan) -> str:
     shape = plan.shape
     sequences = "one sequence" if shape.max_sequences == 1 else f"{shape.max_sequences} sequences"
+    rows = "1 row" if shape.rows == 1 else f"{shape.rows} rows"
     return (
-        f"shape class: {shape.rows} rows × {shape.row_len:,} = {shape.tokens:,} tokens, "
+        f"shape class: {rows} × {shape.row_len:,} = {shape.tokens:,} tokens, "
         f"chunks of {shape.chunk_len}, at most {sequences} a row"
     )
 

@@ -4,6 +4,7 @@ from .checkpoints import read_task
 from .options import check_names, check_options
 from .run import Interrupted, fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_identity
+from .shape import best_shape
 from .summary import Summary
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "RunDirectory",
     "RunDirectoryError",
     "Summary",
+    "best_shape",
     "check_names",
     "check_options",
     "fine_tune",

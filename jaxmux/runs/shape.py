@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxmux.data import GlobalBatches
 from jaxmux.engine import PreparedTask
-from jaxmux.models import BackboneConfig, device_memory, reckoned
+from jaxmux.models import Backbone, BackboneConfig, device_memory, reckoned
 from jaxmux.planner.alignment import (
     Alignment,
     ShapeRequest,
@@ -29,7 +29,7 @@ from jaxmux.planner.mesh_costs import MeshCosts
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import BackboneSize
 from jaxmux.planner.sampled_rounds import sample_rounds
-from jaxmux.planner.shape_class import MIN_CHUNK_LEN
+from jaxmux.planner.shape_class import MIN_CHUNK_LEN, ShapeClass
 from jaxmux.profiling.size import size_of
 
 
@@ -134,6 +134,27 @@ def choose_shape(
     rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
     given = (rounds, request, costs.mesh.microbatch, lengths)
     return Choice(choose_alignment(*given), plain_alignment(*given), costs.source)
+
+
+def best_shape(
+    tasks: Sequence[PreparedTask],
+    backbone: Backbone,
+    tokens_per_microbatch: int = 8192,
+    remat: str = "auto",
+    memory: int | None = None,
+) -> ShapeClass:
+    """The shape class that `fine_tune` would train these tasks in, for an engine of one's own.
+
+    Args:
+      tokens_per_microbatch: at most; longer samples have a row of their own length all the same.
+      remat, memory: as of `EngineOptions`.
+
+    Raises:
+      PlanningError: the tasks have no samples.
+    """
+    dtype = backbone.weights["embed_tokens"]["weight"].dtype
+    costs = run_costs(tasks, backbone.config, dtype, remat, memory)
+    return choose_shape(tasks, costs, tokens_per_microbatch).alignment.shape
 
 
 def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> CostModels:

@@ -312,6 +312,26 @@ def test_tasks_that_do_not_fit_together_are_told_how_many_do(size, tasks):
         plan_of(size, wide, memory=40 * 2**30)
 
 
+def test_buckets_are_shown_with_the_tokens_of_their_own_tasks(plan, tasks):
+    (table,) = [
+        part
+        for part in plan_tables(plan)
+        if not isinstance(part, str) and part.columns[0].header == "bucket"
+    ]
+    shown = [int(cell.replace(",", "")) for cell in table.columns[2].cells]
+    own = [
+        sum(sum(map(sum, tasks[slot].batches)) for h in bucket for slot in plan.htasks[h])
+        for bucket in plan.buckets
+    ]
+    assert len(own) > 1
+    np.testing.assert_allclose(shown, [*own, sum(own)] / np.float64(ROUNDS), atol=0.5)
+
+
+def test_row_length_that_no_row_can_have_is_refused_as_such(size, tasks):
+    with pytest.raises(PlanningError, match="row_len=300 is not a power of two"):
+        plan_of(size, tasks, request=REQUEST._replace(row_len=300))
+
+
 def test_recomputing_more_for_room_in_the_pipeline_is_tried(size, tasks, monkeypatch):
     memory = 13 * 2**30
     plan = plan_of(size, tasks, Mesh(2, 1), memory=memory)

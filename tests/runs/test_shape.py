@@ -10,7 +10,7 @@ import pytest
 from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import PreparedTask
-from jaxmux.models import BackboneConfig
+from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.alignment import ShapeRequest
 from jaxmux.planner.estimates import estimated_memory
 from jaxmux.planner.make_plan import TaskLoad, make_plan
@@ -22,7 +22,7 @@ from jaxmux.planner.profile import (
 )
 from jaxmux.profiling.size import size_of
 from jaxmux.runs import run, shape
-from jaxmux.runs.shape import BatchLengths, choose_shape, run_costs
+from jaxmux.runs.shape import BatchLengths, best_shape, choose_shape, run_costs
 
 pytestmark = pytest.mark.xdist_group("resume")
 
@@ -95,6 +95,11 @@ def load(task: PreparedTask) -> TaskLoad:
     batches = BatchLengths(task.batches, task.steps)
     size, held_out = task.task.batch_size, [s.stream_length for s in task.eval_samples]
     return TaskLoad(task.task.name, task.pool, size, task.steps, lengths, batches, held_out)
+
+
+def test_an_engine_of_ones_own_gets_the_same_shape_class(tasks):
+    backbone = Backbone.random(CONFIG)
+    assert best_shape(tasks, backbone, 2048) == chosen(tasks).alignment.shape
 
 
 def test_lengths_of_batches_are_those_of_every_step(tasks):
