@@ -43,7 +43,7 @@ from .train import DEMO_CONFIG
 
 _USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
 # Steps that are planned where nothing is said, and samples of a global batch from which on they are
-# fewer: packing takes time that grows with the square.
+# fewer, so that a plan is there in seconds.
 _STEPS, _LARGE_BATCH = 8, 512
 # Columns where there is no terminal.
 _PLAIN_WIDTH = 100

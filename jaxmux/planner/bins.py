@@ -4,7 +4,9 @@ Two constructions and a bound that nearly always meet, so that the answer is kno
 without a solver. A bin may have *seats*: the most items it holds, whatever their sizes.
 """
 
+from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -43,15 +45,17 @@ def first_fit_decreasing(
     """Indices of the items of each bin: longest item first, into the first bin with room."""
     bins: list[list[int]] = []
     rooms: list[int] = []
-    for item in _longest_first(sizes):
-        for i, room in enumerate(rooms):
-            if sizes[item] <= room and (seats is None or len(bins[i]) < seats):
-                bins[i].append(item)
-                rooms[i] -= sizes[item]
-                break
-        else:
-            bins.append([item])
-            rooms.append(capacity - sizes[item])
+    for size, items in groupby(_longest_first(sizes), key=sizes.__getitem__):
+        # What has no room for one item has none for the next of its size.
+        i = 0
+        for item in items:
+            while i < len(bins) and (size > rooms[i] or len(bins[i]) == seats):
+                i += 1
+            if i == len(bins):
+                bins.append([])
+                rooms.append(capacity)
+            bins[i].append(item)
+            rooms[i] -= size
     return bins
 
 
@@ -62,46 +66,79 @@ def fullest_bins(sizes: Sequence[int], capacity: int, seats: int | None = None) 
     choices one of the fewest items (minimum bin slack; Gupta and Ho, A new heuristic algorithm for
     the one-dimensional bin-packing problem, 1999). So short items stay for later gaps.
     """
-    left = _longest_first(sizes)
+    order = _longest_first(sizes)
+    left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
     bins = []
     while left:
-        first, *others = left
-        chosen = fullest_subset(
-            [sizes[item] for item in others],
-            capacity - sizes[first],
-            None if seats is None else seats - 1,
-        )
-        bins.append([first, *(others[i] for i in chosen)])
-        taken = set(bins[-1])
-        left = [item for item in left if item not in taken]
+        first = next(iter(left))
+        room = capacity - first
+        others = [
+            size
+            for size, items in left.items()
+            for _ in range(min(len(items) - (size == first), room // size))
+        ]
+        chosen = _fullest_of_descending(others, room, None if seats is None else seats - 1)
+        content = [first, *(others[i] for i in chosen)]
+        needed = Counter(content)
+        # As items only become fewer, the best content is the best for as long as it can be had.
+        while all(len(left[size]) >= count for size, count in needed.items()):
+            bins.append([left[size].popleft() for size in content])
+        left = {size: items for size, items in left.items() if items}
     return bins
 
 
 def fullest_subset(sizes: Sequence[int], capacity: int, seats: int | None = None) -> list[int]:
-    """Indices, ascending, of items with the largest sum within `capacity`, as few as can be."""
-    if sum(sizes) <= capacity and (seats is None or len(sizes) <= seats):
-        return list(range(len(sizes)))
-    never = np.iinfo(np.int32).max // 2
+    """Indices, ascending, of items with the largest sum within `capacity`, as few as can be.
+
+    Of such choices, the one that spares the shortest items, so that the answer is unique.
+    """
+    fitting = [i for i in _longest_first(sizes) if sizes[i] <= capacity]
+    chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, seats)
+    return sorted(fitting[i] for i in chosen)
+
+
+def _fullest_of_descending(sizes: Sequence[int], capacity: int, seats: int | None) -> list[int]:
+    """`fullest_subset` of sizes that descend.
+
+    Most items are never looked at: the search ends as soon as the items so far reach the largest
+    sum that any choice could, and fewer items could not do so with a later one among them.
+    """
+    if seats is None:
+        seats = len(sizes)
+    most = _largest_sum(sizes, min(capacity, sum(sizes[:seats])))
+    never = seats + 1
     # fewest[t]: the fewest of the items so far that sum to t.
-    fewest = np.full(capacity + 1, never, np.int32)
+    fewest = np.full(most + 1, never, np.int32)
     fewest[0] = 0
+    # longest[n]: the sum of the n longest items.
+    longest = [0]
     takes = []
-    limit = never if seats is None else seats + 1
     for size in sizes:
-        if size > capacity:
-            takes.append(None)
-            continue
-        with_item = fewest[: capacity + 1 - size] + 1
-        better = with_item < np.minimum(fewest[size:], limit)
-        takes.append(better)
-        fewest[size:] = np.where(better, with_item, fewest[size:])
+        count = int(fewest[most])
+        if count < never and longest[max(count - 2, 0)] + size < most:
+            break
+        longest.append(longest[-1] + size)
+        with_item = fewest[: max(0, most + 1 - size)] + 1
+        takes.append(with_item < fewest[size:])
+        np.minimum(fewest[size:], with_item, out=fewest[size:])
     total = int(np.flatnonzero(fewest < never)[-1])
     chosen = []
-    for i in reversed(range(len(sizes))):
-        if takes[i] is not None and total >= sizes[i] and takes[i][total - sizes[i]]:
+    for i in reversed(range(len(takes))):
+        if total >= sizes[i] and takes[i][total - sizes[i]]:
             chosen.append(i)
             total -= sizes[i]
     return chosen[::-1]
+
+
+def _largest_sum(sizes: Sequence[int], most: int) -> int:
+    """The largest sum of some of the sizes, however many, within `most`."""
+    # Bit t is set where some of the sizes sum to t.
+    sums, within = 1, (2 << most) - 1
+    for size in sizes:
+        if sums >> most:
+            break
+        sums |= (sums << size) & within
+    return sums.bit_length() - 1
 
 
 def _longest_first(sizes: Sequence[int]) -> list[int]:

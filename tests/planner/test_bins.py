@@ -1,5 +1,6 @@
 """Bin packing beside brute force, and its lower bound."""
 
+import time
 from functools import cache
 from itertools import combinations
 
@@ -60,16 +61,55 @@ def test_fullest_bins_close_where_first_fit_leaves_room():
     assert len(fullest_bins(sizes, 60)) == 3 == least_bins(sizes, 60)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def fullest_choice(sizes: list[int], capacity: int, seats: int | None) -> list[int]:
+    """Sizes, ascending, of the largest sum; then the fewest; then with the shortest the longest."""
+    most = len(sizes) if seats is None else min(seats, len(sizes))
+    choices = [sorted(chosen) for count in range(most + 1) for chosen in combinations(sizes, count)]
+    fitting = [chosen for chosen in choices if sum(chosen) <= capacity]
+    return max(fitting, key=lambda chosen: (sum(chosen), -len(chosen), chosen))
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_fullest_subset_has_the_largest_sum_and_then_the_fewest_items(seed):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 40, 9).tolist()
     capacity, seats = 70, [None, 3][seed % 2]
-    fitting = [
-        (sum(sizes[i] for i in chosen), -count)
-        for count in range((seats or len(sizes)) + 1)
-        for chosen in combinations(range(len(sizes)), count)
-        if sum(sizes[i] for i in chosen) <= capacity
-    ]
     found = fullest_subset(sizes, capacity, seats)
-    assert (sum(sizes[i] for i in found), -len(found)) == max(fitting)
+    assert found == sorted(set(found))
+    assert sorted(sizes[i] for i in found) == fullest_choice(sizes, capacity, seats)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_fullest_bins_hold_the_longest_item_left_and_the_best_choice_beside_it(seed):
+    rng = np.random.default_rng(seed)
+    # Of few different sizes, bins of the same content follow each other.
+    different = rng.integers(1, rng.choice([20, 40, 61]), rng.choice([2, 4, 10]))
+    sizes = rng.choice(different, 10).tolist()
+    capacity, seats = 60, [None, 1, 3][seed % 3]
+    left = sorted(sizes, reverse=True)
+    for each in fullest_bins(sizes, capacity, seats):
+        first, *others = left
+        best = fullest_choice(others, capacity - first, None if seats is None else seats - 1)
+        assert [sizes[i] for i in each] == [first, *reversed(best)]
+        for i in each:
+            left.remove(sizes[i])
+    assert not left
+
+
+def test_items_of_one_size_are_taken_in_their_order():
+    sizes = [30, 20, 30, 20, 30, 10, 20]
+    assert fullest_bins(sizes, 50) == [[0, 1], [2, 3], [4, 6], [5]]
+
+
+@pytest.mark.parametrize("pack", [first_fit_decreasing, fullest_bins])
+@pytest.mark.parametrize("seats", [4, 64])
+def test_packing_a_large_batch_stays_far_below_1_ms_an_item(pack, seats):
+    count = 4000
+    lengths = np.random.default_rng(0).lognormal(np.log(150), 0.5, count)
+    sizes = np.clip(lengths, 1, 1024).astype(int).tolist()
+    start = time.process_time()
+    bins = pack(sizes, 1024, seats)
+    seconds = time.process_time() - start
+    print(f"{len(bins)} bins, {1e3 * seconds / count:.3f} ms an item")
+    assert len(bins) <= 1.05 * least_bins(sizes, 1024, seats)
+    assert seconds / count < 0.5e-3
