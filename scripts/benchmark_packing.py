@@ -154,7 +154,7 @@ def _with_needed_seats(policy: Policy, tasks: Sequence[PreparedTask], args) -> P
         for placed in policy.packing(lengths_of(tasks, step), policy.shape)
         for count in Counter(placement.row for placement in placed).values()
     )
-    shape = dataclasses.replace(policy.shape, max_sequences=max(2, -(-seats // 4) * 4))
+    shape = dataclasses.replace(policy.shape, max_sequences=-(-seats // 4) * 4)
     return policy._replace(shape=shape)
 
 

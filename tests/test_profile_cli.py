@@ -114,6 +114,8 @@ def test_cases_are_written_as_they_are_read():
     for text in ("3x64x6x192", "3x64x6x384x128", "3x64x6x384x128xlean", "3x64x6x192xfull"):
         assert str(Case.parse(text)) == text
     assert Case.parse("3x64x6x384x128").shape(64) == ShapeClass(3, 128, 64, 2)
+    with pytest.raises(PlanningError, match="3x0x6x192"):
+        Case.parse("3x0x6x192")
 
 
 def test_models_of_the_profile_grow_with_what_they_are_asked_for(profile_path):

@@ -104,7 +104,7 @@ def choose_alignment(
     best = _with_fewer_seats(best, request, improve)
     if math.isfinite(best.seconds):
         return best
-    # What takes least memory: where not even that fits, its message is the one to read.
+    # The plain shape with the least seats: what it lacks is what a refusal should name.
     return align(rounds, dataclasses.replace(plain.shape, max_sequences=1), seconds)
 
 
@@ -210,7 +210,7 @@ def _improved(
     needed = [len(batch.rows) for batch in packed]
     total, rows = _cheapest(needed, _owned(packed), shape, request, seconds)
     if math.isinf(total) and shape.max_sequences > 2:
-        fewer = _with_seats(whole, shape.max_sequences // 2)
+        fewer = _with_seats(whole, _room_for(shape.max_sequences // 2))
         return _improved(best, fewer, rounds, request, seconds)
     if total >= best.seconds:
         return best
@@ -227,7 +227,7 @@ def _with_fewer_seats(
     while best.shape.max_sequences > 2:
         row_len, chunk_len = best.shape.row_len, best.shape.chunk_len
         whole = choose_shape_class([1, row_len], request.tokens, chunk_len, row_len)
-        better = improve(best, _with_seats(whole, best.shape.max_sequences // 2))
+        better = improve(best, _with_seats(whole, _room_for(best.shape.max_sequences // 2)))
         if better is best:
             break
         best = better

@@ -1,6 +1,7 @@
 """What attention takes, by the rows that it looks at."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,8 @@ class AttentionTimes(NamedTuple):
 
 def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTimes:
     """The times through measured points (row length, sequences that a row has room for, seconds a
-    token). Row lengths of a single packed point tell nothing of seats."""
+    token). Row lengths of a single packed point tell nothing of seats. Where seats begin to cost,
+    between two measured lengths, they cost from twice the shorter one on: another kernel begins."""
     single: list[tuple[float, float]] = []
     by_row_len: dict[int, list[tuple[int, float]]] = {}
     for row_len, max_sequences, seconds in points:
@@ -50,6 +52,8 @@ def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTi
         for row_len, found in by_row_len.items()
         if len({max_sequences for max_sequences, _ in found}) > 1
     ]
+    jumps = [(2 * r0, s1) for (r0, s0), (_, s1) in pairwise(sorted(seats)) if s0 < s1 / 10]
+    seats += [(row_len, seconds) for row_len, seconds in jumps if row_len not in by_row_len]
     seat = Curve.through(seats, rising=False) if seats else None
     packed = [
         (row_len, seconds - max_sequences * (seat(row_len) if seat else 0.0))

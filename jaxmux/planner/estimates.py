@@ -5,6 +5,7 @@ whoever reports says "estimated".
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
         backbone=backbone,
         base=Curve.through((n, base(n)) for n in _TOKENS),
         row_len=_ROW_LEN,
-        attention=AttentionTimes(both, both, seat=_seat(backbone)),
+        attention=AttentionTimes(both, both, _seat(backbone) if _has_cudnn(backbone) else None),
         attention_forward=AttentionTimes(forward, forward, seat=None),
         adapters=AdapterTimes.none()._replace(
             floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
@@ -110,7 +111,13 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
         for row_len in (_ROW_LEN, tokens):
             features = np.array([1.0, tokens, tokens * row_len])
             working = working.observe(features, needed, _WEIGHT)
-    return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, h200.SHORTEST_PACKED_ROWS)
+    packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone) else math.inf
+    return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, packed_from)
+
+
+def _has_cudnn(backbone: BackboneSize) -> bool:
+    """Whether cuDNN's attention takes such values; plain XLA's asks nothing for seats."""
+    return backbone.stream_bytes == 2
 
 
 def _seat(backbone: BackboneSize) -> Curve:

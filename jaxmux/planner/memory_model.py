@@ -38,6 +38,8 @@ from .time_model import Pipeline
 
 # One observed step says more than a program of a few layers.
 _PROFILE_WEIGHT = 0.01
+# What attention is counted to need may be so much too little.
+_SLACK = 1.05
 
 
 class Placement(NamedTuple):
@@ -157,8 +159,8 @@ class MemoryModel:
         needed = self.peak(shape, pool, list(self.backbone.kept)[-1], placement)
         changes = " or ".join(self._changes(shape, pool, placement, mesh_may_grow))
         raise PlanningError(
-            f"{_slots(pool.slots)} of rank {pool.rank} with {shape.tokens} tokens a microbatch "
-            f"need {_shown(needed)}, usable are {_shown(USABLE * self.memory)} of "
+            f"a step of {_slots(pool.slots)} of rank {pool.rank} with {shape.tokens} tokens a "
+            f"microbatch needs {_shown(needed)}, usable are {_shown(USABLE * self.memory)} of "
             f"{_shown(self.memory)}; it would fit with "
             + (changes or "no single change of slots, rank or tokens")
         )
@@ -169,7 +171,7 @@ class MemoryModel:
         """The model after a step on one device was seen to need `peak_bytes` at most."""
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE)
         packed = self._packed(shape, ONE_DEVICE)
-        if max(beyond, float(self._coefficients @ _features(shape))) <= packed:
+        if max(beyond, float(self._coefficients @ _features(shape))) <= _SLACK * packed:
             # It was attention that needed most, and says nothing of all else.
             return self
         working = self.working.observe(_features(shape), max(0.0, beyond))
@@ -261,15 +263,20 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
 
 
 def _shortest_packed_rows(profile: Profile) -> float:
-    """The shortest measured rows in which each seat took attention memory; infinite if none."""
+    """The shortest rows in which each seat may take attention memory: those next to the longest
+    measured ones in which it did not. Infinite if it never did."""
     peaks = {p: peak for p, _, peak in profile.measurements if isinstance(p, AttentionPoint)}
-    found = []
+    taken: dict[int, bool] = {}
     for point, peak in peaks.items():
         one = peaks.get(dataclasses.replace(point, max_sequences=1))
         seats = profile.backbone.packed.needed_by(point.tokens, point.max_sequences)
-        if point.backward and seats and peak and one and peak - one > seats / 2:
-            found.append(point.row_len)
-    return min(found, default=math.inf)
+        if point.backward and seats and peak and one:
+            taken[point.row_len] = peak - one > seats / 2
+    if not any(taken.values()):
+        return math.inf
+    shortest = min(row_len for row_len, took in taken.items() if took)
+    without = [row_len for row_len in taken if row_len < shortest]
+    return min(shortest, 2 * max(without)) if without else shortest
 
 
 def _slots(count: int) -> str:

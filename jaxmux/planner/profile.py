@@ -81,7 +81,7 @@ class LayerPoint:
       layers: of the measured program; `seconds` are those of one.
       tokens, row_len, chunk_len, max_sequences: the shape class.
       slots, rank: of the pool; rank 0 is the frozen layer.
-      tasks: that own equal parts of the microbatch; 0 for the frozen layer.
+      tasks: that own equal parts of the microbatch.
       remat: rematerialisation policy.
       dropout: whether adapters drop.
       backward: False for the forward pass alone.
@@ -283,10 +283,14 @@ def _backbone(raw: Any, where: str) -> BackboneSize:
         ):
             raise ProfileError(f"{where}.{name} should map names to pairs of numbers")
         raw[name] = {key: tuple(pair) for key, pair in pairs.items()}
-    packed = raw.get("packed")
-    if not isinstance(packed, list) or len(packed) != len(PackedBytes._fields):
-        raise ProfileError(f"{where}.packed should be {', '.join(PackedBytes._fields)}, in a list")
-    raw["packed"] = PackedBytes(*packed)
+    packed, fields = raw.get("packed"), PackedBytes._fields
+    numbers = packed if isinstance(packed, list) else []
+    if len(numbers) != len(fields) or not all(isinstance(n, float | int) for n in numbers):
+        raise ProfileError(
+            f"{where}.packed should be a list of {len(fields)} numbers: {', '.join(fields)}; a "
+            "profile without them is too old, measure it again"
+        )
+    raw["packed"] = PackedBytes(*numbers)
     return _make(BackboneSize, raw, where)
 
 

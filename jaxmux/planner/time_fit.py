@@ -73,8 +73,7 @@ def fit_time_model(profile: Profile) -> TimeModel:
 
 def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
     """What the model says of a measured layer."""
-    owners = point.tasks or 1
-    tokens = (point.tokens * (1 - point.padding) / owners,) * owners
+    tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
     pool = Pool(point.slots, point.rank, dropout=point.dropout)
     return model.layer(shape_of(point), tokens, pool, point.remat, total=point.tokens)
 

@@ -40,7 +40,7 @@ class Case(NamedTuple):
         """
         *numbers, last = text.split("x")
         numbers, remat = (numbers, last) if last.isalpha() else ([*numbers, last], "dots")
-        if len(numbers) not in (4, 5) or not all(number.isdigit() for number in numbers):
+        if len(numbers) not in (4, 5) or not all(n.isdigit() and int(n) for n in numbers):
             raise PlanningError(
                 f"case {text!r}: expected tasks x length x rank x tokens [x row_len]"
             )
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         row_len = self.row_len or self.length
         if self.tokens % row_len or row_len % self.length:
             raise PlanningError(
-                f"case {self}: expected tokens a multiple of the row length, and that of the length"
+                f"case {self}: tokens should be a multiple of the row length, that of the length"
             )
         return ShapeClass(self.tokens // row_len, row_len, chunk_len, row_len // self.length)
 

@@ -29,7 +29,7 @@ from jaxmux.planner.mesh_costs import MeshCosts
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import BackboneSize
 from jaxmux.planner.sampled_rounds import sample_rounds
-from jaxmux.planner.shape_class import MIN_CHUNK_LEN, ShapeClass
+from jaxmux.planner.shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass
 from jaxmux.profiling.size import size_of
 
 
@@ -150,8 +150,10 @@ def best_shape(
       remat, memory: as of `EngineOptions`.
 
     Raises:
-      PlanningError: the tasks have no samples.
+      PlanningError: there are no tasks.
     """
+    if not tasks:
+        raise PlanningError("no tasks to choose a shape class for")
     dtype = backbone.weights["embed_tokens"]["weight"].dtype
     costs = run_costs(tasks, backbone.config, dtype, remat, memory)
     return choose_shape(tasks, costs, tokens_per_microbatch).alignment.shape

@@ -53,7 +53,8 @@ class Tiling(NamedTuple):
       spare: pieces of a finished tile, 0 or 1 of each warpgroup, that have a place of their own.
       tile_r: depth of one low-rank product, at most.
       low_stages: low-rank products in flight, at most.
-      minor: the dimension that varies fastest, 0 for rows and 1 for columns.
+      minor: the dimension that varies fastest, 0 for rows and 1 for columns, with which empty rows
+        come again and again.
       group: output tiles that neighbouring blocks share along `minor`, for the L2 cache.
     """
 

@@ -172,11 +172,11 @@ def test_seats_are_given_up_until_it_fits():
     plenty = seconds_of(0, 0)
 
     def little(shape: ShapeClass, owned: float) -> float:
-        return plenty(shape, owned) if shape.max_sequences <= 3 else np.inf
+        return plenty(shape, owned) if shape.max_sequences <= 4 else np.inf
 
     assert choose_alignment(rounds, request, plenty).shape.max_sequences > 8
     chosen = choose_alignment(rounds, request, little)
-    assert 1 < chosen.shape.max_sequences <= 3 and np.isfinite(chosen.seconds)
+    assert chosen.shape.max_sequences == 4 and np.isfinite(chosen.seconds)
 
 
 def test_chunks_are_no_shorter_than_the_kernels_take():

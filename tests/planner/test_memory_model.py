@@ -272,7 +272,8 @@ def test_rows_of_several_sequences_need_room_for_every_seat():
     points = [attention(row_len, seats) for row_len in (128, 512, 1024) for seats in (1, 16)]
     measured = (layer(4, 512), layer(16, 512), *points)
     model = fit_memory_model(Profile("test", 16 * GIB, "bfloat16", {}, BACKBONE, measured))
-    assert model.packed_from == 512
+    # What there is between 128 and 512 was not measured.
+    assert model.packed_from == 256
 
     def peak(row_len: int, seats: int, remat: str) -> float:
         return model.peak(ShapeClass(8192 // row_len, row_len, 128, seats), POOL, remat)
@@ -290,10 +291,11 @@ def test_a_peak_of_packed_attention_says_nothing_of_other_rows(model):
     packed = dataclasses.replace(model, packed_from=512)
     shape, alone = ShapeClass(8, 512, 128, 64), ShapeClass(8, 512, 128, 1)
     predicted, before = (packed.peak(s, POOL, "dots") for s in (shape, alone))
-    same = packed.observe(shape, POOL, "dots", int(0.99 * predicted))
-    assert same.peak(alone, POOL, "dots") == before
+    for nearly in (0.99, 1.005):
+        same = packed.observe(shape, POOL, "dots", int(nearly * predicted))
+        assert same.peak(alone, POOL, "dots") == before
     # More than attention needs was something else.
-    more = packed.observe(shape, POOL, "dots", int(1.1 * predicted))
+    more = packed.observe(shape, POOL, "dots", int(1.2 * predicted))
     assert more.peak(shape, POOL, "dots") > predicted
 
 

@@ -12,6 +12,7 @@ from jaxmux.planner import PlanningError, ShapeClass
 from jaxmux.planner.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
 from jaxmux.planner.alignment import ShapeRequest, choose_alignment, power_of_two_alignment
 from jaxmux.planner.attention_memory import PackedBytes
+from jaxmux.planner.attention_times import fit_attention_times
 from jaxmux.planner.fusion import fuse_tasks
 from jaxmux.planner.memory_model import MemoryModel
 from jaxmux.planner.online_fit import OnlineFit
@@ -277,6 +278,19 @@ def test_every_seat_of_a_packed_row_takes_its_time(model, row_len, seats):
     expected = attention_per_token(row_len, seats)
     assert model.attention(row_len, seats) == pytest.approx(expected)
     assert model.attention_forward(row_len, seats) == pytest.approx(0.3 * expected)
+
+
+def test_seats_cost_from_the_first_row_length_that_another_kernel_takes():
+    """Measured at 128, where they cost nothing, and at 512."""
+    points = [
+        (row_len, seats, 1e-9 + (row_len >= 512) * 2e-10 * seats)
+        for row_len in (64, 128, 512, 2048)
+        for seats in (1, 4, 16)
+    ]
+    times = fit_attention_times(points)
+    assert times(128, 16) == pytest.approx(1e-9)
+    for row_len in (256, 512, 1024):
+        assert times(row_len, 16) - times(row_len, 4) == pytest.approx(12 * 2e-10)
 
 
 def test_alignment_takes_the_model_as_its_cost(model):

@@ -151,7 +151,9 @@ def test_task_beyond_the_memory_is_named_with_the_change_that_would_help(
     )
     assert main([f"--gin_file={config}", f"--run_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: task 'large' does not fit even alone on pp1,tp1: 1 slot of")
+    assert line.startswith(
+        "error: task 'large' does not fit even alone on pp1,tp1: a step of 1 slot of"
+    )
     assert "it would fit with ranks of at most" in line and "stages" not in line
     assert not (tmp_path / "metrics.jsonl").exists()
 

@@ -11,6 +11,7 @@ from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.planner import PlanningError
 from jaxmux.planner.alignment import ShapeRequest
 from jaxmux.planner.estimates import estimated_memory
 from jaxmux.planner.make_plan import TaskLoad, make_plan
@@ -100,6 +101,8 @@ def load(task: PreparedTask) -> TaskLoad:
 def test_an_engine_of_ones_own_gets_the_same_shape_class(tasks):
     backbone = Backbone.random(CONFIG)
     assert best_shape(tasks, backbone, 2048) == chosen(tasks).alignment.shape
+    with pytest.raises(PlanningError, match="no tasks"):
+        best_shape([], backbone)
 
 
 def test_lengths_of_batches_are_those_of_every_step(tasks):
