@@ -10,10 +10,10 @@ import numpy as np
 
 from .alignment import Round
 
-# So many rounds, and so many samples in all, in a round and of a task in it: packing them takes a
-# second at most, and time that grows with the square of a task's. Of larger rounds a part will do,
-# for what is left in the last microbatch hardly counts.
-_MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND, _MOST_OF_A_TASK = 16, 2048, 1024, 256
+# So many rounds, and so many samples in all and in a round: to choose by them takes two or three
+# seconds at most. Of larger rounds a part will do, for what is left in the last microbatch hardly
+# counts.
+_MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
 
 # By step, the stream lengths in tokens of the samples of a task's global batch.
 Batches = Sequence[Sequence[int]]
@@ -26,7 +26,7 @@ def sample_rounds(tasks: Sequence[Batches]) -> list[Round]:
       tasks: by slot, all global batches of a task, at least one; few of them are asked for.
     """
     sizes = [len(batches[0]) for batches in tasks]
-    part = min(1.0, _MOST_OF_A_ROUND / sum(sizes), _MOST_OF_A_TASK / max(sizes))
+    part = min(1.0, _MOST_OF_A_ROUND / sum(sizes))
     rounds = max(map(len, tasks))
     count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * sum(sizes))))
     return [
