@@ -13,7 +13,7 @@ class EngineOptions:
     """How the engine runs; none of it changes what a task learns beyond rounding.
 
     Attributes:
-      shape: shape class of the microbatches.
+      shape: shape class of the microbatches; `jaxmux.best_shape` chooses one for some tasks.
       remat: "none", "norms", "dots", "lean" or "full": what is kept from forward to backward.
         "auto" picks for every layer what recomputes least in `memory`; "dots" where that is
         unknown.

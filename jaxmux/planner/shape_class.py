@@ -21,7 +21,8 @@ class ShapeClass:
       row_len: tokens of a row, a power of two; attention looks no further.
       chunk_len: tokens of a chunk, the unit that belongs to one task (MuxTune 3.5). Where it is
         longer than a row, it spans several whole rows.
-      max_sequences: most sequences packed into one row; 1 lets attention run on dense rows.
+      max_sequences: most sequences packed into one row, its *seats*. Attention on a GPU pays for
+        each, taken or not; 1 lets it run on dense rows.
     """
 
     rows: int
