@@ -26,6 +26,7 @@ from jaxmux.models import (
 )
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Adapter, LoRA, empty_pool, slot_arrays, slot_tree
+from jaxmux.planner.shape_class import power_of_two
 
 
 class Request(NamedTuple):
@@ -59,14 +60,13 @@ def complete(
         raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     # Row lengths are powers of two, so that few programs are compiled.
-    row_len = max(64, 1 << int(lengths.max() + max_new_tokens - 1).bit_length())
+    row_len = max(64, power_of_two(int(lengths.max() + max_new_tokens)))
     tokens = np.zeros((len(requests), row_len), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
     scale = [r.spec.scale if r.spec else 0.0 for r in requests]
     eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    dtype = backbone.weights["embed_tokens"]["weight"].dtype
-    attention = pick_implementation(backbone.config, dtype, row_len)
+    attention = pick_implementation(backbone.config, backbone.dtype, row_len)
     arguments = (
         backbone.config,
         attention,

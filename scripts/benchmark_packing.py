@@ -69,7 +69,7 @@ from jaxmux.planner import (
     pack_first_fit,
 )
 from jaxmux.profiling import random_samples, random_task
-from jaxmux.runs.shape import RunCosts, choose_shape, run_costs
+from jaxmux.runs.shape import BatchLengths, RunCosts, choose_shape, run_costs
 
 ZERO_PADDING, PADDING_PER_TASK = "zero-padding", "zero-padding per task"
 FIRST_FIT, ENGINE = "first-fit packing", "jaxmux"
@@ -160,10 +160,7 @@ def _with_needed_seats(policy: Policy, tasks: Sequence[PreparedTask], args) -> P
 
 def lengths_of(tasks: Sequence[PreparedTask], step: int) -> Lengths:
     """Stream lengths of the samples of a round."""
-    return {
-        slot: [sample.stream_length for sample in task.batches[step]]
-        for slot, task in enumerate(tasks)
-    }
+    return {slot: BatchLengths(task.batches, task.steps)[step] for slot, task in enumerate(tasks)}
 
 
 def pack_padded(

@@ -16,10 +16,10 @@ def forward_options(
     backbone: Backbone, options: EngineOptions, dropout: bool = False
 ) -> ForwardOptions:
     """How the forward pass runs; what layers keep for a backward pass is left open."""
-    dtype = backbone.weights["embed_tokens"]["weight"].dtype
     unroll, shape = options.unroll, options.shape
     return ForwardOptions(
-        attention=options.attention or pick_implementation(backbone.config, dtype, shape.row_len),
+        attention=options.attention
+        or pick_implementation(backbone.config, backbone.dtype, shape.row_len),
         grouped_lora=options.grouped_lora,
         unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
         dropout=dropout,

@@ -9,10 +9,8 @@ from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
     NAMED_POLICIES,
     Backbone,
-    BackboneConfig,
     ForwardOptions,
     SlotTable,
-    Weights,
     block_bytes,
     kept_bytes,
 )
@@ -62,13 +60,13 @@ def choose_remat(
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
     chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
     loss_bytes = block_bytes(config.vocab_size, chunk_len)
-    packed_kept, packed_needed = _packed_attention(config, options, weights, microbatch)
+    packed_kept, packed_needed = _packed_attention(backbone, options, microbatch)
     sizes: dict[str, float] = {}
     for policy in NAMED_POLICIES:
         sizes[policy] = packed_kept * keeps_attention(policy) + kept_bytes(
             config, plain._replace(remat=policy), weights, adapters, microbatch, slots
         )
-        working = max(working_bytes(sizes, loss_bytes), packed_needed)
+        working = working_bytes(sizes, loss_bytes, packed_needed)
         if config.num_layers * sizes[policy] <= room - working:
             # No layer needs to keep less, and each policy takes a while to trace.
             break
@@ -93,12 +91,12 @@ def choose_remat(
 
 
 def _packed_attention(
-    config: BackboneConfig, options: ForwardOptions, weights: Weights, microbatch: Microbatch
+    backbone: Backbone, options: ForwardOptions, microbatch: Microbatch
 ) -> tuple[float, float]:
     """Bytes that attention takes besides in a layer: kept, and needed by its backward pass."""
     if options.attention != "cudnn":
         return 0.0, 0.0
-    itemsize = weights["embed_tokens"]["weight"].dtype.itemsize
+    config, itemsize = backbone.config, backbone.dtype.itemsize
     packed = PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize)
     size = microbatch.tokens.size, options.max_sequences
     return packed.kept_by(*size), packed.needed_by(*size)

@@ -27,6 +27,11 @@ class Backbone:
     weights: Weights
     name_or_path: str
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights, in which the forward pass computes."""
+        return self.weights["embed_tokens"]["weight"].dtype
+
     @classmethod
     def random(
         cls, config: BackboneConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32

@@ -122,7 +122,7 @@ def _has_cudnn(backbone: BackboneSize) -> bool:
 
 def _seat(backbone: BackboneSize) -> Curve:
     """Backward seconds of a token for each seat of its row, over row lengths."""
-    packed = backbone.packed.needed_by(1, seats=2) / 2 / h200.SEAT_BYTES_PER_SECOND
+    packed = backbone.packed.working_seat / h200.SEAT_BYTES_PER_SECOND
     shortest = h200.SHORTEST_PACKED_ROWS
     return Curve.through(
         [(shortest // 4, 0.0), (shortest // 2, 0.0), (shortest, packed), (2 * shortest, packed)]

@@ -184,20 +184,25 @@ def _planned(task: TaskLoad) -> PlannedTask:
 def _choose_shape(tasks: Sequence[TaskLoad], request: ShapeRequest, costs: MeshCosts) -> ShapeClass:
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     if request.row_len is not None:
-        # Refuses a length that no rows can have, before tasks are told to keep to it.
-        choose_shape_class([1], request.tokens, request.chunk_len, request.row_len)
-    for task in tasks:
-        if request.row_len is not None and task.longest > request.row_len:
-            needed = power_of_two(task.longest)
-            raise PlanningError(
-                f"task {task.name!r}: its longest sample has {task.longest} tokens, a row "
-                f"holds row_len={request.row_len}; it would fit with row_len={needed} or "
-                f"max_length={request.row_len}"
-            )
+        _require_rows(tasks, request)
     # Smaller microbatches for the sake of a pipeline are the caller's to try.
     request = request._replace(fewer_tokens=costs.mesh.pp == 1)
     rounds = sample_rounds([task.batches for task in tasks])
     return choose_alignment(rounds, request, costs.microbatch, lengths).shape
+
+
+def _require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
+    """Checks that there can be rows of the given length, and that they hold every sample."""
+    row_len = request.row_len
+    choose_shape_class([1], request.tokens, request.chunk_len, row_len)
+    for task in tasks:
+        if task.longest > row_len:
+            needed = power_of_two(task.longest)
+            raise PlanningError(
+                f"task {task.name!r}: its longest sample has {task.longest} tokens, a row "
+                f"holds row_len={row_len}; it would fit with row_len={needed} or "
+                f"max_length={row_len}"
+            )
 
 
 class _Pipelines(NamedTuple):

@@ -33,7 +33,7 @@ from .profile import (
     ProfileError,
 )
 from .remat_choice import USABLE, fill_stages, keeps_attention, split_stages, working_bytes
-from .shape_class import PlanningError, ShapeClass
+from .shape_class import PlanningError, ShapeClass, numbered
 from .time_model import Pipeline
 
 # One observed step says more than a program of a few layers.
@@ -119,8 +119,7 @@ class MemoryModel:
           remat: policy of all layers, or of each; None for those that the engine picks.
         """
         counted = self._counted(shape, pool, remat, placement)
-        packed = self._packed(shape, placement)
-        return counted + max(packed, float(self._coefficients @ _features(shape)))
+        return counted + max(self._packed(shape, placement), self._learnt(shape))
 
     def policies(
         self, shape: ShapeClass, pool: Pool, placement: Placement = ONE_DEVICE
@@ -128,8 +127,8 @@ class MemoryModel:
         """The remat policy of every layer that the engine's "auto" picks: the one that recomputes
         less for as many layers of a stage as there is room for, and the same in every stage."""
         sizes = {r: self._of_layer(shape, pool, r, placement) for r in self.backbone.kept}
-        working = working_bytes(sizes, self.backbone.head_block_bytes)
-        working = max(working, self._packed(shape, placement))
+        packed = self._packed(shape, placement)
+        working = working_bytes(sizes, self.backbone.head_block_bytes, packed)
         room = USABLE * self.memory - self.resident(pool, placement) - working
         return fill_stages(sizes, self._stage_layers(placement), room / placement.in_flight)
 
@@ -159,9 +158,9 @@ class MemoryModel:
         needed = self.peak(shape, pool, list(self.backbone.kept)[-1], placement)
         changes = " or ".join(self._changes(shape, pool, placement, mesh_may_grow))
         raise PlanningError(
-            f"a step of {_slots(pool.slots)} of rank {pool.rank} with {shape.tokens} tokens a "
-            f"microbatch needs {_shown(needed)}, usable are {_shown(USABLE * self.memory)} of "
-            f"{_shown(self.memory)}; it would fit with "
+            f"a step of {numbered(pool.slots, 'slot')} of rank {pool.rank} with {shape.tokens} "
+            f"tokens a microbatch needs {_shown(needed)}, usable are "
+            f"{_shown(USABLE * self.memory)} of {_shown(self.memory)}; it would fit with "
             + (changes or "no single change of slots, rank or tokens")
         )
 
@@ -170,12 +169,15 @@ class MemoryModel:
     ) -> "MemoryModel":
         """The model after a step on one device was seen to need `peak_bytes` at most."""
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE)
-        packed = self._packed(shape, ONE_DEVICE)
-        if max(beyond, float(self._coefficients @ _features(shape))) <= _SLACK * packed:
+        if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):
             # It was attention that needed most, and says nothing of all else.
             return self
         working = self.working.observe(_features(shape), max(0.0, beyond))
         return dataclasses.replace(self, working=working)
+
+    def _learnt(self, shape: ShapeClass) -> float:
+        """What a pass needs, by the online fit."""
+        return float(self._coefficients @ _features(shape))
 
     def _counted(self, shape, pool, remat, placement) -> float:
         layers = self.backbone.layers
@@ -220,7 +222,7 @@ class MemoryModel:
         placements = (placement._replace(stages=s) for s in deeper)
         stages = next((p.stages for p in placements if self.fits(shape, pool, p)), None)
         return [
-            *([f"at most {_slots(max(slots))}"] if slots else []),
+            *([f"at most {numbered(max(slots), 'slot')}"] if slots else []),
             *([f"ranks of at most {max(ranks)}"] if ranks else []),
             *([f"at most {max(tokens)} tokens a microbatch"] if tokens else []),
             *([f"{stages} pipeline stages"] if stages else []),
@@ -277,10 +279,6 @@ def _shortest_packed_rows(profile: Profile) -> float:
     shortest = min(row_len for row_len, took in taken.items() if took)
     without = [row_len for row_len in taken if row_len < shortest]
     return min(shortest, 2 * max(without)) if without else shortest
-
-
-def _slots(count: int) -> str:
-    return "1 slot" if count == 1 else f"{count} slots"
 
 
 def _shown(size: float) -> str:

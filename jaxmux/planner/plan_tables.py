@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .make_plan import SmallerMicrobatches
 from .plan import Plan
+from .shape_class import numbered
 
 
 def plan_tables(
@@ -99,10 +100,9 @@ def _buckets(plan: Plan) -> Table:
 def _shape(plan: Plan) -> str:
     shape = plan.shape
     sequences = "one sequence" if shape.max_sequences == 1 else f"{shape.max_sequences} sequences"
-    rows = "1 row" if shape.rows == 1 else f"{shape.rows} rows"
     return (
-        f"shape class: {rows} × {shape.row_len:,} = {shape.tokens:,} tokens, "
-        f"chunks of {shape.chunk_len}, at most {sequences} a row"
+        f"shape class: {numbered(shape.rows, 'row')} × {shape.row_len:,} = {shape.tokens:,} "
+        f"tokens, chunks of {shape.chunk_len}, at most {sequences} a row"
     )
 
 

@@ -12,7 +12,9 @@ def keeps_attention(remat: str) -> bool:
     return remat != "full"
 
 
-def working_bytes(sizes: Mapping[str, float], loss_bytes: float) -> float:
+def working_bytes(
+    sizes: Mapping[str, float], loss_bytes: float, attention_bytes: float = 0.0
+) -> float:
     """What a pass needs while it runs, besides what layers keep.
 
     While one layer goes backward, the gradients of what it computed are there too, as is what goes
@@ -21,8 +23,9 @@ def working_bytes(sizes: Mapping[str, float], loss_bytes: float) -> float:
     Args:
       sizes: see `fill_layers`.
       loss_bytes: of one block of the loss.
+      attention_bytes: of attention in rows of several sequences, see `PackedBytes.needed_by`.
     """
-    return max(1.25 * next(iter(sizes.values())), loss_bytes)
+    return max(1.25 * next(iter(sizes.values())), loss_bytes, attention_bytes)
 
 
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:

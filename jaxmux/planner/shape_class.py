@@ -61,6 +61,11 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
+def numbered(count: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def choose_shape_class(
     lengths: Sequence[int],
     tokens: int,

@@ -75,7 +75,7 @@ def make_program(backbone: Backbone, point: Point) -> Program:
 
 def _layers(backbone: Backbone, point: LayerPoint) -> Program:
     """Decoder layers, unrolled, with their gradients by the stream and by the accumulators."""
-    config, dtype = backbone.config, _dtype(backbone)
+    config, dtype = backbone.config, backbone.dtype
     options = LayerOptions(_attention_options(config, dtype, point), None)
     layer = jax.jit(
         rematerialised(partial(decoder_layer, config, options), point.remat, in_scan=False)
@@ -112,7 +112,7 @@ def _layers(backbone: Backbone, point: LayerPoint) -> Program:
 
 def _attention(backbone: Backbone, point: AttentionPoint) -> Program:
     """Attention of several layers, each of which takes the one before as its queries."""
-    config, dtype = backbone.config, _dtype(backbone)
+    config, dtype = backbone.config, backbone.dtype
     options = _attention_options(config, dtype, point)
     rows = point.tokens // point.row_len
 
@@ -160,7 +160,7 @@ def _head(backbone: Backbone, point: HeadPoint) -> Program:
     return Program(
         jax.jit(run, donate_argnums=0),
         (),
-        _random((point.tokens, backbone.config.hidden_size), _dtype(backbone)),
+        _random((point.tokens, backbone.config.hidden_size), backbone.dtype),
         (weights, *map(jnp.asarray, (targets, loss_weight, chunks))),
         1,
         point,
@@ -187,10 +187,6 @@ def _update(backbone: Backbone, point: UpdatePoint) -> Program:
         1,
         point,
     )
-
-
-def _dtype(backbone: Backbone) -> jnp.dtype:
-    return backbone.weights["embed_tokens"]["weight"].dtype
 
 
 def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) -> jax.Array:

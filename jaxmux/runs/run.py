@@ -135,8 +135,7 @@ def fine_tune(
         memory = None if memory_gib is None else int(memory_gib * 2**30)
         # A run goes on in the shape class that it began with, whatever would be chosen today.
         shape = None if restart else read_shape(directory.checkpoints)
-        weights_dtype = model.weights["embed_tokens"]["weight"].dtype
-        costs = run_costs(prepared, model.config, weights_dtype, remat, memory)
+        costs = run_costs(prepared, model.config, model.dtype, remat, memory)
         if shape is None or max(task.longest for task in prepared) > shape.row_len:
             choice = choose_shape(prepared, costs, tokens_per_microbatch, row_len, chunk_len)
             console.say(str(choice))

@@ -29,7 +29,7 @@ from jaxmux.planner.mesh_costs import MeshCosts
 from jaxmux.planner.pool import Pool
 from jaxmux.planner.profile import BackboneSize
 from jaxmux.planner.sampled_rounds import sample_rounds
-from jaxmux.planner.shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass
+from jaxmux.planner.shape_class import MIN_CHUNK_LEN, PlanningError, ShapeClass, numbered
 from jaxmux.profiling.size import size_of
 
 
@@ -154,8 +154,7 @@ def best_shape(
     """
     if not tasks:
         raise PlanningError("no tasks to choose a shape class for")
-    dtype = backbone.weights["embed_tokens"]["weight"].dtype
-    costs = run_costs(tasks, backbone.config, dtype, remat, memory)
+    costs = run_costs(tasks, backbone.config, backbone.dtype, remat, memory)
     return choose_shape(tasks, costs, tokens_per_microbatch).alignment.shape
 
 
@@ -168,9 +167,8 @@ def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> 
 
 def _described(alignment: Alignment) -> str:
     shape = alignment.shape
-    rows = "1 row" if shape.rows == 1 else f"{shape.rows} rows"
     several = "several sequences" if shape.max_sequences > 1 else "one sequence"
     return (
-        f"{rows} of {shape.row_len} tokens, {several} each, in chunks of {shape.chunk_len} "
-        f"({alignment.padding:.0%} padding)"
+        f"{numbered(shape.rows, 'row')} of {shape.row_len} tokens, {several} each, in chunks of "
+        f"{shape.chunk_len} ({alignment.padding:.0%} padding)"
     )

@@ -22,8 +22,7 @@ def make_guarded(backbone, make_engine):
 
     def make(*tasks) -> Engine:
         shape = make_engine(tasks[0]).options.shape
-        dtype = backbone.weights["embed_tokens"]["weight"].dtype
-        size = size_of(backbone.config, dtype)
+        size = size_of(backbone.config, backbone.dtype)
         memory, pool = estimated_memory(size), merge_pools([t.pool for t in tasks], RESERVED)
         needed = memory.peak(shape, pool, "full")
         memory = dataclasses.replace(memory, memory=int(needed / 0.97) + 1)

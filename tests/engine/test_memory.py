@@ -10,10 +10,12 @@ from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable
 from jaxmux.peft import empty_pool
 
 CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
+MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
-def test_less_memory_recomputes_more():
-    shape = (4, 128)
+def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, room: int):
+    """The choice for four rows of two tasks."""
+    shape = (4, row_len)
     integers = jax.ShapeDtypeStruct(shape, jnp.int32)
     microbatch = Microbatch(
         *(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers),
@@ -21,11 +23,15 @@ def test_less_memory_recomputes_more():
         jax.ShapeDtypeStruct((8,), jnp.int32),
     )
     slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
-    adapters = empty_pool(CONFIG, ("self_attn.q_proj", "mlp.down_proj"), 2, 4)
+    adapters = empty_pool(CONFIG, modules, 2, 4)
+    return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
+
+
+def test_less_memory_recomputes_more():
     options = ForwardOptions("xla", max_sequences=2)
 
     def chosen(room: int) -> tuple[str, ...]:
-        return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
+        return remat_of(options, MODULES, 128, room)
 
     assert chosen(2**30) == ("norms",) * 4 and chosen(0) == ("full",) * 4
     assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
@@ -33,26 +39,13 @@ def test_less_memory_recomputes_more():
 
 def test_seats_of_packed_rows_take_memory():
     """cuDNN's, which a CPU does not have: what it takes is counted all the same."""
-    shape = (4, 256)
-    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
-    microbatch = Microbatch(
-        *(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers),
-        jax.ShapeDtypeStruct(shape, jnp.uint32),
-        jax.ShapeDtypeStruct((8,), jnp.int32),
-    )
-    slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
-    adapters = empty_pool(CONFIG, ("self_attn.q_proj",), 2, 4)
-    backbone = Backbone.random(CONFIG)
 
     def chosen(attention: str, seats: int) -> tuple[str, ...]:
         options = ForwardOptions(attention, max_sequences=seats)
-        return choose_remat(backbone, options, adapters, microbatch, slots, room=8 * 2**20)
+        return remat_of(options, ("self_attn.q_proj",), 256, room=8 * 2**20)
 
     assert chosen("cudnn", 1) == chosen("xla", 1) == chosen("xla", 16) == ("norms",) * 4
     assert "norms" not in chosen("cudnn", 64)
-
-
-MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
 def test_an_engine_with_little_memory_recomputes_and_learns_the_same(

@@ -85,7 +85,7 @@ def test_the_changes_that_are_named_are_the_smallest():
     message = refusal(admission(memory, mesh_may_grow=False), named(ranks))
     slots, rank, tokens = (
         int(re.search(pattern, message)[1])
-        for pattern in (r"at most (\d+) slots?", r"of at most (\d+)", r"at most (\d+) tokens")
+        for pattern in (r"at most (\d+) slots", r"of at most (\d+)", r"at most (\d+) tokens")
     )
     assert fits(memory, [64] * slots) and not fits(memory, [64] * (slots + 1))
     assert fits(memory, [rank] * 8) and not fits(memory, [rank + 1] * 8)

@@ -135,7 +135,7 @@ def test_short_sequences_are_spread_over_rows_where_seats_are_dear():
         for each in (0.0, 1e-6)
     )
     assert free.row_len == dear.row_len
-    assert free.max_sequences >= 24 > 12 >= dear.max_sequences > 1
+    assert free.max_sequences >= 32 > 8 >= dear.max_sequences > 1
 
 
 def test_what_is_given_is_kept():
