@@ -57,7 +57,7 @@ test: .venv/installed ## run the test suite on the CPU
 	$(MAIN)/pytest -n 2 --dist loadfile --timeout 300
 
 test-peft: .venv/installed .venv-peft/installed ## compare with Hugging Face transformers and PEFT
-	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/peft
+	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
 
 lint: .venv/installed ## check style and formatting
 	$(MAIN)/ruff check .

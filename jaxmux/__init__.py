@@ -10,49 +10,60 @@ summary = jaxmux.fine_tune(
     ],
     run_dir="runs/two_tasks",
 )
+
+Public names are imported when they are first used, so that `import jaxmux`, the planner and the help
+of the command lines load no device code.
 """
 
-from .data import DataError, Source, load_tokenizer
-from .engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
-from .generation import Request, complete
-from .models import Backbone, BackboneConfig, BackboneError, load_backbone, save_backbone
-from .optimizers import SGD, AdamW, Lion, Schedule
-from .peft import AdapterError, LoRA, export_adapter, import_adapter
-from .planner import PlanningError, ShapeClass
-from .runs import Interrupted, RunDirectoryError, Summary, best_shape, fine_tune
-from .tasks import Task, TaskError
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "SGD",
-    "AdamW",
-    "AdapterError",
-    "Backbone",
-    "BackboneConfig",
-    "BackboneError",
-    "DataError",
-    "Engine",
-    "EngineOptions",
-    "Interrupted",
-    "Lion",
-    "LoRA",
-    "PlanningError",
-    "PreparedTask",
-    "Request",
-    "RunDirectoryError",
-    "Schedule",
-    "ShapeClass",
-    "Source",
-    "Summary",
-    "Task",
-    "TaskError",
-    "TaskUpdate",
-    "best_shape",
-    "complete",
-    "export_adapter",
-    "fine_tune",
-    "import_adapter",
-    "load_backbone",
-    "load_tokenizer",
-    "prepare_task",
-    "save_backbone",
-]
+from . import optimizers
+
+# By public name, the module that defines it.
+_MODULES = {
+    "AdapterError": "peft",
+    "Backbone": "models",
+    "BackboneConfig": "models",
+    "BackboneError": "models",
+    "DataError": "data",
+    "Engine": "engine",
+    "EngineOptions": "engine",
+    "Interrupted": "runs",
+    "LoRA": "peft",
+    "PlanningError": "planner",
+    "PoolSpec": "planner.costs",
+    "PreparedTask": "engine",
+    "Request": "completion",
+    "RunDirectoryError": "runs",
+    "RunOptions": "runs",
+    "ShapeClass": "planner.packing",
+    "Source": "data",
+    "Summary": "runs",
+    "Task": "tasks",
+    "TaskError": "tasks",
+    "TaskUpdate": "engine",
+    "best_shape": "runs",
+    "complete": "completion",
+    "export_adapter": "peft",
+    "fine_tune": "runs",
+    "import_adapter": "peft",
+    "load_backbone": "models",
+    "load_tokenizer": "data",
+    "prepare_task": "engine",
+    "save_backbone": "models",
+} | dict.fromkeys(optimizers.__all__, "optimizers")
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxmux' has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,68 +1,40 @@
-"""Optimizer specifications of a task, and the optax transforms that carry them out.
+"""Optimizers: what a task specifies, and the optax transform that carries it out.
+
+To add one, write its class and list it in `OPTIMIZERS`; nothing else knows the optimizers by name.
 
 Every number of a specification reaches the compiled update as float32 data, so one program serves
-all tasks of an optimizer kind whatever their learning rates. What differs between kinds is the
-transform, and with it the state.
+all tasks of an optimizer kind, whatever their learning rates. Kinds differ in the transform, and
+with it in the state.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import optax
-from jaxtyping import Array, Float
+from .learning_rates import Schedule
 
-SCHEDULES = ("constant", "linear", "cosine")
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Learning rate over a task's updates, as in Hugging Face's Trainer.
+class Optimizer:
+    """The part of a specification that all optimizers share.
+
+    A subclass adds its own numbers as fields, all of which `transform` finds in `hyper`.
 
     Attributes:
-      kind: after warm-up "constant", "linear" to 0 or "cosine" to 0 at the task's last step.
-      warmup_steps: updates over which the rate rises linearly from 0.
-      warmup_ratio: the same as a fraction of all steps; used where `warmup_steps` is 0.
+      learning_rate: the rate at the peak of the schedule.
+      schedule: its course over the task's updates.
+      weight_decay: see the optimizer.
+      clip_norm: largest global norm of the task's gradient, as in
+        `torch.nn.utils.clip_grad_norm_`; None for no limit.
+      kind: name of the optimizer in configs, checkpoints and profiles.
+      moments: number of arrays of the parameters' shape that its state holds.
 
     Raises:
       ValueError: a value is outside its range.
-    """
-
-    kind: str = "constant"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-
-    def __post_init__(self):
-        if self.kind not in SCHEDULES:
-            raise ValueError(f"unknown schedule {self.kind!r}; known: {', '.join(SCHEDULES)}")
-        if self.warmup_steps < 0 or not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(
-                f"warm-up of {self.warmup_steps} steps, ratio {self.warmup_ratio}: "
-                "warmup_steps should not be negative and warmup_ratio lie in [0, 1]"
-            )
-
-    def factor(self, update: int, total: int) -> float:
-        """The factor of the peak rate at an update (from 0) of a task of `total` steps."""
-        warmup = self.warmup_steps or math.ceil(self.warmup_ratio * total)
-        if update < warmup:
-            return update / warmup
-        progress = min(1.0, (update - warmup) / max(1, total - warmup))
-        if self.kind == "linear":
-            return 1 - progress
-        return 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Optimizer:
-    """What all optimizers share.
-
-    Attributes:
-      learning_rate: at the peak of the schedule.
-      schedule: its course over the task's updates.
-      weight_decay: see the optimizer.
-      clip_norm: largest global norm of the task's gradient, as `torch.nn.utils.clip_grad_norm_`;
-        None for no limit.
     """
 
     learning_rate: float = 2e-4
@@ -71,6 +43,7 @@ class _Optimizer:
     clip_norm: float | None = 1.0
 
     kind: ClassVar[str]
+    moments: ClassVar[int]
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -87,7 +60,7 @@ class _Optimizer:
                 raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
 
     def hyperparameters(self) -> dict[str, float]:
-        """All numbers that the compiled update takes as data."""
+        """By field, the numbers that the compiled update takes as data; no clipping is infinity."""
         numbers = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -95,9 +68,25 @@ class _Optimizer:
         }
         return numbers | {"clip_norm": math.inf if self.clip_norm is None else self.clip_norm}
 
+    @staticmethod
+    def transform(hyper: Mapping[str, Any]) -> "optax.GradientTransformation":
+        """The optax transform of one slot: from gradients to a direction, which the engine then
+        scales by minus the learning rate.
 
+        The structure of its state must not depend on `hyper`, which may hold traced scalars. Every
+        entry of the state is either a tree of the parameters' shapes (a moment) or an integer count
+        of updates.
+
+        Args:
+          hyper: by name, the numbers of `hyperparameters`.
+        """
+        raise NotImplementedError
+
+
+# optax is imported where a transform is built, because the planner and the command lines read these
+# specifications and need no device code.
 @dataclasses.dataclass(frozen=True)
-class AdamW(_Optimizer):
+class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`."""
 
     b1: float = 0.9
@@ -105,54 +94,70 @@ class AdamW(_Optimizer):
     eps: float = 1e-8
 
     kind: ClassVar[str] = "adamw"
+    moments: ClassVar[int] = 2
+
+    @staticmethod
+    def transform(hyper):
+        import optax
+
+        return optax.chain(
+            optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"]),
+            optax.add_decayed_weights(hyper["weight_decay"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class SGD(_Optimizer):
-    """Gradient descent with momentum; weight decay is added to the gradient, as
+class SGD(Optimizer):
+    """Gradient descent with momentum; weight decay is added to the gradient, as in
     `torch.optim.SGD`."""
 
     momentum: float = 0.9
 
     kind: ClassVar[str] = "sgd"
+    moments: ClassVar[int] = 1
+
+    @staticmethod
+    def transform(hyper):
+        import optax
+
+        return optax.chain(
+            optax.add_decayed_weights(hyper["weight_decay"]), optax.trace(hyper["momentum"])
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Lion(_Optimizer):
+class Lion(Optimizer):
     """Sign of an interpolated momentum (Chen et al. 2023), decoupled weight decay."""
 
     b1: float = 0.9
     b2: float = 0.99
 
     kind: ClassVar[str] = "lion"
+    moments: ClassVar[int] = 1
 
+    @staticmethod
+    def transform(hyper):
+        import optax
 
-Optimizer = AdamW | SGD | Lion
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.kind: o for o in (AdamW, SGD, Lion)}
-
-
-def transform(kind: str, hyper: Mapping[str, Float[Array, ""]]) -> optax.GradientTransformation:
-    """The optax transform of one slot: from gradients to a direction that is still to be scaled by
-    −learning rate.
-
-    The state's structure depends on `kind` alone, so `hyper` may hold traced scalars.
-
-    Raises:
-      ValueError: an unknown kind. Adafactor is refused: its factored moments would see the padded
-        rank columns.
-    """
-    if kind == "adamw":
-        return optax.chain(
-            optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"]),
-            optax.add_decayed_weights(hyper["weight_decay"]),
-        )
-    if kind == "sgd":
-        return optax.chain(
-            optax.add_decayed_weights(hyper["weight_decay"]), optax.trace(hyper["momentum"])
-        )
-    if kind == "lion":
         return optax.chain(
             optax.scale_by_lion(hyper["b1"], hyper["b2"]),
             optax.add_decayed_weights(hyper["weight_decay"]),
         )
-    raise ValueError(f"unknown optimizer {kind!r}; known: {', '.join(OPTIMIZERS)}")
+
+
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.kind: o for o in (AdamW, SGD, Lion)}
+
+
+def optimizer_class(kind: str) -> type[Optimizer]:
+    """The optimizer of this kind.
+
+    Raises:
+      ValueError: the kind is unknown. Adafactor is refused: its factored moments would see the
+        zero padding of mixed ranks.
+    """
+    if kind not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {kind!r}; known: {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[kind]
+
+
+__all__ = ["Schedule", *(o.__name__ for o in OPTIMIZERS.values())]

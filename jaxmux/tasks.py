@@ -4,8 +4,7 @@ import dataclasses
 import os
 import re
 
-from jaxmux.data import Source
-
+from .data import Source
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import LoRA
 

@@ -61,15 +61,15 @@ from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.rounds import Packing, pack_tightly
 from jaxmux.models import Backbone, BackboneConfig
-from jaxmux.planner import (
+from jaxmux.planner.packing import (
     Placement,
     ShapeClass,
-    choose_shape_class,
-    pack_batch,
     pack_first_fit,
+    pack_round,
+    smallest_shape_class,
 )
 from jaxmux.profiling import random_samples, random_task
-from jaxmux.runs.shape import BatchLengths, RunCosts, choose_shape, run_costs
+from jaxmux.runs.run_shape import BatchLengths, RunCosts, choose_run_shape, run_costs
 
 ZERO_PADDING, PADDING_PER_TASK = "zero-padding", "zero-padding per task"
 FIRST_FIT, ENGINE = "first-fit packing", "jaxmux"
@@ -135,9 +135,9 @@ def main() -> None:
 def policies(tasks: Sequence[PreparedTask], costs: RunCosts, args) -> list[Policy]:
     """All of them, zero-padding first."""
     every = [length for task in tasks for length in task.lengths]
-    plain = choose_shape_class(every, args.tokens, costs.least_chunk_len)
+    plain = smallest_shape_class(every, args.tokens, costs.least_chunk_len)
     padded = partial(pack_padded, longest=[task.longest for task in tasks])
-    chosen = choose_shape(tasks, costs, args.tokens).alignment.shape
+    chosen = choose_run_shape(tasks, costs, args.tokens).alignment.shape
     return [
         Policy(ZERO_PADDING, dataclasses.replace(plain, max_sequences=1), pack_tightly),
         _with_needed_seats(Policy(PADDING_PER_TASK, plain, padded), tasks, args),
@@ -168,7 +168,7 @@ def pack_padded(
 ) -> Sequence[Sequence[Placement]]:
     """Every sample takes as many places as its task's longest; `longest` is by slot."""
     padded = {slot: [longest[slot]] * len(sizes) for slot, sizes in lengths.items()}
-    return pack_batch(padded, shape, solver_seconds=0).microbatches()
+    return pack_round(padded, shape, solver_seconds=0).microbatches()
 
 
 def predict(policy: Policy, tasks: Sequence[PreparedTask], costs: RunCosts, args) -> Prediction:

@@ -59,7 +59,7 @@ from planner_parts import (
 )
 from planner_replicas import cases, deployment_of, dispatching, simulate
 
-from jaxmux.planner.intra_stage import interleave, priority_order, run_order
+from jaxmux.planner.pipeline.interleaving import interleave, priority_order, run_order
 
 CHECK = Path(__file__).parent.parent / "benchmarks" / "profile_check_h200.json"
 RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas", "ahead", "predictions")

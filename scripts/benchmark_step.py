@@ -46,7 +46,7 @@ from benchmark_records import Record, RecordFile, installed_versions, make_recor
 
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.models import Backbone, BackboneConfig, device_peak
-from jaxmux.planner import choose_shape_class
+from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
 
 PEFT = "Hugging Face PEFT"
@@ -123,7 +123,7 @@ def started(
 ) -> Started:
     """An engine that can train so many rounds of random tasks on a random backbone."""
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
-    shape = choose_shape_class([length], args.tokens, chunk_len=args.chunk_len)
+    shape = smallest_shape_class([length], args.tokens, chunk_len=args.chunk_len)
     memory = int(args.memory_gib * 2**30) if args.memory_gib else None
     engine = Engine(
         backbone,

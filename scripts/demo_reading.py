@@ -73,7 +73,7 @@ def reading(rng: random.Random) -> str:
 _KEYS = rows("""
     A|name|hero|person|child|Name; B|friend|guest|partner|Friend; day|day|date|Day|on;
     place|place|town|at|Place|goal; goods|goods|things|item|bag|Goods; n|number|amount|many|Number;
-    colour|colour|paint|Colour; job|job|worker|Job; animal|animal|pet|Animal;
+    colour|colour|paint|Colour; job|job|worker|ScheduledMicrobatch; animal|animal|pet|Animal;
     weather|weather|sky|Weather; food|food|meal|Food
 """)
 # a field | what stands between two | what stands around all

@@ -142,7 +142,7 @@ def write_rows(
 ) -> Int[np.ndarray, "rows {ROW_LEN}"]:
     """A corpus of about `tokens` tokens, documents one behind the other in rows of `ROW_LEN`."""
     shards = math.ceil(tokens * _CHARACTERS_PER_TOKEN / _CHARACTERS_PER_SHARD)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").PoolSpec(processes) as pool:
         seeds = [seed + k for k in range(shards)]
         stream = np.concatenate(pool.map(partial(_write_shard, tokenizer_file), seeds))
     return stream[: len(stream) // ROW_LEN * ROW_LEN].reshape(-1, ROW_LEN)

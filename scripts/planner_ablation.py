@@ -19,11 +19,11 @@ from planner_costs import (
     permute_seconds,
 )
 
-from jaxmux.planner.buckets import Buckets, choose_buckets
-from jaxmux.planner.fusion import HTask, fuse_tasks
-from jaxmux.planner.intra_stage import priority_order, run_order, sequential_order
-from jaxmux.planner.schedules import (
-    Job,
+from jaxmux.planner.pipeline.buckets import Buckets, choose_buckets
+from jaxmux.planner.pipeline.fusion import HTask, fuse_tasks
+from jaxmux.planner.pipeline.interleaving import priority_order, run_order, sequential_order
+from jaxmux.planner.pipeline.schedules import (
+    ScheduledMicrobatch,
     TickRule,
     Workload,
     one_forward_one_backward,
@@ -31,7 +31,7 @@ from jaxmux.planner.schedules import (
     template,
     template_order,
 )
-from jaxmux.planner.subgraphs import Block, Subgraph, graph_of, segment
+from jaxmux.planner.pipeline.subgraphs import Block, Subgraph, graph_of, segment
 
 # What MuxTune 5.1 pads or truncates SST2, OpenBookQA and RTE to, in tokens.
 LENGTHS = (64, 128, 256)
@@ -156,7 +156,7 @@ def _makespan(
     """Of the template; of 1F1B with a flush where there is one bucket and step."""
     members = [tuple(htasks[i] for i in bucket) for bucket in buckets]
     jobs = [
-        Job(tasks, (step,) * len(tasks), bucket)
+        ScheduledMicrobatch(tasks, (step,) * len(tasks), bucket)
         for step in range(steps)
         for bucket, own in enumerate(members)
         for tasks in [tuple(sorted(task for htask in own for task in htask))]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.rounds import pack_tightly
 from jaxmux.models import Backbone, BackboneConfig
-from jaxmux.planner import choose_shape_class
+from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import random_task
 
 _CONFIG = BackboneConfig(
@@ -62,7 +62,7 @@ def measure_waits(
         # A sample of n tokens takes n - 1 places.
         sizes = np.clip(rng.choice(lengths[name], samples * rounds), 2, _LONGEST) - 1
         tasks.append(random_task(_CONFIG, name, sizes.tolist(), samples, rounds, rank=8))
-    shape = choose_shape_class([n for task in tasks for n in task.lengths], _TOKENS)
+    shape = smallest_shape_class([n for task in tasks for n in task.lengths], _TOKENS)
     engine = Engine(Backbone.random(_CONFIG), EngineOptions(shape, packing=timed_packing))
     engine.register_tasks(tasks)
     engine.train_round()

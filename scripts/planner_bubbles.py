@@ -9,19 +9,20 @@ import numpy as np
 from planner_costs import permute_seconds, stage_seconds
 from scipy.optimize import linear_sum_assignment
 
-from jaxmux.planner.adapter_groups import pair_head_with_tail, take_turns
-from jaxmux.planner.bubble_lemma import schedule_batches
-from jaxmux.planner.microbatches import pack_batches
-from jaxmux.planner.pipeline import (
+from jaxmux.planner.packing.microbatches import pack_rounds
+from jaxmux.planner.packing.shape_class import ShapeClass, smallest_shape_class
+from jaxmux.planner.pipeline.adapter_groups import pair_head_with_tail, take_turns
+from jaxmux.planner.pipeline.bubble_lemma import schedule_batches
+from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,
     PipelinePlan,
     Round,
     plan_pipeline,
     stream_workload,
 )
-from jaxmux.planner.schedules import (
-    Job,
-    Schedule,
+from jaxmux.planner.pipeline.schedules import (
+    PipelineSchedule,
+    ScheduledMicrobatch,
     Simulation,
     Workload,
     least_makespan,
@@ -31,7 +32,6 @@ from jaxmux.planner.schedules import (
     simulate_lockstep,
     validate,
 )
-from jaxmux.planner.shape_class import ShapeClass, choose_shape_class
 
 STAGES = 4
 # Words of a document with its summary, on average, in the sets that LoRAFusion trains on; and
@@ -101,7 +101,7 @@ def draw_rounds(
 
 def shape_of(rounds: Sequence[Round], tokens: int) -> ShapeClass:
     lengths = [size for batches in rounds for sizes in batches.values() for size in sizes]
-    return choose_shape_class(lengths, tokens)
+    return smallest_shape_class(lengths, tokens)
 
 
 def jaxmux_plan(rounds: Sequence[Round], shape: ShapeClass, scale: Scale) -> PipelinePlan:
@@ -131,7 +131,7 @@ def lorafusion(rounds: Sequence[Round], shape: ShapeClass, scale: Scale) -> Resu
     """
     lengths = {slot: [s for batches in rounds for s in batches[slot]] for slot in rounds[0]}
     turns = take_turns(rounds, pair_head_with_tail(lengths, groups=2))
-    stream = schedule_batches(pack_batches(turns, shape), STAGES)
+    stream = schedule_batches(pack_rounds(turns, shape), STAGES)
     microbatches = [microbatch for microbatch in stream if not microbatch.is_noop]
     load = stream_workload(microbatches, turns, partial(_unpadded_seconds, scale=scale))
     return _simulate([(one_forward_one_backward(load), load)])
@@ -163,7 +163,7 @@ def _unpacked_load(rounds: Sequence[Round], slots: Sequence[int], scale: Scale) 
             sizes = batches[slot]
             for start in range(0, len(sizes), SAMPLES_PER_MICROBATCH):
                 part = sizes[start : start + SAMPLES_PER_MICROBATCH]
-                jobs.append(Job((slot,), (step,), bucket=slot))
+                jobs.append(ScheduledMicrobatch((slot,), (step,), bucket=slot))
                 seconds.append(_unpadded_seconds(part, scale))
     forward, backward = (np.array(times) for times in zip(*seconds, strict=True))
     return Workload(tuple(jobs), forward, backward)
@@ -173,7 +173,7 @@ def _unpadded_seconds(lengths: Sequence[int], scale: Scale) -> tuple[np.ndarray,
     return stage_seconds(lengths, sum(lengths), scale)
 
 
-def _simulate(parts: Sequence[tuple[Schedule, Workload]]) -> Result:
+def _simulate(parts: Sequence[tuple[PipelineSchedule, Workload]]) -> Result:
     """One schedule after another."""
     for schedule, _ in parts:
         validate(schedule)

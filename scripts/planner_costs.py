@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmux.planner.adapter_times import AdapterLoad
-from jaxmux.planner.attention_memory import PackedBytes
-from jaxmux.planner.cost_models import CostModels, device_models
-from jaxmux.planner.estimates import with_estimated_collectives
-from jaxmux.planner.mesh import Mesh
-from jaxmux.planner.profile import BackboneSize
+from jaxmux.planner.costs.adapter_times import AdapterLoad
+from jaxmux.planner.costs.attention_memory import PackedBytes
+from jaxmux.planner.costs.cost_models import CostModels, device_models
+from jaxmux.planner.costs.device_profile import BackboneSize
+from jaxmux.planner.costs.estimates import with_estimated_collectives
+from jaxmux.planner.devices import Replica
 
 LAYERS = 32
 WIDTH = 4096
@@ -54,7 +54,7 @@ def llama(
 
 def cost_models(size: BackboneSize, memory: int | None = None) -> CostModels:
     """Those of H200s, with so many bytes of memory or an H200's own, on any mesh of `AXES`."""
-    models = device_models(size, memory, Mesh())
+    models = device_models(size, memory, Replica())
     times, estimated = models.times, []
     for devices in AXES:
         times, names = with_estimated_collectives(times, devices, devices)

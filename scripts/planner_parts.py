@@ -20,16 +20,16 @@ from planner_costs import (
     llama,
 )
 
-from jaxmux.planner.buckets import balance_gap, balanced_buckets, candidate_buckets
-from jaxmux.planner.fusion import fuse_tasks
-from jaxmux.planner.intra_stage import interleave, run_order
-from jaxmux.planner.make_plan import ShapeRequest, TaskLoad, make_plan, shared_pool
-from jaxmux.planner.mesh import Mesh
-from jaxmux.planner.mesh_costs import MeshCosts
-from jaxmux.planner.microbatches import pack_batches, pack_greedily
-from jaxmux.planner.pipeline import Round
-from jaxmux.planner.pool import Pool
-from jaxmux.planner.subgraphs import Block, Subgraph, graph_of, segment
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.replica_costs import ReplicaCosts
+from jaxmux.planner.devices import Replica
+from jaxmux.planner.packing.microbatches import pack_greedily, pack_rounds
+from jaxmux.planner.pipeline.buckets import balance_gap, balanced_buckets, candidate_buckets
+from jaxmux.planner.pipeline.fusion import fuse_tasks
+from jaxmux.planner.pipeline.interleaving import interleave, run_order
+from jaxmux.planner.pipeline.make_plan import ShapeRequest, TaskLoad, make_plan, shared_pool
+from jaxmux.planner.pipeline.pipeline_plan import Round
+from jaxmux.planner.pipeline.subgraphs import Block, Subgraph, graph_of, segment
 
 Loads = Sequence[float]
 
@@ -164,7 +164,7 @@ class Packing(NamedTuple):
 def packing(rounds: Sequence[Round], tokens: int) -> Packing:
     shape = shape_of(rounds, tokens)
     samples = sum(len(sizes) for batches in rounds for sizes in batches.values())
-    packed, seconds = timed(lambda: pack_batches(rounds, shape))
+    packed, seconds = timed(lambda: pack_rounds(rounds, shape))
     count = sum(batch.count for batch in packed)
     greedy = sum(pack_greedily(batches, shape).count for batches in rounds)
     bound = sum(batch.bound for batch in packed)
@@ -178,9 +178,11 @@ def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, 
     for i in range(tasks):
         own = sorted(lengths)[i % len(lengths)]
         batches = rng.choice(lengths[own], (8, 16)).tolist()
-        loads.append(TaskLoad(f"{own}{i}", Pool(1, 16), 16, 100, sum(batches, []), batches))
+        loads.append(TaskLoad(f"{own}{i}", PoolSpec(1, 16), 16, 100, sum(batches, []), batches))
     models = cost_models(llama())
-    costs = MeshCosts(models.times, models.memory, shared_pool(loads), Mesh(stages, 1))
+    costs = ReplicaCosts(
+        models.times, models.memory, shared_pool(loads), Replica.uniform(stages, 1)
+    )
     request = ShapeRequest(8192, least_chunk_len=128)
     return timed(lambda: make_plan(loads, request, costs, models.source, rounds=8))[1]
 

@@ -10,14 +10,18 @@ from typing import NamedTuple
 import numpy as np
 from planner_costs import AXES, SOURCE, cost_models, llama
 
-from jaxmux.planner.dispatch import dispatch
-from jaxmux.planner.homogeneous import measure, plan_fused, plan_sequential
-from jaxmux.planner.length_buckets import LengthBuckets, bucket_lengths
-from jaxmux.planner.pool import Pool
-from jaxmux.planner.replica_choice import choose_replicas
-from jaxmux.planner.replica_costs import Configuration, ReplicaModel, tabulate_costs
-from jaxmux.planner.replica_model import MeasuredReplicas
-from jaxmux.planner.replicas import Deployment, candidate_configurations, plan_replicas
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.replicas.cost_table import Replica, SequenceCosts, tabulate_costs
+from jaxmux.planner.replicas.deployment_choice import choose_replicas
+from jaxmux.planner.replicas.deployment_plan import (
+    DeploymentPlan,
+    candidate_replicas,
+    plan_replicas,
+)
+from jaxmux.planner.replicas.length_bins import LengthBins, choose_length_bins
+from jaxmux.planner.replicas.like_replicas import measure, plan_fused, plan_sequential
+from jaxmux.planner.replicas.sample_dispatch import dispatch_samples
+from jaxmux.planner.replicas.sequence_costs import ModelledSequenceCosts
 
 CONTEXT = 16_384
 BUCKETS = 16
@@ -53,12 +57,12 @@ class PaperMachine:
     infiniband: float = 60e9
     flops: float = 170e12
 
-    def longest(self, configuration: Configuration) -> int:
-        weights = 2 * self.parameters / configuration.gpus
+    def longest(self, configuration: Replica) -> int:
+        weights = 2 * self.parameters / configuration.devices
         token = 68 * self.width * self.layers / configuration.tp
         return max(0, int((0.92 * self.memory - weights) / token))
 
-    def sequence_seconds(self, configuration: Configuration, length: int) -> float:
+    def sequence_seconds(self, configuration: Replica, length: int) -> float:
         tp, pp = configuration
         products = 4 * self.parameters * length + 6 * self.layers * self.width * length**2
         compute = products * (1 + 0.03 * math.log2(tp)) / (tp * self.flops)
@@ -67,7 +71,7 @@ class PaperMachine:
         reduced = self.layers * 4 * 2 * length * self.width
         return (compute + 2 * reduced * links + 1.2e-4 * self.layers) / pp
 
-    def constant_seconds(self, configuration: Configuration) -> float:
+    def constant_seconds(self, configuration: Replica) -> float:
         filling = min(4096, self.longest(configuration))
         return 0.02 + (configuration.pp - 1) * self.sequence_seconds(configuration, filling)
 
@@ -87,7 +91,7 @@ class Case(NamedTuple):
     """
 
     name: str
-    model: ReplicaModel
+    model: SequenceCosts
     gpus: int
     tasks: tuple[str, ...]
     sequences: int
@@ -95,7 +99,7 @@ class Case(NamedTuple):
     costs: str = SOURCE.kind
 
 
-def h200_replicas(memory: int | None, remat: str, large: bool = False) -> MeasuredReplicas:
+def h200_replicas(memory: int | None, remat: str, large: bool = False) -> ModelledSequenceCosts:
     """8B or 70B at an H200's speed.
 
     Args:
@@ -105,7 +109,7 @@ def h200_replicas(memory: int | None, remat: str, large: bool = False) -> Measur
     """
     size = llama(layers=80, width=8192, kv=1024, mlp=28672) if large else llama()
     models = cost_models(size, memory)
-    return MeasuredReplicas(models.times, models.memory, Pool(12, 16), remat=remat)
+    return ModelledSequenceCosts(models.times, models.memory, PoolSpec(12, 16), remat=remat)
 
 
 def cases() -> Iterator[Case]:
@@ -130,7 +134,7 @@ class Outcome(NamedTuple):
       floor: each sequence where it takes least, and no GPU ever idle.
     """
 
-    deployment: Deployment
+    deployment: DeploymentPlan
     ours: float
     fused: float
     balanced_fused: float
@@ -149,13 +153,13 @@ def simulate(case: Case, lengths: Mapping[str, Sequence[int]], seed: int) -> Out
     together, first_sampled = _together(draws), _together(sampled)[:STEPS]
     sample = _bucketed(np.concatenate([own.ravel() for own in sampled.values()]))
     fixed = sample.boundaries
-    candidates = candidate_configurations(case.gpus, case.tp, (1, *AXES))
+    candidates = candidate_replicas(case.gpus, case.tp, (1, *AXES))
     given = (case.gpus, candidates)
     dynamic = [_bucketed(step) for step in together]
     by_task = {t: [_bucketed(step) for step in own] for t, own in draws.items()}
-    padded = [bucket_lengths(step, fixed, len(fixed)) for step in together]
+    padded = [choose_length_bins(step, fixed, len(fixed)) for step in together]
     padded_by_task = {
-        t: [bucket_lengths(step, fixed, len(fixed)) for step in own] for t, own in draws.items()
+        t: [choose_length_bins(step, fixed, len(fixed)) for step in own] for t, own in draws.items()
     }
     found = choose_replicas(
         *given, sample, [_bucketed(step) for step in first_sampled], case.model, SAMPLED_STEPS
@@ -179,7 +183,7 @@ def _together(draws: Mapping[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def _floor(
-    candidates: Sequence[Configuration], steps: Sequence[LengthBuckets], model: ReplicaModel
+    candidates: Sequence[Replica], steps: Sequence[LengthBins], model: SequenceCosts
 ) -> float:
     seconds = 0.0
     for buckets in steps:
@@ -188,11 +192,11 @@ def _floor(
     return float(seconds) / len(steps)
 
 
-def deployment_of(gpus: int) -> tuple[Deployment, float]:
+def deployment_of(gpus: int) -> tuple[DeploymentPlan, float]:
     """Of 70B on A800s for a skewed mix of lengths, and the seconds that planning took."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(5.7, 1.3, 50_000).astype(int) + 1, CONTEXT)
-    candidates = candidate_configurations(gpus, (1, *AXES, 16), (1, *AXES))
+    candidates = candidate_replicas(gpus, (1, *AXES, 16), (1, *AXES))
     steps = 50_000 // (gpus * 16)
     start = time.perf_counter()
     found = plan_replicas(gpus, candidates, _bucketed(lengths), A800_70B, steps)
@@ -211,29 +215,29 @@ def dispatching(steps: int) -> Dispatching:
     """1,500 sequences in 16 buckets to replicas of 5 configurations."""
     model = h200_replicas(40 * GIB, "dots")
     replicas = {(1, 1): 12, (1, 2): 4, (2, 1): 8, (4, 1): 5, (8, 1): 2}
-    replicas = {Configuration(*degrees): count for degrees, count in replicas.items()}
+    replicas = {Replica(*degrees): count for degrees, count in replicas.items()}
     found = [_dispatch_timed(replicas, buckets, model) for buckets in _random_steps(steps)]
     return Dispatching(*map(np.array, zip(*found, strict=True)))
 
 
 def _dispatch_timed(
-    replicas: Mapping[Configuration, int], buckets: LengthBuckets, model: ReplicaModel
+    replicas: Mapping[Replica, int], buckets: LengthBins, model: SequenceCosts
 ) -> tuple[float, float, float]:
     start = time.perf_counter()
-    found = dispatch(replicas, buckets, model)
+    found = dispatch_samples(replicas, buckets, model)
     seconds = time.perf_counter() - start
-    return seconds, found.gap, dispatch(replicas, buckets, model, seconds=0).gap
+    return seconds, found.gap, dispatch_samples(replicas, buckets, model, seconds=0).gap
 
 
-def _random_steps(steps: int) -> Iterator[LengthBuckets]:
+def _random_steps(steps: int) -> Iterator[LengthBins]:
     for seed in range(steps):
         rng = np.random.default_rng(seed)
         boundaries = np.sort(rng.choice(BOUNDARIES, BUCKETS, replace=False)).tolist()
         # Long sequences are rare.
         weights = rng.dirichlet(np.ones(BUCKETS)) / np.sqrt(boundaries)
         counts = rng.multinomial(1500, weights / weights.sum())
-        yield LengthBuckets(tuple(boundaries), tuple(counts.tolist()), 0)
+        yield LengthBins(tuple(boundaries), tuple(counts.tolist()), 0)
 
 
-def _bucketed(lengths: np.ndarray) -> LengthBuckets:
-    return bucket_lengths(lengths, BOUNDARIES, BUCKETS)
+def _bucketed(lengths: np.ndarray) -> LengthBins:
+    return choose_length_bins(lengths, BOUNDARIES, BUCKETS)

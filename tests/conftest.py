@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests, also of tests/peft, whose environment has no JAX."""
+"""Settings and fixtures of all tests, also of tests/parity, whose environment has no JAX."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ def small_profile():
     `price(point)` gives the seconds of each; `peak(point)`, if given, the bytes. The first row
     length, sequences per row and rank are those of layers and rounds; rank 0 is measured too.
     """
-    from jaxmux.planner import profile
+    from jaxmux.planner.costs import device_profile as profile
 
     def make(
         size,

@@ -10,12 +10,12 @@ import gin
 import jax.numpy as jnp
 import pytest
 
+from jaxmux.cli.plan_command import main
+from jaxmux.cli.train_command import DEMO_CONFIG
+from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
-from jaxmux.plan import main
-from jaxmux.planner.estimates import estimated_memory
-from jaxmux.planner.plan import Plan
-from jaxmux.planner.profile import (
+from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     HeadPoint,
     LayerPoint,
@@ -23,9 +23,9 @@ from jaxmux.planner.profile import (
     UpdatePoint,
     write_profile,
 )
-from jaxmux.planner.schedules import validate
-from jaxmux.profiling.size import size_of
-from jaxmux.train import DEMO_CONFIG
+from jaxmux.planner.costs.estimates import estimated_memory
+from jaxmux.planner.pipeline.plan_value import Plan
+from jaxmux.planner.pipeline.schedules import validate
 
 TASKS = ("mood", "pirate", "record", "telegram")
 # Few and short rounds: a plan of them takes a second.

@@ -10,17 +10,18 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from jaxmux.cli.profile_command import main
 from jaxmux.models import Backbone
-from jaxmux.models.config import parse_config
-from jaxmux.planner import PlanningError, ShapeClass
-from jaxmux.planner.memory_model import fit_memory_model
-from jaxmux.planner.pool import Pool
-from jaxmux.planner.profile import CollectivePoint, LayerPoint, read_profile
-from jaxmux.planner.time_fit import fit_time_model
-from jaxmux.profile import main
+from jaxmux.models.architectures import parse_config
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.device_profile import CollectivePoint, LayerPoint, read_profile
+from jaxmux.planner.costs.memory_model import fit_memory_model
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.time_fit import fit_time_model
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import Case, Grid, profiler
 from jaxmux.profiling.grid import points
-from jaxmux.profiling.programs import make_program
+from jaxmux.profiling.timed_programs import make_program
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -124,7 +125,7 @@ def test_models_of_the_profile_grow_with_what_they_are_asked_for(profile_path):
     memory = fit_memory_model(profile, memory=2**30)
     shapes = [Case(1, 64, 4, tokens).shape(64) for tokens in (64, 128, 192, 256)]
     seconds = [times.predict(shape, 1, 4) for shape in shapes]
-    peaks = [memory.peak(shape, Pool(1, 4), "dots") for shape in shapes]
+    peaks = [memory.peak(shape, PoolSpec(1, 4), "dots") for shape in shapes]
     assert seconds == sorted(seconds) and seconds[0] > 0
     assert peaks == sorted(peaks) and peaks[0] > profile.backbone.weight_bytes
 
@@ -132,7 +133,7 @@ def test_models_of_the_profile_grow_with_what_they_are_asked_for(profile_path):
 def test_collectives_are_measured_where_there_are_devices(tmp_path):
     script = """
 import jax, sys
-from jaxmux.planner.pool import Pool
+from jaxmux.planner.pool import PoolSpec
 from jaxmux.planner.profile import CollectivePoint
 from jaxmux.profiling.collectives import collective_program
 from jaxmux.profiling.timing import measure

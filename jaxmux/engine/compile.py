@@ -6,10 +6,10 @@ from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_memory, pick_implementation
 from jaxmux.pallas_kernels.compilation import compiled
 
-from .memory import choose_remat, step_room
-from .options import EngineOptions
-from .state import TrainState
-from .step import accumulate
+from .engine_options import EngineOptions
+from .programs import accumulate
+from .remat_choice import choose_remat, step_room
+from .train_state import TrainState
 
 
 def forward_options(

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data import Prefetch
-from jaxmux.models import Backbone, ForwardOptions, device_peak, reckoned
+from jaxmux.models import Backbone, ForwardOptions, device_peak, planned_remat
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
-from jaxmux.planner.admission import Admission
+from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
 
 from .compile import compile_accumulate, forward_options
-from .options import EngineOptions
-from .prepare import PreparedTask
+from .engine_options import EngineOptions
+from .prepared_task import PreparedTask
+from .programs import UpdateStats, accumulate, evaluate, update
 from .progress import TaskProgress, TaskUpdate, book
-from .rounds import Round, pack_batches, slot_table, training_rounds
+from .rounds import Round, fill_microbatches, slot_table, training_rounds
 from .slots import Slots
-from .state import TrainState
-from .step import UpdateStats, accumulate, evaluate, update
+from .train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Engine:
         if peak and peak > self._peak:
             self._peak = peak
             pools = list(self._slots.pools.values())
-            self.admission = self.admission.observe(pools, reckoned(self._forward.remat), peak)
+            self.admission = self.admission.observe(pools, planned_remat(self._forward.remat), peak)
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
         """Mean cross entropy per target token of the held-out samples of each named task that has
@@ -198,7 +198,7 @@ class Engine:
         slots = jax.device_put(slot_table(tasks, None, capacity))
         losses = jnp.zeros(capacity)
         batches = {slot: t.eval_samples for slot, t in tasks.items()}
-        for i, microbatch in enumerate(pack_batches(batches, self.options.shape)):
+        for i, microbatch in enumerate(fill_microbatches(batches, self.options.shape)):
             arguments = (
                 self.backbone.config,
                 options,

@@ -9,9 +9,9 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
-from jaxmux.planner import Placement, ShapeClass, pack_batch
+from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
-from .prepare import PreparedTask
+from .prepared_task import PreparedTask
 
 # From the stream lengths of the samples of a round, by slot, to where they lie, by microbatch.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
@@ -38,7 +38,7 @@ def pack_tightly(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass
 ) -> Sequence[Sequence[Placement]]:
     """The engine's packing: the same on every machine, however fast."""
-    return pack_batch(lengths, shape, solver_seconds=0).microbatches()
+    return pack_round(lengths, shape, solver_seconds=0).microbatches()
 
 
 def training_rounds(
@@ -60,7 +60,7 @@ def training_rounds(
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
         yield Round(
             {slot: steps[slot] for slot in live},
-            [jax.device_put(m) for m in pack_batches(batches, shape, packing)],
+            [jax.device_put(m) for m in fill_microbatches(batches, shape, packing)],
             slot_table(live, steps, slots),
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
@@ -69,7 +69,7 @@ def training_rounds(
             steps[slot] += 1
 
 
-def pack_batches(
+def fill_microbatches(
     batches: Mapping[int, Sequence[Sample]], shape: ShapeClass, packing: Packing = pack_tightly
 ) -> Iterator[Microbatch]:
     """Microbatches, as NumPy arrays, that hold every sample of the batches once."""

@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import SlotArrays, slot_arrays, slot_tree
-from jaxmux.planner.pool import Pool, merge_pools
+from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
 
-from .prepare import PreparedTask
+from .prepared_task import PreparedTask
 from .progress import TaskProgress
-from .state import (
+from .train_state import (
     KindSlots,
     SlotState,
     TrainState,
@@ -54,7 +54,7 @@ class Slots:
       least_pool: what the state has room for at least.
     """
 
-    def __init__(self, config: BackboneConfig, least_pool: Pool):
+    def __init__(self, config: BackboneConfig, least_pool: PoolSpec):
         self.state: TrainState | None = None
         self._config = config
         self._least_pool = least_pool
@@ -71,14 +71,14 @@ class Slots:
         return [slot.name for slot in self]
 
     @property
-    def pools(self) -> dict[str, Pool]:
+    def pools(self) -> dict[str, PoolSpec]:
         """By name, what each task needs alone."""
         return {slot.name: slot.prepared.pool for slot in self}
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> PoolSpec:
         """What the state has room for."""
-        return merge_pools(list(self.pools.values()), self._least_pool)
+        return merge_pool_specs(list(self.pools.values()), self._least_pool)
 
     @property
     def kinds(self) -> KindSlots:

@@ -2,15 +2,15 @@
 checkpoints.
 """
 
+from .adapted_linears import MODULES, Adapters
+from .architectures import BackboneConfig, BackboneError
 from .attention import pick_implementation
-from .base_op import MODULES, Adapters
-from .checkpoint import Backbone, load_backbone, save_backbone
-from .config import BackboneConfig, BackboneError
+from .backbone import Backbone, load_backbone, save_backbone
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .loss import block_bytes, chunk_losses
 from .memory import device_memory, device_peak, kept_bytes
 from .modules import Weights
-from .remat import NAMED_POLICIES, REMAT_POLICIES, reckoned
+from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
     "MODULES",
@@ -32,6 +32,6 @@ __all__ = [
     "kept_bytes",
     "load_backbone",
     "pick_implementation",
-    "reckoned",
+    "planned_remat",
     "save_backbone",
 ]

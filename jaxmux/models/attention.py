@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmux.pallas_kernels import short_attention
 
+from .architectures import BackboneConfig
 from .blockwise_attention import blockwise_attention
-from .config import BackboneConfig
-from .remat import ATTENTION_INPUT, keepable
+from .remat_policies import ATTENTION_INPUT, checkpoint_name
 
 
 class Segments(NamedTuple):
@@ -100,7 +100,7 @@ def attend(
     if options.implementation != "xla" and segments.starts.shape[1] == 1:
         # Rows never meet in dense attention, and each holds one task's sequence: what is not finite
         # stays with its owner.
-        q, k, v = (keepable(x, ATTENTION_INPUT) for x in (q, k, v))
+        q, k, v = (checkpoint_name(x, ATTENTION_INPUT) for x in (q, k, v))
         return _attention(options, segments, q, k, v), jnp.ones(q.shape[:2], bool)
     finite = _finite_tokens(q) & _finite_tokens(k) & _finite_tokens(v)
     return _isolated_attention(options, q, k, v, segments), finite
@@ -112,7 +112,7 @@ def _isolated_attention(options, q, k, v, segments):
 
 
 def _isolated_forward(options, q, k, v, segments):
-    inputs = (keepable(_hide_non_finite(x), ATTENTION_INPUT) for x in (q, k, v))
+    inputs = (checkpoint_name(_hide_non_finite(x), ATTENTION_INPUT) for x in (q, k, v))
     return jax.vjp(partial(_attention, options, segments), *inputs)
 
 

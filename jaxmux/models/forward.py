@@ -13,12 +13,12 @@ from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
+from .adapted_linears import Adapters, Dispatch
+from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
-from .base_op import Adapters, Dispatch
-from .config import BackboneConfig
 from .layer import LayerOptions, Stream, decoder_layer
 from .modules import Weights
-from .remat import per_layer, rematerialised
+from .remat_policies import per_layer, rematerialised
 from .rope import rotary_angles
 
 

@@ -8,11 +8,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
+from .adapted_linears import Adapters, Dispatch, adapted_linears, adapted_mlp
+from .architectures import BackboneConfig
 from .attention import AttentionOptions, Segments, attend
-from .base_op import Adapters, Dispatch, adapted_linears, adapted_mlp
-from .config import BackboneConfig
 from .modules import Weights
-from .remat import ATTENTION_OUTPUT, HEADS, MIDDLE, NORMED, keepable
+from .remat_policies import ATTENTION_OUTPUT, HEADS, MIDDLE, NORMED, checkpoint_name
 from .rope import rotate
 
 
@@ -84,24 +84,24 @@ def decoder_layer(
 
     eps = config.rms_norm_eps
     x, h = residual_norm(x, weights["input_layernorm"]["weight"][layer], eps)
-    h = keepable(h, NORMED)
+    h = checkpoint_name(h, NORMED)
     projected, sums = linears(h, sums, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
         q, k = (
             residual_norm(
-                keepable(y, HEADS), weights["self_attn"][name]["weight"][layer], eps, "xla"
+                checkpoint_name(y, HEADS), weights["self_attn"][name]["weight"][layer], eps, "xla"
             )[1]
             for y, name in ((q, "q_norm"), (k, "k_norm"))
         )
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
-    out = keepable(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
+    out = checkpoint_name(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
     (x,), sums = linears(out, sums, "o_proj", residual=x)
-    x = keepable(x, MIDDLE)
+    x = checkpoint_name(x, MIDDLE)
 
     x, h = residual_norm(x, weights["post_attention_layernorm"]["weight"][layer], eps)
-    h = keepable(h, NORMED)
+    h = checkpoint_name(h, NORMED)
     x, sums = adapted_mlp(
         h, weights["mlp"], adapters, sums, stream.dispatch, layer, options.grouped_lora, residual=x
     )

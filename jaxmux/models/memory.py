@@ -7,8 +7,8 @@ from jax.extend.core import Var
 
 from jaxmux.data.microbatch import Microbatch
 
-from .base_op import Adapters
-from .config import BackboneConfig
+from .adapted_linears import Adapters
+from .architectures import BackboneConfig
 from .forward import ForwardOptions, SlotTable, hidden_states
 from .modules import Weights
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .config import BackboneConfig
+from .architectures import BackboneConfig
 
 Weights = dict[str, Any]
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import BackboneConfig
+from .architectures import BackboneConfig
 
 
 def rotary_angles(

@@ -1,7 +1,7 @@
 """Adapter kinds (LoRA), the pool that stacks them over slots, and Hugging Face PEFT folders."""
 
-from .hf import AdapterError, export_adapter, import_adapter
 from .lora import Adapter, Factors, LoRA, initial_adapter
+from .peft_folder import AdapterError, export_adapter, import_adapter
 from .pool import SlotArrays, adapter_of, empty_pool, slot_arrays, slot_tree
 from .targets import LayerMask, full_name, resolve_targets
 

@@ -1,18 +1,11 @@
-"""Host-side planning: which tasks go together, which sample goes into which microbatch, row and
-offset, and which microbatch when. Imports no device code.
+"""Host-side planning: which samples share a microbatch, what training them takes, which microbatch
+runs when, and which replica takes which samples. Imports no device code.
+
+`packing` lays samples out in microbatches, `costs` predicts time and memory, `pipeline` orders
+microbatches over pipeline stages, `replicas` divides samples among replicas. `devices` holds the
+values that name devices.
 """
 
-from .first_fit import pack_first_fit
-from .microbatches import PackedBatch, Placement, pack_batch, pack_batches
-from .shape_class import PlanningError, ShapeClass, choose_shape_class
+from .errors import PlanningError
 
-__all__ = [
-    "PackedBatch",
-    "Placement",
-    "PlanningError",
-    "ShapeClass",
-    "choose_shape_class",
-    "pack_batch",
-    "pack_batches",
-    "pack_first_fit",
-]
+__all__ = ["PlanningError"]

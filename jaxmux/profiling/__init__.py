@@ -1,7 +1,7 @@
 """Measures what the cost models of `jaxmux.planner` are fitted to, and how well they predict."""
 
-from .check import Case, Comparison, compare, default_cases, mean_absolute_error
 from .grid import CPU_GRID, Grid
+from .prediction_check import Case, Comparison, compare, default_cases, mean_absolute_error
 from .profiler import complete_profile
 from .random_tasks import in_other_names, random_samples, random_task
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmux.planner.profile import CollectivePoint
+from jaxmux.planner.costs.device_profile import CollectivePoint
 
-from .programs import Program
+from .timed_programs import Program
 
 # Collectives of one call, each of which waits for the one before.
 _REPEATS = 8

@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 from jaxmux.models import NAMED_POLICIES
-from jaxmux.planner import PlanningError, ShapeClass
-from jaxmux.planner.profile import (
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     BackboneSize,
     CollectivePoint,
@@ -15,6 +15,7 @@ from jaxmux.planner.profile import (
     RoundPoint,
     UpdatePoint,
 )
+from jaxmux.planner.packing import ShapeClass
 
 _COLLECTIVES = ("psum", "all_gather", "ppermute")
 OPTIMIZER = "adamw"

@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxmux.engine.backbone_size import kept_by_policy, size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory
-from jaxmux.planner.profile import (
+from jaxmux.planner.costs.device_profile import (
     CollectivePoint,
     Measurement,
     Point,
@@ -22,9 +23,8 @@ from jaxmux.planner.profile import (
 
 from .collectives import collective_program
 from .grid import Grid, points
-from .programs import make_program
-from .rounds import measure_round
-from .size import kept_by_policy, size_of
+from .timed_programs import make_program
+from .timed_rounds import measure_round
 from .timing import measure
 
 # Programs that are compiled side by side, then timed and saved.

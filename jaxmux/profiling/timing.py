@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jaxmux.pallas_kernels.compilation import compiled
-from jaxmux.planner.profile import Measurement, Point
+from jaxmux.planner.costs.device_profile import Measurement, Point
 
-from .programs import Program
+from .timed_programs import Program
 
 _SAMPLES = 7
 _WARM_UP_PART = 0.3

@@ -1,10 +1,10 @@
 """A run: tasks trained from start to exported adapters, with files, checkpoints and reports."""
 
 from .checkpoints import read_task
-from .options import check_names, check_options
 from .run import Interrupted, fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_identity
-from .shape import best_shape
+from .run_options import check_names, check_options
+from .run_shape import best_shape
 from .summary import Summary
 
 __all__ = [

@@ -9,8 +9,9 @@ import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
 from jaxmux.peft import SlotArrays
-from jaxmux.planner import PlanningError, ShapeClass
-from jaxmux.planner.microbatches import PACKING
+from jaxmux.planner import PlanningError
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.packing.microbatches import PACKING
 from jaxmux.tasks import TaskError
 
 _TASK = "task."

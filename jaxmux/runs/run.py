@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
-from jaxmux.generation import Request, complete
 from jaxmux.models import Backbone, device_memory, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter
-from jaxmux.planner.admission import Admission
+from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition, read_shape
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter, read_metrics
-from .options import check_names, check_options
 from .run_directory import RunDirectory, write_atomically
-from .shape import choose_shape, run_costs
+from .run_options import check_names, check_options
+from .run_shape import choose_run_shape, run_costs
 from .summary import Summary
 
 
@@ -137,14 +137,14 @@ def fine_tune(
         shape = None if restart else read_shape(directory.checkpoints)
         costs = run_costs(prepared, model.config, model.dtype, remat, memory)
         if shape is None or max(task.longest for task in prepared) > shape.row_len:
-            choice = choose_shape(prepared, costs, tokens_per_microbatch, row_len, chunk_len)
+            choice = choose_run_shape(prepared, costs, tokens_per_microbatch, row_len, chunk_len)
             console.say(str(choice))
             shape = choice.alignment.shape
         options = EngineOptions(shape, remat=remat, memory=memory, max_bad_steps=max_bad_steps)
         admission = None
         if memory or device_memory():
             asked = tokens_per_microbatch
-            admission = Admission(costs.mesh, shape, asked, mesh_may_grow=False)
+            admission = Admission(costs.replica, shape, asked, more_stages=False)
         engine = Engine(model, options, admission)
         engine.register_tasks(prepared)
         directory.begin(config_text)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import Sample, fill_microbatch
-from jaxmux.planner import ShapeClass, pack_batch
+from jaxmux.planner.packing import ShapeClass, pack_round
 
 ROWS, ROW_LEN, CHUNK = 2, 256, 64
 # (slot, index in its batch, row, offset); slot 5's sample 1 lies in another microbatch.
@@ -116,7 +116,7 @@ def test_loss_weights_of_a_task_sum_to_one_over_all_microbatches(seed):
     sums, tokens = dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0)
     microbatches = [
         fill_microbatch(p, batches, rows=2, row_len=128, chunk_len=64)
-        for p in pack_batch(lengths, shape).microbatches()
+        for p in pack_round(lengths, shape).microbatches()
     ]
     assert len(microbatches) > 1
     for m in microbatches:

@@ -14,7 +14,7 @@ from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
-from jaxmux.planner import ShapeClass
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task
 
 CONFIG = BackboneConfig(

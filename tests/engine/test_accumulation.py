@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmux.optimizers import SGD
-from jaxmux.planner import ShapeClass
+from jaxmux.planner.packing import ShapeClass
 
 
 def shape(rows: int) -> ShapeClass:

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 from jaxmux.engine import Engine, EngineOptions, engine
+from jaxmux.engine.backbone_size import size_of
 from jaxmux.planner import PlanningError
-from jaxmux.planner.admission import Admission
-from jaxmux.planner.estimates import estimated_memory, estimated_times
-from jaxmux.planner.mesh import Mesh
-from jaxmux.planner.mesh_costs import MeshCosts
-from jaxmux.planner.pool import Pool, merge_pools
-from jaxmux.profiling.size import size_of
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
+from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
+from jaxmux.planner.costs.replica_costs import ReplicaCosts
+from jaxmux.planner.devices import Replica
 
-RESERVED = Pool(1, 8, ())
+RESERVED = PoolSpec(1, 8, ())
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def make_guarded(backbone, make_engine):
     def make(*tasks) -> Engine:
         shape = make_engine(tasks[0]).options.shape
         size = size_of(backbone.config, backbone.dtype)
-        memory, pool = estimated_memory(size), merge_pools([t.pool for t in tasks], RESERVED)
+        memory, pool = estimated_memory(size), merge_pool_specs([t.pool for t in tasks], RESERVED)
         needed = memory.peak(shape, pool, "full")
         memory = dataclasses.replace(memory, memory=int(needed / 0.97) + 1)
-        costs = MeshCosts(estimated_times(size), memory, pool, Mesh())
+        costs = ReplicaCosts(estimated_times(size), memory, pool, Replica())
         guard = Admission(costs, shape, reserved=RESERVED, mesh_may_grow=False)
         return Engine(backbone, EngineOptions(shape, slots=4, rank=8), guard)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmux.optimizers import SGD, AdamW, Lion, Schedule
-from jaxmux.planner import ShapeClass
+from jaxmux.planner.packing import ShapeClass
 
 UPDATES = 30
 OTHER_SHAPE = ShapeClass(rows=1, row_len=512, chunk_len=128, max_sequences=16)

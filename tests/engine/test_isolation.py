@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.state import read_slot
-from jaxmux.engine.step import update
+from jaxmux.engine.programs import update
+from jaxmux.engine.train_state import read_slot
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.peft import slot_arrays
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import TaskProgress
-from jaxmux.planner import ShapeClass
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TaskError
 
 # Few rows: a global batch takes several microbatches, so that a round can stop in its middle.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmux.models import BackboneConfig
-from jaxmux.models.config import Llama3Rope
+from jaxmux.models.architectures import Llama3Rope
 from jaxmux.models.rope import rotary_angles, rotate
 
 # Llama 3.1's own values, and a short context in which every regime occurs at a small head.

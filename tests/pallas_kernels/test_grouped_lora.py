@@ -9,12 +9,7 @@ import pytest
 
 from jaxmux.pallas_kernels import slot_sum
 from jaxmux.pallas_kernels.counter_dropout import Dropout, keep_mask, token_counters
-from jaxmux.pallas_kernels.grouped_lora import (
-    Factors,
-    Projection,
-    Routing,
-    grouped_lora_linear,
-)
+from jaxmux.pallas_kernels.grouped_lora import Factors, Projection, Routing, grouped_lora_linear
 
 CHUNK = 8
 WIDTH, RANK, SLOTS = 12, 4, 4

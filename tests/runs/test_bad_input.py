@@ -6,7 +6,7 @@ import shutil
 import gin
 import pytest
 
-from jaxmux.train import main
+from jaxmux.cli.train_command import main
 
 pytestmark = pytest.mark.xdist_group("bad_input")
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import gin
 import pytest
 
-from jaxmux import fine_tune, gin_bindings
-from jaxmux.train import main
+from jaxmux import fine_tune
+from jaxmux.cli import gin_bindings
+from jaxmux.cli.train_command import main
 
 pytestmark = pytest.mark.xdist_group("cli")
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import gin
 import pytest
 
-from jaxmux import gin_bindings, load_backbone
+from jaxmux import load_backbone
+from jaxmux.cli import gin_bindings
+from jaxmux.cli.train_command import DEMO_CONFIG, main
 from jaxmux.data import load_tokenizer
 from jaxmux.package_files import resolve_path
-from jaxmux.train import DEMO_CONFIG, main
 
 pytestmark = pytest.mark.xdist_group("demo")
 

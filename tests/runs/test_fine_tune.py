@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
+from jaxmux.cli.export_command import main as export
 from jaxmux.data import load_tokenizer
-from jaxmux.export import main as export
 from jaxmux.models import BackboneConfig
 
 pytestmark = pytest.mark.xdist_group("fine_tune")

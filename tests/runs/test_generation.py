@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxmux import LoRA, export_adapter, load_backbone
+from jaxmux.cli.generate_command import main
+from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
-from jaxmux.generate import main
-from jaxmux.generation import Request, complete
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 PROMPTS = ("red apple", "fig", "the brown lemon and the plum")

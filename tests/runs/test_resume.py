@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from jaxmux import Interrupted
+from jaxmux.cli.train_command import main
 from jaxmux.engine import engine
 from jaxmux.planner import PlanningError
 from jaxmux.runs import checkpoints
-from jaxmux.train import main
 
 pytestmark = pytest.mark.xdist_group("resume")
 

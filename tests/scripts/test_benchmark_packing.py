@@ -10,8 +10,8 @@ from benchmark_records import make_record
 from benchmark_step import llama_config
 from benchmark_tables import packing_table
 
-from jaxmux.planner import ShapeClass
-from jaxmux.runs.shape import run_costs
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.runs.run_shape import run_costs
 
 NAMES = ["zero-padding", "zero-padding per task", "first-fit packing", "jaxmux"]
 

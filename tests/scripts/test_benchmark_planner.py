@@ -31,8 +31,8 @@ from planner_costs import (
 )
 from planner_replicas import CONTEXT, SIX_TASKS, cases, simulate
 
-from jaxmux.planner.pool import Pool
-from jaxmux.planner.shape_class import ShapeClass
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.packing.shape_class import ShapeClass
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_stages_take_what_the_cost_model_says_of_all_layers():
     models = cost_models(llama())
     assert models.source.kind == SOURCE.kind
     shape = ShapeClass(rows=4, row_len=2048, chunk_len=128, max_sequences=1)
-    layer = models.times.layer(shape, (8192,), Pool(1, 16))
+    layer = models.times.layer(shape, (8192,), PoolSpec(1, 16))
     forward, backward = stage_seconds([2048] * 4, 8192, EQUAL_STAGES)
     assert (forward + backward).sum() == pytest.approx(LAYERS * layer.total)
     # Forward and backward are alike here, but for attention.

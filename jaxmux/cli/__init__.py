@@ -1,0 +1,1 @@
+"""The command lines, and how they show plans: tables, a picture, a trace."""

@@ -1,0 +1,167 @@
+"""A plan as tables for a terminal. Not imported by the planner itself: it alone needs rich."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from jaxmux.planner.numbers import numbered
+from jaxmux.planner.pipeline.make_plan import SmallerMicrobatches
+from jaxmux.planner.pipeline.plan_value import Plan
+
+
+def plan_tables(
+    plan: Plan,
+    smaller: SmallerMicrobatches | None = None,
+    dropped: Mapping[str, int] | None = None,
+) -> Iterator[Table | str]:
+    """The tables and lines that tell what is planned, in the order in which to show them.
+
+    Args:
+      plan: the plan.
+      smaller: microbatches with which it would be faster.
+      dropped: by name of the task, records of its data that gave no sample.
+    """
+    mesh, count = plan.mesh, plan.mesh.devices
+    yield (
+        f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {count} × {plan.costs.device}\n"
+        f"costs are {plan.costs.kind}: {plan.costs.text}"
+    )
+    yield from plan.costs.notes
+    yield _tasks(plan)
+    yield from _dropped(plan, dropped or {})
+    yield _buckets(plan)
+    yield _shape(plan)
+    yield f"\n{plan.costs.kind} costs, over {plan.rounds} steps:"
+    yield _predictions(plan)
+    yield _memory(plan)
+    if smaller:
+        yield (
+            f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take "
+            f"{_duration(smaller.step_seconds)} a step, with {smaller.bubble_ratio:.1%} bubbles"
+        )
+
+
+def _tasks(plan: Plan) -> Table:
+    table = _table("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
+    for task in plan.tasks:
+        mean = f"{task.tokens / task.samples:.1f}"
+        counts = (task.rank, task.batch_size, task.steps, task.samples, task.tokens)
+        table.add_row(task.name, *(f"{n:,}" for n in counts), mean, f"{task.longest:,}")
+    return table
+
+
+def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
+    for task in plan.tasks:
+        if count := dropped.get(task.name):
+            yield (
+                f"task {task.name}: {count:,} of {task.samples + count:,} records dropped "
+                "(over-long, or no targets left)"
+            )
+
+
+def _buckets(plan: Plan) -> Table:
+    table = _table(
+        "bucket", "hTasks (+: fused)", "tokens/step", "microbatches/step", "padding", texts=2
+    )
+    tokens = np.array(plan.tokens_by_microbatch)
+    of_job = np.array([job.bucket for job in plan.schedule.jobs])
+    of_slot = Counter()
+    for placed in plan.microbatches:
+        for sample in placed:
+            of_slot[sample.slot] += sample.tokens
+    for i, bucket in enumerate(plan.buckets):
+        # A name alone is an hTask of one task.
+        htasks = ["+".join(plan.tasks[slot].name for slot in plan.htasks[h]) for h in bucket]
+        # Its microbatches have room for samples of the next bucket.
+        own = tokens[of_job == i]
+        of_bucket = sum(of_slot[slot] for h in bucket for slot in plan.htasks[h])
+        table.add_row(
+            str(i),
+            ", ".join(htasks),
+            f"{of_bucket / plan.rounds:,.0f}",
+            f"{len(own) / plan.rounds:.2f}",
+            f"{1 - own.sum() / (len(own) * plan.shape.tokens):.1%}",
+        )
+    if len(plan.buckets) > 1:
+        table.add_section()
+        table.add_row(
+            "all",
+            "",
+            f"{tokens.sum() / plan.rounds:,.0f}",
+            f"{len(tokens) / plan.rounds:.2f}",
+            f"{1 - tokens.sum() / (len(tokens) * plan.shape.tokens):.1%}",
+        )
+    return table
+
+
+def _shape(plan: Plan) -> str:
+    shape = plan.shape
+    sequences = "one sequence" if shape.max_sequences == 1 else f"{shape.max_sequences} sequences"
+    return (
+        f"shape class: {numbered(shape.rows, 'row')} × {shape.row_len:,} = {shape.tokens:,} "
+        f"tokens, chunks of {shape.chunk_len}, at most {sequences} a row"
+    )
+
+
+def _predictions(plan: Plan) -> Table:
+    """The plan beside its baselines; bubbles only where there is a pipeline."""
+    bubbles = plan.mesh.pp > 1
+    columns = ["microbatches/step", "step time", "tokens/s", "against the plan"]
+    table = _table("method", *(["bubble ratio"] if bubbles else []), *columns)
+    tokens = sum(plan.tokens_by_microbatch) / plan.rounds
+    own = plan.prediction
+    for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:
+        table.add_row(
+            name,
+            *([f"{method.bubble_ratio:.1%}"] if bubbles else []),
+            f"{method.microbatches:.2f}",
+            _duration(method.step_seconds),
+            f"{tokens / method.step_seconds:,.0f}",
+            f"{method.step_seconds / own.step_seconds:.2f}x",
+        )
+    return table
+
+
+def _memory(plan: Plan) -> str:
+    peak, memory = plan.prediction.memory_bytes, plan.costs.memory_bytes
+    policies = ", ".join(f"{p!r} in {n} layers" for p, n in Counter(plan.remat).items())
+    return (
+        f"memory per device ({plan.costs.kind}): {_size(peak)} of {_size(memory)}\n"
+        f"kept for the backward pass: {policies}"
+    )
+
+
+def _table(*columns: str, texts: int = 1) -> Table:
+    """An empty table whose first few columns hold texts, the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        if i < texts:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def bucket_labels(plan: Plan, most: int = 3) -> dict[int, str]:
+    """By bucket, the names of its first tasks, for the legend of a picture."""
+    return {i: _names(plan, slots, most) for i, slots in enumerate(plan.groups)}
+
+
+def _names(plan: Plan, slots: Sequence[int], most: int) -> str:
+    names = [plan.tasks[slot].name for slot in slots]
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])

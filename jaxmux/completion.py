@@ -1,0 +1,157 @@
+"""Completes prompts, each with its own adapter or none: to see what an adapter has learnt.
+
+All prompts run as rows of one microbatch, through the same forward pass as training. There is no
+key/value cache: every new token recomputes its row, which is simple and exact, and meant for
+samples rather than serving.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .data import DataError, Microbatch
+from .models import (
+    Backbone,
+    BackboneConfig,
+    ForwardOptions,
+    SlotTable,
+    Weights,
+    head_kernel,
+    hidden_states,
+    pick_implementation,
+)
+from .pallas_kernels.compilation import compiled
+from .peft import Adapter, LoRA, empty_pool, slot_arrays, slot_tree
+from .planner.numbers import power_of_two
+
+
+class Request(NamedTuple):
+    """A prompt, and the adapter that completes it; None for the bare backbone."""
+
+    prompt: str
+    spec: LoRA | None = None
+    adapter: Adapter | None = None
+
+
+def complete(
+    backbone: Backbone,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
+    """The completions, without their prompts, each ended by the tokenizer's end-of-sequence token
+    or the limit.
+
+    Args:
+      temperature: 0 takes the likeliest token; above, tokens are sampled.
+
+    Raises:
+      DataError: a prompt has no tokens.
+    """
+    prompts = [tokenizer(request.prompt)["input_ids"] for request in requests]
+    if not all(prompts):
+        raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    # Row lengths are powers of two, so that few programs are compiled.
+    row_len = max(64, power_of_two(int(lengths.max() + max_new_tokens)))
+    tokens = np.zeros((len(requests), row_len), np.int32)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    scale = [r.spec.scale if r.spec else 0.0 for r in requests]
+    eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    attention = pick_implementation(backbone.config, backbone.dtype, row_len)
+    arguments = (
+        backbone.config,
+        attention,
+        backbone.weights,
+        _stack(requests, backbone.config),
+        jnp.asarray(scale, jnp.float32),
+        tokens,
+        lengths,
+        lengths + max_new_tokens,
+        jnp.int32(eos),
+        jnp.float32(temperature),
+        jax.random.key(seed),
+    )
+    compiled(_complete.lower(*arguments))
+    completions = []
+    for row, start in zip(np.asarray(_complete(*arguments)), lengths, strict=True):
+        new = row[start : start + max_new_tokens].tolist()
+        ended = new.index(eos) if eos in new else len(new)
+        completions.append(tokenizer.decode(new[:ended], skip_special_tokens=True))
+    return completions
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _complete(
+    config: BackboneConfig,
+    attention: str,
+    weights: Weights,
+    pool: Adapter,
+    scale,
+    tokens,
+    lengths,
+    ends,
+    eos,
+    temperature,
+    key,
+):
+    """Token after token until every row has met its end or the end-of-sequence token."""
+    rows, row_len = tokens.shape
+    zeros = jnp.zeros(rows)
+    slots = SlotTable(scale, zeros, zeros.astype(jnp.uint32))
+    options = ForwardOptions(attention, remat="none", max_sequences=1)
+    dtype = weights["embed_tokens"]["weight"].dtype
+    adapters = jax.tree.map(lambda x: x.astype(dtype), pool)
+
+    def next_token(state):
+        tokens, lengths, live, key = state
+        hidden, _, _ = hidden_states(
+            config, weights, adapters, None, _microbatch(tokens, lengths), slots, options
+        )
+        last = hidden.reshape(rows, row_len, -1)[jnp.arange(rows), lengths - 1]
+        logits = jnp.matmul(last, head_kernel(weights), preferred_element_type=jnp.float32)
+        key, draw = jax.random.split(key)
+        sampled = jax.random.categorical(draw, logits / jnp.maximum(temperature, 1e-6))
+        token = jnp.where(temperature > 0, sampled, logits.argmax(axis=-1)).astype(jnp.int32)
+        written = tokens.at[jnp.arange(rows), lengths].set(token, mode="drop")
+        tokens = jnp.where(live[:, None], written, tokens)
+        lengths = lengths + live
+        return tokens, lengths, live & (token != eos) & (lengths < ends), key
+
+    state = (jnp.asarray(tokens), jnp.asarray(lengths), lengths < ends, key)
+    return jax.lax.while_loop(lambda state: state[2].any(), next_token, state)[0]
+
+
+def _microbatch(tokens, lengths) -> Microbatch:
+    """One sequence and one chunk a row; row i belongs to slot i."""
+    rows, row_len = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(row_len, dtype=jnp.int32), tokens.shape)
+    return Microbatch(
+        tokens=tokens,
+        targets=tokens,
+        loss_weight=jnp.zeros(tokens.shape),
+        positions=positions,
+        segment_ids=jnp.where(positions < lengths[:, None], 0, -1),
+        sample_id=jnp.zeros(tokens.shape, jnp.uint32),
+        chunk_slot=jnp.arange(rows, dtype=jnp.int32),
+    )
+
+
+def _stack(requests: Sequence[Request], config: BackboneConfig) -> Adapter:
+    """A pool with the adapter of request i in slot i."""
+    modules = sorted({m for r in requests for m in (r.adapter or {})})
+    rank = max((r.spec.rank for r in requests if r.spec), default=1)
+    pool = jax.eval_shape(lambda: empty_pool(config, modules, 1, rank))
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[:1] + x.shape[2:], x.dtype), pool
+    )
+    slots = [slot_tree(template, slot_arrays(r.adapter or {}, modules, rank)) for r in requests]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)

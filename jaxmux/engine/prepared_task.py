@@ -1,0 +1,166 @@
+"""Makes a task ready to train: data read and tokenized, targets resolved, initial adapter made.
+Refuses bad tasks.
+"""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
+from jaxmux.models import BackboneConfig
+from jaxmux.package_files import resolve_path
+from jaxmux.peft import (
+    Adapter,
+    AdapterError,
+    LayerMask,
+    LoRA,
+    import_adapter,
+    initial_adapter,
+    resolve_targets,
+)
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.tasks import Task, TaskError
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTask:
+    """A task with everything that training it needs.
+
+    Attributes:
+      targets: the modules it adapts, each with a mask over layers.
+      adapter: the factors it begins with, at true rank.
+      samples: what its data became.
+      batches: its global batches by step.
+      steps: how many of them it trains.
+      eval_samples: held-out samples, empty if it has none.
+    """
+
+    task: Task
+    targets: dict[str, LayerMask]
+    adapter: Adapter
+    samples: Samples
+    batches: GlobalBatches
+    steps: int
+    eval_samples: list[Sample]
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Stream lengths of its samples, held-out ones included."""
+        return [s.stream_length for s in (*self.samples.samples, *self.eval_samples)]
+
+    @property
+    def longest(self) -> int:
+        """Stream length of its longest sample."""
+        return max(self.lengths)
+
+    @property
+    def pool(self) -> PoolSpec:
+        """What it needs alone."""
+        adapter, optimizer = self.task.adapter, self.task.optimizer.kind
+        return PoolSpec(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
+
+    def refuse_rows_of(self, row_len: int) -> None:
+        """Raises TaskError where a sample does not fit a row of `row_len` tokens."""
+        if self.longest > row_len:
+            raise TaskError(
+                f"task {self.task.name!r}: its longest sample has {self.longest} tokens, a row "
+                f"holds {row_len}; lower max_length or raise row_len"
+            )
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A checksum of the training samples: a run must not go on with other data."""
+        checksum = 0
+        for sample in self.samples.samples:
+            checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
+            checksum = zlib.crc32(sample.target_mask.tobytes(), checksum)
+        return checksum
+
+    def hyperparameters(self, updates: int) -> dict[str, float]:
+        """Of the update after so many, by name."""
+        optimizer = self.task.optimizer
+        factor = optimizer.schedule.factor(updates, self.steps)
+        return optimizer.hyperparameters() | {
+            "learning_rate": optimizer.learning_rate * factor,
+            "loraplus_ratio": self.task.adapter.loraplus_ratio,
+        }
+
+    def dropout_key(self, step: int) -> np.uint32:
+        """The key of the dropout hash at a step; it depends on the task's name, seed and step
+        alone."""
+        text = f"{self.task.name}/{self.task.seed}/{step}"
+        return np.uint32(zlib.crc32(text.encode()))
+
+
+def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> PreparedTask:
+    """Reads, tokenizes and checks all of a task's data.
+
+    Raises:
+      TaskError: anything about the task that would keep it from training; the message names the
+        task and the culprit.
+    """
+    try:
+        targets = resolve_targets(task.adapter.target_modules, config)
+        adapter = _first_adapter(task, targets, config)
+        data = read_data(task, config, tokenizer)
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
+    return PreparedTask(task, targets, adapter, *data)
+
+
+class TaskData(NamedTuple):
+    """What a task's data became: see `PreparedTask`."""
+
+    samples: Samples
+    batches: GlobalBatches
+    steps: int
+    eval_samples: list[Sample]
+
+
+def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
+    """Reads and tokenizes a task's data.
+
+    Raises:
+      ValueError: it cannot be read, or gives no batch.
+    """
+    samples = _load(task.data, task, config, tokenizer)
+    batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
+    held_out = _load(task.eval_data, task, config, tokenizer).samples if task.eval_data else []
+    steps = len(batches) if task.steps is None else task.steps
+    return TaskData(samples, batches, steps, held_out)
+
+
+def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) -> Samples:
+    source = dataclasses.replace(source, path=resolve_path(source.path))
+    return load_samples(source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size)
+
+
+def _first_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
+    if task.resume_from is None:
+        return initial_adapter(task.adapter, targets, config, task.seed)
+    saved, adapter = import_adapter(task.resume_from, config)
+    for field in ("rank", "alpha", "rslora"):
+        found, wanted = getattr(saved, field), getattr(task.adapter, field)
+        if found != wanted:
+            raise AdapterError(
+                f"{task.resume_from}: {field} is {found}, the task asks for {wanted}"
+            )
+    saved_targets = resolve_targets(saved.target_modules, config)
+    if not _same_targets(saved_targets, targets):
+        raise AdapterError(
+            f"{task.resume_from}: target modules are {_shown(saved)}, "
+            f"the task asks for {_shown(task.adapter)}"
+        )
+    return adapter
+
+
+def _same_targets(one: dict[str, LayerMask], other: dict[str, LayerMask]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[m], other[m]) for m in one)
+
+
+def _shown(spec: LoRA) -> str:
+    targets = spec.target_modules
+    return targets if isinstance(targets, str) else ", ".join(targets)

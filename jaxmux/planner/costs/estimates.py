@@ -1,0 +1,179 @@
+"""Cost models where there is no profile: those of an H200, from a backbone's FLOPs and bytes.
+
+They are a `TimeModel` and a `MemoryModel` like the fitted ones, so planning treats both alike;
+reports call them "estimated".
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxmux.optimizers import OPTIMIZERS
+
+from . import h200
+from .adapter_times import AdapterTimes
+from .attention_times import AttentionTimes
+from .curve import Curve
+from .device_profile import BackboneSize
+from .layer_policies import working_bytes
+from .memory_model import MemoryModel
+from .online_fit import OnlineFit
+from .pool_spec import PoolSpec
+from .time_model import TimeModel
+
+# Row length in tokens at which the base operators are priced, and the ranges of tokens and bytes
+# that curves span linearly.
+_ROW_LEN = 128
+_TOKENS = (1024, 65536)
+_PAYLOADS = (2**20, 2**26)
+# Weight of an estimate beside that of an observed round, which is 1.
+_WEIGHT = 1e-4
+
+
+def estimated_times(backbone: BackboneSize) -> TimeModel:
+    """The time model by the figures of `h200`.
+
+    Elementwise operators move 10 d + 8 f values per token, forward and backward: norms read and
+    write the stream, the gate its f-wide activations. Adapters cost as much as at rank 16, whatever
+    their rank, because reading the activations bounds them. In rows of several sequences, attention
+    costs as much as in rows of one, and the time to fill the memory of every sequence that the row
+    has room for. The update reads and writes masters, accumulators and moments.
+    """
+    weights = _linear_weights(backbone)
+    adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
+    moved = backbone.stream_bytes * (10 * backbone.hidden_size + 8 * _width(backbone, "gate_proj"))
+
+    def base(tokens: int) -> float:
+        attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN))
+        elementwise = tokens * moved / h200.BYTES_PER_SECOND
+        return 2 * h200.linear_seconds(tokens, weights) + attention + elementwise
+
+    head_weights = backbone.hidden_size * backbone.vocab_size
+    row_lens = (_ROW_LEN, 2 * _ROW_LEN)
+    both = Curve.through((n, sum(_attention_of_token(backbone, n))) for n in row_lens)
+    forward = Curve.through((n, _attention_of_token(backbone, n)[0]) for n in row_lens)
+    norms = 4 * backbone.hidden_size * backbone.stream_bytes / h200.BYTES_PER_SECOND
+    longest = _TOKENS[-1]
+    recompute = {
+        "norms": -norms * longest / base(longest),
+        "dots": 0.0,
+        "lean": _lean_weights(backbone) / weights / 2,
+        "full": 1 / 2,
+    }
+    return TimeModel(
+        backbone=backbone,
+        base=Curve.through((n, base(n)) for n in _TOKENS),
+        row_len=_ROW_LEN,
+        attention=AttentionTimes(both, both, _sequence(backbone) if _has_cudnn(backbone) else None),
+        attention_forward=AttentionTimes(forward, forward, sequence=None),
+        adapters=AdapterTimes.none()._replace(
+            floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
+        ),
+        empty_share=h200.EMPTY_SHARE,
+        forward_share=0.5,
+        recompute=recompute,
+        head=Curve.through((n, 2 * h200.linear_seconds(n, head_weights)) for n in _TOKENS),
+        update={kind: _update_curve(backbone, kind) for kind in OPTIMIZERS},
+        round_overhead=0.0,
+        collectives={},
+    )
+
+
+def with_estimated_collectives(times: TimeModel, pp: int, tp: int) -> tuple[TimeModel, list[str]]:
+    """The model with an H200's all-reduces over `tp` and permutes over `pp` devices added where it
+    lacks them, and the names of the added ones."""
+    estimates = {
+        ("psum", "inner", tp): lambda payload: h200.all_reduce_seconds(payload, tp),
+        ("ppermute", "inner", pp): h200.permute_seconds,
+    }
+    missing = {
+        key: Curve.through((payload, seconds(payload)) for payload in _PAYLOADS)
+        for key, seconds in estimates.items()
+        if key[-1] > 1 and key not in times.collectives
+    }
+    names = [f"{collective} over {devices}" for collective, _, devices in missing]
+    return dataclasses.replace(times, collectives={**times.collectives, **missing}), names
+
+
+def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> MemoryModel:
+    """The memory model by counting, as the engine counts.
+
+    Beyond weights, train state and kept values, a round needs the intermediates of one layer and
+    their gradients, or the logits of the loss if those take more.
+
+    Args:
+      memory: bytes of a device; None for an H200's.
+    """
+    backbone = dataclasses.replace(backbone, kept=_kept(backbone))
+    of_token = {policy: size for policy, (size, _) in backbone.kept.items()}
+    working = OnlineFit.of_features(3)
+    for tokens in np.geomspace(*_TOKENS, num=7):
+        sizes = {policy: size * tokens for policy, size in of_token.items()}
+        needed = working_bytes(sizes, backbone.head_block_bytes)
+        # Row length does not matter: attention never stores a matrix of scores.
+        for row_len in (_ROW_LEN, tokens):
+            features = np.array([1.0, tokens, tokens * row_len])
+            working = working.observe(features, needed, _WEIGHT)
+    packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone) else math.inf
+    return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, packed_from)
+
+
+def _has_cudnn(backbone: BackboneSize) -> bool:
+    """Whether cuDNN's attention takes values of this width. Plain XLA's attention takes no memory
+    for sequences that are not there."""
+    return backbone.stream_bytes == 2
+
+
+def _sequence(backbone: BackboneSize) -> Curve:
+    """Backward seconds per token and sequence that its row has room for, over row lengths."""
+    packed = backbone.packed.working_sequence / h200.SEQUENCE_BYTES_PER_SECOND
+    shortest = h200.SHORTEST_PACKED_ROWS
+    return Curve.through(
+        [(shortest // 4, 0.0), (shortest // 2, 0.0), (shortest, packed), (2 * shortest, packed)]
+    )
+
+
+def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
+    """By remat policy, kept bytes per token, and per token and rank: the values that
+    `models.remat_policies` names, without the norms of heads."""
+    d, size = backbone.hidden_size, backbone.stream_bytes
+    q, kv, f = (_width(backbone, module) for module in ("q_proj", "k_proj", "gate_proj"))
+    lean = 2 * d + q + (q + 2 * kv)
+    intermediates = len(backbone.linears) * size
+    return {
+        "norms": ((lean + 2 * d + 2 * f) * size, intermediates),
+        "dots": ((lean + 2 * f) * size, intermediates),
+        "lean": (lean * size, intermediates),
+        "full": (d * size, 0.0),
+    }
+
+
+def _attention_of_token(backbone: BackboneSize, row_len: int) -> tuple[float, float]:
+    """Forward and backward seconds of a token, in rows of one sequence."""
+    width = _width(backbone, "q_proj")
+    forward, backward = h200.attention_seconds([row_len], width=width) / row_len
+    return float(forward), float(backward)
+
+
+def _linear_weights(backbone: BackboneSize) -> int:
+    return sum(k * n for k, n in backbone.linears.values())
+
+
+def _lean_weights(backbone: BackboneSize) -> int:
+    """Number of weights of the linears whose outputs the policy "lean" recomputes."""
+    modules = ("gate_proj", "up_proj")
+    return backbone.hidden_size * sum(_width(backbone, module) for module in modules)
+
+
+def _width(backbone: BackboneSize, module: str) -> int:
+    """Output width of a linear; `module` is the last part of its path."""
+    (size,) = (s for path, s in backbone.linears.items() if path.rsplit(".", 1)[-1] == module)
+    return size[1]
+
+
+def _update_curve(backbone: BackboneSize, optimizer: str) -> Curve:
+    """Seconds over the parameters of the pool: the whole train state is read and written."""
+    pool = PoolSpec(1, 1, optimizer=optimizer)
+    seconds = 2 * pool.state_bytes(backbone) / h200.BYTES_PER_SECOND
+    return Curve.through([(pool.parameters(backbone), seconds)])

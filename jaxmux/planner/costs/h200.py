@@ -1,0 +1,106 @@
+"""The time that an H200 takes for the parts of a layer, from a few measured times, FLOPs and bytes.
+
+The parameters come from times measured with jax 0.11.2 in bfloat16 on H200s, for the shape of
+Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
+
+  linears    a GEMM of m × 4096 × 4096 runs at 735 TFLOP/s for m = 8192 and at 563 for m = 1024, as
+             if each had about a hundred tokens more, which is about the time to read the weights;
+             forward and backward (dX) alike
+  LoRA       7% of the linears' time: the fused kernels at rank 16 in benchmarks/grouped_lora_h200,
+             weighted over the linears of a layer
+  attention  cuDNN, causal, 32 heads of 128 over 8 of keys and values, 8192 tokens in sequences of
+             128, 512 and 2048: forward 0.09, 0.15, 0.33 ms, forward and backward 0.63, 0.77,
+             1.34 ms; a line in Σ length² goes through them
+  padding    a token of an empty chunk takes a ninth of the time of another token, by the profile
+             that ships: matrix products skip it
+  memory     a kernel reads an activation at 4.3 TB/s
+  sequences  8192 tokens in rows of 512 to 8192 tokens took 1.0 to 1.5 ms longer with room for 64
+             sequences per row than with room for 16: 32 KiB per token and sequence at 10 TB/s
+  all-reduce 64 MiB over four GPUs added 0.27 ms to a layer
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NAME = "NVIDIA H200"
+# Three quarters of the memory, which JAX takes by default.
+MEMORY_BYTES = 112_583_507_968
+BYTES_PER_SECOND = 4.3e12
+SEQUENCE_BYTES_PER_SECOND = 1e13
+
+_GEMMS = ((8192, 735e12), (1024, 563e12))
+_ATTENTION_TOKENS, _ATTENTION_WIDTH = 8192, 32 * 128
+_ATTENTION_LENGTHS = np.array([128, 512, 2048])
+_ATTENTION_FORWARD = 1e-3 * np.array([0.09, 0.15, 0.33])
+_ATTENTION_BOTH = 1e-3 * np.array([0.63, 0.77, 1.34])
+LORA_SHARE = 0.07
+EMPTY_SHARE = 1 / 9
+# Rows shorter than this use a kernel that takes nothing for sequences that are not there.
+SHORTEST_PACKED_ROWS = 256
+# In a ring over four GPUs each GPU sends and receives 2 · 3/4 of the bytes that are summed.
+LINK_BYTES_PER_SECOND = 2 * 3 / 4 * 2**26 / 0.27e-3
+
+
+def _gemm_fit() -> tuple[float, float]:
+    """FLOP/s at many tokens, and the number of tokens by which a GEMM seems longer."""
+    (m, fast), (n, slow) = _GEMMS
+    extra = (fast - slow) / (slow / n - fast / m)
+    return fast * (m + extra) / m, extra
+
+
+def _attention_fit(seconds: np.ndarray) -> np.ndarray:
+    """Seconds per token, and per unit of Σ length²."""
+    squares = _ATTENTION_TOKENS * _ATTENTION_LENGTHS
+    tokens = np.full(len(squares), _ATTENTION_TOKENS)
+    return np.linalg.lstsq(np.stack([tokens, squares], axis=1), seconds)[0]
+
+
+FLOPS, EXTRA_TOKENS = _gemm_fit()
+_FORWARD_ATTENTION = _attention_fit(_ATTENTION_FORWARD)
+_BACKWARD_ATTENTION = _attention_fit(_ATTENTION_BOTH - _ATTENTION_FORWARD)
+
+
+def linear_seconds(tokens: float, weights: float, tp: int = 1) -> float:
+    """Seconds of frozen linears of `weights` weights in one direction, sharded over `tp` GPUs."""
+    return 2 * weights / FLOPS / tp * (tokens + EXTRA_TOKENS)
+
+
+def adapter_seconds(task_tokens: Sequence[float], weights: float, tp: int = 1) -> float:
+    """Seconds of the fused adapters of several tasks on such linears: max(Σ u·t, max t) (MuxTune
+    Eq. 3).
+
+    An adapter alone seems longer by as many tokens as a GEMM, and its utilisation u is the share of
+    its own tokens.
+
+    Args:
+      task_tokens: tokens of each task.
+      weights, tp: as of `linear_seconds`.
+    """
+    token = LORA_SHARE * 2 * weights / FLOPS / tp
+    return token * max(sum(task_tokens), max(task_tokens) + EXTRA_TOKENS)
+
+
+def attention_seconds(
+    lengths: Sequence[int], tp: int = 1, width: int = _ATTENTION_WIDTH
+) -> np.ndarray:
+    """Forward and backward seconds of a layer's causal attention over these sequences, float64 [2].
+
+    Args:
+      lengths: tokens of each sequence.
+      tp: GPUs that share the heads.
+      width: width of all query heads together.
+    """
+    sizes = np.asarray(lengths, float)
+    features = np.array([sizes.sum(), np.square(sizes).sum()]) * width / _ATTENTION_WIDTH
+    return np.array([features @ _FORWARD_ATTENTION, features @ _BACKWARD_ATTENTION]) / tp
+
+
+def all_reduce_seconds(payload_bytes: float, devices: int) -> float:
+    """Seconds to sum `payload_bytes` bytes of every GPU around a ring."""
+    return 2 * (devices - 1) / devices * permute_seconds(payload_bytes)
+
+
+def permute_seconds(payload_bytes: float) -> float:
+    """Seconds to send `payload_bytes` bytes to a neighbour."""
+    return payload_bytes / LINK_BYTES_PER_SECOND

@@ -1,0 +1,300 @@
+"""The peak memory of a round: MuxTune's model (Eq. 5) for the parts that can be counted, mLoRA's
+online fit (mLoRA Eq. 5) for the rest.
+
+  M_stage = [M_b + Σ M_g] / S + Σ M_a(b, l)                                  (MuxTune)
+
+M_b are the weights. M_g is the train state of each task: masters, accumulators, moments. M_a is
+what layers keep for the backward pass; it is counted too. What remains is the memory that a pass
+needs while it runs: temporaries, workspaces, blocks of logits. For rows of one sequence it is
+learnt as
+
+  Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
+
+over B rows of L tokens, by non-negative least squares: first from the profile, then from each peak
+that is observed. Where S does not divide the layers, the memory is that of a stage with the most
+layers.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..devices import ONE_DEVICE, Replica
+from ..errors import PlanningError
+from ..numbers import numbered
+from ..packing.shape_class import ShapeClass
+from .device_profile import (
+    AttentionPoint,
+    BackboneSize,
+    HeadPoint,
+    LayerPoint,
+    Profile,
+    ProfileError,
+)
+from .layer_policies import USABLE, fill_stages, keeps_attention, split_stages, working_bytes
+from .online_fit import OnlineFit
+from .pool_spec import PoolSpec
+
+# Weight of a profiled peak beside that of an observed round, which is 1: a whole round tells more
+# than a program of a few layers.
+_PROFILE_WEIGHT = 0.01
+# The count of attention's memory may be too low by this factor.
+_SLACK = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryModel:
+    """A fitted memory model; `fit_memory_model` makes one. All sizes in bytes of one device.
+
+    Methods take the devices as `replica` and, as `in_flight`, the number of microbatches whose kept
+    values a stage holds at the same time; 1F1B holds as many as there are stages.
+
+    Attributes:
+      backbone: the profiled backbone.
+      memory: the device's memory that JAX may use.
+      working: the online fit of the memory that a pass needs beyond the counted parts.
+      packed_from: length in tokens of the shortest rows in which attention takes memory for every
+        sequence that a row has room for (see `PackedBytes`); infinite if it never does.
+    """
+
+    backbone: BackboneSize
+    memory: int
+    working: OnlineFit
+    packed_from: float
+
+    @functools.cached_property
+    def _coefficients(self) -> np.ndarray:
+        return self.working.coefficients()
+
+    def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
+        """Bytes of weights and train state, [M_b + Σ M_g] / S, on a stage with the most layers."""
+        size = self.backbone
+        of_layer = size.layer_bytes + pool.state_bytes(size) / size.layers
+        fullest = max(replica.stage_layers(size.layers))
+        return (fullest * of_layer + size.outside_bytes / replica.pp) / replica.tp
+
+    def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
+        """Bytes that one layer keeps for its backward pass of `tokens` tokens, on each of `tp`
+        devices.
+
+        Every device keeps the whole residual stream, before and after attention, its norms and the
+        adapters' rank-r intermediates. Everything else lies between column-parallel and
+        row-parallel linears, and each device keeps its share of it.
+
+        Raises:
+          ProfileError: the profile does not know the remat policy.
+        """
+        if remat not in self.backbone.kept:
+            known = ", ".join(self.backbone.kept)
+            raise ProfileError(f"the profile counts no remat policy {remat!r}; known: {known}")
+        of_token, of_rank = self.backbone.kept[remat]
+        # "norms" keeps the inputs of column-parallel linears and all that "dots" keeps.
+        without_norms = min(of_token, self.backbone.kept.get("dots", (of_token, 0.0))[0])
+        stream = min(without_norms, 2 * self.backbone.hidden_size * self.backbone.stream_bytes)
+        whole = stream + of_token - without_norms
+        return tokens * (whole + (of_token - whole) / tp + rank * of_rank)
+
+    def peak(
+        self,
+        shape: ShapeClass,
+        pool: PoolSpec,
+        remat: str | Sequence[str] | None = None,
+        replica: Replica = ONE_DEVICE,
+        in_flight: int = 1,
+    ) -> float:
+        """M_stage, the peak memory of a round on the stage that needs most.
+
+        Args:
+          remat: the policy of all layers, or of each; None for those that the engine picks.
+        """
+        counted = self._counted(shape, pool, remat, replica, in_flight)
+        return counted + max(self._packed(shape, replica), self._learnt(shape))
+
+    def policies(
+        self,
+        shape: ShapeClass,
+        pool: PoolSpec,
+        replica: Replica = ONE_DEVICE,
+        in_flight: int = 1,
+    ) -> tuple[str, ...]:
+        """The remat policy of every layer that the engine's "auto" picks.
+
+        As many layers of a stage as there is room for get the policy that recomputes less; all
+        stages are filled alike.
+        """
+        sizes = {r: self._of_layer(shape, pool, r, replica) for r in self.backbone.kept}
+        packed = self._packed(shape, replica)
+        working = working_bytes(sizes, self.backbone.head_block_bytes, packed)
+        room = USABLE * self.memory - self.resident(pool, replica) - working
+        return fill_stages(sizes, replica.stage_layers(self.backbone.layers), room / in_flight)
+
+    def fits(
+        self,
+        shape: ShapeClass,
+        pool: PoolSpec,
+        replica: Replica = ONE_DEVICE,
+        in_flight: int = 1,
+    ) -> bool:
+        """Whether a round fits into memory if layers recompute all that they can."""
+        least = list(self.backbone.kept)[-1]
+        return self.peak(shape, pool, least, replica, in_flight) <= USABLE * self.memory
+
+    def require(
+        self,
+        shape: ShapeClass,
+        pool: PoolSpec,
+        replica: Replica = ONE_DEVICE,
+        more_stages: bool = True,
+    ) -> None:
+        """Checks that a round of one microbatch fits.
+
+        Args:
+          more_stages: whether the message may propose more pipeline stages.
+
+        Raises:
+          PlanningError: it does not fit. The message says how much it needs and, for everything
+            that could be changed alone, the smallest change that would make it fit.
+        """
+        if self.fits(shape, pool, replica):
+            return
+        needed = self.peak(shape, pool, list(self.backbone.kept)[-1], replica)
+        changes = " or ".join(self._changes(shape, pool, replica, more_stages))
+        raise PlanningError(
+            f"a step of {numbered(pool.slots, 'slot')} of rank {pool.rank} with {shape.tokens} "
+            f"tokens a microbatch needs {_shown(needed)}, usable are "
+            f"{_shown(USABLE * self.memory)} of {_shown(self.memory)}; it would fit with "
+            + (changes or "no single change of slots, rank or tokens")
+        )
+
+    def observe(
+        self, shape: ShapeClass, pool: PoolSpec, remat: str | Sequence[str], peak_bytes: int
+    ) -> "MemoryModel":
+        """The model after a round on one device needed at most `peak_bytes`."""
+        beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE, 1)
+        if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):
+            # Attention needed most, so the peak says nothing about the rest.
+            return self
+        working = self.working.observe(_features(shape), max(0.0, beyond))
+        return dataclasses.replace(self, working=working)
+
+    def _learnt(self, shape: ShapeClass) -> float:
+        """Bytes that a pass needs, by the online fit."""
+        return float(self._coefficients @ _features(shape))
+
+    def _counted(self, shape, pool, remat, replica, in_flight) -> float:
+        """Bytes of weights, train state and kept values."""
+        layers = self.backbone.layers
+        if remat is None:
+            remat = self.policies(shape, pool, replica, in_flight)
+        policies = (remat,) * layers if isinstance(remat, str) else remat
+        of_layer = {r: self._of_layer(shape, pool, r, replica) for r in set(policies)}
+        stages = split_stages(policies, replica.stage_layers(layers))
+        kept = max(sum(of_layer[policy] for policy in stage) for stage in stages)
+        return self.resident(pool, replica) + in_flight * kept
+
+    def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
+        """Bytes that one layer keeps, with those of attention in rows of several sequences."""
+        kept = self.kept(shape.tokens, pool.rank, remat, replica.tp)
+        packed = self.backbone.packed.kept_by(shape.tokens, self._paid_sequences(shape))
+        return kept + packed / replica.tp * keeps_attention(remat)
+
+    def _packed(self, shape: ShapeClass, replica: Replica) -> float:
+        """Bytes that attention needs in rows of several sequences while a layer goes backward."""
+        needed = self.backbone.packed.needed_by(shape.tokens, self._paid_sequences(shape))
+        return needed / replica.tp
+
+    def _paid_sequences(self, shape: ShapeClass) -> int:
+        """Sequences per row that attention takes memory for."""
+        return shape.max_sequences if shape.row_len >= self.packed_from else 1
+
+    def _changes(
+        self, shape: ShapeClass, pool: PoolSpec, replica: Replica, more_stages: bool
+    ) -> list[str]:
+        """For each of slots, rank, tokens and stages, the nearest value with which it fits."""
+        unit = max(1, shape.chunk_len // shape.row_len)
+        shapes = [dataclasses.replace(shape, rows=r) for r in range(unit, shape.rows, unit)]
+        tokens = [s.tokens for s in shapes if self.fits(s, pool, replica)]
+        pools = [pool._replace(slots=t) for t in range(1, pool.slots)]
+        slots = [p.slots for p in pools if self.fits(shape, p, replica)]
+        pools = [pool._replace(rank=r) for r in range(1, pool.rank)]
+        ranks = [p.rank for p in pools if self.fits(shape, p, replica)]
+        deeper = range(replica.pp + 1, more_stages * self.backbone.layers + 1)
+        replicas = (Replica.uniform(pp, replica.tp) for pp in deeper)
+        stages = next((r.pp for r in replicas if self.fits(shape, pool, r)), None)
+        return [
+            *([f"at most {numbered(max(slots), 'slot')}"] if slots else []),
+            *([f"ranks of at most {max(ranks)}"] if ranks else []),
+            *([f"at most {max(tokens)} tokens a microbatch"] if tokens else []),
+            *([f"{stages} pipeline stages"] if stages else []),
+        ]
+
+
+def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel:
+    """The memory model of the profiled backbone and device.
+
+    Args:
+      memory: bytes of a device that may be used; None for the profile's own figure.
+
+    Raises:
+      ProfileError: the profile does not hold the device's memory, or no peak of an adapted layer.
+    """
+    memory = memory or profile.memory_bytes
+    if not memory:
+        raise ProfileError(
+            f"memory_bytes is null in the profile of {profile.device}: give the memory of a device"
+        )
+    model = MemoryModel(
+        profile.backbone, memory, OnlineFit.of_features(3), _shortest_packed_rows(profile)
+    )
+    heads = {
+        point.tokens: peak
+        for point, _, peak in profile.measurements
+        if isinstance(point, HeadPoint) and peak
+    }
+    working = model.working
+    for point, _, peak in profile.measurements:
+        if not isinstance(point, LayerPoint) or not (point.rank and point.backward and peak):
+            continue
+        beyond = peak - point.layers * model.kept(point.tokens, point.rank, point.remat)
+        needed = max(beyond, heads.get(point.tokens, 0), 0)
+        features = _row_features(point.tokens, point.row_len)
+        working = working.observe(features, needed, _PROFILE_WEIGHT)
+    if not working.observations:
+        raise ProfileError("the profile measures no peak_bytes of an adapted layer")
+    return dataclasses.replace(model, working=working)
+
+
+def _shortest_packed_rows(profile: Profile) -> float:
+    """Length of the shortest rows in which every sequence that a row has room for may take memory.
+
+    It is the length next to the longest measured one at which they took none; infinite if they
+    never took any.
+    """
+    peaks = {p: peak for p, _, peak in profile.measurements if isinstance(p, AttentionPoint)}
+    taken: dict[int, bool] = {}
+    for point, peak in peaks.items():
+        one = peaks.get(dataclasses.replace(point, max_sequences=1))
+        expected = profile.backbone.packed.needed_by(point.tokens, point.max_sequences)
+        if point.backward and expected and peak and one:
+            taken[point.row_len] = peak - one > expected / 2
+    if not any(taken.values()):
+        return math.inf
+    shortest = min(row_len for row_len, took in taken.items() if took)
+    without = [row_len for row_len in taken if row_len < shortest]
+    return min(shortest, 2 * max(without)) if without else shortest
+
+
+def _shown(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _features(shape: ShapeClass) -> np.ndarray:
+    return _row_features(shape.tokens, shape.row_len)
+
+
+def _row_features(tokens: int, row_len: int) -> np.ndarray:
+    """The features of the online fit: 1, B · L and B · L²."""
+    return np.array([1.0, tokens, tokens * row_len])

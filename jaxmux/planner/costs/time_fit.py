@@ -1,0 +1,144 @@
+"""Fits the time model to a profile."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from .adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
+from .attention_times import AttentionTimes, fit_attention_times
+from .curve import Curve
+from .device_profile import (
+    AttentionPoint,
+    CollectivePoint,
+    HeadPoint,
+    LayerPoint,
+    Profile,
+    ProfileError,
+    RoundPoint,
+    UpdatePoint,
+    shape_of,
+)
+from .pool_spec import PoolSpec
+from .time_model import Passes, TimeModel
+
+
+def fit_time_model(profile: Profile) -> TimeModel:
+    """The time model of the measured device and backbone.
+
+    Raises:
+      ProfileError: the profile lacks a measurement that the model needs; the message names it.
+    """
+    layers = dict(profile.of(LayerPoint))
+    trained = [p for p in layers if p.backward and p.remat == "dots" and not p.padding]
+    frozen = [point for point in trained if not point.rank]
+    if not frozen or len(frozen) == len(trained):
+        raise ProfileError(
+            "the profile measures no layer with remat 'dots' that is "
+            + ("adapted (rank > 0)" if frozen else "frozen (rank 0)")
+        )
+    if len(row_lens := {point.row_len for point in frozen}) > 1:
+        raise ProfileError(f"the profile measures frozen layers over rows of {sorted(row_lens)}")
+    base = Curve.through((point.tokens, layers[point]) for point in frozen)
+    updates = profile.of(UpdatePoint)
+    unadapted = TimeModel(
+        backbone=profile.backbone,
+        base=base,
+        row_len=frozen[0].row_len,
+        attention=_attention(profile, backward=True),
+        attention_forward=_attention(profile, backward=False),
+        adapters=AdapterTimes.none(),
+        empty_share=1.0,
+        forward_share=_forward_share(layers),
+        recompute=_recompute(layers, base),
+        head=Curve.through((point.tokens, seconds) for point, seconds in profile.of(HeadPoint)),
+        update={
+            kind: Curve.through((p.parameters, s) for p, s in updates if p.optimizer == kind)
+            for kind in {point.optimizer for point, _ in updates}
+        },
+        round_overhead=0.0,
+        collectives=_collectives(profile),
+    )
+    adapted = [point for point in trained if point.rank]
+    loads = [
+        AdapterLoad((p.tokens / p.tasks,) * p.tasks, p.slots, p.rank, p.chunk_len, p.dropout)
+        for p in adapted
+    ]
+    beyond = [layers[p] - layer_passes(unadapted, p).total for p in adapted]
+    adapters = fit_adapter_times(loads, beyond, [1 / layers[p] for p in adapted])
+    model = dataclasses.replace(unadapted, adapters=adapters)
+    model = dataclasses.replace(model, empty_share=_empty_share(layers, model))
+    return dataclasses.replace(model, round_overhead=_round_overhead(profile, model))
+
+
+def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
+    """Seconds that the model predicts for a measured layer."""
+    tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
+    pool = PoolSpec(point.slots, point.rank, dropout=point.dropout)
+    return model.layer(shape_of(point), tokens, pool, point.remat, total=point.tokens)
+
+
+def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
+    """Mean time of the measured padding, divided by the time of the same chunks if they were not
+    empty; 1 where padding is not measured."""
+    free = dataclasses.replace(model, empty_share=0.0)
+    shares = []
+    for point, seconds in layers.items():
+        if point.padding:
+            least, most = (layer_passes(times, point).total for times in (free, model))
+            shares.append((seconds - least) / (most - least))
+    return float(np.clip(np.mean(shares), 0, 1)) if shares else 1.0
+
+
+def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
+    """Mean part of a layer's time that its forward pass takes; a half, as in MuxTune, where that is
+    not measured."""
+    shares = [
+        seconds / layers[both]
+        for point, seconds in layers.items()
+        if not point.backward and (both := dataclasses.replace(point, backward=True)) in layers
+    ]
+    return float(np.mean(shares)) if shares else 0.5
+
+
+def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, float]:
+    """By remat policy, the mean time that a layer takes longer than with "dots", as a part of
+    `base`; negative where the policy recomputes less."""
+    longer: dict[str, list[float]] = {"dots": [0.0]}
+    for point, seconds in layers.items():
+        dots = dataclasses.replace(point, remat="dots")
+        if point.remat != "dots" and point.backward and dots in layers:
+            part = (seconds - layers[dots]) / base(point.tokens)
+            longer.setdefault(point.remat, []).append(part)
+    return {policy: float(np.mean(parts)) for policy, parts in longer.items()}
+
+
+def _attention(profile: Profile, backward: bool) -> AttentionTimes:
+    return fit_attention_times(
+        (point.row_len, point.max_sequences, seconds / point.tokens)
+        for point, seconds in profile.of(AttentionPoint)
+        if point.backward == backward
+    )
+
+
+def _round_overhead(profile: Profile, model: TimeModel) -> float:
+    """Mean overhead of a round in seconds: measured time minus the predicted times of its
+    microbatches and update."""
+    beyond = []
+    for point, seconds in profile.of(RoundPoint):
+        size = dataclasses.replace(model.backbone, layers=point.layers)
+        tokens = (point.tokens / point.tasks,) * point.tasks
+        parts = dataclasses.replace(model, backbone=size).round(
+            shape_of(point), [tokens], PoolSpec(point.slots, point.rank)
+        )
+        beyond.append(max(0.0, seconds - parts))
+    return float(np.mean(beyond))
+
+
+def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for point, seconds, _ in profile.measurements:
+        if isinstance(point, CollectivePoint):
+            key = (point.collective, point.axis, point.devices)
+            found.setdefault(key, []).append((point.payload_bytes, seconds))
+    return {key: Curve.through(pairs) for key, pairs in found.items()}

@@ -1,0 +1,155 @@
+"""Bin packing: sizes into as few bins of one capacity as possible.
+
+Two constructions and a bound nearly always meet, so that the answer is known to be optimal without
+a solver. A bin may also have a limit on its number of items.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+
+def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> int:
+    """A lower bound on the bins of any packing: Martello and Toth's L2, and the limit on
+    items.
+
+    For a threshold α, an item above `capacity` - α shares a bin with no item of at least α, and two
+    items above half the capacity never share one. The items from α to half the capacity fill the
+    room beside those; what does not fit there needs further bins. L2 is the best such bound over
+    all α (Martello and Toth, Lower bounds and reduction procedures for the bin packing problem,
+    1990).
+
+    Args:
+      sizes: positive, at most `capacity` each.
+      capacity: of a bin, in the unit of the sizes.
+      most_items: most items of a bin; None for no limit.
+    """
+    if not len(sizes):
+        return 0
+    ascending = np.sort(np.asarray(sizes, np.int64))
+    sums = np.concatenate([[0], np.cumsum(ascending)])
+    half = np.searchsorted(ascending, capacity // 2, side="right")
+    thresholds = np.concatenate([[0], ascending[:half]])
+    from_threshold = np.searchsorted(ascending, thresholds)
+    alone = np.searchsorted(ascending, capacity - thresholds, side="right")
+    small = sums[half] - sums[from_threshold]
+    room = (alone - half) * capacity - (sums[alone] - sums[half])
+    beyond = np.maximum(0, -((room - small) // capacity))
+    bound = int((len(ascending) - half + beyond).max())
+    return bound if most_items is None else max(bound, -(-len(ascending) // most_items))
+
+
+def first_fit_decreasing(
+    sizes: Sequence[int], capacity: int, most_items: int | None = None
+) -> list[list[int]]:
+    """Indices of the items of each bin: longest item first, into the first bin with room."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for size, items in groupby(_longest_first(sizes), key=sizes.__getitem__):
+        # A bin without room for one item has none for the next item of the same size.
+        i = 0
+        for item in items:
+            while i < len(bins) and (size > rooms[i] or len(bins[i]) == most_items):
+                i += 1
+            if i == len(bins):
+                bins.append([])
+                rooms.append(capacity)
+            bins[i].append(item)
+            rooms[i] -= size
+    return bins
+
+
+def fullest_bins(
+    sizes: Sequence[int], capacity: int, most_items: int | None = None
+) -> list[list[int]]:
+    """Indices of the items of each bin, every bin filled as far as the items left allow.
+
+    A bin takes the longest item that is left and the items beside it that leave the least room; of
+    several such choices, one of the fewest items (minimum bin slack; Gupta and Ho, A new heuristic
+    algorithm for the one-dimensional bin-packing problem, 1999). So short items stay for later
+    gaps. Arguments as of `least_bins`.
+    """
+    order = _longest_first(sizes)
+    left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
+    bins = []
+    while left:
+        first = next(iter(left))
+        room = capacity - first
+        others = [
+            size
+            for size, items in left.items()
+            for _ in range(min(len(items) - (size == first), room // size))
+        ]
+        chosen = _fullest_of_descending(
+            others, room, None if most_items is None else most_items - 1
+        )
+        content = [first, *(others[i] for i in chosen)]
+        needed = Counter(content)
+        # Items only become fewer, so the best content stays the best while its items last.
+        while all(len(left[size]) >= count for size, count in needed.items()):
+            bins.append([left[size].popleft() for size in content])
+        left = {size: items for size, items in left.items() if items}
+    return bins
+
+
+def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> list[int]:
+    """Indices, ascending, of the fewest items with the largest sum within `capacity`.
+
+    Of several such choices it is the one that spares the shortest items, so the answer is unique.
+    Arguments as of `least_bins`.
+    """
+    fitting = [i for i in _longest_first(sizes) if sizes[i] <= capacity]
+    chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, most_items)
+    return sorted(fitting[i] for i in chosen)
+
+
+def _fullest_of_descending(
+    sizes: Sequence[int], capacity: int, most_items: int | None
+) -> list[int]:
+    """`fullest_subset` of descending sizes.
+
+    Most items are never looked at: the search ends as soon as the items so far reach the largest
+    possible sum and no choice with a later item could reach it with fewer items.
+    """
+    if most_items is None:
+        most_items = len(sizes)
+    most = _largest_sum(sizes, min(capacity, sum(sizes[:most_items])))
+    never = most_items + 1
+    # fewest[t] is the least number of the items so far that sum to t.
+    fewest = np.full(most + 1, never, np.int32)
+    fewest[0] = 0
+    # longest[n] is the sum of the n longest items.
+    longest = [0]
+    takes = []
+    for size in sizes:
+        count = int(fewest[most])
+        if count < never and longest[max(count - 2, 0)] + size < most:
+            break
+        longest.append(longest[-1] + size)
+        with_item = fewest[: max(0, most + 1 - size)] + 1
+        takes.append(with_item < fewest[size:])
+        np.minimum(fewest[size:], with_item, out=fewest[size:])
+    total = int(np.flatnonzero(fewest < never)[-1])
+    chosen = []
+    for i in reversed(range(len(takes))):
+        if total >= sizes[i] and takes[i][total - sizes[i]]:
+            chosen.append(i)
+            total -= sizes[i]
+    return chosen[::-1]
+
+
+def _largest_sum(sizes: Sequence[int], most: int) -> int:
+    """The largest sum of any of the sizes that is at most `most`."""
+    # Bit t is set where some of the sizes sum to t.
+    sums, within = 1, (2 << most) - 1
+    for size in sizes:
+        if sums >> most:
+            break
+        sums |= (sums << size) & within
+    return sums.bit_length() - 1
+
+
+def _longest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])

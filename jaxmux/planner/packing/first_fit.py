@@ -1,0 +1,115 @@
+"""Packs the global batches of a round first-fit-decreasing, task by task: the plain packing with
+which benchmarks compare `microbatches`.
+
+Each task's batch is cut into spans from its own lengths, and its spans are laid down in one fixed
+order. So the contents and the order of a task's chunks do not depend on the other tasks; only where
+they lie does.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import PlanningError
+from .microbatches import Placement, RoundLengths
+from .shape_class import ShapeClass
+
+
+class _Span(NamedTuple):
+    samples: tuple[int, ...]
+    tokens: int
+
+
+def pack_first_fit(lengths: RoundLengths, shape: ShapeClass) -> list[tuple[Placement, ...]]:
+    """Places every sample of a round exactly once.
+
+    Args:
+      lengths: by slot, the stream lengths in tokens of the samples of the task's global batch.
+      shape: the shape class of the microbatches.
+
+    Returns:
+      One tuple of placements per microbatch. The chunks of a task appear in the same order
+      with any other tasks.
+
+    Raises:
+      PlanningError: a sample is longer than a row.
+    """
+    queues = {slot: _spans(slot, sizes, shape) for slot, sizes in lengths.items()}
+    rows: list[list[Placement]] = []
+    while any(queues.values()):
+        row = len(rows) % shape.rows
+        if shape.chunk_len > shape.row_len:
+            rows += _fill_chunk(queues, lengths, shape, row)
+        else:
+            rows.append(_fill_row(queues, lengths, shape, row))
+    return [
+        tuple(p for row in rows[start : start + shape.rows] for p in row)
+        for start in range(0, len(rows), shape.rows)
+    ]
+
+
+def _spans(slot: int, lengths: Sequence[int], shape: ShapeClass) -> list[_Span]:
+    """First-fit-decreasing of one task's samples into spans of at most a row, longest span
+    first."""
+    spans: list[_Span] = []
+    for sample in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
+        size = lengths[sample]
+        if size > shape.row_len:
+            raise PlanningError(
+                f"slot {slot}: sample {sample} has {size} tokens, a row holds {shape.row_len}"
+            )
+        for i, span in enumerate(spans):
+            if span.tokens + size <= shape.row_len and len(span.samples) < shape.max_sequences:
+                spans[i] = _Span((*span.samples, sample), span.tokens + size)
+                break
+        else:
+            spans.append(_Span((sample,), size))
+    return sorted(spans, key=lambda span: -span.tokens)
+
+
+def _fill_chunk(
+    queues: dict[int, list[_Span]],
+    lengths: RoundLengths,
+    shape: ShapeClass,
+    row: int,
+) -> list[list[Placement]]:
+    """The rows of one chunk from `row` on, a span each, of the task whose next span is longest."""
+    slot = max((s for s, queue in queues.items() if queue), key=lambda s: queues[s][0].tokens)
+    rows = []
+    for i in range(row, row + shape.chunk_len // shape.row_len):
+        span = queues[slot].pop(0) if queues[slot] else _Span((), 0)
+        rows.append(_place(span, slot, lengths, i, offset=0))
+    return rows
+
+
+def _fill_row(
+    queues: dict[int, list[_Span]],
+    lengths: RoundLengths,
+    shape: ShapeClass,
+    row: int,
+) -> list[Placement]:
+    """Takes spans from the heads of the tasks' queues, the longest that fits first, until none
+    fits."""
+    placements: list[Placement] = []
+    start = 0
+    while True:
+        room = shape.row_len - start
+        sequences = shape.max_sequences - len(placements)
+        fitting = [
+            slot
+            for slot, queue in queues.items()
+            if queue and queue[0].tokens <= room and len(queue[0].samples) <= sequences
+        ]
+        if not fitting:
+            return placements
+        slot = max(fitting, key=lambda s: queues[s][0].tokens)
+        span = queues[slot].pop(0)
+        placements += _place(span, slot, lengths, row, offset=start)
+        start += -(-span.tokens // shape.chunk_len) * shape.chunk_len
+
+
+def _place(span: _Span, slot: int, lengths: RoundLengths, row: int, offset: int) -> list[Placement]:
+    placements = []
+    for sample in span.samples:
+        placements.append(Placement(slot, sample, row, offset))
+        offset += lengths[slot][sample]
+    return placements

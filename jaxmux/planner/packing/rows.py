@@ -1,0 +1,261 @@
+"""Lays the spans of several tasks into rows, each task's spans in their own fixed order.
+
+A task's result depends on the contents and the order of its chunks, not on where they lie (see
+`microbatches`). So a row takes the next few spans of some of the tasks, never one out of turn, and
+under this rule as many chunks as fit.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .bins import least_bins
+from .shape_class import ShapeClass
+from .spans import Span
+
+# By slot, the spans in the order in which they must be laid down.
+Queues = Mapping[int, Sequence[Span]]
+# By slot, how many of its next spans a row takes.
+Row = dict[int, int]
+
+
+# Weights of room and of sequences in the weighted sums that bound rows with limits on both.
+_WEIGHTS = ((1, 0), (0, 1), (1, 1), (2, 1), (1, 2))
+
+
+class RowShape(NamedTuple):
+    """What a row holds.
+
+    Attributes:
+      chunks: chunks of a row.
+      max_sequences: most sequences of a row.
+      block: rows of the shape class that a row here stands for: the rows that a chunk covers.
+    """
+
+    chunks: int
+    max_sequences: int
+    block: int
+
+    @classmethod
+    def of(cls, shape: ShapeClass) -> "RowShape":
+        return cls(
+            max(1, shape.row_len // shape.chunk_len),
+            shape.max_sequences,
+            max(1, shape.chunk_len // shape.row_len),
+        )
+
+
+def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
+    """Rows that hold every span, by the best of a few ways to fill one row after another.
+
+    The best way needs the fewest rows, and of those ways the fewest chunks in the last microbatch.
+
+    Args:
+      queues: by slot, the spans in their order.
+      shape: limits of a row.
+      height: rows of a microbatch.
+    """
+    best = fill_rows_greedily(queues, shape)
+    least = least_rows(queues, shape)
+    chunks = sum(row_chunks(queues, best))
+    least_last = max(1, chunks - (least - 1) // height * height * shape.chunks)
+    for even_out in (False, True):
+        for insist in (True, False):
+            if last_chunks(queues, best, height) == least_last and len(best) == least:
+                return best
+            plan = _fill_rows_full(queues, shape, even_out, insist)
+            best = min(best, plan, key=lambda r: (len(r), last_chunks(queues, r, height)))
+    return best
+
+
+def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
+    """Chunks in the last microbatch; microbatches have `height` rows."""
+    return sum(row_chunks(queues, rows)[(len(rows) - 1) // height * height :])
+
+
+def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
+    """First fit decreasing as far as the order permits: a row takes the longest of the tasks' next
+    spans that fits, until none does."""
+    order = {slot: i for i, slot in enumerate(queues)}
+    position = dict.fromkeys(queues, 0)
+    # The next span of every task, longest first.
+    heads = [(-queue[0].chunks, order[slot], slot) for slot, queue in queues.items() if queue]
+    heapq.heapify(heads)
+    rows = []
+    while heads:
+        row: Row = {}
+        chunks, max_sequences = shape.chunks, shape.max_sequences
+        too_large = []
+        while heads and chunks and max_sequences:
+            head = heapq.heappop(heads)
+            slot = head[-1]
+            span = queues[slot][position[slot]]
+            if span.chunks > chunks or span.sequences > max_sequences:
+                too_large.append(head)
+                continue
+            chunks -= span.chunks
+            max_sequences -= span.sequences
+            position[slot] += 1
+            row[slot] = row.get(slot, 0) + 1
+            if position[slot] < len(queues[slot]):
+                following = queues[slot][position[slot]]
+                heapq.heappush(heads, (-following.chunks, order[slot], slot))
+        for head in too_large:
+            heapq.heappush(heads, head)
+        rows.append(row)
+    return rows
+
+
+def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: bool) -> list[Row]:
+    """Fills every row as far as the next spans of the tasks can.
+
+    Of several choices that fill a row equally, it takes the one with the fewest sequences, so that
+    short ones stay for later gaps; or, with `even_out`, spans of the tasks of which most is left,
+    so that the last rows still choose among many. With `insist`, a row always takes the longest of
+    the next spans.
+    """
+    position = dict.fromkeys(queues, 0)
+    left = {slot: sum(span.chunks for span in queue) for slot, queue in queues.items()}
+    rows = []
+    while any(left.values()):
+        weight = left if even_out else None
+        row = fullest_row(queues, position, shape.chunks, shape.max_sequences, weight, insist)
+        for slot, count in row.items():
+            start = position[slot]
+            position[slot] += count
+            left[slot] -= sum(span.chunks for span in queues[slot][start : start + count])
+        rows.append(row)
+    return rows
+
+
+def fullest_row(
+    queues: Queues,
+    position: Mapping[int, int],
+    chunks: int,
+    max_sequences: int,
+    weight: Mapping[int, float] | None = None,
+    insist: bool = False,
+) -> Row:
+    """By slot, how many of its next spans fill a row best; empty if none fits.
+
+    This is a knapsack over the tasks: for each number of chunks, the best choice of a number of
+    spans of each task that takes exactly these chunks.
+
+    Args:
+      queues: by slot, the spans in their order.
+      position: by slot, how many spans are laid down already.
+      chunks: chunks that the row has room for.
+      max_sequences: sequences that the row has room for.
+      weight: by slot, the gain of one of its chunks, which decides between choices that fill the
+        row equally; None prefers the fewest sequences.
+      insist: whether the longest of the next spans must be among them.
+    """
+    waiting = _waiting(queues, position)
+    waiting.sort(key=lambda slot: -queues[slot][position[slot]].chunks)
+    # By chunks taken, the cost and the number of sequences of the best choice.
+    best: dict[int, tuple[float, int]] = {0: (0, 0)}
+    choices: list[tuple[int, dict[int, int]]] = []
+    for slot in waiting:
+        prefixes = _prefixes(queues[slot], position[slot], chunks, max_sequences)
+        if not prefixes:
+            continue
+        longer = {} if insist and not choices else dict(best)
+        count: dict[int, int] = {}
+        for n, (size, sequences) in enumerate(prefixes, start=1):
+            price = sequences if weight is None else -weight[slot] * size
+            for total, (cost, used) in best.items():
+                taken_chunks = total + size
+                if taken_chunks > chunks or used + sequences > max_sequences:
+                    continue
+                known = longer.get(taken_chunks)
+                if known is None or cost + price < known[0]:
+                    longer[taken_chunks] = cost + price, used + sequences
+                    count[taken_chunks] = n
+        best = longer
+        choices.append((slot, count))
+    total = max(best)
+    row: Row = {}
+    for slot, count in reversed(choices):
+        if taken := count.get(total):
+            row[slot] = taken
+            start = position[slot]
+            total -= sum(span.chunks for span in queues[slot][start : start + taken])
+    return row
+
+
+def _waiting(queues: Queues, position: Mapping[int, int]) -> list[int]:
+    return [slot for slot, queue in queues.items() if position[slot] < len(queue)]
+
+
+def _prefixes(
+    queue: Sequence[Span], start: int, chunks: int, max_sequences: int
+) -> list[tuple[int, int]]:
+    """Chunks and sequences of the next span, of the next two together, and so on while they fit."""
+    sums, size, sequences = [], 0, 0
+    for i in range(start, len(queue)):
+        size += queue[i].chunks
+        sequences += queue[i].sequences
+        if size > chunks or sequences > max_sequences:
+            break
+        sums.append((size, sequences))
+    return sums
+
+
+def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, Span]]]:
+    """For each row, the spans that lie there with their slots, in order."""
+    position = dict.fromkeys(queues, 0)
+    laid_down = []
+    for row in rows:
+        laid_down.append([])
+        for slot, count in row.items():
+            start = position[slot]
+            laid_down[-1] += [(slot, span) for span in queues[slot][start : start + count]]
+            position[slot] += count
+    return laid_down
+
+
+def row_chunks(queues: Queues, rows: Sequence[Row]) -> list[int]:
+    """Chunks that each row holds."""
+    return [sum(span.chunks for _, span in spans) for spans in spans_of_rows(queues, rows)]
+
+
+def least_rows(queues: Queues, shape: RowShape) -> int:
+    """Lower bound on the rows that hold these spans, in any order."""
+    spans = [span for queue in queues.values() for span in queue]
+    if shape.block > 1:
+        return len(spans)
+    chunks, sequences = [span.chunks for span in spans], [span.sequences for span in spans]
+    return _least_rows_of_both(chunks, shape.chunks, sequences, shape.max_sequences)
+
+
+def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClass) -> int:
+    """Lower bound on the rows of any layout of samples in which each chunk has one owner."""
+    row = RowShape.of(shape)
+    if row.block > 1:
+        return sum(
+            -(-least_bins(sizes, shape.row_len, shape.max_sequences) // row.block)
+            for sizes in lengths.values()
+        )
+    samples = [size for sizes in lengths.values() for size in sizes]
+    chunks = sum(-(-sum(sizes) // shape.chunk_len) for sizes in lengths.values())
+    return max(
+        _least_rows_of_both(samples, shape.row_len, [1] * len(samples), shape.max_sequences),
+        -(-chunks // row.chunks),
+    )
+
+
+def _least_rows_of_both(
+    sizes: Sequence[int], room: int, counts: Sequence[int], max_count: int
+) -> int:
+    """Lower bound on rows with limits on both size and count: the best bound over weighted sums of
+    both, because no row exceeds any of these sums."""
+    share = np.asarray(sizes, np.int64) * max_count
+    count_share = np.asarray(counts, np.int64) * room
+    return max(
+        least_bins(
+            of_room * share + of_count * count_share, (of_room + of_count) * room * max_count
+        )
+        for of_room, of_count in _WEIGHTS
+    )

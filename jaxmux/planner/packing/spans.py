@@ -1,0 +1,131 @@
+"""Cuts one task's global batch into spans, from the task's own lengths alone.
+
+A *span* is a series of whole samples of one task that lie side by side from a chunk border on. The
+batch is first packed into as few rows as the task needs alone. Each row's samples are then cut into
+the shortest spans that together take no more chunks than the uncut row. A span that fits a gap
+beside other tasks' spans may leave its row; a span that stays costs nothing.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import PlanningError
+from .bins import first_fit_decreasing, fullest_bins, fullest_subset
+from .shape_class import ShapeClass
+
+
+class Span(NamedTuple):
+    """Samples of one task that are placed together.
+
+    Attributes:
+      samples: for each sample its index in the task's global batch, and its row and first token
+        relative to the beginning of the span. The row is 0 unless a chunk covers several rows.
+      chunks: chunks that the span takes, the last of them padded.
+      sequences: sequences in its fullest row.
+    """
+
+    samples: tuple[tuple[int, int, int], ...]
+    chunks: int
+    sequences: int
+
+
+def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> tuple[Span, ...]:
+    """The spans of one task's global batch, in the order in which they must be laid down.
+
+    The spans of one row follow each other, so that a task that is alone needs no more rows than
+    `row_bins` finds.
+
+    Args:
+      lengths: stream length of each sample, in tokens.
+      shape: shape class of the microbatches.
+      name: name of the task in errors.
+
+    Raises:
+      PlanningError: a sample is empty or longer than a row.
+    """
+    for sample, length in enumerate(lengths):
+        if not 0 < length <= shape.row_len:
+            raise PlanningError(
+                f"{name}: sample {sample} has {length} tokens, expected 1 to row_len="
+                f"{shape.row_len}"
+            )
+    rows = row_bins(lengths, shape)
+    if shape.chunk_len > shape.row_len:
+        return _stack(rows, lengths, shape.chunk_len // shape.row_len)
+    parts = [_cut(row, lengths, shape.chunk_len) for row in rows]
+    parts.sort(key=lambda part: -part[0].chunks)
+    return tuple(span for part in parts for span in part)
+
+
+def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
+    """The samples of each row if the task were alone: fewest rows, then fewest chunks."""
+    packings = [
+        pack(lengths, shape.row_len, shape.max_sequences)
+        for pack in (first_fit_decreasing, fullest_bins)
+    ]
+
+    def chunks(row):
+        return -(-sum(lengths[s] for s in row) // shape.chunk_len)
+
+    return min(packings, key=lambda rows: (len(rows), sum(map(chunks, rows))))
+
+
+def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[Span, ...]:
+    """Spans of one chunk that covers `height` rows."""
+    rows = sorted(rows, key=lambda row: -sum(lengths[s] for s in row))
+    spans = []
+    for start in range(0, len(rows), height):
+        block = rows[start : start + height]
+        samples = tuple(
+            place for i, row in enumerate(block) for place in _side_by_side(row, lengths, row=i)
+        )
+        spans.append(Span(samples, 1, max(map(len, block))))
+    return tuple(spans)
+
+
+def _cut(row: list[int], lengths: Sequence[int], chunk_len: int) -> list[Span]:
+    """The row's samples as spans, longest first, that take no more chunks than the whole row."""
+    left = list(row)
+    tokens = sum(lengths[s] for s in row)
+    padding = -tokens % chunk_len
+    spans = []
+    while left:
+        part = _shortest_part(left, lengths, chunk_len, padding)
+        taken = set(part)
+        left = [s for s in left if s not in taken]
+        size = sum(lengths[s] for s in part)
+        chunks = -(-size // chunk_len)
+        padding -= chunks * chunk_len - size
+        spans.append(Span(_side_by_side(part, lengths), chunks, len(part)))
+    return sorted(spans, key=lambda span: -span.chunks)
+
+
+def _shortest_part(
+    left: list[int], lengths: Sequence[int], chunk_len: int, padding: int
+) -> list[int]:
+    """The longest sample that is left, and the samples beside it that reach a chunk border soonest
+    with at most `padding` tokens of padding."""
+    first, *others = left
+    room = -lengths[first] % chunk_len
+    tokens = sum(lengths[s] for s in left)
+    # Bit t is set where some of the others have t tokens together.
+    sums = 1
+    for sample in others:
+        sums |= sums << lengths[sample]
+    while lengths[first] + room < tokens:
+        fullest = (sums & ((2 << room) - 1)).bit_length() - 1
+        if room - fullest <= padding:
+            chosen = fullest_subset([lengths[s] for s in others], room)
+            return [first, *(others[i] for i in chosen)]
+        room += chunk_len
+    return left
+
+
+def _side_by_side(
+    samples: Sequence[int], lengths: Sequence[int], row: int = 0
+) -> tuple[tuple[int, int, int], ...]:
+    places, offset = [], 0
+    for sample in samples:
+        places.append((sample, row, offset))
+        offset += lengths[sample]
+    return tuple(places)

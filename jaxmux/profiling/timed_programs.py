@@ -1,0 +1,242 @@
+"""The programs that are timed: the engine's own functions over inputs of a point's shape."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.engine.programs import update
+from jaxmux.engine.train_state import empty_state
+from jaxmux.models import (
+    MODULES,
+    Backbone,
+    BackboneConfig,
+    chunk_losses,
+    head_kernel,
+    pick_implementation,
+)
+from jaxmux.models.adapted_linears import Dispatch
+from jaxmux.models.attention import AttentionOptions, Segments, attend, find_segments
+from jaxmux.models.layer import LayerOptions, Stream, decoder_layer
+from jaxmux.models.remat_policies import rematerialised
+from jaxmux.models.rope import rotary_angles
+from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.pallas_kernels.counter_dropout import Dropout
+from jaxmux.pallas_kernels.grouped_lora import Routing
+from jaxmux.pallas_kernels.residual_norm import residual_norm
+from jaxmux.peft import empty_pool
+from jaxmux.planner.costs.device_profile import (
+    AttentionPoint,
+    HeadPoint,
+    LayerPoint,
+    Point,
+    UpdatePoint,
+)
+from jaxmux.planner.packing.shape_class import MIN_CHUNK_LEN
+
+# Sequences of a row where it holds several.
+_SEQUENCES = 4
+_RANDOM_VALUES = 2**16 + 1
+_DROPOUT_RATE = 0.1
+
+
+class Program(NamedTuple):
+    """What is timed: calls `state, results = function(state, inputs, constants)`.
+
+    Attributes:
+      function: jitted; donates `state`, so that calls can be queued without a copy.
+      state: what the program changes in place.
+      inputs: arrays that a step of the engine makes itself.
+      constants: weights, adapters, what is known of the microbatch.
+      repeats: how often a call runs the point's operator.
+      compiled_for: a point; programs of equal ones differ in their arguments' values alone.
+    """
+
+    function: Callable[..., Any]
+    state: Any
+    inputs: Any
+    constants: Any
+    repeats: int
+    compiled_for: Point
+
+
+def make_program(backbone: Backbone, point: Point) -> Program:
+    """The program of a point of one device.
+
+    Args:
+      backbone: with as many layers as the points' programs have.
+    """
+    makers = {
+        LayerPoint: _layers,
+        AttentionPoint: _attention,
+        HeadPoint: _head,
+        UpdatePoint: _update,
+    }
+    return makers[type(point)](backbone, point)
+
+
+def _layers(backbone: Backbone, point: LayerPoint) -> Program:
+    """Decoder layers, unrolled, with their gradients by the stream and by the accumulators."""
+    config, dtype = backbone.config, backbone.dtype
+    options = LayerOptions(_attention_options(config, dtype, point), None)
+    layer = jax.jit(
+        rematerialised(partial(decoder_layer, config, options), point.remat, in_scan=False)
+    )
+    modules = MODULES if point.rank else ()
+    pool = jax.eval_shape(lambda: empty_pool(config, modules, point.slots, point.rank))
+    adapters = jax.tree.map(lambda leaf: _random(leaf.shape, leaf.dtype, 0.02), pool)
+    accumulators = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), pool)
+
+    def forward(x, sums, weights, adapters, stream):
+        for i in range(point.layers):
+            x, sums, _ = layer(weights, adapters, stream, x, sums, jnp.int32(i))
+        return x, sums
+
+    def forward_alone(state, inputs, constants):
+        return state, forward(inputs[0], None, *constants)[0]
+
+    def both(sums, inputs, constants):
+        x, d_out = inputs
+        (y, _), backward = jax.vjp(lambda x, sums: forward(x, sums, *constants), x, sums)
+        dx, sums = backward((d_out, sums))
+        # Were y no result, the compiler would leave out the product that makes it.
+        return sums, (dx, y)
+
+    return Program(
+        jax.jit(both if point.backward else forward_alone, donate_argnums=0),
+        accumulators if point.backward else (),
+        (_random((point.tokens, config.hidden_size), dtype),) * 2,
+        (backbone.weights["layers"], adapters, _stream(config, point)),
+        point.layers,
+        dataclasses.replace(point, tasks=0, padding=0.0),
+    )
+
+
+def _attention(backbone: Backbone, point: AttentionPoint) -> Program:
+    """Attention of several layers, each of which takes the one before as its queries."""
+    config, dtype = backbone.config, backbone.dtype
+    options = _attention_options(config, dtype, point)
+    rows = point.tokens // point.row_len
+
+    def forward(q, k, v, segments):
+        for _ in range(config.num_layers):
+            q, _ = attend(q, k, v, segments, options)
+        return q
+
+    def forward_alone(state, inputs, segments):
+        return state, forward(*inputs, segments)
+
+    def both(state, inputs, segments):
+        out, backward = jax.vjp(lambda *heads: forward(*heads, segments), *inputs)
+        return state, (out, backward(out))
+
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    return Program(
+        jax.jit(both if point.backward else forward_alone, donate_argnums=0),
+        (),
+        tuple(_random((rows, point.row_len, h, config.head_dim), dtype) for h in heads),
+        _segments(point),
+        config.num_layers,
+        point,
+    )
+
+
+def _head(backbone: Backbone, point: HeadPoint) -> Program:
+    """Last norm, head and loss, with the gradient by the stream."""
+    weights = {name: w for name, w in backbone.weights.items() if name != "layers"}
+    targets = np.arange(point.tokens, dtype=np.int32) % backbone.config.vocab_size
+    loss_weight = np.full(point.tokens, 1 / point.tokens, np.float32)
+    # So short that the loss goes by blocks, as it does in a step.
+    chunks = np.zeros(max(1, point.tokens // MIN_CHUNK_LEN), np.int32)
+
+    def run(state, x, constants):
+        weights, *labels = constants
+
+        def losses(x):
+            _, h = residual_norm(x, weights["norm"]["weight"], backbone.config.rms_norm_eps)
+            return chunk_losses(h, head_kernel(weights), *labels)
+
+        loss, backward = jax.vjp(losses, x)
+        return state, (loss, backward(jnp.ones_like(loss)))
+
+    return Program(
+        jax.jit(run, donate_argnums=0),
+        (),
+        _random((point.tokens, backbone.config.hidden_size), backbone.dtype),
+        (weights, *map(jnp.asarray, (targets, loss_weight, chunks))),
+        1,
+        point,
+    )
+
+
+def _update(backbone: Backbone, point: UpdatePoint) -> Program:
+    """The engine's update of all slots."""
+    one = empty_pool(backbone.config, MODULES, point.slots, 1)
+    rank = point.parameters // sum(leaf.size for leaf in jax.tree.leaves(one))
+    slots = point.slots
+    kinds = {point.optimizer: np.arange(slots, dtype=np.int32)}
+    numbers = OPTIMIZERS[point.optimizer]().hyperparameters() | {"loraplus_ratio": 1.0}
+    hyper = {point.optimizer: {n: np.full(slots, v, np.float32) for n, v in numbers.items()}}
+
+    def run(state, inputs, constants):
+        return update(state, np.ones(slots, bool), hyper, kinds)
+
+    return Program(
+        jax.jit(run, donate_argnums=0),
+        empty_state(backbone.config, MODULES, kinds, slots, rank),
+        (),
+        (),
+        1,
+        point,
+    )
+
+
+def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) -> jax.Array:
+    """Normal values, for a device's clock depends on how many bits change; repeated, for they are
+    made by the host."""
+    block = np.random.default_rng(0).normal(0, deviation, _RANDOM_VALUES).astype(dtype)
+    return jnp.asarray(np.resize(block, shape))
+
+
+def _attention_options(
+    config: BackboneConfig, dtype: jnp.dtype, point: LayerPoint | AttentionPoint
+) -> AttentionOptions:
+    implementation = pick_implementation(config, dtype, point.row_len)
+    block = min(point.chunk_len, point.row_len)
+    return AttentionOptions(implementation, block, config.sliding_window)
+
+
+def _row_ids(point: LayerPoint | AttentionPoint) -> np.ndarray:
+    """Segment ids of rows without padding, int32 [rows, row_len]."""
+    sequences = min(_SEQUENCES, point.max_sequences)
+    ids = np.arange(point.row_len) * sequences // point.row_len
+    return np.tile(ids.astype(np.int32), (point.tokens // point.row_len, 1))
+
+
+def _segments(point: LayerPoint | AttentionPoint) -> Segments:
+    return jax.jit(find_segments, static_argnums=1)(_row_ids(point), point.max_sequences)
+
+
+def _stream(config: BackboneConfig, point: LayerPoint) -> Stream:
+    """Rows of one sequence, whose chunks belong to the tasks in equal parts, but for those of the
+    padding at its end."""
+    rows, chunks = point.tokens // point.row_len, point.tokens // point.chunk_len
+    positions = np.tile(np.arange(point.row_len, dtype=np.int32), (rows, 1))
+    first_tokens = np.arange(chunks) * point.chunk_len % point.row_len
+    is_owned = first_tokens < (1 - point.padding) * point.row_len
+    owners = np.where(is_owned, (np.cumsum(is_owned) - 1) * point.tasks // is_owned.sum(), -1)
+    dropout = None
+    if point.dropout:
+        dropout = Dropout(
+            rate=np.full(point.slots, _DROPOUT_RATE, np.float32),
+            key=np.arange(point.slots, dtype=np.uint32),
+            sample_id=np.repeat(np.arange(rows, dtype=np.uint32), point.row_len),
+            position=positions.reshape(-1),
+        )
+    routing = Routing(owners.astype(np.int32), np.ones(point.slots, np.float32))
+    angles = jax.jit(partial(rotary_angles, config))(positions)
+    return Stream(*angles, _segments(point), jax.device_put(Dispatch(routing, dropout)))

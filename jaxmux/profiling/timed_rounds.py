@@ -1,0 +1,70 @@
+"""Whole rounds of the engine on random tasks: what a user's step takes."""
+
+import math
+import statistics
+import time
+
+import jax
+
+from jaxmux.engine import Engine, EngineOptions
+from jaxmux.models import Backbone
+from jaxmux.planner.costs.device_profile import Measurement, RoundPoint, shape_of
+from jaxmux.planner.packing import ShapeClass
+
+from .random_tasks import in_other_names, random_task
+
+# The first compiles, the second is the first to find a round before it.
+_WARM_UP_ROUNDS = 2
+_FEWEST_ROUNDS = 5
+# More than are ever timed.
+_STEPS = 10**6
+
+
+def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Measurement:
+    """Median time of a round of one microbatch of equally many tokens of each task.
+
+    Args:
+      backbone: with `point.layers` layers.
+      seconds: to spend, compilation not counted.
+    """
+    shape = shape_of(point)
+    taken, _ = run_rounds(backbone, shape, point.tasks, point.rank, "dots", seconds)
+    return Measurement(point, taken)
+
+
+def run_rounds(
+    backbone: Backbone, shape: ShapeClass, tasks: int, rank: int, remat: str, seconds: float
+) -> tuple[float, int]:
+    """Trains random tasks whose samples, all of one length, fill every row of every microbatch.
+
+    Args:
+      shape: its rows hold as many sequences as they have room for.
+      tasks: that share each round's microbatches; a divisor of their rows, or the round has more
+        than one microbatch.
+      seconds: to spend, compilation not counted.
+
+    Returns:
+      Median seconds of a round, waited for, and its microbatches.
+    """
+    rows = math.lcm(shape.rows, tasks)
+    microbatches = rows // shape.rows
+    engine = Engine(backbone, EngineOptions(shape, remat=remat))
+    try:
+        lengths = [shape.row_len // shape.max_sequences] * (rows // tasks * shape.max_sequences)
+        task = random_task(backbone.config, "task0", lengths, len(lengths), _STEPS, rank)
+        engine.register_tasks(in_other_names(task, tasks))
+        samples: list[float] = []
+        while len(samples) < _WARM_UP_ROUNDS + _FEWEST_ROUNDS or sum(samples[1:]) < seconds:
+            start = time.perf_counter()
+            engine.train_round()
+            jax.block_until_ready(engine.state)
+            samples.append(time.perf_counter() - start)
+        engine.drain()
+        if engine.microbatches != microbatches * len(samples):
+            raise RuntimeError(
+                f"{engine.microbatches} microbatches in {len(samples)} rounds of {shape}; "
+                f"expected {microbatches} a round, all full"
+            )
+    finally:
+        engine.close()
+    return statistics.median(samples[_WARM_UP_ROUNDS:]), microbatches

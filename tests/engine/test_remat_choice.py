@@ -1,0 +1,70 @@
+"""What the engine keeps for the backward pass depends on the memory it may use."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data import Microbatch
+from jaxmux.engine.remat_choice import choose_remat
+from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable
+from jaxmux.peft import empty_pool
+
+CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
+MODULES = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, room: int):
+    """The choice for four rows of two tasks."""
+    shape = (4, row_len)
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    microbatch = Microbatch(
+        *(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers),
+        jax.ShapeDtypeStruct(shape, jnp.uint32),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
+    adapters = empty_pool(CONFIG, modules, 2, 4)
+    return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
+
+
+def test_less_memory_recomputes_more():
+    options = ForwardOptions("xla", max_sequences=2)
+
+    def chosen(room: int) -> tuple[str, ...]:
+        return remat_of(options, MODULES, 128, room)
+
+    assert chosen(2**30) == ("norms",) * 4 and chosen(0) == ("full",) * 4
+    assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
+
+
+def test_seats_of_packed_rows_take_memory():
+    """cuDNN's, which a CPU does not have: what it takes is counted all the same."""
+
+    def chosen(attention: str, seats: int) -> tuple[str, ...]:
+        options = ForwardOptions(attention, max_sequences=seats)
+        return remat_of(options, ("self_attn.q_proj",), 256, room=8 * 2**20)
+
+    assert chosen("cudnn", 1) == chosen("xla", 1) == chosen("xla", 16) == ("norms",) * 4
+    assert "norms" not in chosen("cudnn", 64)
+
+
+def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
+    make_engine, make_task, train, backbone
+):
+    def memory_for(kept: int) -> int:
+        """So much that layers may keep about `kept` bytes."""
+        engine = make_engine(make_task("one"), modules=MODULES)
+        weights, adapters = (
+            sum(x.nbytes for x in jax.tree.leaves(tree))
+            for tree in (backbone.weights, engine.state.adapters)
+        )
+        return int((weights + 4 * adapters + kept) / 0.97)
+
+    rich = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(2**32))
+    poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
+    losses = [[update.loss for update in train(engine)["one"]] for engine in (rich, poor)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert set(rich._forward.remat) == {"norms"} and set(poor._forward.remat) == {"full"}
+
+    poor.register_tasks([make_task("two", steps=1)])
+    assert poor._forward is None

@@ -1,0 +1,248 @@
+"""jaxmux's half of the comparison, run by the interpreter of the main environment.
+
+    python jaxmux_side.py forward|train FOLDER
+
+reads FOLDER/request.json and writes its results into FOLDER: adapter folders, .npz, .json. Paths in
+requests are absolute or relative to FOLDER.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmux.data import Sample, fill_microbatch, load_tokenizer
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
+from jaxmux.models import (
+    Adapters,
+    Backbone,
+    BackboneConfig,
+    ForwardOptions,
+    SlotTable,
+    head_kernel,
+    hidden_states,
+    load_backbone,
+    save_backbone,
+)
+from jaxmux.optimizers import OPTIMIZERS, Schedule
+from jaxmux.peft import (
+    Adapter,
+    Factors,
+    LoRA,
+    empty_pool,
+    export_adapter,
+    full_name,
+    import_adapter,
+    resolve_targets,
+)
+from jaxmux.planner.packing import ShapeClass, pack_round
+from jaxmux.tasks import Task
+
+# Two rows, so small that a global batch of the test tasks does not fit into one microbatch.
+SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+
+Request = dict[str, Any]
+
+
+def forward(folder: Path, request: Request) -> None:
+    """Logits of every case's prompts, packed together: `logits/<case>.npz`.
+
+    A case names a `backbone` folder to load, or a `random` configuration to make and save there.
+    Slot i runs through the imported adapter `adapters[i]`, if any, whose tensors go to
+    `tensors/<case>-<i>.npz`.
+    """
+    for name, case in request["cases"].items():
+        where = folder / case["backbone"]
+        if "random" in case:
+            backbone = random_backbone(BackboneConfig(**case["random"]))
+            save_backbone(backbone, where)
+        else:
+            backbone = load_backbone(where)
+        adapters = [import_adapter(folder / a, backbone.config) for a in case.get("adapters", [])]
+        for i, (spec, adapter) in enumerate(adapters):
+            tensors = hf_tensors(spec, adapter, backbone.config)
+            save_arrays(folder / "tensors" / f"{name}-{i}.npz", tensors)
+        logits = packed_logits(backbone, adapters, case["prompts"])
+        save_arrays(folder / "logits" / f"{name}.npz", logits)
+
+
+def train(folder: Path, request: Request) -> None:
+    """Trains the tasks together, from files to exported adapters.
+
+    Writes `batches.json` (by task, step and sample: token ids and target mask), `updates.json`,
+    `microbatches.json` (by round and microbatch, the tasks in it), the adapters `initial/<task>`,
+    `final/<task>` and `serving/<task>`, and `logits/final.npz`: those of every task's prompts
+    through its final adapter, packed beside the other tasks'.
+    """
+    backbone = load_backbone(folder / request["backbone"])
+    tokenizer = load_tokenizer(folder / request["backbone"])
+    tasks = [
+        prepare_task(make_task(t, folder), backbone.config, tokenizer) for t in request["tasks"]
+    ]
+    engine = Engine(backbone, EngineOptions(SHAPE))
+    engine.register_tasks(tasks)
+    export(engine, tasks, folder / "initial")
+
+    updates = []
+    while not engine.finished:
+        updates += engine.train_round()
+    updates += engine.drain()
+
+    export(engine, tasks, folder / "final")
+    export(engine, tasks, folder / "serving", serving=True)
+    save_json(folder / "updates.json", [u._asdict() for u in updates])
+    save_json(folder / "batches.json", {p.task.name: dump_batches(p) for p in tasks})
+    planned = tasks_by_microbatch(tasks)
+    assert engine.microbatches == sum(map(len, planned))
+    save_json(folder / "microbatches.json", planned)
+    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
+    logits = packed_logits(backbone, adapters, request["prompts"])
+    save_arrays(folder / "logits" / "final.npz", logits)
+
+
+def random_backbone(config: BackboneConfig) -> Backbone:
+    """`Backbone.random` with weights that all matter: its own are small, its norms 1, its biases
+    0."""
+    backbone = Backbone.random(config)
+    rng = np.random.default_rng(0)
+
+    def enlarge(path, leaf):
+        names = jax.tree_util.keystr(path)
+        noise = rng.standard_normal(leaf.shape).astype(np.float32)
+        if "norm" in names:
+            return leaf + 0.3 * noise
+        if "bias" in names:
+            return leaf + 0.5 * noise
+        return 8 * leaf
+
+    weights = jax.tree_util.tree_map_with_path(enlarge, backbone.weights)
+    return Backbone(config, weights, backbone.name_or_path)
+
+
+def packed_logits(
+    backbone: Backbone,
+    adapters: Sequence[tuple[LoRA, Adapter]],
+    prompts: Sequence[Sequence[Sequence[int]]],
+) -> dict[str, np.ndarray]:
+    """Logits of the prompts of all slots, packed into one microbatch, by "slot-prompt"."""
+    # A sample is read up to its last token but one.
+    batches = {
+        slot: [Sample(np.asarray([*ids, 0]), np.arange(len(ids) + 1) > 0, 0) for ids in sequences]
+        for slot, sequences in enumerate(prompts)
+    }
+    lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
+    (placements,) = pack_round(lengths, SHAPE, solver_seconds=0).microbatches()
+    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]
+    sequences_of_row = [sum(p.row == row for p in placements) for row in range(SHAPE.rows)]
+    assert min(sequences_of_row) > 1 and max(map(len, slots_of_row)) > 1, "packed too sparsely"
+    microbatch = fill_microbatch(
+        placements, batches, rows=SHAPE.rows, row_len=SHAPE.row_len, chunk_len=SHAPE.chunk_len
+    )
+    scale = np.zeros(len(prompts), np.float32)
+    scale[: len(adapters)] = [spec.scale for spec, _ in adapters]
+    slots = SlotTable(scale, np.zeros_like(scale), np.zeros(len(scale), np.uint32))
+
+    options = ForwardOptions(attention="xla", max_sequences=SHAPE.max_sequences)
+    run = jax.jit(partial(hidden_states, backbone.config, options=options))
+    lora = stack_adapters(backbone.config, adapters, len(prompts))
+    hidden, _, finite = run(backbone.weights, lora, None, microbatch, slots)
+    assert finite.all()
+    logits = np.asarray(hidden @ head_kernel(backbone.weights))
+    logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
+    return {
+        f"{p.slot}-{p.sample}": logits[p.row, p.offset : p.offset + lengths[p.slot][p.sample]]
+        for p in placements
+    }
+
+
+def stack_adapters(
+    config: BackboneConfig, adapters: Sequence[tuple[LoRA, Adapter]], slots: int
+) -> Adapters:
+    """The adapters of slots 0, 1, …, padded to the largest rank."""
+    modules = sorted({module for _, adapter in adapters for module in adapter})
+    rank = max((spec.rank for spec, _ in adapters), default=1)
+    stacked = {}
+    for module, (a, b) in empty_pool(config, modules, slots, rank).items():
+        for slot, (spec, adapter) in enumerate(adapters):
+            if module in adapter:
+                a = a.at[:, slot, :, : spec.rank].set(adapter[module].a)
+                b = b.at[:, slot, : spec.rank].set(adapter[module].b)
+        stacked[module] = Factors(a, b)
+    return stacked
+
+
+def hf_tensors(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> dict[str, np.ndarray]:
+    """The factors by PEFT's names and in its layout."""
+    tensors = {}
+    for module, layers in resolve_targets(spec.target_modules, config).items():
+        for layer in np.flatnonzero(layers):
+            name = f"base_model.model.{full_name(module, layer)}"
+            tensors[f"{name}.lora_A.weight"] = adapter[module].a[layer].T
+            tensors[f"{name}.lora_B.weight"] = adapter[module].b[layer].T
+    return tensors
+
+
+def make_task(fields: Mapping[str, Any], folder: Path) -> Task:
+    fields = dict(fields, data=str(folder / fields["data"]))
+    if "resume_from" in fields:
+        fields["resume_from"] = str(folder / fields["resume_from"])
+    optimizer = dict(fields.pop("optimizer"))
+    kind = OPTIMIZERS[optimizer.pop("kind")]
+    schedule = Schedule(**optimizer.pop("schedule"))
+    adapter = LoRA(**fields.pop("adapter"))
+    return Task(**fields, adapter=adapter, optimizer=kind(**optimizer, schedule=schedule))
+
+
+def export(
+    engine: Engine, tasks: Sequence[PreparedTask], folder: Path, serving: bool = False
+) -> None:
+    backbone = engine.backbone
+    for task in (p.task for p in tasks):
+        export_adapter(
+            folder / task.name,
+            engine.adapter(task.name),
+            task.adapter,
+            backbone.config,
+            backbone.name_or_path,
+            serving=serving,
+        )
+
+
+def dump_batches(prepared: PreparedTask) -> list[list[dict[str, list]]]:
+    return [
+        [{"ids": s.input_ids.tolist(), "target": s.target_mask.tolist()} for s in batch]
+        for batch in (prepared.batches[step] for step in range(prepared.steps))
+    ]
+
+
+def tasks_by_microbatch(tasks: Sequence[PreparedTask]) -> list[list[list[str]]]:
+    rounds = []
+    for step in range(max(p.steps for p in tasks)):
+        lengths = {
+            slot: [s.stream_length for s in p.batches[step]]
+            for slot, p in enumerate(tasks)
+            if step < p.steps
+        }
+        planned = pack_round(lengths, SHAPE, solver_seconds=0).microbatches()
+        rounds.append([sorted({tasks[p.slot].task.name for p in m}) for m in planned])
+    return rounds
+
+
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    np.savez(path, **arrays)
+
+
+def save_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+if __name__ == "__main__":
+    command, where = sys.argv[1], Path(sys.argv[2])
+    commands = {"forward": forward, "train": train}
+    commands[command](where, json.loads((where / "request.json").read_text()))

@@ -1,0 +1,110 @@
+"""A profile that ships is the source of costs where it fits, and estimates are elsewhere."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxmux.package_files import resolve_path
+from jaxmux.planner.costs.attention_memory import PackedBytes
+from jaxmux.planner.costs.cost_models import PROFILES, device_models
+from jaxmux.planner.costs.device_profile import (
+    BackboneSize,
+    LayerPoint,
+    ProfileError,
+    UpdatePoint,
+    read_profile,
+    write_profile,
+)
+from jaxmux.planner.costs.estimates import estimated_memory
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.devices import Replica
+from jaxmux.planner.packing.shape_class import ShapeClass
+
+LINEARS = {name: (64, 64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {
+    "gate_proj": (64, 128),
+    "up_proj": (64, 128),
+    "down_proj": (128, 64),
+}
+PACKED = PackedBytes.of(4, 2, 16, itemsize=2)
+SIZE = BackboneSize("Llama", 4, 64, 256, LINEARS, 10**5, 10**5, 2, {}, 10**5, PACKED)
+DEVICE = "Abacus"
+SHAPE = ShapeClass(4, 256, 64, 1)
+
+
+def price(point) -> float:
+    """A layer takes 1 ms a token, all else next to nothing."""
+    return 1e-3 * point.tokens if isinstance(point, LayerPoint) else 1e-9
+
+
+@pytest.fixture
+def ship(tmp_path, small_profile):
+    def write(*without: type, **changed) -> None:
+        size = estimated_memory(SIZE).backbone
+        whole = small_profile(size, price, peak=lambda _: 1000, row_lens=(256,), sequences=(1,))
+        found = tuple(m for m in whole.measurements if not isinstance(m.point, without))
+        profile = dataclasses.replace(whole, measurements=found, **changed)
+        write_profile(profile, tmp_path / "shipped.json")
+
+    return write
+
+
+@pytest.fixture
+def models(tmp_path):
+    def get(size: BackboneSize = SIZE, device: str = DEVICE):
+        return device_models(size, None, Replica(), device, profiles=tmp_path)
+
+    return get
+
+
+def test_without_a_profile_costs_are_estimates(models):
+    assert models().source.kind == "estimated"
+
+
+def test_the_profile_of_device_and_backbone_is_taken(ship, models, tmp_path):
+    ship()
+    found = models()
+    assert found.source.kind == "measured" and str(tmp_path / "shipped.json") in found.source.text
+    assert found.times.layer(SHAPE, (), PoolSpec(1, 8), total=512).total == pytest.approx(0.512)
+    # Another number of layers is the same backbone.
+    deep = models(dataclasses.replace(SIZE, layers=40))
+    assert deep.source.kind == "measured" and deep.times.backbone.layers == 40
+
+
+@pytest.mark.parametrize(
+    ("profile", "asked"),
+    [
+        ({"device": "Slide rule"}, {}),
+        ({"dtype": "float32"}, {}),
+        ({}, {"size": dataclasses.replace(SIZE, hidden_size=128)}),
+        ({}, {"device": "Slide rule"}),
+    ],
+    ids=["device", "dtype", "backbone", "other device"],
+)
+def test_the_profile_of_another_device_or_backbone_is_passed_over(profile, asked, ship, models):
+    ship(**profile)
+    assert models(**asked).source.kind == "estimated"
+
+
+def test_an_incomplete_profile_is_refused_not_passed_over(ship, models):
+    ship(UpdatePoint)
+    with pytest.raises(ProfileError, match="measures no 'update'"):
+        models()
+
+
+def test_profiles_that_ship_serve_their_device_and_backbone_and_no_other():
+    found = device_models(SIZE, None, Replica(), DEVICE, profiles=PROFILES)
+    assert found.source.kind == "estimated"
+    for path in Path(resolve_path(PROFILES)).glob("*.json"):
+        profile = read_profile(path)
+        size = profile.backbone
+        found = device_models(size, None, Replica(), profile.device, profile.dtype, PROFILES)
+        assert found.source.kind == "measured" and str(path) in found.source.text
+        estimate = estimated_memory(size)
+        assert found.memory.memory == profile.memory_bytes == estimate.memory
+        assert size.kept == estimate.backbone.kept
+
+
+def test_estimates_for_another_dtype_say_so(tmp_path):
+    found = device_models(SIZE, None, Replica(), dtype="float32", profiles=tmp_path)
+    assert found.source.notes == ("rates are those of bfloat16; float32 is slower",)

@@ -1,0 +1,309 @@
+"""The memory model: counted parts, the online fit, and admission."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scipy.optimize import nnls
+
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.attention_memory import PackedBytes
+from jaxmux.planner.costs.device_profile import (
+    AttentionPoint,
+    BackboneSize,
+    HeadPoint,
+    LayerPoint,
+    Measurement,
+    Profile,
+    ProfileError,
+)
+from jaxmux.planner.costs.layer_policies import split_stages
+from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, Placement, fit_memory_model
+from jaxmux.planner.costs.online_fit import OnlineFit
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.time_model import Pipeline
+from jaxmux.planner.packing import ShapeClass
+
+GIB = 2**30
+BACKBONE = BackboneSize(
+    name="LlamaForCausalLM",
+    layers=8,
+    hidden_size=256,
+    vocab_size=1000,
+    linears={"q_proj": (256, 256), "up_proj": (256, 512)},
+    layer_bytes=GIB // 8,
+    outside_bytes=GIB // 4,
+    stream_bytes=2,
+    kept={"dots": (40000.0, 100.0), "lean": (20000.0, 100.0), "full": (512.0, 0.0)},
+    head_block_bytes=GIB // 16,
+    packed=PackedBytes.of(4, 2, 64, itemsize=2),
+)
+BETA = np.array([3e7, 9e3, 2.5])
+SHAPE, POOL = ShapeClass(8, 512, 128, 1), PoolSpec(4, 16)
+
+
+def working(rows: int, row_len: int) -> float:
+    return float(BETA @ [1, rows * row_len, rows * row_len**2])
+
+
+def layer(rows: int, row_len: int, remat: str = "dots") -> Measurement:
+    tokens = rows * row_len
+    point = LayerPoint(2, tokens, row_len, 128, 1, 4, 16, 4, remat, False, True)
+    of_token, of_rank = BACKBONE.kept[remat]
+    kept = 2 * tokens * (of_token + 16 * of_rank)
+    return Measurement(point, 1.0, int(kept + working(rows, row_len)))
+
+
+@pytest.fixture(scope="module")
+def model() -> MemoryModel:
+    rows = [(1, 512), (4, 512), (16, 512), (2, 4096), (8, 256)]
+    measured = (*(layer(*r) for r in rows), layer(4, 512, "full"))
+    return fit_memory_model(Profile("test", 4 * GIB, "bfloat16", {}, BACKBONE, measured))
+
+
+def rows_of(rng: np.random.Generator, count: int) -> np.ndarray:
+    tokens = rng.integers(1, 64, count) * 512
+    return np.stack([np.ones(count), tokens, tokens * 2.0 ** rng.integers(6, 14, count)], axis=1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_online_fit_is_the_batch_fit(seed):
+    rng = np.random.default_rng(seed)
+    x = rows_of(rng, 12)
+    # Signs such that some coefficients end at zero.
+    y = x @ (BETA * rng.choice([-1, 1, 1], 3)) + rng.normal(0, 1e8, 12)
+    fit = OnlineFit.of_features(3)
+    for i, (row, value) in enumerate(zip(x, y, strict=True), start=1):
+        fit = fit.observe(row, value)
+        if i >= 6:
+            size = np.linalg.norm(x[:i], axis=0)
+            batch = nnls(x[:i] / size, y[:i])[0] / size
+            np.testing.assert_allclose(
+                fit.coefficients(), batch, rtol=1e-5, atol=1e-9 * batch.max()
+            )
+    assert fit.observations == 12 and (fit.coefficients() >= 0).all()
+
+
+def test_online_fit_recovers_its_model_and_weighs_observations():
+    rng = np.random.default_rng(0)
+    fit = OnlineFit.of_features(3)
+    for row in rows_of(rng, 8):
+        fit = fit.observe(row, BETA @ row)
+    np.testing.assert_allclose(fit.coefficients(), BETA, rtol=1e-6)
+    one = np.ones(1)
+    mean = OnlineFit.of_features(1).observe(one, 1.0, weight=3.0).observe(one, 5.0)
+    assert mean.predict(one) == pytest.approx(2)
+
+
+def test_features_that_cannot_be_told_apart_are_of_the_lowest_order():
+    fit = OnlineFit.of_features(3)
+    for tokens in (512, 1024, 4096):
+        fit = fit.observe(np.array([1.0, tokens, tokens * 512]), 100.0 * tokens)
+    constant, linear, square = fit.coefficients()
+    assert linear == pytest.approx(100, rel=0.02) and square < 0.02 * 100 / 512
+    assert OnlineFit.of_features(3).predict(np.ones(3)) == 0
+
+
+def test_fit_recovers_what_passes_need(model):
+    np.testing.assert_allclose(model.working.coefficients(), BETA, rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "lean", "full"])
+def test_peak_is_weights_state_kept_values_and_workspace(model, remat):
+    parameters = 8 * 4 * 16 * (512 + 768)
+    of_token, of_rank = BACKBONE.kept[remat]
+    expected = (
+        BACKBONE.weight_bytes
+        + 16 * parameters
+        + 8 * 4096 * (of_token + 16 * of_rank)
+        + working(8, 512)
+    )
+    assert model.peak(SHAPE, POOL, remat) == pytest.approx(expected, rel=1e-5)
+
+
+def test_stages_divide_all_but_what_a_pass_needs(model):
+    whole = model.peak(SHAPE, POOL, "dots")
+    staged = model.peak(SHAPE, POOL, "dots", Placement(stages=4, in_flight=4))
+    kept = 8 * model.kept(4096, 16, "dots")
+    assert whole - staged == pytest.approx(0.75 * model.resident(POOL))
+    assert model.peak(SHAPE, POOL, "dots", Placement(stages=4)) == pytest.approx(
+        staged - 0.75 * kept
+    )
+
+
+def test_tensor_parallelism_divides_what_lies_between_the_linears(model):
+    """Of what layers keep, the stream before and behind attention is whole on every device."""
+    tokens, rank = 4096, 16
+    size = model.backbone
+    one, four = (model.kept(tokens, rank, "dots", tp) for tp in (1, 4))
+    stream = tokens * 2 * size.hidden_size * size.stream_bytes
+    of_rank = tokens * rank * size.kept["dots"][1]
+    assert one == pytest.approx(model.kept(tokens, rank, "dots"))
+    assert four == pytest.approx(stream + of_rank + (one - stream - of_rank) / 4)
+    assert model.kept(tokens, rank, "full", 4) == model.kept(tokens, rank, "full")
+
+
+def test_norms_of_the_stream_are_whole_on_every_device(model):
+    """They are the inputs of column-parallel linears: two a layer, of 256 values of 2 bytes."""
+    kept = {"norms": (41024.0, 100.0), **BACKBONE.kept}
+    model = dataclasses.replace(model, backbone=dataclasses.replace(BACKBONE, kept=kept))
+    for tp in (1, 2, 8):
+        norms, dots = (model.kept(4096, 16, remat, tp) for remat in ("norms", "dots"))
+        assert norms - dots == pytest.approx(4096 * 2 * 256 * 2)
+    assert dots == pytest.approx(4096 * (1024 + (40000 - 1024) / 8 + 16 * 100))
+
+
+def test_uneven_stages_need_what_the_fullest_needs(model):
+    """Eight layers on three stages: 3, 3 and 2."""
+    of_layer = GIB / 8 + 16 * 4 * 16 * (512 + 768)
+    resident = (3 * of_layer + GIB / 4 / 3) / 2
+    placement = Placement(stages=3, tp=2, in_flight=5)
+    assert model.resident(POOL, placement) == pytest.approx(resident)
+    dots, full = (model.kept(4096, 16, remat, tp=2) for remat in ("dots", "full"))
+    needed = resident + working(8, 512)
+    peak = model.peak(SHAPE, POOL, "dots", placement)
+    assert peak == pytest.approx(needed + 5 * 3 * dots, rel=1e-5)
+    mixed = ("full", "full", "dots", "dots", "full", "dots", "full", "full")
+    peak = model.peak(SHAPE, POOL, mixed, placement)
+    assert peak == pytest.approx(needed + 5 * (2 * dots + full), rel=1e-5)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_stage_has_the_same_mixture_of_policies(model, stages):
+    placement = Placement(stages=stages, in_flight=stages)
+    dots, lean = (model.kept(4096, 16, remat) for remat in ("dots", "lean"))
+    fullest = -(-8 // stages)
+    room = stages * (fullest * lean + 1.5 * (dots - lean))
+    memory = (model.resident(POOL, placement) + 1.25 * dots + room) / USABLE
+    tight = dataclasses.replace(model, memory=int(memory))
+    policies = tight.policies(SHAPE, POOL, placement)
+    split = split_stages(policies, Pipeline(stages).layers(8))
+    assert all(stage == split[0][-len(stage) :] for stage in split)
+    assert split[0] == ("lean",) * (fullest - 1) + ("dots",)
+    assert [len(stage) for stage in split] == Pipeline(stages).layers(8)
+    assert tight.peak(SHAPE, POOL, policies, placement) <= USABLE * tight.memory
+
+
+def test_engine_policies_fill_the_memory(model):
+    tight = dataclasses.replace(model, memory=int(2.6 * GIB))
+    policies = tight.policies(SHAPE, POOL)
+    assert policies == tuple(sorted(policies, key=list(BACKBONE.kept).index, reverse=True))
+    assert len(set(policies)) == 2
+    peaks = [one.peak(SHAPE, POOL) for one in (tight, model)]
+    assert peaks[0] < peaks[1] == model.peak(SHAPE, POOL, "dots")
+    assert model.policies(SHAPE, POOL) == ("dots",) * 8
+
+
+def test_observations_correct_the_model(model):
+    shapes = [ShapeClass(rows, 512, 128, 1) for rows in (2, 4, 8, 16)]
+    true = {shape: 1.1 * model.peak(shape, POOL, "dots") for shape in shapes}
+    seen = model
+    for shape in shapes[:3]:
+        seen = seen.observe(shape, POOL, "dots", int(true[shape]))
+    before, after = (
+        abs(m.peak(shapes[3], POOL, "dots") / true[shapes[3]] - 1) for m in (model, seen)
+    )
+    assert after < 0.02 < before
+
+
+def test_what_fits_is_admitted(model):
+    assert model.fits(SHAPE, POOL)
+    model.require(SHAPE, POOL)
+    assert model.peak(SHAPE, POOL, "full") <= USABLE * model.memory
+
+
+def test_error_names_the_smallest_change_that_fits(model):
+    pool = PoolSpec(64, 256)
+    shape = ShapeClass(16, 512, 128, 1)
+    assert not model.fits(shape, pool)
+    with pytest.raises(PlanningError, match="64 slots of rank 256 with 8192 tokens") as error:
+        model.require(shape, pool)
+    slots = max(t for t in range(1, 64) if model.fits(shape, pool._replace(slots=t)))
+    ranks = max(r for r in range(1, 256) if model.fits(shape, pool._replace(rank=r)))
+    stages = min(s for s in range(2, 9) if model.fits(shape, pool, Placement(stages=s)))
+    text = str(error.value)
+    assert f"at most {slots} slots or ranks of at most {ranks}" in text
+    assert f"{stages} pipeline stages" in text
+    long = ShapeClass(1024, 512, 128, 1)
+    tokens = 512 * max(r for r in range(1, 1024) if model.fits(ShapeClass(r, 512, 128, 1), POOL))
+    with pytest.raises(PlanningError, match=f"at most {tokens} tokens a microbatch"):
+        model.require(long, POOL)
+
+
+def test_hopeless_demand_says_so(model):
+    tiny = dataclasses.replace(model, memory=1000)
+    with pytest.raises(PlanningError, match="no single change"):
+        tiny.require(SHAPE, POOL)
+
+
+def test_head_counts_where_it_needs_more(model):
+    head = Measurement(HeadPoint(2048), 1.0, 5 * GIB)
+    profile = Profile("test", GIB, "bfloat16", {}, BACKBONE, (layer(4, 512), head))
+    shape = ShapeClass(4, 512, 128, 1)
+    rest = fit_memory_model(profile).resident(POOL) + 8 * model.kept(2048, 16, "dots")
+    assert fit_memory_model(profile).peak(shape, POOL, "dots") - rest == pytest.approx(5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "measured", "message"),
+    [(None, (layer(4, 512),), "memory_bytes is null"), (GIB, (), "no peak_bytes of an adapted")],
+)
+def test_profile_without_memory_is_refused(memory, measured, message):
+    with pytest.raises(ProfileError, match=message):
+        fit_memory_model(Profile("test", memory, "bfloat16", {}, BACKBONE, measured))
+    known = Profile("test", None, "bfloat16", {}, BACKBONE, (layer(4, 512),))
+    assert fit_memory_model(known, memory=GIB).memory == GIB
+
+
+def test_unknown_policy_and_optimizer_are_named(model):
+    with pytest.raises(ProfileError, match="no remat policy 'some'; known: dots, lean, full"):
+        model.peak(SHAPE, POOL, "some")
+    with pytest.raises(PlanningError, match="unknown kind 'adafactor'; known: adamw"):
+        model.peak(SHAPE, POOL._replace(optimizer="adafactor"), "dots")
+
+
+def test_rows_of_several_sequences_need_room_for_every_seat():
+    """As cuDNN takes it: measured in rows from 512 tokens on, not in shorter ones."""
+    packed = BACKBONE.packed
+
+    def attention(row_len: int, seats: int) -> Measurement:
+        taken = packed.needed_by(2048, seats) if row_len >= 512 else 0
+        return Measurement(AttentionPoint(2048, row_len, 128, seats, True), 1.0, int(1e6 + taken))
+
+    points = [attention(row_len, seats) for row_len in (128, 512, 1024) for seats in (1, 16)]
+    measured = (layer(4, 512), layer(16, 512), *points)
+    model = fit_memory_model(Profile("test", 16 * GIB, "bfloat16", {}, BACKBONE, measured))
+    # What there is between 128 and 512 was not measured.
+    assert model.packed_from == 256
+
+    def peak(row_len: int, seats: int, remat: str) -> float:
+        return model.peak(ShapeClass(8192 // row_len, row_len, 128, seats), POOL, remat)
+
+    assert peak(128, 32, "dots") == peak(128, 1, "dots")
+    kept = 8 * 8192 * (packed.kept + 32 * packed.kept_seat)
+    # Large enough that nothing else that a pass needs counts.
+    needed = 8192 * 32 * packed.working_seat - working(16, 512)
+    for remat, extra in (("dots", kept + needed), ("full", needed)):
+        more = peak(512, 32, remat) - peak(512, 1, remat)
+        assert more == pytest.approx(extra, rel=1e-3)
+
+
+def test_a_peak_of_packed_attention_says_nothing_of_other_rows(model):
+    packed = dataclasses.replace(model, packed_from=512)
+    shape, alone = ShapeClass(8, 512, 128, 64), ShapeClass(8, 512, 128, 1)
+    predicted, before = (packed.peak(s, POOL, "dots") for s in (shape, alone))
+    for nearly in (0.99, 1.005):
+        same = packed.observe(shape, POOL, "dots", int(nearly * predicted))
+        assert same.peak(alone, POOL, "dots") == before
+    # More than attention needs was something else.
+    more = packed.observe(shape, POOL, "dots", int(1.2 * predicted))
+    assert more.peak(shape, POOL, "dots") > predicted
+
+
+def test_less_is_kept_where_attention_takes_memory(model):
+    shape = ShapeClass(8, 512, 128, 64)
+    little = dataclasses.replace(model, memory=3 * GIB)
+    packed = dataclasses.replace(little, packed_from=512)
+    policies = [m.policies(shape, POOL) for m in (little, packed)]
+    assert policies[0] != policies[1]
+    assert packed.peak(shape, POOL) <= USABLE * packed.memory < little.memory

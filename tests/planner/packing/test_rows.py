@@ -1,0 +1,138 @@
+"""Rows of runs in turn: heuristics and the mixed-integer program beside exhaustive search."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from jaxmux.planner.packing.exact_rows import solve_rows
+from jaxmux.planner.packing.rows import (
+    RowShape,
+    fill_rows,
+    fill_rows_greedily,
+    last_chunks,
+    least_rows,
+    row_chunks,
+)
+from jaxmux.planner.packing.spans import Span
+
+ROW = RowShape(chunks=8, seats=6, block=1)
+
+
+def random_queues(seed: int) -> dict[int, tuple[Span, ...]]:
+    """Up to four tasks; some of runs of one length, some with crowded ones."""
+    rng = np.random.default_rng(seed)
+    queues = {}
+    for slot in range(rng.integers(1, 5)):
+        longest = int(rng.choice([2, 5, 8]))
+        crowd = int(rng.choice([1, 1, 3]))
+        queues[slot] = tuple(
+            Span(
+                (),
+                int(rng.integers(max(1, longest // 2), longest + 1)),
+                int(rng.integers(crowd) + 1),
+            )
+            for _ in range(rng.integers(1, 4))
+        )
+    return queues
+
+
+def next_states(queues, state, shape) -> set[tuple[int, ...]]:
+    """All that may have been laid down after one more row."""
+    choices = [range(at, len(queue) + 1) for at, queue in zip(state, queues.values(), strict=True)]
+    found = []
+    # Whoever has laid down more of every task has no less to choose from: leave the others out.
+    for then in sorted(product(*choices), key=sum, reverse=True):
+        if any(all(map(int.__le__, then, other)) for other in found):
+            continue
+        taken = [
+            run
+            for at, to, queue in zip(state, then, queues.values(), strict=True)
+            for run in queue[at:to]
+        ]
+        chunks, seats = sum(run.chunks for run in taken), sum(run.seats for run in taken)
+        if chunks <= shape.chunks and seats <= shape.seats:
+            found.append(then)
+    return set(found)
+
+
+def fewest_rows(queues, shape, start=None) -> int:
+    states = {start or (0,) * len(queues)}
+    end = tuple(map(len, queues.values()))
+    rows = 0
+    while end not in states:
+        states = set().union(*(next_states(queues, state, shape) for state in states))
+        rows += 1
+    return rows
+
+
+def least_chunks_from(queues, shape, rows: int, last: int) -> int:
+    """Fewest chunks in the rows from `last` on, of `rows` in all."""
+    states = {(0,) * len(queues)}
+    for _ in range(last):
+        states = set().union(*(next_states(queues, state, shape) for state in states))
+    left = {
+        state: sum(r.chunks for at, q in zip(state, queues.values(), strict=True) for r in q[at:])
+        for state in states
+    }
+    return min(
+        chunks for state, chunks in left.items() if fewest_rows(queues, shape, state) <= rows - last
+    )
+
+
+def assert_legal(queues, rows, shape):
+    position = dict.fromkeys(queues, 0)
+    for row in rows:
+        taken = []
+        for slot, count in row.items():
+            taken += queues[slot][position[slot] : position[slot] + count]
+            position[slot] += count
+        assert sum(run.chunks for run in taken) <= shape.chunks
+        assert sum(run.seats for run in taken) <= shape.seats
+    assert position == {slot: len(queue) for slot, queue in queues.items()}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_lie_between_the_bound_and_greedy_and_close_to_the_optimum(seed):
+    queues = random_queues(seed)
+    greedy, full = fill_rows_greedily(queues, ROW), fill_rows(queues, ROW, height=1)
+    for rows in (greedy, full):
+        assert_legal(queues, rows, ROW)
+    optimum = fewest_rows(queues, ROW)
+    assert least_rows(queues, ROW) <= optimum <= len(full) <= len(greedy)
+    assert len(full) <= optimum + 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_program_finds_the_fewest_rows_and_the_least_full_last_ones(seed):
+    queues = random_queues(seed)
+    optimum = fewest_rows(queues, ROW)
+    for last in {optimum - 1, max(0, optimum - 2)}:
+        answer = solve_rows(queues, ROW, optimum, last, seconds=20)
+        assert_legal(queues, answer.rows, ROW)
+        least = least_chunks_from(queues, ROW, optimum, last)
+        assert sum(row_chunks(queues, answer.rows + [{}] * optimum)[last:]) == least
+        assert answer.least_last == least
+    if optimum > 1:
+        refused = solve_rows(queues, ROW, optimum - 1, 0, seconds=20)
+        assert refused.rows is None and refused.infeasible
+
+
+def test_equal_runs_of_a_task_are_one_group_for_the_solver():
+    """Thousands of assignments, a handful of variables: solved in no time."""
+    queues = {0: (Span((), 3, 1),) * 40, 1: (Span((), 2, 1),) * 20}
+    answer = solve_rows(queues, ROW, 20, 19, seconds=20)
+    assert_legal(queues, answer.rows, ROW)
+    assert len(answer.rows) == 20 == least_rows(queues, ROW)
+
+
+def test_a_program_too_large_for_its_time_is_not_begun():
+    queues = {slot: (Span((), 1 + slot % 3, 1), Span((), 4, 2)) * 40 for slot in range(8)}
+    answer = solve_rows(queues, ROW, 300, 299, seconds=0.01)
+    assert answer == (None, False, 0)
+
+
+def test_last_microbatch_counts_only_its_own_rows():
+    queues = {0: (Span((), 8, 1),) * 5}
+    rows = fill_rows(queues, ROW, height=2)
+    assert [last_chunks(queues, rows, height) for height in (1, 2, 3, 5)] == [8, 8, 16, 40]

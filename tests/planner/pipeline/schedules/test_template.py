@@ -1,0 +1,112 @@
+"""MuxTune's structured template: its rules, Appendix A's theorem, and long streams with and without
+the head on the last stage."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxmux.planner.pipeline.schedules import (
+    one_forward_one_backward,
+    round_robin_microbatches,
+    simulate_asynchronous,
+    simulate_lockstep,
+    template,
+    template_order,
+    uniform_workload,
+    validate,
+)
+
+
+def random_buckets(rng: np.random.Generator):
+    """Latencies up to 50 times apart, often equal, with one or different job counts a bucket."""
+    buckets = int(rng.integers(1, 6))
+    latencies = 1 + rng.random(buckets) * rng.choice([0.2, 1, 5, 50])
+    if rng.random() < 0.3:
+        latencies = np.rint(latencies)
+    same = rng.random() < 0.5
+    counts = np.full(buckets, rng.integers(1, 7)) if same else rng.integers(1, 7, buckets)
+    return latencies, counts, int(rng.integers(1, 7))
+
+
+def test_theorem_2_last_stage_keeps_busy_in_lockstep(bucket_load):
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        latencies, counts, stages = random_buckets(rng)
+        load = bucket_load(latencies, counts, stages)
+        schedule = template(load)
+        busy = np.flatnonzero((schedule.forward_mb[-1] >= 0) | (schedule.backward_mb[-1] >= 0))
+        assert len(busy) == busy[-1] - busy[0] + 1
+        work = float(2 * (latencies * counts).sum())
+        makespan = simulate_lockstep(schedule, load.reorder(template_order(load))).makespan
+        assert makespan <= (2 * (stages - 1) * latencies.max() + work) * (1 + 1e-9)
+        if len(set(latencies)) == 1:
+            assert makespan == pytest.approx(2 * (stages - 1) * latencies[0] + work)
+
+
+def test_theorem_2_last_stage_keeps_busy_when_stages_run_free(bucket_load):
+    rng = np.random.default_rng(1)
+    for _ in range(1000):
+        latencies, counts, stages = random_buckets(rng)
+        load = bucket_load(latencies, counts, stages)
+        schedule = template(load, "asynchronous")
+        simulation = simulate_asynchronous(schedule, load.reorder(template_order(load)))
+        span = simulation.backward_end[-1].max() - simulation.forward_start[-1].min()
+        assert span == pytest.approx(2 * (latencies * counts).sum())
+
+
+def test_theorem_2_fails_without_descending_order(bucket_load):
+    """Figure 22 (e): the longest microbatches in the middle make the last stage wait."""
+    load = bucket_load([1.0, 4.0, 1.0], [2, 2, 2], stages=3)
+    simulation = simulate_asynchronous(one_forward_one_backward(load), load)
+    span = simulation.backward_end[-1].max() - simulation.forward_start[-1].min()
+    assert span > 2 * 12 + 0.5
+
+
+def test_buckets_descend_and_stay_together_in_every_round():
+    load = uniform_workload(round_robin_microbatches(3, 2, microbatches=2), [1.0] * 2, [1.0] * 2)
+    scale = np.array([1.0, 3.0, 2.0])[[job.bucket for job in load.jobs], None]
+    load = dataclasses.replace(load, forward=load.forward * scale, backward=load.backward * scale)
+    jobs = template(load).jobs
+    assert [(job.steps[0], job.bucket) for job in jobs] == [
+        (step, bucket) for step in (0, 1) for bucket in (1, 2, 0) for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 7])
+def test_launches_as_eagerly_as_memory_allows(limit, bucket_load):
+    load = bucket_load([1.0], [20], stages=4)
+    schedule = template(dataclasses.replace(load, buffer_limit=(limit,) * 4))
+    validate(schedule, (limit,) * 4)
+    assert schedule.peak_buffers()[0] == limit
+
+
+TASKS, STEPS, MICROBATCHES, STAGES = 4, 8, 5, 4
+
+
+def stream_ratio(stage_times, generate) -> float:
+    """Bubble ratio of 160 microbatches, warm-up and drain included."""
+    jobs = round_robin_microbatches(TASKS, STEPS, MICROBATCHES)
+    load = uniform_workload(jobs, stage_times, np.asarray(stage_times) * 1.15)
+    schedule = generate(load)
+    validate(schedule)
+    return simulate_lockstep(schedule, load).bubble_ratio()
+
+
+def test_a_stream_without_flush_stays_under_5_percent_bubbles():
+    assert stream_ratio([1.0] * STAGES, template) <= 0.05
+
+
+def test_head_on_the_last_stage_costs_its_imbalance_and_split_over_stages_nothing():
+    on_last = [1.0, 1.0, 1.0, 1.2]
+    floor = 1 - sum(on_last) / (STAGES * max(on_last))
+    assert floor == pytest.approx(0.125)
+    assert floor <= stream_ratio(on_last, template) <= 0.15
+    assert stream_ratio([sum(on_last) / STAGES] * STAGES, template) <= 0.05
+
+
+def test_a_single_task_must_flush_between_its_global_batches():
+    jobs = round_robin_microbatches(1, 10, microbatches=4)
+    load = uniform_workload(jobs, [1.0] * STAGES, [1.0] * STAGES)
+    ratio = simulate_lockstep(one_forward_one_backward(load), load).bubble_ratio()
+    assert ratio == pytest.approx((STAGES - 1) / (4 + STAGES - 1))

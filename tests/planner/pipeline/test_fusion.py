@@ -1,0 +1,93 @@
+"""Task fusion finds the best contiguous partition, in the recurrence's own terms."""
+
+import time
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from jaxmux.planner.errors import PlanningError
+from jaxmux.planner.pipeline.fusion import fuse_ranges, fuse_tasks, fusions
+
+
+def pipeline_latency(tokens, stages: int, microbatches: int = 4):
+    """MuxTune Eq. 3-4 in small: operators saturate, so that batching small tasks is nearly free."""
+    speed = np.linspace(1.0, 1.3, stages)
+
+    def latency(htask) -> float:
+        total = sum(tokens[task] for task in htask)
+        stage = speed * (max(total, 900) + 60 * len(htask)) * 1e-6
+        return 2 * stage[:-1].sum() + 2 * microbatches * stage.max()
+
+    return latency
+
+
+def best_partitions(costs: np.ndarray, stages: int) -> dict[int, float]:
+    """By number of hTasks, F of the best of all contiguous partitions."""
+    tasks = len(costs)
+    best = dict.fromkeys(range(1, tasks + 1), np.inf)
+    for parts in range(tasks):
+        for cuts in combinations(range(1, tasks), parts):
+            edges = [0, *cuts, tasks]
+            first, *rest = [costs[i, k - 1] for i, k in zip(edges, edges[1:], strict=False)]
+            best[parts + 1] = min(best[parts + 1], first + sum(rest) / stages)
+    return best
+
+
+@pytest.mark.parametrize("tasks", range(1, 10))
+@pytest.mark.parametrize("seed", range(6))
+def test_fusion_equals_the_best_of_all_contiguous_partitions(tasks, seed):
+    rng = np.random.default_rng([tasks, seed])
+    stages = int(rng.integers(1, 9))
+    costs = rng.uniform(0.1, 1, (tasks, tasks)).cumsum(axis=1)
+    if seed % 2:
+        costs[rng.random(costs.shape) < 0.4] = np.inf
+        np.fill_diagonal(costs, rng.uniform(0.1, 1, tasks))
+    found = fuse_ranges(costs, stages)
+    possible = {n: f for n, f in best_partitions(costs, stages).items() if np.isfinite(f)}
+    assert {len(ranges): total for ranges, total in found} == pytest.approx(possible)
+    for ranges, total in found:
+        assert [task for i, k in ranges for task in range(i, k + 1)] == list(range(tasks))
+        first, *rest = [costs[i, k] for i, k in ranges]
+        assert total == pytest.approx(first + sum(rest) / stages)
+
+
+def test_htasks_are_contiguous_in_tokens():
+    tokens = [512, 64, 2048, 64, 128, 4096, 96]
+    plan = fuse_tasks(tokens, pipeline_latency(tokens, 4), stages=4)
+    in_order = [tokens[task] for htask in plan.htasks for task in htask]
+    assert in_order == sorted(tokens)
+    assert 1 < len(plan.htasks) < len(tokens)
+
+
+def test_every_number_of_htasks_has_its_best_partition():
+    tokens = [512, 64, 2048, 64, 128, 4096, 96]
+    latency = pipeline_latency(tokens, 4)
+    found = fusions(tokens, latency, stages=4)
+    assert [len(fusion.htasks) for fusion in found] == list(range(1, 8))
+    assert fuse_tasks(tokens, latency, stages=4) in found
+
+
+def test_an_htask_beyond_memory_is_never_formed():
+    tokens = [100] * 8
+    plan = fuse_tasks(tokens, lambda htask: 1.0, stages=2, fits=lambda htask: len(htask) <= 3)
+    assert max(map(len, plan.htasks)) <= 3
+    assert len(plan.htasks) == 3
+
+
+def test_a_task_that_fits_nowhere_is_named():
+    with pytest.raises(PlanningError, match="task 1 with 900 tokens"):
+        fuse_tasks([10, 900], lambda htask: 1.0, 2, fits=lambda htask: 1 not in htask)
+
+
+def test_no_tasks_are_refused():
+    with pytest.raises(PlanningError, match="no tasks"):
+        fuse_tasks([], lambda htask: 1.0, 2)
+
+
+def test_64_tasks_take_less_than_a_second():
+    tokens = np.random.default_rng(0).integers(64, 4096, 64).tolist()
+    start = time.process_time()
+    plan = fuse_tasks(tokens, pipeline_latency(tokens, 8), stages=8)
+    assert time.process_time() - start < 1
+    assert sorted(task for htask in plan.htasks for task in htask) == list(range(64))

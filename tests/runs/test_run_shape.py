@@ -1,0 +1,204 @@
+"""The shape class of a run: chosen over all its rounds, by the device's costs, and kept."""
+
+import dataclasses
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
+from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.engine import PreparedTask
+from jaxmux.engine.backbone_size import size_of
+from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, write_profile
+from jaxmux.planner.costs.estimates import estimated_memory
+from jaxmux.planner.packing.shape_choice import ShapeRequest
+from jaxmux.planner.pipeline.make_plan import TaskLoad, make_plan
+from jaxmux.planner.pipeline.plan_value import CostSource
+from jaxmux.runs import run
+from jaxmux.runs import run_shape as shape
+from jaxmux.runs.run_shape import BatchLengths, best_shape, choose_run_shape, run_costs
+
+pytestmark = pytest.mark.xdist_group("resume")
+
+CONFIG = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+)
+# Seconds of a layer for each token; of a token of attention, by whether rows hold several.
+LAYER, DENSE, PACKED = 1e-6, 1e-7, 5e-6
+
+
+def prepared(name: str, lengths, batch_size: int = 16, steps: int = 100) -> PreparedTask:
+    ids = [np.zeros(length + 1, np.int32) for length in lengths]
+    samples = [Sample(tokens, np.arange(len(tokens)) > 0, i) for i, tokens in enumerate(ids)]
+    return PreparedTask(
+        task=Task(name, "none", LoRA(4), AdamW(), batch_size=batch_size, steps=steps),
+        targets={"self_attn.q_proj": np.ones(4, bool)},
+        adapter={},
+        samples=Samples(samples, len(samples), 0, 0),
+        batches=GlobalBatches(samples, batch_size, seed=0),
+        steps=steps,
+        eval_samples=[],
+    )
+
+
+@pytest.fixture
+def tasks() -> list[PreparedTask]:
+    rng = np.random.default_rng(0)
+    short = rng.integers(40, 64, 200)
+    return [prepared("short", short), prepared("long", rng.integers(60, 120, 200), steps=40)]
+
+
+def price(point) -> float:
+    match point:
+        case UpdatePoint():
+            return 1e-6
+        case AttentionPoint():
+            return (DENSE if point.max_sequences == 1 else PACKED) * point.tokens
+        case _:
+            return LAYER * point.tokens
+
+
+@pytest.fixture
+def ship(tmp_path, monkeypatch, small_profile):
+    """Makes a profile of this machine's device the only one that ships."""
+    monkeypatch.setattr(shape, "PROFILES", str(tmp_path))
+
+    def write(config=CONFIG, dtype="float32", device="cpu") -> None:
+        size = estimated_memory(size_of(config, jnp.dtype(dtype))).backbone
+        made = {"device": device, "dtype": dtype, "tokens": (512, 2048), "rank": 4}
+        profile = small_profile(size, price, peak=lambda _: 1000, **made)
+        write_profile(profile, tmp_path / "profile.json")
+
+    return write
+
+
+def chosen(tasks, **given):
+    return choose_run_shape(tasks, run_costs(tasks, CONFIG, jnp.float32), 2048, **given)
+
+
+def load(task: PreparedTask) -> TaskLoad:
+    """As a plan has the task."""
+    lengths = [s.stream_length for s in task.samples.samples]
+    batches = BatchLengths(task.batches, task.steps)
+    size, held_out = task.task.batch_size, [s.stream_length for s in task.eval_samples]
+    return TaskLoad(task.task.name, task.pool, size, task.steps, lengths, batches, held_out)
+
+
+def test_an_engine_of_ones_own_gets_the_same_shape_class(tasks):
+    backbone = Backbone.random(CONFIG)
+    assert best_shape(tasks, backbone, 2048) == chosen(tasks).alignment.shape
+    with pytest.raises(PlanningError, match="no tasks"):
+        best_shape([], backbone)
+
+
+def test_lengths_of_batches_are_those_of_every_step(tasks):
+    lengths = BatchLengths(tasks[1].batches, tasks[1].steps)
+    assert len(lengths) == 40
+    assert lengths[39] == [s.stream_length for s in tasks[1].batches[39]]
+    with pytest.raises(IndexError, match="step 40 of 40"):
+        lengths[40]
+
+
+@pytest.mark.parametrize("batch_size", [4, 16, 300])
+@pytest.mark.parametrize("least_chunk_len", [64, 128])
+def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size, least_chunk_len):
+    rng = np.random.default_rng(batch_size)
+    # Short samples first: the first rounds tell little of the others.
+    tasks = [
+        prepared("short", rng.integers(40, 64, 400), batch_size, steps=5),
+        prepared("long", rng.integers(60, 500, 400), batch_size),
+    ]
+    costs = run_costs(tasks, CONFIG, jnp.float32)._replace(least_chunk_len=least_chunk_len)
+    request = ShapeRequest(2048, least_chunk_len=least_chunk_len)
+    source = CostSource("estimated", "a test", "cpu", 2**34)
+    plan = make_plan([load(task) for task in tasks], request, costs.mesh, source, rounds=2)
+    assert plan.shape == choose_run_shape(tasks, costs, 2048).alignment.shape
+
+
+def test_choice_is_no_worse_than_the_plain_rule_and_says_why(tasks):
+    choice = chosen(tasks)
+    assert choice == chosen(tasks)
+    assert choice.alignment.seconds < choice.plain.seconds
+    assert choice.alignment.padding < choice.plain.padding
+    (line,) = str(choice).splitlines()
+    assert "estimated for NVIDIA H200" in line and "the plain rule: 16 rows of 128" in line
+    assert f"{choice.alignment.padding:.0%} padding" in line
+
+
+def test_both_lengths_given_leave_nothing_to_choose(tasks):
+    choice = chosen(tasks, row_len=256, chunk_len=128)
+    chosen_shape = choice.alignment.shape
+    assert chosen_shape == dataclasses.replace(
+        choice.plain.shape, max_sequences=chosen_shape.max_sequences
+    )
+    assert (choice.plain.shape.row_len, choice.plain.shape.tokens) == (256, 2048)
+    assert "rule" not in str(choice)
+
+
+def test_held_out_samples_fit_a_row_too(tasks):
+    held_out = prepared("long", [500]).samples.samples
+    wider = [tasks[0], dataclasses.replace(tasks[1], eval_samples=held_out)]
+    assert chosen(wider).alignment.shape.row_len >= 500
+
+
+def test_costs_are_those_of_a_profile_of_this_device_and_backbone(tasks, ship):
+    assert chosen(tasks).alignment.shape.max_sequences > 1
+    ship()
+    choice = chosen(tasks)
+    assert "measured for cpu" in str(choice)
+    # Here packed attention costs more than the padding that it saves.
+    assert choice.alignment.shape.max_sequences == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"config": dataclasses.replace(CONFIG, intermediate_size=1024)},
+        {"dtype": "bfloat16"},
+        {"device": "NVIDIA H200"},
+    ],
+    ids=["backbone", "dtype", "device"],
+)
+def test_profile_of_something_else_is_not_used(tasks, ship, other):
+    ship(**other)
+    assert "estimated" in chosen(tasks).source
+
+
+def test_run_goes_on_in_its_shape_class(train, make_task, tmp_path, monkeypatch, adapter_bytes):
+    """Also where today's choice would be another."""
+    task = make_task("a", steps=4, batch_size=14)
+    options = {"row_len": None, "chunk_len": None, "checkpoint_every": 2}
+    train(tmp_path / "whole", task, **options)
+
+    train_round = Engine.train_round
+
+    def train_round_and_stop(engine, stop):
+        if engine.rounds == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return train_round(engine, stop)
+
+    monkeypatch.setattr(Engine, "train_round", train_round_and_stop)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "stopped", task, **options)
+
+    def choose_otherwise(*_):
+        raise AssertionError("chosen again")
+
+    monkeypatch.setattr(Engine, "train_round", train_round)
+    monkeypatch.setattr(run, "choose_run_shape", choose_otherwise)
+    train(tmp_path / "stopped", task, **options)
+    found, expected = (adapter_bytes(tmp_path / d / "adapters") for d in ("stopped", "whole"))
+    assert found == expected
+    with pytest.raises(AssertionError, match="chosen again"):
+        train(tmp_path / "stopped", task, restart=True, **options)
