@@ -1,10 +1,12 @@
-"""Data: sources, tokenization, per-task global batches, packing into microbatches, and running
-ahead of the device."""
+"""From a source of records to the arrays of a microbatch.
+
+Records are read, rendered as text, tokenized, drawn as the global batches of a task, and copied
+into microbatches; a thread does this ahead of the device.
+"""
 
 from .batches import GlobalBatches
 from .errors import DataError
-from .microbatch import Microbatch
-from .packing import fill_microbatch
+from .microbatch import Microbatch, fill_microbatch
 from .prefetch import Prefetch
 from .samples import Sample
 from .sources import Record, Source, read_records

@@ -1,4 +1,4 @@
-"""A task's global batches, addressed by one integer."""
+"""The global batches of a task, numbered from 0."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,10 @@ from .samples import Sample
 class GlobalBatches:
     """Random access to the global batches of one task.
 
-    `batches[k]` is the k-th global batch since the task began, a list of samples that depends on
-    (samples, batch_size, seed, k) alone: a task's whole data position is k. Every epoch holds each
-    sample exactly once, in an order of its own, and keeps its short last batch.
+    `batches[k]` is the task's k-th global batch, a list of samples. It depends on (samples,
+    batch_size, seed, k) alone, so the number k is all that a checkpoint needs to store about the
+    position in the data. Every epoch holds each sample exactly once, in its own random order, and
+    its last batch may be short.
     """
 
     def __init__(
@@ -24,14 +25,15 @@ class GlobalBatches:
         epochs: int | None = None,
         shuffle: bool = True,
     ):
-        """Describes the batches; nothing is drawn yet.
+        """Describes the batches; no sample is drawn yet.
 
         Args:
-          samples: the task's samples, not empty.
-          batch_size: samples per global batch; may exceed their number, then an epoch is one batch.
-          seed: non-negative, decides the order.
-          epochs: passes over the samples; None never ends.
-          shuffle: False keeps the order of `samples` (evaluation).
+          samples: the samples of the task; at least one.
+          batch_size: samples per global batch. If it exceeds the number of samples, every epoch
+            is one short batch.
+          seed: seed of the order; not negative.
+          epochs: passes over the samples; None for no limit.
+          shuffle: False keeps the order of `samples`, for evaluation.
 
         Raises:
           DataError: an argument is outside its range.
@@ -52,11 +54,11 @@ class GlobalBatches:
         self._batches = one_epoch.repeat(epochs)
 
     def __len__(self) -> int:
-        """Batches in all epochs; `sys.maxsize` where they never end."""
+        """Number of batches in all epochs; `sys.maxsize` if the epochs have no limit."""
         return len(self._batches)
 
     def __getitem__(self, k: int) -> list[Sample]:
-        """The k-th global batch, k from 0; IndexError past the last."""
+        """The k-th global batch, k from 0. Raises IndexError past the last batch."""
         if not 0 <= k < len(self):
             raise IndexError(f"global batch {k} of {len(self)}")
         return self._batches[k]

@@ -1,11 +1,11 @@
-"""Chat records: messages rendered by the tokenizer's chat template, with the assistant's spans."""
+"""Chat records: rendering by the tokenizer's chat template, and the ranges of assistant turns."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
-from .records import RenderedText, Span, required_field, valid_text
+from .record_forms import RenderedText, TextRange, required_field, valid_text
 from .sources import LossOn, Record
 
 if TYPE_CHECKING:
@@ -19,28 +19,29 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def render_chat(
     record: Record, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn
 ) -> RenderedText:
-    """Renders a "messages" record; the targets are what the assistant generates.
+    """Renders a "messages" record; the target ranges are the parts that the assistant generates.
 
-    A template that marks these parts with `{% generation %}` says itself where they are. With any
-    other, a turn is what its message adds to the rendering of the messages before it plus the
-    generation prompt, and so contains the template's end-of-turn token.
+    If the template marks these parts with `{% generation %}`, the marks are used. If it does not,
+    the range of an assistant message is the text that it adds to the rendering of the messages
+    before it and the generation prompt. Such a range includes the template's end-of-turn token.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
-        refuses the conversation, or it marks nothing and does not preserve prefixes.
+        refuses the conversation, or it has no marks and renders the first messages differently
+        when more messages follow.
     """
     messages = _valid_messages(record)
     template = _chat_template(record, tokenizer)
     if loss_on == "all":
         text = _apply(record, tokenizer, messages)
-        spans = None
+        ranges = None
     elif _GENERATION_BLOCK.search(template):
-        text, spans = _render_generation_blocks(record, tokenizer, template, messages)
+        text, ranges = _render_generation_blocks(record, tokenizer, template, messages)
     else:
         text = _apply(record, tokenizer, messages)
-        spans = _spans_by_prefix(record, tokenizer, messages, text)
+        ranges = _ranges_by_prefix(record, tokenizer, messages, text)
     return RenderedText(
-        valid_text(record, "the rendered chat", text), spans, has_special_tokens=True
+        valid_text(record, "the rendered chat", text), ranges, has_special_tokens=True
     )
 
 
@@ -56,7 +57,8 @@ def _valid_messages(record: Record) -> Messages:
             )
         for name in ("role", "content"):
             valid_text(record, f"{name!r} of message {number}", message.get(name))
-    # Columnar files give every message the fields of all, null where absent; templates print them.
+    # In columnar files every message has the fields of all messages, with null for absent ones,
+    # and some templates would print these nulls.
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
@@ -79,16 +81,16 @@ def _apply(
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # a template is a program, free to fail in any way
+    except Exception as error:  # a template is a program and may raise anything
         raise _refusal(record, tokenizer, error) from error
 
 
 def _render_generation_blocks(
     record: Record, tokenizer: "PreTrainedTokenizerBase", template: str, messages: Messages
-) -> tuple[str, tuple[Span, ...]]:
-    # `apply_chat_template(return_assistant_tokens_mask=True)` renders by this very function, but
-    # its token mask runs on to the end of the chat where a block ends in a character that the
-    # tokenizer drops. The character spans are exact.
+) -> tuple[str, tuple[TextRange, ...]]:
+    # `apply_chat_template(return_assistant_tokens_mask=True)` calls this function too, but if a
+    # block ends in a character that the tokenizer drops, its mask of tokens extends to the end of
+    # the chat. The ranges of characters are exact.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -98,15 +100,15 @@ def _render_generation_blocks(
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except Exception as error:  # a template is a program, free to fail in any way
+    except Exception as error:  # a template is a program and may raise anything
         raise _refusal(record, tokenizer, error) from error
-    return text, tuple(Span(*block) for block in blocks)
+    return text, tuple(TextRange(*block) for block in blocks)
 
 
-def _spans_by_prefix(
+def _ranges_by_prefix(
     record: Record, tokenizer: "PreTrainedTokenizerBase", messages: Messages, text: str
-) -> tuple[Span, ...]:
-    spans = []
+) -> tuple[TextRange, ...]:
+    ranges = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -125,8 +127,8 @@ def _spans_by_prefix(
                 'tokens cannot be found; use loss_on="all", or a template that marks them with '
                 "{% generation %}"
             )
-        spans.append(Span(len(before), len(through)))
-    return tuple(spans)
+        ranges.append(TextRange(len(before), len(through)))
+    return tuple(ranges)
 
 
 def _refusal(record: Record, tokenizer: "PreTrainedTokenizerBase", error: Exception) -> DataError:

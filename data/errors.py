@@ -1,5 +1,5 @@
-"""The one exception class of `jaxmux.data`."""
+"""The exception class of `jaxmux.data`."""
 
 
 class DataError(ValueError):
-    """Bad input data; the message names the file and line at fault, what was found and expected."""
+    """Input data is bad; the message names the file and the line, and says what was expected."""

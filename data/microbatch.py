@@ -1,23 +1,27 @@
-"""The arrays that one pass over the backbone reads."""
+"""The arrays that one forward and backward pass reads, and how placed samples fill them."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
+
+from .samples import Sample
 
 
 class Microbatch(NamedTuple):
     """N = rows · row_len tokens of one or more tasks, in chunks that each belong to one task.
 
     Attributes:
-      tokens: int32 [rows, row_len], inputs.
+      tokens: int32 [rows, row_len], the tokens that the model reads.
       targets: int32 [rows, row_len], the token to predict at each position.
-      loss_weight: float32 [rows, row_len], weight of predicting `targets`; it carries 1 / (target
-        tokens of the task's global batch) and is 0 on prompts and padding.
-      positions: int32 [rows, row_len], restarting at 0 in every sequence.
-      segment_ids: int32 [rows, row_len], which sequence of the row a token belongs to, -1 for
-        padding.
-      sample_id: uint32 [rows, row_len], identity of the sample, for dropout.
-      chunk_slot: int32 [N / chunk_len], owner slot of each chunk, -1 for an empty one.
+      loss_weight: float32 [rows, row_len], the weight of each position's loss: 1 / (target tokens
+        of the task's global batch) on target tokens, 0 on prompts and padding.
+      positions: int32 [rows, row_len], position in the sequence; restarts at 0 in every sequence.
+      segment_ids: int32 [rows, row_len], number of the sequence within its row; -1 on padding.
+      sample_id: uint32 [rows, row_len], `Sample.sample_id` of each token; dropout depends on it.
+      chunk_slot: int32 [chunks], the slot that owns each chunk, -1 for an empty chunk. There are
+        N / chunk_len chunks.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -26,4 +30,50 @@ class Microbatch(NamedTuple):
     positions: Int[Array, "rows row_len"]
     segment_ids: Int[Array, "rows row_len"]
     sample_id: UInt32[Array, "rows row_len"]
-    chunk_slot: Int[Array, "C"]
+    chunk_slot: Int[Array, "chunks"]
+
+
+def fill_microbatch(
+    placements: Iterable[tuple[int, int, int, int]],
+    batches: Mapping[int, Sequence[Sample]],
+    *,
+    rows: int,
+    row_len: int,
+    chunk_len: int,
+) -> Microbatch:
+    """Copies the samples of one microbatch to their places and pads the rest.
+
+    Args:
+      placements: (slot, index in the slot's global batch, row, offset) of every sample of this
+        microbatch; the samples of a row come in ascending order of their offsets in tokens.
+      batches: by slot, the whole global batch of the task, even if other microbatches hold a part
+        of it: the loss is normalised by the target tokens of the whole global batch.
+      rows: rows of the microbatch.
+      row_len: tokens of a row.
+      chunk_len: tokens of a chunk, which covers a part of a row or several whole rows.
+
+    Returns:
+      The microbatch, as NumPy arrays.
+    """
+    shape = (rows, row_len)
+    tokens, targets, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    loss_weight = np.zeros(shape, np.float32)
+    segment_ids = np.full(shape, -1, np.int32)
+    sample_id = np.zeros(shape, np.uint32)
+    chunk_slot = np.full(rows * row_len // chunk_len, -1, np.int32)
+    weight = {slot: 1 / sum(s.target_tokens for s in batch) for slot, batch in batches.items()}
+    sequences = [0] * rows
+
+    for slot, index, row, offset in placements:
+        sample = batches[slot][index]
+        place = slice(offset, offset + sample.stream_length)
+        tokens[row, place] = sample.input_ids[:-1]
+        targets[row, place] = sample.input_ids[1:]
+        loss_weight[row, place] = np.where(sample.target_mask[1:], weight[slot], 0)
+        positions[row, place] = np.arange(sample.stream_length)
+        segment_ids[row, place] = sequences[row]
+        sample_id[row, place] = sample.sample_id
+        start, stop = row * row_len + place.start, row * row_len + place.stop
+        chunk_slot[start // chunk_len : -(-stop // chunk_len)] = slot
+        sequences[row] += 1
+    return Microbatch(tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot)

@@ -1,4 +1,4 @@
-"""Runs host work ahead of the device in one background thread."""
+"""Prepares items in a background thread while the device computes."""
 
 import queue
 import threading
@@ -11,9 +11,9 @@ T = TypeVar("T")
 class Prefetch(Iterator[T]):
     """Iterates over `items` while a background thread computes up to `depth` of them ahead.
 
-    An exception of `items` is raised again where the item would have come. `close` ends the thread;
-    items computed ahead are lost with it, so the source must be able to begin again where the
-    consumer stopped.
+    An exception in `items` is raised to the consumer in place of the next item. `close` ends the
+    thread and drops the items that it computed ahead, so the caller must be able to create `items`
+    again from the point at which the consumer stopped.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2):
@@ -30,7 +30,7 @@ class Prefetch(Iterator[T]):
         raise StopIteration if kind == "end" else value
 
     def close(self) -> None:
-        """Stops the thread and waits for it; from then on there are no items."""
+        """Stops the thread and waits for its end; the iterator is exhausted afterwards."""
         self._closed.set()
         self._thread.join()
         while not self._queue.empty():
@@ -43,7 +43,7 @@ class Prefetch(Iterator[T]):
                 if not self._offer(("item", item)):
                     return
             self._offer(("end", None))
-        except Exception as error:  # handed to the consumer's thread, whatever it is
+        except Exception as error:  # `__next__` raises it in the consumer's thread
             self._offer(("error", error))
 
     def _offer(self, entry: tuple) -> bool:

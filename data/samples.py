@@ -1,30 +1,31 @@
-"""A tokenized training sample, the unit that batches and packing move around."""
+"""A tokenized training example, the unit that global batches and packing work with."""
 
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 
 class Sample(NamedTuple):
     """One tokenized record.
 
-    The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens occupies
+    The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes
     n - 1 positions of the token stream.
 
     Attributes:
-      input_ids: int32 [n], n >= 2.
-      target_mask: bool [n], True where the token is to be predicted. `target_mask[0]` is False:
-        nothing precedes the first token.
-      sample_id: index of the record in its source, below 2**32. Identifies the sample to dropout.
+      input_ids: int32 [n], with n at least 2.
+      target_mask: bool [n], True for the tokens to predict. `target_mask[0]` is False, because no
+        token precedes the first one.
+      sample_id: index of the record in its source, below 2**32. Dropout masks depend on it.
     """
 
-    input_ids: np.ndarray
-    target_mask: np.ndarray
+    input_ids: Int[np.ndarray, "n"]
+    target_mask: Bool[np.ndarray, "n"]
     sample_id: int
 
     @property
     def stream_length(self) -> int:
-        """Tokens that the model computes for this sample, n - 1."""
+        """Positions of the token stream that this sample takes: n - 1."""
         return len(self.input_ids) - 1
 
     @property

@@ -1,4 +1,4 @@
-"""Where records come from: JSONL and Parquet files, and Hugging Face datasets."""
+"""Reading records from JSONL files, Parquet files and Hugging Face datasets."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,20 @@ PARQUET_SUFFIX = ".parquet"
 
 @dataclass(frozen=True)
 class Source:
-    """One set of records and how they become samples.
+    """A set of records, and the options for turning them into samples.
 
     Attributes:
-      path: a `.jsonl`/`.json` file (one JSON object per line), a `.parquet` file, or `hf:` followed
-        by a Hugging Face dataset name or the folder of a saved dataset ("hf:tatsu-lab/alpaca").
-      split: split of a Hugging Face dataset. A file has no splits, so there only "train" is valid.
-      form: form of the records; "auto" takes it from the fields of the first record.
-      loss_on: tokens that count in the loss: those of completions and assistant turns, or all.
-      overlong: what happens to a sample longer than the task's maximum length.
+      path: a `.jsonl` or `.json` file (one JSON object per line), a `.parquet` file, or `hf:` and
+        the name of a Hugging Face dataset or the folder of a saved one ("hf:tatsu-lab/alpaca").
+      split: split of a Hugging Face dataset. Files have no splits and accept only "train".
+      form: form of the records; "auto" detects it from the fields of the first record.
+      loss_on: "completion" counts the tokens of completions and assistant turns in the loss, "all"
+        counts every token.
+      overlong: "truncate" cuts samples that exceed the task's maximum length, "drop" leaves them
+        out, "error" refuses the source.
 
     Raises:
-      DataError: a value is not among the permitted ones.
+      DataError: a value is not a permitted one.
     """
 
     path: str
@@ -52,9 +54,13 @@ class Source:
 
 
 class Record(NamedTuple):
-    """One record as read: its index in the source, its fields, and its place for errors.
+    """One record of a source.
 
-    `where` is "path:line" for JSONL and "path:row" otherwise, both counted from 1.
+    Attributes:
+      index: number of the record in its source, from 0.
+      fields: the record's fields and their values.
+      where: the place that error messages name: "path:line" in a JSONL file, "path:row" in other
+        sources, both from 1.
     """
 
     index: int
@@ -63,11 +69,11 @@ class Record(NamedTuple):
 
 
 def read_records(source: Source) -> Iterator[Record]:
-    """Reads a source in its own order.
+    """Yields the records of a source in their order.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; a line is not a
-        JSON object; or the optional package that reads this kind of source is not installed.
+        JSON object; or the optional package for this kind of source is not installed.
     """
     index = -1
     for index, (where, fields) in enumerate(_open_rows(source)):
@@ -154,7 +160,7 @@ def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]
             dataset = datasets.load_from_disk(name)
         else:
             dataset = datasets.load_dataset(name, split=source.split)
-    except Exception as error:  # datasets raises whatever its hub, file and script layers raise
+    except Exception as error:  # datasets passes on any exception of its hub and file layers
         raise DataError(
             f"{source.path}: split {source.split!r} cannot be loaded: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Tokenization: records to samples, all of a source at once, so that bad data is refused early."""
+"""Tokenization: turns all records of a source into samples, before training begins."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from .chat import render_chat
 from .errors import DataError
-from .records import RenderedText, Span, detect_form, render
+from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 
@@ -22,14 +23,14 @@ _RECORDS_PER_CALL = 1024
 
 
 class Samples(NamedTuple):
-    """The samples of one source, in its order, and what became of its records.
+    """The samples of one source, and counts of the records that were read, cut and dropped.
 
     Attributes:
-      samples: never empty.
-      read: records read; `read == len(samples) + dropped`.
+      samples: at least one sample, in the order of the source.
+      read: records read; equals `len(samples) + dropped`.
       truncated: samples cut to the maximum length.
-      dropped: records without a sample: too long where `overlong="drop"`, or left without target
-        tokens by truncation.
+      dropped: records without a sample, because they are too long and `overlong="drop"`, or because
+        truncation leaves no target tokens.
     """
 
     samples: list[Sample]
@@ -40,17 +41,18 @@ class Samples(NamedTuple):
 
 class _Tokens(NamedTuple):
     ids: list[int]
-    target_mask: np.ndarray
+    target_mask: Bool[np.ndarray, "n"]
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
 
     Raises:
-      DataError: the folder is missing, holds no loadable tokenizer, or one that is not "fast"
-        (targets are found by character offsets, which only fast tokenizers return).
+      DataError: the folder is missing, holds no tokenizer that can be loaded, or its tokenizer is
+        not "fast". Target tokens are found by character offsets, which only fast tokenizers return.
     """
-    # transformers takes seconds to import, and advises to install torch: not for its tokenizers.
+    # Importing transformers takes seconds, and it warns that torch is missing, which tokenizers do
+    # not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
@@ -62,7 +64,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers and tokenizers raise many kinds, bare Exception too
+    except Exception as error:  # transformers and tokenizers raise many kinds of exceptions
         raise DataError(f"{folder}: no tokenizer can be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise DataError(
@@ -80,19 +82,20 @@ def load_samples(
 ) -> Samples:
     """Reads, renders and tokenizes a whole source.
 
-    The text of a record is tokenized once, as a whole; a token is a target where its characters
-    overlap a target span, so one that straddles the border of prompt and completion is. BOS is as
-    the tokenizer adds it. An EOS token, itself a target, ends every text that is not rendered by a
-    chat template.
+    The whole text of a record is tokenized at once. A token is a target if its characters overlap a
+    target range, so a token across the border of prompt and completion is a target. A BOS token is
+    added if the tokenizer adds one. An EOS token, which is a target, ends every text except those
+    that a chat template renders.
 
     Args:
-      source: what to read.
-      tokenizer: a fast tokenizer, see `load_tokenizer`.
-      max_length: longest sample in tokens n, BOS and EOS included; at least 2.
-      vocab_size: rows of the model's embedding; None skips the check.
+      source: the records to read.
+      tokenizer: a fast tokenizer, as `load_tokenizer` returns it.
+      max_length: most tokens of a sample, BOS and EOS included; at least 2.
+      vocab_size: rows of the model's embedding, to check token ids against; None skips the check.
 
     Raises:
-      DataError: anything in the source that cannot be trained on, by file and line; no sample left.
+      DataError: a record cannot be trained on (the message names its file and line), or no sample
+        is left.
     """
     if max_length < 2:
         raise DataError(
@@ -143,7 +146,7 @@ def _tokenize_group(
     rendered: Sequence[RenderedText],
     tokenizer: "PreTrainedTokenizerBase",
 ) -> Iterable[_Tokens]:
-    # One source has one form, so its texts agree about special tokens.
+    # All records of a source have the same form, so the first tells about special tokens for all.
     adds_special_tokens = not rendered[0].has_special_tokens
     encoded = tokenizer(
         [text for text, *_ in rendered],
@@ -152,14 +155,14 @@ def _tokenize_group(
         return_attention_mask=False,
         verbose=False,
     )
-    for record, (_, spans, _), ids, offsets in zip(
+    for record, (_, target_ranges, _), ids, offsets in zip(
         records, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         if adds_special_tokens and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            # The text itself spells the BOS token that the tokenizer adds.
+            # The text begins with the BOS token, and the tokenizer added a second one.
             ids, offsets = ids[1:], offsets[1:]
         offsets = np.asarray(offsets, np.int64).reshape(-1, 2)
-        target_mask = _target_mask(offsets, spans)
+        target_mask = _target_mask(offsets, target_ranges)
         covers_text = offsets[:, 0] < offsets[:, 1]
         if not (target_mask & covers_text).any():
             raise DataError(
@@ -174,11 +177,13 @@ def _tokenize_group(
         yield _Tokens(ids, target_mask)
 
 
-def _target_mask(offsets: np.ndarray, spans: Sequence[Span] | None) -> np.ndarray:
+def _target_mask(
+    offsets: Int[np.ndarray, "n 2"], target_ranges: Sequence[TextRange] | None
+) -> Bool[np.ndarray, "n"]:
     starts, ends = offsets[:, 0], offsets[:, 1]
-    mask = np.full(len(offsets), spans is None)
-    for span in spans or ():
-        mask |= (ends > span.start) & (starts < span.end)
+    mask = np.full(len(offsets), target_ranges is None)
+    for target in target_ranges or ():
+        mask |= (ends > target.start) & (starts < target.end)
     mask[:1] = False
     return mask
 
@@ -203,6 +208,6 @@ def _fit(record: Record, tokens: _Tokens, source: Source, max_length: int) -> Sa
             )
         if source.overlong == "drop" or not tokens.target_mask[:max_length].any():
             return None
-    # A copy, so that a truncated sample does not keep the mask of the long text alive.
+    # A view would keep the mask of the whole text in memory.
     target_mask = tokens.target_mask[:max_length].copy()
     return Sample(np.asarray(tokens.ids[:max_length], np.int32), target_mask, record.index)

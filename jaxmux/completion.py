@@ -20,12 +20,15 @@ from .models import (
     ForwardOptions,
     SlotTable,
     Weights,
+    compute_dtype,
     head_kernel,
     hidden_states,
     pick_implementation,
 )
 from .pallas_kernels.compilation import compiled
-from .peft import Adapter, LoRA, empty_pool, slot_arrays, slot_tree
+from .peft import Adapter, LeafSpec, LoRA, pad
+from .peft.leaves import named_leaves
+from .peft.lora import lora_leaves
 from .planner.numbers import power_of_two
 
 
@@ -66,7 +69,7 @@ def complete(
         tokens[row, : len(ids)] = ids
     scale = [r.spec.scale if r.spec else 0.0 for r in requests]
     eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    attention = pick_implementation(backbone.config, backbone.dtype, row_len)
+    attention = pick_implementation(backbone.config, backbone.compute_dtype, row_len)
     arguments = (
         backbone.config,
         attention,
@@ -108,7 +111,7 @@ def _complete(
     zeros = jnp.zeros(rows)
     slots = SlotTable(scale, zeros, zeros.astype(jnp.uint32))
     options = ForwardOptions(attention, remat="none", max_sequences=1)
-    dtype = weights["embed_tokens"]["weight"].dtype
+    dtype = compute_dtype(weights)
     adapters = jax.tree.map(lambda x: x.astype(dtype), pool)
 
     def next_token(state):
@@ -117,7 +120,7 @@ def _complete(
             config, weights, adapters, None, _microbatch(tokens, lengths), slots, options
         )
         last = hidden.reshape(rows, row_len, -1)[jnp.arange(rows), lengths - 1]
-        logits = jnp.matmul(last, head_kernel(weights), preferred_element_type=jnp.float32)
+        logits = head_kernel(weights).matmul(last, jnp.float32)
         key, draw = jax.random.split(key)
         sampled = jax.random.categorical(draw, logits / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, sampled, logits.argmax(axis=-1)).astype(jnp.int32)
@@ -149,9 +152,6 @@ def _stack(requests: Sequence[Request], config: BackboneConfig) -> Adapter:
     """A pool with the adapter of request i in slot i."""
     modules = sorted({m for r in requests for m in (r.adapter or {})})
     rank = max((r.spec.rank for r in requests if r.spec), default=1)
-    pool = jax.eval_shape(lambda: empty_pool(config, modules, 1, rank))
-    template = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[:1] + x.shape[2:], x.dtype), pool
-    )
-    slots = [slot_tree(template, slot_arrays(r.adapter or {}, modules, rank)) for r in requests]
+    specs = jax.tree.map(LeafSpec.of_slot, lora_leaves(config, modules, 1, rank))
+    slots = [pad(named_leaves(r.adapter or {}), specs) for r in requests]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)

@@ -1,8 +1,8 @@
-"""Lets `python -m jaxmux.export` run `jaxmux/cli/export_command.py`."""
+"""`python -m jaxmux.export` is the same command as `jaxmux export`."""
 
 import sys
 
-from jaxmux.cli.export_command import main
+from jaxmux.cli.main import run_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module("export"))

@@ -1,8 +1,8 @@
-"""Lets `python -m jaxmux.generate` run `jaxmux/cli/generate_command.py`."""
+"""`python -m jaxmux.generate` is the same command as `jaxmux generate`."""
 
 import sys
 
-from jaxmux.cli.generate_command import main
+from jaxmux.cli.main import run_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module("generate"))

@@ -60,11 +60,12 @@ class Optimizer:
                 raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
 
     def hyperparameters(self) -> dict[str, float]:
-        """By field, the numbers that the compiled update takes as data; no clipping is infinity."""
+        """By field, the numbers that the compiled update takes as data besides the learning rate;
+        no clipping is infinity."""
         numbers = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name not in ("schedule", "clip_norm")
+            if f.name not in ("learning_rate", "schedule", "clip_norm")
         }
         return numbers | {"clip_norm": math.inf if self.clip_norm is None else self.clip_norm}
 

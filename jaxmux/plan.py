@@ -1,8 +1,8 @@
-"""Lets `python -m jaxmux.plan` run `jaxmux/cli/plan_command.py`."""
+"""`python -m jaxmux.plan` is the same command as `jaxmux plan`."""
 
 import sys
 
-from jaxmux.cli.plan_command import main
+from jaxmux.cli.main import run_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module("plan"))

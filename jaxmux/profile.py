@@ -1,8 +1,8 @@
-"""Lets `python -m jaxmux.profile` run `jaxmux/cli/profile_command.py`."""
+"""`python -m jaxmux.profile` is the same command as `jaxmux profile`."""
 
 import sys
 
-from jaxmux.cli.profile_command import main
+from jaxmux.cli.main import run_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module("profile"))

@@ -1,8 +1,8 @@
-"""Lets `python -m jaxmux.train` run `jaxmux/cli/train_command.py`."""
+"""`python -m jaxmux.train` is the same command as `jaxmux train`."""
 
 import sys
 
-from jaxmux.cli.train_command import main
+from jaxmux.cli.main import run_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module("train"))

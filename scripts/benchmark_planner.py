@@ -1,21 +1,23 @@
-"""The planner's figures, simulated or counted on the host: bubbles of the pipeline, exposed
-communication, MuxTune's ablation, LobRA's replicas, gaps to optima and solve times.
+"""The planner's figures, simulated or counted on the host.
 
   python scripts/benchmark_planner.py --lengths lengths.json
 
-Four tasks train in a pipeline of four stages, without a flush, on real lengths: one each of the
-sets nearest to XSum, CNN/DailyMail and WikiSum, and one of their mix. A bubble ratio is
-1 − busy / (stages × makespan), warm-up and drain included. jaxmux runs in lockstep, as its executor
-does; the others with free-running stages, as theirs do, and in lockstep for comparison. Their
-figures as reported are of other lengths, models and machines. The floor is of jaxmux's own
-microbatches: no order of them has fewer bubbles, with stages of such weights and tasks that wait
-for their updates.
+They are bubbles of the pipeline, exposed communication, MuxTune's ablation, LobRA's replicas, gaps
+to optima, and solve times.
 
-GPU seconds of replicas are over those of LobRA's competitors: like replicas, fixed buckets and
-uniform dispatch.
+For the bubbles, four tasks train on real lengths in a pipeline of four stages without a flush: a
+task for each of the sets nearest to XSum, CNN/DailyMail and WikiSum, and one for their mix. A bubble
+ratio is 1 - busy / (stages × makespan), including warm-up and drain. jaxmux's ratio is that in
+lockstep, by which the planner chooses. The ratio of the other methods is that with stages that run
+at their own pace, as theirs do; their ratios in lockstep are listed too. Reported figures come from
+other lengths, models and machines. The floor holds for every order of jaxmux's own microbatches,
+given the times of the stages and the updates that tasks wait for.
 
-A record has the fields `name, value, unit, bound, baselines, command`; smaller is better, and
-`bound` is the limit of the issue that asked for it, None where it sets none.
+GPU seconds of replicas are relative to LobRA's competitors, which have like replicas, fixed length
+bins and uniform dispatch.
+
+A record has the fields `name, value, unit, bound, baselines, command`. Smaller values are better.
+`bound` is the most that the value may be, or None.
 """
 
 import argparse
@@ -76,7 +78,8 @@ CASES = (
     ("last stage 1.2x as long", HEAD_ON_LAST_STAGE, 0.15),
     ("head split over the stages", HEAD_SPLIT, 0.05),
 )
-# LobRA 5.2 and Table 2: 45.03% less on 16 GPUs with 7B, 60.67% less on 64 with 70B.
+# By number of GPUs. LobRA 5.2 and Table 2 report 45.03% fewer GPU seconds on 16 GPUs with 7B, and
+# 60.67% fewer on 64 with 70B.
 LOBRA_REPORTED = {16: 1 - 0.4503, 64: 1 - 0.6067}
 LOBRA_BOUND = 1 - 0.45
 # MuxTune 5.3, Fig. 16.
@@ -84,7 +87,7 @@ REPORTED_LOSSES = {
     load: dict(zip([f"{part} (MuxTune)" for part in MUXTUNE_PARTS], lost, strict=True))
     for load, lost in (("light", (0.361, 0.303, 0.225)), ("heavy", (0.0625, 0.251, 0.343)))
 }
-# By hTask, tokens of the sequences of its microbatch.
+# For each hTask, the tokens of the sequences of its microbatch.
 OVERLAPS = {
     "2 like hTasks": [[512] * 8] * 2,
     "4 like hTasks": [[512] * 4] * 4,
@@ -121,7 +124,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--lengths", type=Path, required=True, help="tokens of samples by data set")
     parser.add_argument("--out", type=Path, help="file of the records; none by default")
     parser.add_argument("--sets", nargs=3, help="instead of the nearest sets")
-    parser.add_argument("--check", type=Path, default=CHECK, help="made by jaxmux.profile --check")
+    parser.add_argument("--check", type=Path, default=CHECK, help="file of the profile check")
     parser.add_argument(
         "--samples", type=int, nargs="+", default=[64, 32], help="of a task's global batch"
     )
@@ -194,7 +197,7 @@ def bubble_records(
 
 
 def ablation_records() -> Iterator[Record]:
-    """What is lost of the throughput without a part is 1 − (time of all on / time without)."""
+    """The throughput that is lost without a part is 1 - time with all on / time without the part."""
     for load, sequences in (("light", 4), ("heavy", 16)):
         for stages, tp in ((4, 1), (2, 2)):
             at = setting(tasks=8, sequences=sequences, stages=stages, tp=tp)
@@ -209,7 +212,7 @@ def ablation_records() -> Iterator[Record]:
 
 
 def overlap_records() -> Iterator[Record]:
-    """Share of a bucket's all-reduces that its computation does not hide, over four layers."""
+    """The share of a bucket's all-reduces that its computation does not hide, over four layers."""
     for name, htasks in OVERLAPS.items():
         subgraphs = decoder_subgraphs(htasks, layers=4, tp=4)
         total = sum(subgraph.communication for subgraph in subgraphs)
@@ -250,7 +253,7 @@ def part_records(
 def replica_records(
     lengths: Mapping[str, Sequence[int]], args: argparse.Namespace
 ) -> Iterator[Record]:
-    """GPU seconds of a step, and how long it takes to plan for it (LobRA Fig. 7, 8 and 10)."""
+    """GPU seconds of a round, and the seconds to plan for it (LobRA Fig. 7, 8 and 10)."""
     for case in cases():
         found = simulate(case, lengths, args.seed)
         deployment = found.deployment
@@ -262,7 +265,7 @@ def replica_records(
             "GPU seconds a step": found.ours,
             "replicas": ", ".join(f"{n} of {c}" for c, n in deployment.replicas.items()),
             "gap to the best deployment": deployment.gap,
-            "LobRA, reported": LOBRA_REPORTED[case.gpus],
+            "LobRA, reported": LOBRA_REPORTED[case.devices],
             "costs": case.costs,
         }
         name = f"GPU seconds over fused, {case.name}"
@@ -271,7 +274,7 @@ def replica_records(
         deployment, seconds = deployment_of(gpus)
         baselines = {"gap": deployment.gap, "kinds of replicas": len(deployment.replicas)}
         yield make_record(f"deployment on {gpus} GPUs", seconds, "s", bound, baselines)
-    found = dispatching(steps=40)
+    found = dispatching(rounds=40)
     name = "dispatch of 1,500 sequences, 16 buckets, 5 configurations"
     baselines = {"most": 1e3 * found.seconds.max()}
     yield make_record(name, 1e3 * np.median(found.seconds), "ms", 50.0, baselines)
@@ -282,8 +285,9 @@ def replica_records(
 def ahead_records(
     lengths: Mapping[str, Sequence[int]], args: argparse.Namespace
 ) -> Iterator[Record]:
-    """What training waits for planning, which goes on while the device is busy."""
-    from planner_ahead import measure_waits  # It alone needs a device, and takes a while to import.
+    """The time that training waits for planning, which runs while the device is busy."""
+    # Imported here because it loads JAX and the engine, which the other records do not need.
+    from planner_ahead import measure_waits
 
     found = measure_waits(lengths, AHEAD_TASKS, samples=16, rounds=6, seed=args.seed)
     baselines = {
@@ -295,8 +299,7 @@ def ahead_records(
 
 
 def prediction_records(args: argparse.Namespace) -> Iterator[Record]:
-    """Mean absolute errors of the cost models on a device, as `python -m jaxmux.profile --check`
-    measured them."""
+    """Mean absolute errors of the cost models, as the profile check measured them on a device."""
     check = json.loads(args.check.read_text())
     baselines = {"device": check["device"], "cases": ", ".join(c["case"] for c in check["cases"])}
     bounds = {"step time": 0.05, "peak memory": 0.02, "peak memory, online": 0.02}

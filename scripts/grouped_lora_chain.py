@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmux.pallas_kernels.counter_dropout import Dropout
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors, Projection, Routing, grouped_lora_linear
 
 CHUNK_LEN = 128
@@ -41,12 +42,12 @@ class Frozen(NamedTuple):
 
     Attributes:
       x: the stream.
-      kernels: of each projection, all layers.
+      weights: of each projection, all layers.
       gradients: dy of each projection.
     """
 
     x: Float[Array, "N k"]
-    kernels: tuple[Float[Array, "L k n"], ...]
+    weights: tuple[FrozenWeight, ...]
     gradients: tuple[Float[Array, "N n"], ...]
 
 
@@ -66,9 +67,13 @@ def shape_name(linear: Linear, tokens: int) -> str:
 
 def make_frozen(linear: Linear, tokens: int, layers: int) -> Frozen:
     keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(linear.widths)))
+    x = _normal(next(keys), (tokens, linear.k), jnp.bfloat16)
+    weights = [
+        _normal(next(keys), (layers, linear.k, n), jnp.bfloat16) for n in linear.widths
+    ]
     return Frozen(
-        _normal(next(keys), (tokens, linear.k), jnp.bfloat16),
-        tuple(_normal(next(keys), (layers, linear.k, n), jnp.bfloat16) for n in linear.widths),
+        x,
+        tuple(map(FrozenWeight.of, weights)),
         tuple(_normal(next(keys), (tokens, n), jnp.bfloat16) for n in linear.widths),
     )
 
@@ -121,8 +126,9 @@ def frozen_program(frozen: Frozen) -> Callable[[], list]:
 
     A layer's weights are an array of its own: XLA would copy a slice of stacked ones.
     """
-    kernels = tuple(zip(*map(tuple, frozen.kernels), strict=True))
-    return lambda: _frozen_chain(frozen.x, kernels, frozen.gradients)
+    layers = range(frozen.weights[0].shape[0])
+    weights = tuple(tuple(w.at_layer(layer) for w in frozen.weights) for layer in layers)
+    return lambda: _frozen_chain(frozen.x, weights, frozen.gradients)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -130,14 +136,14 @@ def _adapted_chain(implementation: str, frozen: Frozen, adapters: Adapters, sums
     # Layers differ in their index alone: as one function they are traced and lowered once.
     layer_function = jax.jit(partial(_adapted_layer, implementation))
     results = []
-    for layer in range(len(frozen.kernels[0])):
+    for layer in range(frozen.weights[0].shape[0]):
         outputs, dx, sums = layer_function(frozen, adapters, sums, jnp.int32(layer))
         results.append((outputs, dx))
     return results, sums
 
 
 def _adapted_layer(implementation: str, frozen: Frozen, adapters: Adapters, sums, layer):
-    projections = tuple(map(Projection, frozen.kernels, adapters.factors))
+    projections = tuple(map(Projection, frozen.weights, adapters.factors))
     modules = tuple(range(len(projections)))
 
     def forward(x, sums):
@@ -158,14 +164,14 @@ def _adapted_layer(implementation: str, frozen: Frozen, adapters: Adapters, sums
 
 
 @jax.jit
-def _frozen_chain(x, kernels, gradients):
-    return [_frozen_layer(x, of_layer, gradients) for of_layer in kernels]
+def _frozen_chain(x, weights, gradients):
+    return [_frozen_layer(x, of_layer, gradients) for of_layer in weights]
 
 
-def _frozen_layer(x, kernels, gradients):
-    outputs = tuple(x @ kernel for kernel in kernels)
+def _frozen_layer(x, weights, gradients):
+    outputs = tuple(weight.matmul(x) for weight in weights)
     products = (
-        jnp.einsum("Nn,kn->Nk", dy, kernel) for dy, kernel in zip(gradients, kernels, strict=True)
+        weight.matmul_transposed(dy) for dy, weight in zip(gradients, weights, strict=True)
     )
     return outputs, sum(products)
 

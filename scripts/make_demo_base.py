@@ -36,6 +36,7 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     Weights,
+    cast_weights,
     head_kernel,
     hidden_states,
     load_backbone,
@@ -151,7 +152,7 @@ def write_rows(
 def token_losses(weights: Weights, rows: Int[Array, "rows row_len"]) -> Float[Array, "rows rest"]:
     """Cross entropy of every token but a row's first, float32; 0 where a new document begins."""
     hidden = _hidden(weights, rows)[:, :-1]
-    logits = jnp.matmul(hidden, head_kernel(weights), preferred_element_type=jnp.float32)
+    logits = head_kernel(weights).matmul(hidden, jnp.float32)
     targets = rows[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.where(targets == BOS_ID, 0.0, losses)
@@ -205,7 +206,7 @@ def train_block(
     """AdamW steps on the rows `picked`, float32 masters and passes in `dtype`; losses too."""
 
     def mean_loss(masters: Weights, rows: Array) -> Array:
-        weights = jax.tree.map(lambda leaf: leaf.astype(dtype), masters)
+        weights = cast_weights(masters, dtype)
         return jnp.mean(token_losses(weights, rows))
 
     def step(carry, inputs):
@@ -277,7 +278,7 @@ def generator(weights: Weights, tokenizer: Tokenizer) -> Callable[[str], str]:
 
     @jax.jit
     def next_token(row: Array, last: Array) -> Array:
-        return jnp.argmax(_hidden(weights, row[None])[0, last] @ head_kernel(weights))
+        return jnp.argmax(head_kernel(weights).matmul(_hidden(weights, row[None])[0, last]))
 
     def generate(prompt: str) -> str:
         ids = tokenizer.encode(prompt).ids

@@ -1,5 +1,8 @@
-"""MuxTune's ablation in simulation: task fusion, operator orchestration and data alignment, each
-switched off (MuxTune Fig. 16)."""
+"""MuxTune's ablation in simulation (MuxTune 5.3, Fig. 16).
+
+Task fusion, operator orchestration and data alignment are switched off one by one. All times are in
+seconds.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -33,19 +36,21 @@ from jaxmux.planner.pipeline.schedules import (
 )
 from jaxmux.planner.pipeline.subgraphs import Block, Subgraph, graph_of, segment
 
-# What MuxTune 5.1 pads or truncates SST2, OpenBookQA and RTE to, in tokens.
+# Lengths in tokens to which MuxTune 5.1 pads or truncates SST2, OpenBookQA and RTE.
 LENGTHS = (64, 128, 256)
+# Microbatches of a global batch, and steps over which the time is averaged.
 MICROBATCHES = 4
 STEPS = 4
 
 
 class Setting(NamedTuple):
-    """Tasks on a mesh.
+    """Tasks on a replica.
 
     Attributes:
-      lengths: tokens of each task's sequences.
-      sequences: of a task in a microbatch; a global batch has 4 microbatches.
-      stages, tp: of the mesh.
+      lengths: for each task, tokens of its sequences.
+      sequences: sequences of each task in a microbatch.
+      stages: number of pipeline stages.
+      tp: tensor-parallel devices of each stage.
     """
 
     lengths: tuple[int, ...]
@@ -55,12 +60,12 @@ class Setting(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Original tokens of a step of all tasks."""
+        """Tokens of a step of all tasks, without padding."""
         return MICROBATCHES * self.sequences * sum(self.lengths)
 
 
 class Parts(NamedTuple):
-    """Which parts of MuxTune are on."""
+    """The parts of MuxTune that are switched on."""
 
     fusion: bool = True
     orchestration: bool = True
@@ -68,7 +73,13 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """hTasks, which of them share a clock of the pipeline, and the seconds of a step."""
+    """A plan of the tasks.
+
+    Attributes:
+      htasks: for each hTask, its tasks.
+      buckets: for each bucket, its hTasks.
+      seconds: time of a step of all tasks.
+    """
 
     htasks: tuple[HTask, ...]
     buckets: Buckets
@@ -76,15 +87,16 @@ class Plan(NamedTuple):
 
 
 def setting(tasks: int, sequences: int, stages: int, tp: int) -> Setting:
-    """Tasks that take the three data sets in turns."""
+    """Returns a setting in which the tasks take their lengths from the three data sets in turn."""
     return Setting(tuple(LENGTHS[i % len(LENGTHS)] for i in range(tasks)), sequences, stages, tp)
 
 
 def ablate(at: Setting) -> dict[str, float]:
-    """Seconds of a step of all tasks with everything on, and with each part off.
+    """Returns the time of a step of all tasks with all parts on, and with each part off.
 
-    Without alignment, hTasks that were fused from tasks of unlike lengths are padded, as in the
-    paper; a planner that knows it avoids most of that by fusing only like ones.
+    Without alignment, an hTask of tasks of different lengths is padded, as in the paper. A planner
+    that knows this avoids most of the padding by fusing only tasks of equal length ("without
+    alignment, planned anew").
     """
     everything = plan_step(at, Parts())
     padded = _Costs(at, Parts(alignment=False))
@@ -100,24 +112,24 @@ def ablate(at: Setting) -> dict[str, float]:
 
 
 def plan_step(at: Setting, parts: Parts) -> Plan:
-    """The plan of least time in lockstep; a step's seconds are the mean over several."""
+    """Returns the plan of least lockstep time."""
     costs = _Costs(at, parts)
     alone = tuple((task,) for task in range(len(at.lengths)))
-    fusions = {alone}
+    partitions = {alone}
     if parts.fusion:
-        # What needs no padding is as good with alignment.
-        fusions |= _fusions(at, costs) | _fusions(at, _Costs(at, Parts(alignment=False)))
+        # hTasks that need no padding are candidates with alignment too.
+        partitions |= _partitions(at, costs) | _partitions(at, _Costs(at, Parts(alignment=False)))
     orchestrate = _interleaved if parts.orchestration else _one_after_another
-    plans = [orchestrate(at, costs, htasks) for htasks in sorted(fusions)]
+    plans = [orchestrate(at, costs, htasks) for htasks in sorted(partitions)]
     return min(plans, key=lambda plan: plan.seconds)
 
 
-def _fusions(at: Setting, costs: "_Costs") -> set[tuple[HTask, ...]]:
-    """Eq. 6's hTasks under every bound on their length that tells partitions apart.
+def _partitions(at: Setting, costs: "_Costs") -> set[tuple[HTask, ...]]:
+    """The hTasks of Eq. 6 under every limit on their time that makes a difference.
 
-    Eq. 6 charges an hTask but the first L / S, less than the 2C clocks that it takes, and so leaves
-    all but one task in one hTask, which then has no other to share the pipeline with. With bounds,
-    the simulator finds how many hTasks there should be.
+    Eq. 6 charges an hTask after the first only L / S, less than the 2C clocks that it takes. So it
+    puts nearly all tasks into one hTask, which then has no other to share the pipeline with. With
+    limits, the simulator finds the best number of hTasks.
     """
     tokens = [at.sequences * length for length in at.lengths]
     order = sorted(range(len(tokens)), key=lambda task: tokens[task])
@@ -137,44 +149,47 @@ def _fusions(at: Setting, costs: "_Costs") -> set[tuple[HTask, ...]]:
 
 
 def _one_after_another(at: Setting, costs: "_Costs", htasks: tuple[HTask, ...]) -> Plan:
-    """Every hTask has the pipeline for itself."""
+    """Every hTask has the pipeline to itself."""
     seconds = sum(_makespan(at, costs, (htask,), ((0,),), 1) for htask in htasks)
     return Plan(htasks, tuple((i,) for i in range(len(htasks))), seconds)
 
 
 def _interleaved(at: Setting, costs: "_Costs", htasks: tuple[HTask, ...]) -> Plan:
+    """The hTasks are grouped into buckets, which take turns in the pipeline."""
+
     def simulate(buckets: Buckets) -> float:
         return _makespan(at, costs, htasks, buckets, STEPS) / STEPS
 
-    grouping = choose_buckets([costs.stage((htask,))[0] for htask in htasks], simulate)
-    return Plan(htasks, grouping.buckets, grouping.latency)
+    choice = choose_buckets([costs.stage((htask,))[0] for htask in htasks], simulate)
+    return Plan(htasks, choice.buckets, choice.latency)
 
 
 def _makespan(
     at: Setting, costs: "_Costs", htasks: Sequence[HTask], buckets: Buckets, steps: int
 ) -> float:
-    """Of the template; of 1F1B with a flush where there is one bucket and step."""
+    """Lockstep time of MuxTune's template, or of 1F1B if there is one bucket and one step."""
     members = [tuple(htasks[i] for i in bucket) for bucket in buckets]
-    jobs = [
+    microbatches = [
         ScheduledMicrobatch(tasks, (step,) * len(tasks), bucket)
         for step in range(steps)
         for bucket, own in enumerate(members)
         for tasks in [tuple(sorted(task for htask in own for task in htask))]
         for _ in range(MICROBATCHES)
     ]
-    seconds = np.array([costs.stage(members[job.bucket]) for job in jobs])
+    seconds = np.array([costs.stage(members[microbatch.bucket]) for microbatch in microbatches])
     forward, backward = (np.repeat(seconds[:, [i]], at.stages, axis=1) for i in (0, 1))
-    load = Workload(tuple(jobs), forward, backward)
+    workload = Workload(tuple(microbatches), forward, backward)
     permute = max(permute_seconds(sum(map(costs.tokens, own))) for own in members)
-    if len(jobs) == MICROBATCHES:
-        candidates = [one_forward_one_backward(load, rule) for rule in get_args(TickRule)]
-        return min(simulate_lockstep(s, load, permute).makespan for s in candidates)
-    schedule = template(load, permute_time=permute)
-    return simulate_lockstep(schedule, load.reorder(template_order(load)), permute).makespan
+    if len(microbatches) == MICROBATCHES:
+        schedules = [one_forward_one_backward(workload, rule) for rule in get_args(TickRule)]
+        return min(simulate_lockstep(s, workload, permute).makespan for s in schedules)
+    schedule = template(workload, permute_time=permute)
+    ordered = workload.reorder(template_order(workload))
+    return simulate_lockstep(schedule, ordered, permute).makespan
 
 
 class _Costs:
-    """Eq. 3-4 for one setting, with the collectives of a stage hidden or not."""
+    """The costs of Eq. 3-4 in one setting, with or without hidden collectives."""
 
     def __init__(self, at: Setting, parts: Parts):
         self._at = at
@@ -186,11 +201,11 @@ class _Costs:
         return (self._at.stages - 1 + MICROBATCHES) * sum(self.stage((htask,)))
 
     def tokens(self, htask: HTask) -> int:
-        """Of a microbatch, with what is padded."""
+        """Tokens of a microbatch of the hTask, including padding."""
         return sum(self._task_tokens(htask))
 
     def _task_tokens(self, htask: HTask) -> list[int]:
-        """Aligned, each task has as many chunks as it needs; else all get the longest's length."""
+        """Tokens of each task in a microbatch; without alignment all have the longest's length."""
         longest = max(self._at.lengths[task] for task in htask)
         aligned = self._parts.alignment
         return [
@@ -198,10 +213,11 @@ class _Costs:
         ]
 
     def _stage(self, htasks: tuple[HTask, ...]) -> tuple[float, float]:
-        """Seconds of a bucket's microbatch on a stage, forward and backward."""
+        """Forward and backward time of a bucket's microbatch on a stage."""
         return self._direction(htasks, 0), self._direction(htasks, 1)
 
     def _direction(self, htasks: tuple[HTask, ...], direction: int) -> float:
+        """Time of a forward (direction 0) or backward (1) pass."""
         subgraphs = self._subgraphs(htasks, direction)
         order = priority_order if self._parts.orchestration else sequential_order
         return run_order(subgraphs, order(subgraphs)).seconds
@@ -211,25 +227,24 @@ class _Costs:
         return segment([graph_of(self._blocks(htask, direction) * layers) for htask in htasks])
 
     def _blocks(self, htask: HTask, direction: int) -> list[Block]:
-        """A decoder layer; backward, the linears take the same time and attention more."""
+        """A decoder layer. Backward, the linears take the same time and attention takes more."""
         tp = self._at.tp
         tokens = self._task_tokens(htask)
         total = sum(tokens)
         sizes = [count // self._at.sequences for count in tokens for _ in range(self._at.sequences)]
         attention = float(attention_seconds(sizes, tp)[direction])
-        reduce = all_reduce_seconds(total, tp)
         blocks = []
         for into, out, middle in (
             (ATTENTION_IN, ATTENTION_OUT, attention),
             (MLP_IN, MLP_OUT, 0.0),
         ):
-            after = middle + linear_seconds(total, out, tp) + adapter_seconds(tokens, out, tp)
+            rest = middle + linear_seconds(total, out, tp) + adapter_seconds(tokens, out, tp)
             blocks.append(
                 Block(
-                    linear_seconds(total, into, tp),
-                    adapter_seconds(tokens, into, tp),
-                    after,
-                    reduce,
+                    projection=linear_seconds(total, into, tp),
+                    adapter=adapter_seconds(tokens, into, tp),
+                    rest=rest,
+                    all_reduce=all_reduce_seconds(total, tp),
                 )
             )
         return blocks

@@ -1,7 +1,8 @@
-"""How long training waits for the next round to be planned, while the device runs the one before.
+"""The time that training waits for the next round to be packed while the device runs the current
+one.
 
-A small random model on whatever device there is trains tasks with lengths of real data sets. Their
-rounds are packed, filled and put on the device by the engine's thread ahead.
+A small random model trains tasks with lengths of real data sets, on the device that is there. The
+engine's background thread packs their rounds, fills the microbatches and moves them to the device.
 """
 
 import time
@@ -26,17 +27,18 @@ _CONFIG = BackboneConfig(
     num_kv_heads=2,
     head_dim=8,
 )
+# Tokens of the longest sample, and of a microbatch.
 _LONGEST, _TOKENS = 512, 4096
 
 
 class Waits(NamedTuple):
-    """Milliseconds of a round, the mean over all but the first.
+    """Milliseconds per round, the mean over all rounds but the first.
 
     Attributes:
-      waited: that training waited for the round to be there.
-      planning: that packing took, in its thread.
-      round: from one round to the next.
-      first: that training waited for the first round.
+      waited: time that training waited for the next round.
+      planning: time that packing took in its own thread.
+      round: time from one round to the next.
+      first: time that training waited for the first round.
     """
 
     waited: float
@@ -48,6 +50,15 @@ class Waits(NamedTuple):
 def measure_waits(
     lengths: Mapping[str, Sequence[int]], sets: Sequence[str], samples: int, rounds: int, seed: int
 ) -> Waits:
+    """Trains one task for each data set and measures the waits.
+
+    Args:
+      lengths: by data set, the tokens of its samples.
+      sets: names of the data sets.
+      samples: samples of a global batch.
+      rounds: number of rounds, at least 2.
+      seed: seed of the random samples.
+    """
     planned: list[float] = []
 
     def timed_packing(batches, shape):
@@ -59,14 +70,15 @@ def measure_waits(
     rng = np.random.default_rng(seed)
     tasks = []
     for name in sets:
-        # A sample of n tokens takes n - 1 places.
+        # A sample of n tokens is n - 1 pairs of a token and its target.
         sizes = np.clip(rng.choice(lengths[name], samples * rounds), 2, _LONGEST) - 1
         tasks.append(random_task(_CONFIG, name, sizes.tolist(), samples, rounds, rank=8))
     shape = smallest_shape_class([n for task in tasks for n in task.lengths], _TOKENS)
     engine = Engine(Backbone.random(_CONFIG), EngineOptions(shape, packing=timed_packing))
     engine.register_tasks(tasks)
+    # The first round compiles the programs.
     engine.train_round()
-    engine.drain()  # All is compiled.
+    engine.drain()
     first, start = engine.seconds_waited, time.perf_counter()
     while not engine.finished:
         engine.train_round()

@@ -1,5 +1,8 @@
-"""What a Llama-3.1-8B shape takes on H200s, for simulations of the planner: by the profile that
-ships, or by estimates where none does (`jaxmux.planner.cost_models.device_models` decides)."""
+"""Times of a backbone of Llama-3.1-8B's shape on H200s, for simulations of the planner.
+
+They come from the profile that ships for the backbone, or from estimates if there is none;
+`jaxmux.planner.costs.cost_models.device_models` decides. All times are in seconds.
+"""
 
 from collections.abc import Sequence
 
@@ -16,14 +19,22 @@ LAYERS = 32
 WIDTH = 4096
 BYTES_PER_TOKEN = 2 * WIDTH
 RANK, CHUNK_LEN = 16, 128
-# Devices along an axis of the simulated meshes, each within a host.
+# Numbers of pipeline stages, and of tensor-parallel devices within a host, of the simulated
+# replicas.
 AXES = (2, 4, 8)
 
 
 def llama(
     layers: int = LAYERS, width: int = WIDTH, kv: int = 1024, mlp: int = 14336
 ) -> BackboneSize:
-    """Sizes in bfloat16 of a backbone of Llama's shape."""
+    """Returns the sizes in bfloat16 of a backbone of Llama's shape.
+
+    Args:
+      layers: number of decoder layers.
+      width: d, the model width.
+      kv: width of the keys and of the values.
+      mlp: width of the MLP.
+    """
     linears = {
         "self_attn.q_proj": (width, width),
         "self_attn.k_proj": (width, kv),
@@ -53,7 +64,12 @@ def llama(
 
 
 def cost_models(size: BackboneSize, memory: int | None = None) -> CostModels:
-    """Those of H200s, with so many bytes of memory or an H200's own, on any mesh of `AXES`."""
+    """Returns the cost models of H200s, with the collectives of all replicas of `AXES`.
+
+    Args:
+      size: sizes of the backbone.
+      memory: bytes of a device; None for an H200's own.
+    """
     models = device_models(size, memory, Replica())
     times, estimated = models.times, []
     for devices in AXES:
@@ -67,16 +83,24 @@ _SIZE = llama()
 _MODELS = cost_models(_SIZE)
 SOURCE = _MODELS.source
 _TIMES = _MODELS.times
-# Weights of the linears of a layer, and of these the column-parallel ones and the row-parallel one,
-# in attention and in the MLP.
+# Number of weights of all linears of a layer; of the column-parallel linears and of the row-parallel
+# linear of attention; and of those of the MLP.
 LINEAR_WEIGHTS = sum(k * n for k, n in _SIZE.linears.values())
 ATTENTION_IN, ATTENTION_OUT = WIDTH * (4096 + 2 * 1024), WIDTH * 4096
 MLP_IN, MLP_OUT = 2 * WIDTH * 14336, WIDTH * 14336
 
 
 def linear_seconds(tokens: float, weights: float = LINEAR_WEIGHTS, tp: int = 1) -> float:
-    """The frozen linears of a layer in one direction, sharded over `tp` GPUs, and their part of all
-    else but attention."""
+    """Returns the time of a forward or backward pass of frozen linears of a layer.
+
+    The time of everything else in the layer except attention is included in proportion to the
+    weights.
+
+    Args:
+      tokens: tokens of the microbatch.
+      weights: number of weights of the linears, over all devices.
+      tp: tensor-parallel devices, which share the work.
+    """
     attention = tokens * _TIMES.attention(_TIMES.row_len, max_sequences=1)
     return (_TIMES.base(tokens) - attention) / 2 * weights / LINEAR_WEIGHTS / tp
 
@@ -84,13 +108,23 @@ def linear_seconds(tokens: float, weights: float = LINEAR_WEIGHTS, tp: int = 1) 
 def adapter_seconds(
     task_tokens: Sequence[float], weights: float = LINEAR_WEIGHTS, tp: int = 1
 ) -> float:
-    """Fused adapters of several tasks, one direction."""
+    """Returns the time of a forward or backward pass of the fused adapters of some linears.
+
+    Args:
+      task_tokens: tokens of each task.
+      weights, tp: as of `linear_seconds`.
+    """
     load = AdapterLoad(task_tokens, len(task_tokens), RANK, CHUNK_LEN, dropout=False)
     return _TIMES.adapters.seconds(load) / 2 * weights / LINEAR_WEIGHTS / tp
 
 
 def attention_seconds(lengths: Sequence[int], tp: int = 1) -> np.ndarray:
-    """Causal attention of a layer over sequences of these lengths: forward and backward, [2]."""
+    """Returns the time of causal attention in a layer: float64 [2], forward and backward.
+
+    Args:
+      lengths: length in tokens of each sequence; each is in a row of its own length.
+      tp: tensor-parallel devices, which share the work.
+    """
     sizes, counts = np.unique(np.asarray(lengths, int), return_counts=True)
     tokens = sizes * counts
     forward, both = (
@@ -101,24 +135,25 @@ def attention_seconds(lengths: Sequence[int], tp: int = 1) -> np.ndarray:
 
 
 def all_reduce_seconds(tokens: float, tp: int) -> float:
-    """The activations of so many tokens, summed around a ring of `tp` GPUs."""
+    """Returns the time of an all-reduce of the activations of `tokens` tokens over `tp` devices."""
     return _TIMES.collective("psum", tp, tokens * BYTES_PER_TOKEN)
 
 
 def permute_seconds(tokens: float, stages: int = 4) -> float:
-    """The activations of so many tokens, sent to a neighbour."""
+    """Returns the time in which a stage sends the activations of `tokens` tokens to the next."""
     return _TIMES.collective("ppermute", stages, tokens * BYTES_PER_TOKEN)
 
 
 def stage_seconds(
     lengths: Sequence[int], tokens: int, scale: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward of a microbatch on each of S stages, float64 [S] each.
+    """Returns the forward and the backward time of a microbatch on each stage, float64 [S] each.
 
     Args:
-      lengths: tokens of its sequences, for attention.
-      tokens: N, of the microbatch, padding included, for all else.
-      scale: by stage, how much longer it takes than its share of the 32 layers, for the head.
+      lengths: length in tokens of each sequence, on which attention depends.
+      tokens: N, the tokens of the microbatch including padding, on which everything else depends.
+      scale: for each of S stages, its time relative to an equal share of the 32 layers; more than
+        1 where the stage holds a part of the head.
     """
     linears = linear_seconds(tokens) + adapter_seconds([tokens])
     forward, backward = LAYERS / len(scale) * (linears + attention_seconds(lengths))

@@ -1,4 +1,4 @@
-"""How near the planner's parts are to the optimum, and how long they take."""
+"""The distance of the planner's parts from the optimum, and the time that they take."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,25 +23,24 @@ from planner_costs import (
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica
-from jaxmux.planner.packing.microbatches import pack_greedily, pack_rounds
+from jaxmux.planner.packing.microbatches import RoundLengths, pack_greedily, pack_rounds
+from jaxmux.planner.packing.shape_choice import ShapeRequest
+from jaxmux.planner.pipeline import TaskLoad, make_plan, shared_pool
 from jaxmux.planner.pipeline.buckets import balance_gap, balanced_buckets, candidate_buckets
 from jaxmux.planner.pipeline.fusion import fuse_tasks
 from jaxmux.planner.pipeline.interleaving import interleave, run_order
-from jaxmux.planner.pipeline.make_plan import ShapeRequest, TaskLoad, make_plan, shared_pool
-from jaxmux.planner.pipeline.pipeline_plan import Round
 from jaxmux.planner.pipeline.subgraphs import Block, Subgraph, graph_of, segment
-
-Loads = Sequence[float]
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float]:
-    """What it returns, and the seconds until then."""
+    """Returns the result of the call, and the seconds that it took."""
     start = time.perf_counter()
     result = call()
     return result, time.perf_counter() - start
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yields every division of the items into parts."""
     if not items:
         yield []
         return
@@ -53,7 +52,12 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 def fusion_gap(tasks: int, instances: int) -> float:
-    """The largest difference between F* and brute force over all contiguous partitions."""
+    """Returns the largest relative difference between F* and the best of all contiguous partitions.
+
+    Args:
+      tasks: tasks of an instance.
+      instances: number of random instances.
+    """
     gaps = []
     for seed in range(instances):
         rng = np.random.default_rng(seed)
@@ -63,8 +67,8 @@ def fusion_gap(tasks: int, instances: int) -> float:
         totals = []
         for cuts in range(2 ** (tasks - 1)):
             ends = [i + 1 for i in range(tasks - 1) if cuts >> i & 1] + [tasks]
-            parts = [tuple(range(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
-            totals.append(cost[parts[0]] + sum(cost[part] for part in parts[1:]) / stages)
+            htasks = [tuple(range(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
+            totals.append(cost[htasks[0]] + sum(cost[htask] for htask in htasks[1:]) / stages)
         found = fuse_tasks(tokens, cost.__getitem__, stages).latency
         gaps.append(abs(found / min(totals) - 1))
     return max(gaps)
@@ -77,6 +81,7 @@ def _contiguous_costs(rng: np.random.Generator, tasks: int):
 
 
 def fusion_seconds(tasks: int) -> float:
+    """Returns the seconds that the fusion of `tasks` tasks takes."""
     tokens = np.random.default_rng(0).integers(64, 4096, tasks).tolist()
 
     def latency(htask: tuple[int, ...]) -> float:
@@ -86,50 +91,66 @@ def fusion_seconds(tasks: int) -> float:
     return timed(lambda: fuse_tasks(tokens, latency, stages=4))[1]
 
 
-def random_loads(htasks: int, seed: int) -> list[float]:
+def random_latencies(htasks: int, seed: int) -> list[float]:
+    """Returns a latency for each hTask, up to about 10 times apart."""
     return np.random.default_rng([htasks, seed]).lognormal(0, 0.7, htasks).tolist()
 
 
 def bucket_gaps(htasks: int, instances: int) -> tuple[float, float]:
-    """Of Eq. 7's variance, and of the largest bucket of any candidate, above brute force: the most
-    over instances and numbers of buckets."""
+    """Returns the largest gaps of buckets to brute force over instances and numbers of buckets.
+
+    Returns:
+      The gap of the sum of squares of `balanced_buckets` (Eq. 7), and the gap of the largest bucket
+      of any candidate, each relative to the best of all divisions.
+    """
     variance_gaps, largest_gaps = [], []
     for seed in range(instances):
-        loads = random_loads(htasks, seed)
+        latencies = random_latencies(htasks, seed)
+        # The least sum of squares, and the least largest bucket, by number of buckets.
         least = np.full((2, htasks + 1), np.inf)
         for partition in partitions(range(htasks)):
-            held = [sum(loads[i] for i in bucket) for bucket in partition]
-            found = np.array([np.square(held).sum(), max(held)])
-            least[:, len(held)] = np.minimum(least[:, len(held)], found)
-        for buckets in balanced_buckets(loads):
-            squares = sum(sum(loads[i] for i in bucket) ** 2 for bucket in buckets)
+            sums = _bucket_sums(latencies, partition)
+            found = np.array([np.square(sums).sum(), max(sums)])
+            least[:, len(sums)] = np.minimum(least[:, len(sums)], found)
+        for buckets in balanced_buckets(latencies):
+            squares = sum(total**2 for total in _bucket_sums(latencies, buckets))
             variance_gaps.append(squares / least[0, len(buckets)] - 1)
-        for buckets in candidate_buckets(loads):
-            largest = max(sum(loads[i] for i in bucket) for bucket in buckets)
+        for buckets in candidate_buckets(latencies):
+            largest = max(_bucket_sums(latencies, buckets))
             largest_gaps.append(largest / least[1, len(buckets)] - 1)
     return max(variance_gaps), max(largest_gaps)
 
 
 def largest_bucket_gap(htasks: int) -> float:
-    """Of the largest bucket of any candidate, above max(mean, largest hTask), or, where that leaves
-    more than 1% open, above the optimum of a mixed-integer program solved to 0.1%."""
-    loads = random_loads(htasks, seed=htasks + 1)
+    """Returns the largest gap of the largest bucket of any candidate.
+
+    The gap is relative to max(mean bucket, largest hTask), or, where that leaves more than 1%, to
+    the optimum of a mixed-integer program solved to 0.1%.
+    """
+    latencies = random_latencies(htasks, seed=htasks + 1)
     gaps = []
-    for buckets in candidate_buckets(loads):
-        gap = balance_gap(loads, buckets)
+    for buckets in candidate_buckets(latencies):
+        gap = balance_gap(latencies, buckets)
         if gap > 0.01:
-            largest = max(sum(loads[i] for i in bucket) for bucket in buckets)
-            gap = largest / least_largest_bucket(loads, len(buckets)) - 1
+            largest = max(_bucket_sums(latencies, buckets))
+            gap = largest / least_largest_bucket(latencies, len(buckets)) - 1
         gaps.append(gap)
     return max(gaps)
 
 
-def least_largest_bucket(loads: Loads, count: int) -> float:
-    """A lower bound, to 0.1%, on the largest of so many buckets, by a mixed-integer program."""
+def _bucket_sums(latencies: Sequence[float], buckets: Sequence[Sequence[int]]) -> list[float]:
+    return [sum(latencies[i] for i in bucket) for bucket in buckets]
+
+
+def least_largest_bucket(latencies: Sequence[float], count: int) -> float:
+    """Returns a lower bound, to 0.1%, on the largest of `count` buckets.
+
+    It is the bound of a mixed-integer program that is solved for at most 10 s.
+    """
     problem = pulp.LpProblem("buckets", pulp.LpMinimize)
-    largest = problem.add_variable("largest", max(max(loads), sum(loads) / count))
-    order = sorted(range(len(loads)), key=lambda i: -loads[i])
-    # Of equal buckets, the n-th longest hTask may only open the n-th.
+    largest = problem.add_variable("largest", max(max(latencies), sum(latencies) / count))
+    order = sorted(range(len(latencies)), key=lambda i: -latencies[i])
+    # Buckets are interchangeable, so the n-th longest hTask is only allowed in the first n.
     holds = {
         (i, bucket): problem.add_variable(f"x{i}_{bucket}", cat="Binary")
         for n, i in enumerate(order)
@@ -140,20 +161,27 @@ def least_largest_bucket(loads: Loads, count: int) -> float:
         own = [holds[i, bucket] for bucket in range(count) if (i, bucket) in holds]
         problem.addConstraint(pulp.lpSum(own) == 1)
     for bucket in range(count):
-        held = [loads[i] * holds[i, bucket] for i in order if (i, bucket) in holds]
+        held = [latencies[i] * holds[i, bucket] for i in order if (i, bucket) in holds]
         problem.addConstraint(pulp.lpSum(held) - largest <= 0)
     return problem.solve(pulp.HiGHS(msg=False, gapRel=1e-3, timeLimit=10)).best_bound
 
 
 def bound_on_bucket_gap(htasks: int) -> float:
-    """Of the buckets for P = 2 ... htasks / 4, the worst against max(mean, largest hTask)."""
-    loads = random_loads(htasks, seed=0)
-    return max(balance_gap(loads, b) for b in balanced_buckets(loads)[1 : htasks // 4])
+    """Returns the largest `balance_gap` of P = 2 ... htasks / 4 buckets."""
+    latencies = random_latencies(htasks, seed=0)
+    buckets = balanced_buckets(latencies)[1 : htasks // 4]
+    return max(balance_gap(latencies, of_count) for of_count in buckets)
 
 
 class Packing(NamedTuple):
-    """Microbatches of some rounds, those of greedy packing, how far above the lower bound the
-    former are, and milliseconds a sample of packing in one process."""
+    """The packing of some rounds.
+
+    Attributes:
+      microbatches: number of microbatches.
+      greedy: number of microbatches of greedy packing.
+      gap: `microbatches` relative to the lower bound, minus 1.
+      milliseconds: time of packing per sample, in one process.
+    """
 
     microbatches: int
     greedy: int
@@ -161,7 +189,8 @@ class Packing(NamedTuple):
     milliseconds: float
 
 
-def packing(rounds: Sequence[Round], tokens: int) -> Packing:
+def packing(rounds: Sequence[RoundLengths], tokens: int) -> Packing:
+    """Packs the rounds into microbatches of `tokens` tokens."""
     shape = shape_of(rounds, tokens)
     samples = sum(len(sizes) for batches in rounds for sizes in batches.values())
     packed, seconds = timed(lambda: pack_rounds(rounds, shape))
@@ -172,7 +201,14 @@ def packing(rounds: Sequence[Round], tokens: int) -> Packing:
 
 
 def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, seed: int) -> float:
-    """Of a whole plan, as `python -m jaxmux.plan` makes it, for tasks of all data sets in turns."""
+    """Returns the seconds in which a whole plan is made, as the command line makes it.
+
+    Args:
+      lengths: by data set, the tokens of its samples.
+      tasks: number of tasks, which take the data sets in turn.
+      stages: number of pipeline stages.
+      seed: seed of the random samples.
+    """
     rng = np.random.default_rng(seed)
     loads = []
     for i in range(tasks):
@@ -180,15 +216,22 @@ def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, 
         batches = rng.choice(lengths[own], (8, 16)).tolist()
         loads.append(TaskLoad(f"{own}{i}", PoolSpec(1, 16), 16, 100, sum(batches, []), batches))
     models = cost_models(llama())
-    costs = ReplicaCosts(
-        models.times, models.memory, shared_pool(loads), Replica.uniform(stages, 1)
-    )
+    replica = Replica.uniform(pp=stages)
+    costs = ReplicaCosts(models.times, models.memory, shared_pool(loads), replica)
     request = ShapeRequest(8192, least_chunk_len=128)
     return timed(lambda: make_plan(loads, request, costs, models.source, rounds=8))[1]
 
 
-def decoder_subgraphs(htask_lengths: Sequence[Sequence[int]], layers: int, tp: int):
-    """Forward subgraphs of some decoder layers; each hTask is one task with these sequences."""
+def decoder_subgraphs(
+    htask_lengths: Sequence[Sequence[int]], layers: int, tp: int
+) -> list[Subgraph]:
+    """Returns the subgraphs of the forward pass of some decoder layers.
+
+    Args:
+      htask_lengths: for each hTask, which is one task, the tokens of its sequences.
+      layers: number of decoder layers.
+      tp: tensor-parallel devices.
+    """
     graphs = []
     for lengths in htask_lengths:
         total = sum(lengths)
@@ -210,7 +253,11 @@ def decoder_subgraphs(htask_lengths: Sequence[Sequence[int]], layers: int, tp: i
 
 
 def interleaving_gap(instances: int) -> tuple[float, float]:
-    """Mean and largest gap to the best of all orders, on random graphs of up to 8 subgraphs."""
+    """Returns the mean and the largest gap of `interleave` to the best of all orders.
+
+    Args:
+      instances: number of random graphs, of 8 subgraphs each.
+    """
     gaps = []
     for seed in range(instances):
         subgraphs = _random_subgraphs(seed)

@@ -1,5 +1,8 @@
-"""LobRA's experiment (5.2) in simulation: GPU seconds of heterogeneous replicas against the fused
-homogeneous plan and against one task after another, on real lengths; and solve times."""
+"""LobRA's experiment (5.2) in simulation: device seconds of replicas of different sizes.
+
+They are compared with replicas that are all alike, for all tasks together and for one task after
+another, on real lengths. The time to plan for them is measured too.
+"""
 
 import dataclasses
 import math
@@ -11,24 +14,29 @@ import numpy as np
 from planner_costs import AXES, SOURCE, cost_models, llama
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.replicas.cost_table import Replica, SequenceCosts, tabulate_costs
-from jaxmux.planner.replicas.deployment_choice import choose_replicas
-from jaxmux.planner.replicas.deployment_plan import (
+from jaxmux.planner.devices import Replica
+from jaxmux.planner.replicas import (
     DeploymentPlan,
+    LengthBins,
+    ModelledSequenceCosts,
+    SequenceCosts,
     candidate_replicas,
+    choose_length_bins,
+    choose_replicas,
+    dispatch_samples,
     plan_replicas,
 )
-from jaxmux.planner.replicas.length_bins import LengthBins, choose_length_bins
-from jaxmux.planner.replicas.like_replicas import measure, plan_fused, plan_sequential
-from jaxmux.planner.replicas.sample_dispatch import dispatch_samples
-from jaxmux.planner.replicas.sequence_costs import ModelledSequenceCosts
+from jaxmux.planner.replicas.cost_table import tabulate_costs
+from jaxmux.planner.replicas.like_replicas import plan_fused, plan_sequential, simulate_rounds
 
+# Tokens of the longest sequence; longer ones are truncated.
 CONTEXT = 16_384
-BUCKETS = 16
+# Most length bins, and the boundaries to choose from, in tokens.
+BINS = 16
 BOUNDARIES = range(256, CONTEXT + 1, 256)
-STEPS = 10
-# Steps of the sample that replicas are planned by (LobRA 4.2), and of these, dispatched.
-SAMPLED_STEPS = 100
+# Rounds that are simulated, and rounds of the sample that replicas are planned with (LobRA 4.2).
+ROUNDS = 10
+SAMPLED_ROUNDS = 100
 GIB = 2**30
 # From question answering to summaries of meetings.
 SIX_TASKS = ("gsm8k", "dialogsum", "pubmedqa", "xsum", "squality", "qmsum")
@@ -40,13 +48,22 @@ TWELVE_TASKS = (
 
 @dataclasses.dataclass(frozen=True)
 class PaperMachine:
-    """Times and memory from first principles; by default Llama2-7B on A100-40GB.
+    """A `SequenceCosts` from first principles; by default Llama2-7B on A100-40GB.
 
-    LoRA needs no weight gradients: 4 FLOPs per parameter and token, and causal attention. Tensor
-    parallelism adds four all-reduces a layer, over NVLink up to 8 GPUs and InfiniBand beyond, and
-    narrower, less efficient products. Weights are divided by tp·pp, activations only by tp, as a
-    1F1B pipeline holds those of pp microbatches. The constant is the pipeline's filling, with
-    microbatches of 4096 tokens or the most that fit.
+    LoRA needs no weight gradients, so training takes 4 FLOPs per parameter and token, and causal
+    attention. Tensor parallelism adds four all-reduces per layer, over NVLink up to 8 GPUs and over
+    InfiniBand beyond, and makes matrix products narrower and less efficient. Weights are divided by
+    tp·pp. Activations are divided only by tp, because a 1F1B pipeline holds those of pp
+    microbatches. The constant is the time to fill the pipeline, with microbatches of 4096 tokens or
+    as many as fit.
+
+    Attributes:
+      parameters: number of parameters of the backbone.
+      layers: number of decoder layers.
+      width: d, the model width.
+      memory: bytes of a GPU.
+      nvlink, infiniband: bytes per second.
+      flops: FLOPs per second of a GPU.
     """
 
     parameters: float = 6.7e9
@@ -63,7 +80,7 @@ class PaperMachine:
         return max(0, int((0.92 * self.memory - weights) / token))
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        tp, pp = configuration
+        tp, pp = configuration.tp, configuration.pp
         products = 4 * self.parameters * length + 6 * self.layers * self.width * length**2
         compute = products * (1 + 0.03 * math.log2(tp)) / (tp * self.flops)
         inside, hosts = min(tp, 8), max(1, tp / 8)
@@ -81,18 +98,22 @@ A800_70B = PaperMachine(69e9, 80, 8192, 80e9, 120e9, 120e9)
 
 
 class Case(NamedTuple):
-    """A backbone on a mesh.
+    """A backbone on a number of devices.
 
     Attributes:
-      model: of its replicas.
-      sequences: of a step of a task of short ones; tasks of long ones have fewer.
-      tp: degrees to choose from.
-      costs: where they come from.
+      name: name for reports.
+      model: times and memory of a replica.
+      devices: number of devices.
+      tasks: data sets of the tasks.
+      sequences: sequences of a global batch of a task with short ones; tasks with long sequences
+        have fewer.
+      tp: tensor-parallel degrees to choose from.
+      costs: the origin of the costs.
     """
 
     name: str
     model: SequenceCosts
-    gpus: int
+    devices: int
     tasks: tuple[str, ...]
     sequences: int
     tp: tuple[int, ...] = (1, *AXES)
@@ -100,12 +121,13 @@ class Case(NamedTuple):
 
 
 def h200_replicas(memory: int | None, remat: str, large: bool = False) -> ModelledSequenceCosts:
-    """8B or 70B at an H200's speed.
+    """Returns the costs of replicas of an 8B or 70B backbone at an H200's speed.
 
     Args:
-      memory: bytes of a GPU; None for an H200's.
-      remat: "dots" keeps all that the backward pass needs, as LobRA does; "auto" recomputes what
-        does not fit.
+      memory: bytes of a device; None for an H200's own.
+      remat: "dots" keeps everything that the backward pass needs, as LobRA does; "auto" recomputes
+        what does not fit.
+      large: whether the backbone is the one of 70B.
     """
     size = llama(layers=80, width=8192, kv=1024, mlp=28672) if large else llama()
     models = cost_models(size, memory)
@@ -113,6 +135,7 @@ def h200_replicas(memory: int | None, remat: str, large: bool = False) -> Modell
 
 
 def cases() -> Iterator[Case]:
+    """Yields the cases of the benchmark: the paper's, and others on H200s."""
     paper = (1, *AXES, 16), "first principles"
     yield Case("7B on 16 A100 of 40 GB", A100_7B, 16, SIX_TASKS, 128, *paper)
     yield Case("70B on 64 A800 of 80 GB", A800_70B, 64, TWELVE_TASKS, 256, *paper)
@@ -125,13 +148,17 @@ def cases() -> Iterator[Case]:
 
 
 class Outcome(NamedTuple):
-    """GPU seconds of a step, the mean over simulated steps.
+    """Device seconds of a round, the mean over simulated rounds.
 
     Attributes:
-      ours: with heterogeneous replicas, dynamic buckets and balanced dispatch.
-      fused, sequential: as LobRA's competitors: like replicas, fixed buckets, uniform dispatch.
-      balanced_fused, balanced_sequential: like replicas with our buckets and dispatch.
-      floor: each sequence where it takes least, and no GPU ever idle.
+      deployment: the chosen replicas.
+      ours: replicas of different sizes, with dynamic length bins and balanced dispatch.
+      fused: Task-Fused as in LobRA's comparison: like replicas, fixed length bins and uniform
+        dispatch.
+      balanced_fused: Task-Fused with our length bins and dispatch.
+      sequential: Task-Sequential as in LobRA's comparison.
+      balanced_sequential: Task-Sequential with our length bins and dispatch.
+      floor: every sequence where it takes the fewest device seconds, and no device ever idle.
     """
 
     deployment: DeploymentPlan
@@ -144,100 +171,115 @@ class Outcome(NamedTuple):
 
 
 def simulate(case: Case, lengths: Mapping[str, Sequence[int]], seed: int) -> Outcome:
+    """Plans the replicas of a case and simulates rounds of random samples with them.
+
+    Args:
+      case: the case.
+      lengths: by data set, the tokens of its samples.
+      seed: seed of the random samples.
+    """
     rng = np.random.default_rng(seed)
     tasks = {task: np.minimum(lengths[task], CONTEXT) for task in case.tasks}
-    # Tasks of long documents have few sequences a batch.
+    # Tasks of long documents have few sequences in a global batch.
     sizes = {t: case.sequences // (1 + int(np.mean(own)) // 256) for t, own in tasks.items()}
-    draws = {t: rng.choice(own, (STEPS, sizes[t])) for t, own in tasks.items()}
-    sampled = {t: rng.choice(own, (SAMPLED_STEPS, sizes[t])) for t, own in tasks.items()}
-    together, first_sampled = _together(draws), _together(sampled)[:STEPS]
-    sample = _bucketed(np.concatenate([own.ravel() for own in sampled.values()]))
+    draws = {t: rng.choice(own, (ROUNDS, sizes[t])) for t, own in tasks.items()}
+    sampled = {t: rng.choice(own, (SAMPLED_ROUNDS, sizes[t])) for t, own in tasks.items()}
+    together, first_sampled = _together(draws), _together(sampled)[:ROUNDS]
+    sample = _binned(np.concatenate([own.ravel() for own in sampled.values()]))
     fixed = sample.boundaries
-    candidates = candidate_replicas(case.gpus, case.tp, (1, *AXES))
-    given = (case.gpus, candidates)
-    dynamic = [_bucketed(step) for step in together]
-    by_task = {t: [_bucketed(step) for step in own] for t, own in draws.items()}
-    padded = [choose_length_bins(step, fixed, len(fixed)) for step in together]
+    candidates = candidate_replicas(case.devices, case.tp, (1, *AXES))
+    given = (case.devices, candidates)
+    dynamic = [_binned(drawn) for drawn in together]
+    by_task = {t: [_binned(drawn) for drawn in own] for t, own in draws.items()}
+    padded = [choose_length_bins(drawn, fixed, len(fixed)) for drawn in together]
     padded_by_task = {
-        t: [choose_length_bins(step, fixed, len(fixed)) for step in own] for t, own in draws.items()
+        t: [choose_length_bins(drawn, fixed, len(fixed)) for drawn in own]
+        for t, own in draws.items()
     }
     found = choose_replicas(
-        *given, sample, [_bucketed(step) for step in first_sampled], case.model, SAMPLED_STEPS
+        *given, sample, [_binned(drawn) for drawn in first_sampled], case.model, SAMPLED_ROUNDS
     )
     uniform = plan_sequential(*given, padded_by_task, case.model, rng)
     balanced = plan_sequential(*given, by_task, case.model)
     return Outcome(
-        found,
-        measure(found.replicas, case.gpus, dynamic, case.model).gpu_seconds,
-        plan_fused(*given, padded, case.model, rng).gpu_seconds,
-        plan_fused(*given, dynamic, case.model).gpu_seconds,
-        sum(plan.gpu_seconds for plan in uniform.values()),
-        sum(plan.gpu_seconds for plan in balanced.values()),
-        _floor(candidates, dynamic, case.model),
+        deployment=found,
+        ours=simulate_rounds(found.replicas, case.devices, dynamic, case.model).device_seconds,
+        fused=plan_fused(*given, padded, case.model, rng).device_seconds,
+        balanced_fused=plan_fused(*given, dynamic, case.model).device_seconds,
+        sequential=sum(plan.device_seconds for plan in uniform.values()),
+        balanced_sequential=sum(plan.device_seconds for plan in balanced.values()),
+        floor=_floor(candidates, dynamic, case.model),
     )
 
 
 def _together(draws: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """By step, the sequences of all tasks."""
+    """For each round, the sequences of all tasks."""
     return list(np.concatenate(list(draws.values()), axis=1))
 
 
 def _floor(
-    candidates: Sequence[Replica], steps: Sequence[LengthBins], model: SequenceCosts
+    candidates: Sequence[Replica], rounds: Sequence[LengthBins], model: SequenceCosts
 ) -> float:
     seconds = 0.0
-    for buckets in steps:
-        costs = tabulate_costs(candidates, buckets.boundaries, model)
-        seconds += (costs.gpus[:, None] * costs.per_sequence).min(axis=0) @ buckets.counts
-    return float(seconds) / len(steps)
+    for bins in rounds:
+        costs = tabulate_costs(candidates, bins.boundaries, model)
+        seconds += (costs.devices[:, None] * costs.per_sequence).min(axis=0) @ bins.counts
+    return float(seconds) / len(rounds)
 
 
-def deployment_of(gpus: int) -> tuple[DeploymentPlan, float]:
-    """Of 70B on A800s for a skewed mix of lengths, and the seconds that planning took."""
+def deployment_of(devices: int) -> tuple[DeploymentPlan, float]:
+    """Returns a deployment of 70B on A800s for a skewed mix of lengths, and the seconds to plan it.
+    """
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(5.7, 1.3, 50_000).astype(int) + 1, CONTEXT)
-    candidates = candidate_replicas(gpus, (1, *AXES, 16), (1, *AXES))
-    steps = 50_000 // (gpus * 16)
+    candidates = candidate_replicas(devices, (1, *AXES, 16), (1, *AXES))
+    sampled_rounds = 50_000 // (devices * 16)
     start = time.perf_counter()
-    found = plan_replicas(gpus, candidates, _bucketed(lengths), A800_70B, steps)
+    found = plan_replicas(devices, candidates, _binned(lengths), A800_70B, sampled_rounds)
     return found, time.perf_counter() - start
 
 
 class Dispatching(NamedTuple):
-    """Of steps dispatched one by one: seconds, gaps to the bound, and those of the greedy one."""
+    """The dispatch of several rounds, one by one.
+
+    Attributes:
+      seconds: float64 [rounds], time that each dispatch took.
+      gaps: float64 [rounds], gap of each dispatch to its bound.
+      greedy_gaps: float64 [rounds], gap of the greedy dispatch.
+    """
 
     seconds: np.ndarray
     gaps: np.ndarray
     greedy_gaps: np.ndarray
 
 
-def dispatching(steps: int) -> Dispatching:
-    """1,500 sequences in 16 buckets to replicas of 5 configurations."""
+def dispatching(rounds: int) -> Dispatching:
+    """Dispatches rounds of 1,500 sequences in 16 length bins to replicas of 5 configurations."""
     model = h200_replicas(40 * GIB, "dots")
-    replicas = {(1, 1): 12, (1, 2): 4, (2, 1): 8, (4, 1): 5, (8, 1): 2}
-    replicas = {Replica(*degrees): count for degrees, count in replicas.items()}
-    found = [_dispatch_timed(replicas, buckets, model) for buckets in _random_steps(steps)]
+    numbers = {(1, 1): 12, (1, 2): 4, (2, 1): 8, (4, 1): 5, (8, 1): 2}
+    replicas = {Replica.uniform(pp=pp, tp=tp): number for (tp, pp), number in numbers.items()}
+    found = [_dispatch_timed(replicas, bins, model) for bins in _random_rounds(rounds)]
     return Dispatching(*map(np.array, zip(*found, strict=True)))
 
 
 def _dispatch_timed(
-    replicas: Mapping[Replica, int], buckets: LengthBins, model: SequenceCosts
+    replicas: Mapping[Replica, int], bins: LengthBins, model: SequenceCosts
 ) -> tuple[float, float, float]:
     start = time.perf_counter()
-    found = dispatch_samples(replicas, buckets, model)
+    found = dispatch_samples(replicas, bins, model)
     seconds = time.perf_counter() - start
-    return seconds, found.gap, dispatch_samples(replicas, buckets, model, seconds=0).gap
+    return seconds, found.gap, dispatch_samples(replicas, bins, model, time_limit=0).gap
 
 
-def _random_steps(steps: int) -> Iterator[LengthBins]:
-    for seed in range(steps):
+def _random_rounds(rounds: int) -> Iterator[LengthBins]:
+    for seed in range(rounds):
         rng = np.random.default_rng(seed)
-        boundaries = np.sort(rng.choice(BOUNDARIES, BUCKETS, replace=False)).tolist()
+        boundaries = np.sort(rng.choice(BOUNDARIES, BINS, replace=False)).tolist()
         # Long sequences are rare.
-        weights = rng.dirichlet(np.ones(BUCKETS)) / np.sqrt(boundaries)
+        weights = rng.dirichlet(np.ones(BINS)) / np.sqrt(boundaries)
         counts = rng.multinomial(1500, weights / weights.sum())
         yield LengthBins(tuple(boundaries), tuple(counts.tolist()), 0)
 
 
-def _bucketed(lengths: np.ndarray) -> LengthBins:
-    return choose_length_bins(lengths, BOUNDARIES, BUCKETS)
+def _binned(lengths: np.ndarray) -> LengthBins:
+    return choose_length_bins(lengths, BOUNDARIES, BINS)

@@ -21,6 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import tilings
 from jaxmux.pallas_kernels.grouped_lora.routed_matmul_sm90 import Term, Tiling, routed_matmul
 
@@ -77,7 +78,10 @@ def make_inputs(tokens: int, k: int, widths: tuple[int, ...], rank: int, transpo
     def term(n: int) -> Term:
         depth, columns = (n, k) if transposed else (k, n)
         return Term(
-            normal(tokens, depth), normal(1, k, n), normal(rank, tokens), normal(4, rank, columns)
+            normal(tokens, depth),
+            FrozenWeight.of(normal(1, k, n)),
+            normal(rank, tokens),
+            normal(4, rank, columns),
         )
 
     return tuple(map(term, widths)), jnp.arange(tokens // 128, dtype=jnp.int32) % 4

@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests, also of tests/parity, whose environment has no JAX."""
+"""Settings and fixtures of all tests, including tests/parity, whose environment has no JAX."""
 
 import os
 from pathlib import Path
@@ -7,14 +7,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Environment variables rather than jax.config, so that the processes which tests
-# start share them. They must be set before anything imports JAX.
+# Environment variables rather than jax.config, so that the processes which tests start inherit
+# them. They must be set before JAX is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The interpreter of GPU kernels parks threads of XLA's pool: with as few as a small machine's cores
-# none would be left to wake them.
+# The interpreter of GPU kernels blocks threads of XLA's pool. The pool has one thread per core by
+# default, and on a small machine no thread would be left to unblock the others.
 os.environ.setdefault("NPROC", "8")
-# Compiling is most of the suite's time: keep every program, however small, for
-# the other worker, for subprocesses and for the next run.
+# Compilation takes most of the suite's time, and the compiled programs run only briefly: compile
+# them without LLVM's optimizations. To test with them, set XLA_FLAGS, for example to "".
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+# Every program is kept, even a small one, for the other worker, for subprocesses and for the next
+# call of pytest.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -22,19 +30,20 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder `shared` beside the repository (models, data sets); skips where there is none."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return folder
+    """The folder of optional models and data sets; the test is skipped if none is given."""
+    folder = os.environ.get("JAXMUX_SHARED")
+    if not folder:
+        pytest.skip("JAXMUX_SHARED does not name the folder with the shared models and data sets")
+    return Path(folder)
 
 
 @pytest.fixture(scope="session")
 def small_profile():
-    """Makes a profile with just the points that the cost models are fitted to.
+    """Makes a profile that has only the points to which the cost models are fitted.
 
-    `price(point)` gives the seconds of each; `peak(point)`, if given, the bytes. The first row
-    length, sequences per row and rank are those of layers and rounds; rank 0 is measured too.
+    `price(point)` returns the seconds of a point, and `peak(point)` its peak memory in bytes or
+    None. Points of layers and rounds have the first of `row_lens` and of `sequences`. Layers are
+    measured with rank 0 and with `rank`.
     """
     from jaxmux.planner.costs import device_profile as profile
 

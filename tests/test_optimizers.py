@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.optimizers import OPTIMIZERS, SGD, AdamW, Lion, Schedule, transform
+from jaxmux.optimizers import OPTIMIZERS, SGD, AdamW, Lion, Schedule, optimizer_class
 
 STEPS = 20
 
@@ -84,7 +84,7 @@ CASES = {
 def test_steps_follow_the_formula(optimizer, step):
     rng = np.random.default_rng(0)
     hyper = {k: jnp.float32(v) for k, v in optimizer.hyperparameters().items()}
-    ours = transform(optimizer.kind, hyper)
+    ours = optimizer.transform(hyper)
     found = rng.standard_normal((3, 4)).astype(np.float32)
     expected, reference_state = found.astype(np.float64), None
     state = ours.init({"a": found})
@@ -104,7 +104,7 @@ def test_zero_gradient_and_zero_parameter_stay_zero(kind):
     """What keeps padded rank columns at exactly zero."""
     optimizer = OPTIMIZERS[kind](weight_decay=0.1)
     hyper = {k: jnp.float32(v) for k, v in optimizer.hyperparameters().items()}
-    ours, zeros = transform(kind, hyper), jnp.zeros((2, 2))
+    ours, zeros = optimizer.transform(hyper), jnp.zeros((2, 2))
     state = ours.init(zeros)
     for _ in range(3):
         direction, state = ours.update(zeros, state, zeros)
@@ -119,7 +119,7 @@ def test_no_clipping_is_an_infinite_norm():
 @pytest.mark.parametrize("kind", ["adafactor", "adam", ""])
 def test_an_unknown_optimizer_is_refused_with_those_known(kind):
     with pytest.raises(ValueError, match=f"'{kind}'; known: adamw, sgd, lion"):
-        transform(kind, {})
+        optimizer_class(kind)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m jaxmux.plan` on the bundled demo, whose devices need not be there."""
+"""`python -m jaxmux.plan` on the bundled demo, for devices that this machine does not have."""
 
 import json
 import shutil
@@ -24,11 +24,11 @@ from jaxmux.planner.costs.device_profile import (
     write_profile,
 )
 from jaxmux.planner.costs.estimates import estimated_memory
-from jaxmux.planner.pipeline.plan_value import Plan
+from jaxmux.planner.pipeline import Plan
 from jaxmux.planner.pipeline.schedules import validate
 
 TASKS = ("mood", "pirate", "record", "telegram")
-# Few and short rounds: a plan of them takes a second.
+# Planning a few rounds of small microbatches takes a second.
 QUICK = ("--rounds=3", "--gin.fine_tune.tokens_per_microbatch=512")
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.xdist_group("cli")
 
 @pytest.fixture(autouse=True)
 def clean_gin():
-    """gin's configuration is global."""
+    """Clears gin's configuration, which is global."""
     yield
     gin.clear_config()
 
 
 @pytest.fixture
 def refused(capsys):
-    """Runs a command that should refuse its input; returns the line that says why."""
+    """Runs a command that should refuse its input; returns its error message, one line."""
 
     def run(*arguments: str) -> str:
         assert main([*QUICK, *arguments]) == 2
@@ -55,7 +55,7 @@ def refused(capsys):
 
 
 def price(point) -> float:
-    """Round figures: a layer takes 1 µs a token, and 2 µs with adapters."""
+    """Seconds of a point: a layer takes 1 µs per token, and 2 µs with adapters."""
     match point:
         case LayerPoint():
             return (2e-6 if point.rank else 1e-6) * point.tokens
@@ -70,6 +70,7 @@ def price(point) -> float:
 
 
 def peak(point) -> int | None:
+    """Peak bytes of a point."""
     match point:
         case LayerPoint():
             return 10_000 * point.tokens if point.rank else None
@@ -108,7 +109,7 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
     plan = Plan.from_json(json.loads((out / "plan.json").read_text()))
     validate(plan.schedule)
     assert [task.name for task in plan.tasks] == list(TASKS)
-    assert (plan.mesh.pp, plan.shape.tokens, plan.rounds) == (2, 512, 3)
+    assert (plan.replica.pp, plan.shape.tokens, plan.rounds) == (2, 512, 3)
     assert plan.tasks[0].samples == 1500 and plan.tasks[3].rank == 16
     assert (out / "schedule.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads((out / "trace.json").read_text())
@@ -119,7 +120,7 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
 
 
 def test_command_plans_one_device_by_default(tmp_path):
-    """A process of its own, without a config: the demo; nothing is left behind."""
+    """Without a config it plans the demo. It writes no files."""
     command = [sys.executable, "-m", "jaxmux.plan", *QUICK]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -139,7 +140,7 @@ def test_parameters_of_the_config_count(flag, tmp_path):
     assert len(mood) == 5 * plan.rounds
 
 
-def test_dropped_records_are_told(tmp_path, capsys):
+def test_dropped_records_are_shown(tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     records = [{"prompt": "a", "completion": "b" * n} for n in (5, 5, 500)]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -163,11 +164,11 @@ def test_dropped_records_are_told(tmp_path, capsys):
     assert "task one: 1 of 3 records dropped" in capsys.readouterr().out
 
 
-def test_of_large_global_batches_fewer_steps_are_planned_and_announced(tmp_path, capsys):
+def test_fewer_rounds_of_large_global_batches_are_planned_and_announced(tmp_path, capsys):
     without_rounds = [argument for argument in QUICK if "rounds" not in argument]
     large = "--gin.mood/Task.batch_size=1000"
     assert main([*without_rounds, large, f"--out={tmp_path}"]) == 0
-    assert "packing 4 steps of up to 1,000 samples" in capsys.readouterr().err
+    assert "packing 4 rounds of up to 1,000 samples" in capsys.readouterr().err
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.rounds == 4
 
@@ -179,12 +180,12 @@ def test_profile_is_the_source_of_costs(profile_of_the_demo, tmp_path, capsys):
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.costs.kind == "measured"
     assert plan.shape.chunk_len == 64
-    # Six layers of 2 µs a token at least, and the head.
+    # Six layers of at least 2 µs per token, and the head.
     seconds = plan.forward_seconds[0] + plan.backward_seconds[0]
     assert seconds == pytest.approx(plan.shape.tokens * 13e-6, rel=0.2)
 
 
-def test_collectives_that_a_profile_lacks_are_said_to_be_estimated(profile_of_the_demo, capsys):
+def test_collectives_that_a_profile_lacks_are_estimated_and_named(profile_of_the_demo, capsys):
     assert main([*QUICK, f"--profile={profile_of_the_demo}", "--mesh=pp2"]) == 0
     assert "not in the profile, so estimated for H200s: ppermute over 2" in capsys.readouterr().out
 
@@ -221,7 +222,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, refused):
+def test_a_config_that_cannot_be_planned_is_refused_in_one_line(arguments, message, refused):
     assert message in refused(*arguments)
 
 

@@ -4,26 +4,54 @@ Library code knows nothing of gin. Only what is listed here can be configured, a
 imports a module is refused: importing runs whatever the module holds.
 """
 
-import inspect
+import dataclasses
 import re
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import gin
 from gin import config_parser
 
 from jaxmux.data import Source
-from jaxmux.optimizers import SGD, AdamW, Lion, Schedule
-from jaxmux.peft import LoRA
-from jaxmux.runs import fine_tune
+from jaxmux.learning_rates import Schedule
+from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.peft import KINDS
+from jaxmux.runs import RunOptions
 from jaxmux.tasks import Task
 
-_CONFIGURABLE = (fine_tune, Task, Source, LoRA, AdamW, SGD, Lion, Schedule)
 
-# Parameters of `fine_tune` that the command line sets.
-_OF_THE_COMMAND = ("run_dir", "restart", "config_text", "console")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(RunOptions):
+    """What a config says about a training run. Configs call it `fine_tune`.
+
+    Attributes:
+      backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
+      tasks: what to train.
+    """
+
+    backbone: str
+    tasks: Sequence[Task]
+
+    @property
+    def options(self) -> RunOptions:
+        """The part that is not backbone and tasks."""
+        return RunOptions(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
+        )
+
+
+# By the name that configs use.
+_CONFIGURABLE = {"fine_tune": RunConfig} | {
+    configurable.__name__: configurable
+    for configurable in (
+        Task,
+        Source,
+        *(kind.specification for kind in KINDS.values()),
+        *OPTIMIZERS.values(),
+        Schedule,
+    )
+}
 
 
 class ConfigError(ValueError):
@@ -49,11 +77,12 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
         raise ConfigError(_without_postscript(e)) from None
 
 
-def fine_tune_arguments() -> dict[str, Any]:
-    """What the config says about `fine_tune`, with its tasks and their parts built.
+def run_config() -> RunConfig:
+    """The training run of the config, with its tasks and their parts built.
 
     Raises:
       ConfigError: a parameter without a default is not given, or a value is refused.
+      PlanningError: an option is outside its range.
     """
     try:
         arguments = gin.get_bindings("fine_tune")
@@ -67,17 +96,16 @@ def fine_tune_arguments() -> dict[str, Any]:
     if not tasks:
         raise ConfigError("fine_tune.tasks is empty")
     _refuse_unknown_scopes()
-    return arguments
+    return RunConfig(**arguments)
 
 
 def resolved_config() -> str:
     """A config that sets the same, with the defaults of everything that was built."""
-    defaults = inspect.signature(fine_tune).parameters
     given = gin.get_bindings("fine_tune", resolve_references=False)
+    own = [field for field in dataclasses.fields(RunConfig) if field.name in ("backbone", "tasks")]
     lines = [
-        f"fine_tune.{name} = {given.get(name, parameter.default)!r}"
-        for name, parameter in defaults.items()
-        if name not in _OF_THE_COMMAND
+        f"fine_tune.{field.name} = {given.get(field.name, field.default)!r}"
+        for field in (*own, *dataclasses.fields(RunOptions))
     ]
     return "\n".join(lines) + "\n\n" + gin.operative_config_str(max_line_length=100)
 
@@ -97,11 +125,9 @@ def _refuse_unknown_scopes() -> None:
 
 
 def _register() -> None:
-    for configurable in _CONFIGURABLE:
-        name = configurable.__name__
+    for name, configurable in _CONFIGURABLE.items():
         if f"jaxmux.{name}" not in gin.config._REGISTRY:
-            denied = _OF_THE_COMMAND if configurable is fine_tune else None
-            gin.external_configurable(configurable, name=name, module="jaxmux", denylist=denied)
+            gin.external_configurable(configurable, name=name, module="jaxmux")
 
 
 def _refuse_imports(file: Path, within: tuple[Path, ...]) -> None:
@@ -142,7 +168,7 @@ def _without_postscript(error: Exception) -> str:
     """gin's message, with the scope instead of the call that it adds to errors of what it calls."""
     message, *call = str(error).split("\n  In call to configurable", maxsplit=1)
     if message.startswith("No configurable matching"):
-        known = ", ".join(configurable.__name__ for configurable in _CONFIGURABLE)
+        known = ", ".join(_CONFIGURABLE)
         message = message.replace(".\n", f"; there are {known}.\n", 1)
     if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
         return f"{found[2]}/{found[1]}: {message.strip()}"

@@ -1,36 +1,56 @@
-"""The console command `jaxmux`, whose subcommands are the command lines of this folder."""
+"""The console command `jaxmux`, whose commands are also `python -m jaxmux.train` and so on."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
-# By subcommand, one line of help. `jaxmux train` is `python -m jaxmux.train`, and so on.
-COMMANDS = {
+from .arguments import OPTIONS
+
+# By command, one line of help.
+SUMMARIES = {
     "train": "train the tasks of a config together and export their adapters",
-    "plan": "show what training a config takes, on devices that need not be there",
+    "plan": "show a plan for training a config on devices that need not exist",
     "profile": "measure this machine's devices for the planner's cost models",
     "generate": "complete prompts with a backbone and an adapter",
-    "export": "write PEFT adapters from the checkpoints of a run",
+    "export": "write adapters from the checkpoints of training",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns its exit code."""
+    """Runs `jaxmux COMMAND …`; returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    # Everything behind the subcommand is the subcommand's own to parse.
+    # All arguments after the command belong to it.
     command = _parser().parse_args(given[:1]).command
-    return import_module(f".{command}_command", __package__).main(given[1:])
+    return run_command(command, given[1:], prog=f"jaxmux {command}")
+
+
+def run_module(command: str) -> int:
+    """Runs `python -m jaxmux.COMMAND …`; returns its exit code."""
+    return run_command(command, sys.argv[1:], prog=f"python -m jaxmux.{command}")
+
+
+def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
+    """Parses the arguments and runs the command; returns its exit code.
+
+    The command's module is imported after the arguments are parsed, because it imports JAX, which
+    takes seconds.
+    """
+    options = OPTIONS[command](arguments, prog)
+    return import_module(f".{command}_command", __package__).run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:10}{summary}" for name, summary in SUMMARIES.items())
     parser = argparse.ArgumentParser(
         prog="jaxmux",
         usage="jaxmux COMMAND [options]",
         description="Fine-tunes many PEFT tasks at once on one frozen language model.",
-        epilog=f"commands:\n{commands}\n\n`jaxmux COMMAND --help` tells a command's options.",
+        epilog=f"commands:\n{commands}\n\n`jaxmux COMMAND --help` shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
+    parser.add_argument("command", choices=SUMMARIES, metavar="COMMAND", help="one of those below")
+    parser.add_argument("--version", action="version", version=f"jaxmux {version('jaxmux')}")
     return parser

@@ -1,12 +1,11 @@
 """Shows a plan: `python -m jaxmux.plan --gin_file=my_tasks.gin --mesh=pp4,tp2 --out=plan`."""
 
 import argparse
-import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -18,44 +17,63 @@ from jaxmux.models import BackboneConfig, BackboneError, planned_remat
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import resolve_targets
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.cost_models import CostModels, device_models, measured_models
-from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.costs.replica_costs import ReplicaCosts
+from jaxmux.planner.costs import (
+    CostModels,
+    PoolSpec,
+    ReplicaCosts,
+    device_models,
+    measured_models,
+)
 from jaxmux.planner.devices import Replica
-from jaxmux.planner.pipeline.make_plan import (
-    ShapeRequest,
+from jaxmux.planner.packing import ShapeRequest
+from jaxmux.planner.pipeline import (
+    Plan,
     SmallerMicrobatches,
     TaskLoad,
     make_plan,
     shared_pool,
     try_smaller_microbatches,
 )
-from jaxmux.planner.pipeline.plan_value import Plan
-from jaxmux.runs import check_names, check_options, fine_tune
+from jaxmux.runs import check_names
 from jaxmux.runs.run_shape import BatchLengths
 from jaxmux.tasks import Task, TaskError
 
 from . import gin_bindings
-from .gin_bindings import ConfigError
+from .gin_bindings import ConfigError, RunConfig
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, plan_tables
 from .plan_trace import chrome_trace
 from .train_command import DEMO_CONFIG
 
 _USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
-# Steps that are planned where nothing is said, and samples of a global batch from which on they are
-# fewer, so that a plan is there in seconds.
-_STEPS, _LARGE_BATCH = 8, 512
-# Columns where there is no terminal.
+# Rounds of a plan unless --rounds is given. Global batches of more samples than `_LARGE_BATCH` get
+# fewer rounds, so that planning takes seconds.
+_ROUNDS, _LARGE_BATCH = 8, 512
+# Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 100
 _MILLISECOND = 1e-3
 
 _HELP = """\
-Plans the tasks of a gin config, the same that `python -m jaxmux.train` takes, without training
-anything: data is read and tokenized, of the backbone config.json and the tokenizer. Shows which
-tasks go together, in which shape of microbatches, and what a step is predicted to take, also on
-devices that are not there. Without a config it plans the bundled demo. Exit code 2: refused.
+Plans the training of a gin config's tasks, the same config that `python -m jaxmux.train` takes,
+without training anything. It reads and tokenizes the data; of the backbone it reads config.json and
+the tokenizer. It shows which tasks share microbatches, the shape of the microbatches, and how long
+a round is predicted to take. The devices need not exist. Without a config it plans the bundled
+demo. Exit code 2: the config, the data or an option was refused.
 """
+
+
+class _Planned(NamedTuple):
+    """A plan with the facts that are shown beside it.
+
+    Attributes:
+      plan: the plan.
+      smaller: smaller microbatches with which it would be faster; None if there are none.
+      dropped: by name of the task, the number of records of its data that gave no sample.
+    """
+
+    plan: Plan
+    smaller: SmallerMicrobatches | None
+    dropped: dict[str, int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,13 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, bindings = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     try:
-        mesh = Replica.parse(options.mesh)
+        replica = Replica.parse(options.mesh)
         gin_bindings.parse([resolve_path(file) for file in options.gin_file], bindings)
-        plan, smaller, dropped = _plan(_settings(), mesh, options.profile, options.rounds)
-        for part in plan_tables(plan, smaller, dropped):
+        planned = _plan(gin_bindings.run_config(), replica, options.profile, options.rounds)
+        for part in plan_tables(*planned):
             console.print(part, markup=False)
         if options.out:
-            for path in write_plan(plan, options.out):
+            for path in write_plan(planned.plan, options.out):
                 console.print(str(path), markup=False, soft_wrap=True)
     except _USER_ERRORS as e:
         print(f"error: {e}", file=sys.stderr)
@@ -80,33 +98,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes plan.json, schedule.png and trace.json (for ui.perfetto.dev); returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("plan.json", "schedule.png", "trace.json")]
+    plan_json, picture, trace = (
+        folder / name for name in ("plan.json", "schedule.png", "trace.json")
+    )
     simulation = plan.simulate(unit=_MILLISECOND)
-    paths[0].write_text(json.dumps(plan.to_json()) + "\n")
-    title = f"{plan.rounds} steps on {plan.mesh}, {plan.costs.kind}"
-    draw_schedule(plan.schedule, simulation, paths[1], title, bucket_labels(plan), "ms")
-    paths[2].write_text(json.dumps(chrome_trace(plan.schedule, simulation)) + "\n")
-    return paths
+    plan_json.write_text(json.dumps(plan.to_json()) + "\n")
+    title = f"{plan.rounds} rounds on {plan.replica}, {plan.costs.kind}"
+    draw_schedule(plan.schedule, simulation, picture, title, bucket_labels(plan), "ms")
+    trace.write_text(json.dumps(chrome_trace(plan.schedule, simulation)) + "\n")
+    return [plan_json, picture, trace]
 
 
-def _settings() -> dict[str, Any]:
-    """All parameters of `fine_tune`, those that the config leaves out with their defaults."""
-    parameters = inspect.signature(fine_tune).parameters
-    defaults = {name: p.default for name, p in parameters.items()}
-    settings = defaults | gin_bindings.fine_tune_arguments()
-    check_options(settings)
-    return settings
-
-
-def _plan(
-    settings: Mapping[str, Any], mesh: Replica, profile: Path | None, rounds: int | None
-) -> tuple[Plan, SmallerMicrobatches | None, dict[str, int]]:
-    """The plan, smaller microbatches with which it would be faster, and by task how many records
-    gave no sample."""
-    check_names(settings["tasks"])
-    folder = resolve_path(settings["backbone"])
+def _plan(run: RunConfig, replica: Replica, profile: Path | None, rounds: int | None) -> _Planned:
+    check_names(run.tasks)
+    folder = resolve_path(run.backbone)
     config = BackboneConfig.from_folder(folder)
-    mesh.require(
+    replica.require(
         config.num_layers,
         {
             "num_attention_heads": config.num_heads,
@@ -114,47 +121,43 @@ def _plan(
             "intermediate_size": config.intermediate_size,
         },
     )
-    models = _cost_models(settings, config, mesh, profile)
+    models = _cost_models(run, config, replica, profile)
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer) for task in settings["tasks"]]
+    tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
     rounds = _choose_rounds(rounds, tasks)
-    remat = planned_remat(settings["remat"])
     request = ShapeRequest(
-        settings["tokens_per_microbatch"],
-        settings["row_len"],
-        settings["chunk_len"],
-        models.least_chunk_len,
+        run.tokens_per_microbatch, run.row_len, run.chunk_len, models.least_chunk_len
     )
-    costs = ReplicaCosts(models.times, models.memory, shared_pool(tasks), mesh, remat)
+    remat = planned_remat(run.remat)
+    costs = ReplicaCosts(models.times, models.memory, shared_pool(tasks), replica, remat)
     plan = make_plan(tasks, request, costs, models.source, rounds)
     smaller = try_smaller_microbatches(plan, tasks, request, costs)
-    return plan, smaller, {task.name: task.dropped for task in tasks}
+    return _Planned(plan, smaller, {task.name: task.dropped for task in tasks})
 
 
-def _choose_rounds(asked: int | None, tasks: Sequence[TaskLoad]) -> int:
-    """As asked, else by the largest global batch; two at least, to show what waits for updates."""
+def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad]) -> int:
+    """The given number of rounds; otherwise one that depends on the largest global batch, at least
+    2, so that the plan shows how the second round waits for the updates of the first."""
     largest = max(len(task.batches[0]) for task in tasks)
-    rounds = asked or max(2, min(_STEPS, _STEPS * _LARGE_BATCH // largest))
+    rounds = given or max(2, min(_ROUNDS, _ROUNDS * _LARGE_BATCH // largest))
     if largest > _LARGE_BATCH:
-        line = f"packing {rounds} steps of up to {largest:,} samples a task: this takes a while"
+        line = f"packing {rounds} rounds of up to {largest:,} samples a task: this takes a while"
         print(line, file=sys.stderr)
     return rounds
 
 
 def _cost_models(
-    settings: Mapping[str, Any], config: BackboneConfig, mesh: Replica, profile: Path | None
+    run: RunConfig, config: BackboneConfig, replica: Replica, profile: Path | None
 ) -> CostModels:
-    dtype = "float32" if settings["dtype"] == "float32" else "bfloat16"
+    dtype = "float32" if run.dtype == "float32" else "bfloat16"
     size = size_of(config, jnp.dtype(dtype))
-    memory_gib = settings["memory_gib"]
-    memory = None if memory_gib is None else int(memory_gib * 2**30)
     if profile:
-        return measured_models(profile, size, memory, mesh)
-    return device_models(size, memory, mesh, dtype=dtype)
+        return measured_models(profile, size, run.memory, replica)
+    return device_models(size, run.memory, replica, dtype=dtype)
 
 
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
-    """Reads and tokenizes the task's data; its adapter is not made."""
+    """Reads and tokenizes the task's data."""
     try:
         modules = tuple(resolve_targets(task.adapter.target_modules, config))
         data = read_data(task, config, tokenizer)
@@ -166,14 +169,15 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
         pool=PoolSpec(1, rank, modules, dropout, optimizer),
         batch_size=task.batch_size,
         steps=data.steps,
-        lengths=[s.stream_length for s in data.samples.samples],
+        lengths=[sample.stream_length for sample in data.samples.samples],
         batches=BatchLengths(data.batches, data.steps),
-        held_out=[s.stream_length for s in data.eval_samples],
+        held_out=[sample.stream_length for sample in data.eval_samples],
         dropped=data.samples.dropped,
     )
 
 
 def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the bindings of the config's parameters as NAME=VALUE."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxmux.plan",
         description=_HELP,
@@ -198,14 +202,14 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
         "--profile",
         type=Path,
         metavar="FILE",
-        help="of python -m jaxmux.profile; default: the one that ships for the backbone on H200s, "
-        "else an estimate for H200s",
+        help="costs from a profile of python -m jaxmux.profile; default: the profile that ships "
+        "for this backbone on an H200, or an estimate for an H200",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         metavar="N",
-        help=f"steps of every task; default: {_STEPS}, fewer of large global batches",
+        help=f"rounds to plan; default: {_ROUNDS}, or fewer for large global batches",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"

@@ -1,4 +1,4 @@
-"""schedule.png: a simulated schedule as a Gantt chart, a lane a stage."""
+"""schedule.png: a simulated schedule as a Gantt chart with one lane per stage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +10,16 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jaxmux.planner.pipeline.schedules.schedule import PipelineSchedule
-from jaxmux.planner.pipeline.schedules.simulate import Simulation
+from jaxmux.planner.pipeline.schedules import PipelineSchedule, Simulation
 
-# Okabe and Ito's colours, told apart with every kind of colour vision, then lighter relatives.
+# The colours of Okabe and Ito, which people with any colour vision can tell apart, and four more.
 _COLORS = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F"),
     *("#8C6BB1", "#A6761D", "#66C2A5", "#E7298A"),
 )
+# Height of a lane, where neighbouring lanes are 1 apart.
 _LANE = 0.84
-# Numbers are drawn into boxes at least this many inches wide, and only where all of them fit.
+# Boxes are numbered if the narrowest of them is at least this many inches wide.
 _NUMBER_WIDTH = 0.17
 
 
@@ -34,30 +34,30 @@ def draw_schedule(
 ) -> None:
     """Draws the simulated schedule to a PNG file.
 
-    A box is an op: forward solid, backward lighter and hatched, its colour the bucket's, its number
-    the index of the job. Idle time is the grey of the lane. The title ends with the bubble ratio
-    where there are several stages.
+    A box is a pass of a microbatch: forward passes are solid, backward passes lighter and hatched.
+    Its colour is that of the bucket, its number the index of the microbatch. Idle time is the grey
+    of the lane. With several stages, the title ends with the bubble ratio.
 
     Args:
       schedule: the schedule.
-      simulation: when its ops run.
+      simulation: the times at which its passes run.
       path: file to write.
-      title: what the picture shows.
-      labels: by bucket, its name in the legend; by default its tasks, or its number.
-      time_unit: unit of the workload's times, for the axis.
-      window: part of the time to draw; by default all.
+      title: title of the picture.
+      labels: by bucket, its name in the legend; without one, the bucket's tasks or its number.
+      time_unit: unit of the simulation's times, for the axis.
+      window: begin and end of the time to draw; None for the whole makespan.
     """
     begin, end = window or (0.0, simulation.makespan)
     width = float(np.clip(2.5 + 0.11 * (end - begin) / _shortest(simulation) * 2, 9, 24))
     figure = Figure(figsize=(width, 1.9 + 0.55 * schedule.stages), layout="constrained")
     axes = figure.add_subplot()
-    buckets = sorted({job.bucket for job in schedule.jobs})
+    buckets = sorted({microbatch.bucket for microbatch in schedule.microbatches})
     colors = {bucket: _COLORS[i % len(_COLORS)] for i, bucket in enumerate(buckets)}
     shortest_box = _shortest(simulation) * (width - 1.2) / (end - begin)
     for stage in range(schedule.stages):
         axes.broken_barh([(begin, end - begin)], (stage - _LANE / 2, _LANE), color="#ECECEC")
     for backward in (False, True):
-        _draw_ops(
+        _draw_passes(
             axes,
             schedule,
             simulation,
@@ -81,7 +81,7 @@ def _shortest(simulation: Simulation) -> float:
     return float(min(forward, backward))
 
 
-def _draw_ops(
+def _draw_passes(
     axes: Axes,
     schedule: PipelineSchedule,
     simulation: Simulation,
@@ -93,21 +93,20 @@ def _draw_ops(
     starts = simulation.backward_start if backward else simulation.forward_start
     ends = simulation.backward_end if backward else simulation.forward_end
     by_color: dict[str, list[list[tuple[float, float]]]] = {}
-    for v, j in np.argwhere((ends > window[0]) & (starts < window[1])):
-        stage, begin, end = v % schedule.stages, starts[v, j], ends[v, j]
+    for v, m in np.argwhere((ends > window[0]) & (starts < window[1])):
+        stage, begin, end = v % schedule.stages, starts[v, m], ends[v, m]
+        color = colors[schedule.microbatches[m].bucket]
         low, high = stage - _LANE / 2, stage + _LANE / 2
         box = [(begin, low), (begin, high), (end, high), (end, low)]
-        by_color.setdefault(colors[schedule.jobs[j].bucket], []).append(box)
+        by_color.setdefault(color, []).append(box)
         if numbered:
-            label = f"{j}" if schedule.chunks == 1 else f"{j}.{v // schedule.stages}"
+            suffix = f".{v // schedule.stages}" if schedule.virtual_per_stage > 1 else ""
             axes.text(
-                *((begin + end) / 2, stage, label),
+                *((begin + end) / 2, stage, f"{m}{suffix}"),
                 ha="center",
                 va="center",
                 fontsize=7,
-                color="black"
-                if backward or _is_light(colors[schedule.jobs[j].bucket])
-                else "white",
+                color="black" if backward or _is_light(color) else "white",
                 clip_on=True,
             )
     for color, boxes in by_color.items():
@@ -134,7 +133,9 @@ def _is_light(color: str) -> bool:
     return float(np.dot(to_rgb(color), (0.299, 0.587, 0.114))) > 0.6
 
 
-def _decorate(axes: Axes, schedule: PipelineSchedule, time_unit: str, window: tuple[float, float]) -> None:
+def _decorate(
+    axes: Axes, schedule: PipelineSchedule, time_unit: str, window: tuple[float, float]
+) -> None:
     axes.set_xlim(*window)
     axes.set_ylim(schedule.stages - 0.5, -0.5)
     axes.set_yticks(range(schedule.stages), [f"stage {s}" for s in range(schedule.stages)])
@@ -160,7 +161,8 @@ def _draw_legend(
 
 
 def _bucket_name(schedule: PipelineSchedule, bucket: int) -> str:
-    tasks = sorted({t for job in schedule.jobs if job.bucket == bucket for t in job.tasks})
+    own = (m for m in schedule.microbatches if m.bucket == bucket)
+    tasks = sorted({task for microbatch in own for task in microbatch.tasks})
     if 1 <= len(tasks) <= 4:
         return ("task " if len(tasks) == 1 else "tasks ") + ", ".join(map(str, tasks))
     return f"bucket {bucket}"

@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal. Not imported by the planner itself: it alone needs rich."""
+"""A plan as tables and lines of text for a terminal."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,7 @@ from rich import box
 from rich.table import Table
 
 from jaxmux.planner.numbers import numbered
-from jaxmux.planner.pipeline.make_plan import SmallerMicrobatches
-from jaxmux.planner.pipeline.plan_value import Plan
+from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
 
 
 def plan_tables(
@@ -17,16 +16,16 @@ def plan_tables(
     smaller: SmallerMicrobatches | None = None,
     dropped: Mapping[str, int] | None = None,
 ) -> Iterator[Table | str]:
-    """The tables and lines that tell what is planned, in the order in which to show them.
+    """The tables and lines that describe a plan, in the order in which to show them.
 
     Args:
       plan: the plan.
-      smaller: microbatches with which it would be faster.
-      dropped: by name of the task, records of its data that gave no sample.
+      smaller: smaller microbatches with which it would be faster; None if there are none.
+      dropped: by name of the task, the number of records of its data that gave no sample.
     """
-    mesh, count = plan.mesh, plan.mesh.devices
+    devices = f"{plan.replica.devices} × {plan.costs.device}"
     yield (
-        f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {count} × {plan.costs.device}\n"
+        f"{plan.backbone} ({len(plan.remat)} layers) on {plan.replica}: {devices}\n"
         f"costs are {plan.costs.kind}: {plan.costs.text}"
     )
     yield from plan.costs.notes
@@ -34,13 +33,13 @@ def plan_tables(
     yield from _dropped(plan, dropped or {})
     yield _buckets(plan)
     yield _shape(plan)
-    yield f"\n{plan.costs.kind} costs, over {plan.rounds} steps:"
+    yield f"\n{plan.costs.kind} costs, over {plan.rounds} rounds:"
     yield _predictions(plan)
     yield _memory(plan)
     if smaller:
         yield (
             f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take "
-            f"{_duration(smaller.step_seconds)} a step, with {smaller.bubble_ratio:.1%} bubbles"
+            f"{_duration(smaller.round_seconds)} per round, with {smaller.bubble_ratio:.1%} bubbles"
         )
 
 
@@ -64,24 +63,24 @@ def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
 
 def _buckets(plan: Plan) -> Table:
     table = _table(
-        "bucket", "hTasks (+: fused)", "tokens/step", "microbatches/step", "padding", texts=2
+        "bucket", "hTasks (+: fused)", "tokens/round", "microbatches/round", "padding", texts=2
     )
     tokens = np.array(plan.tokens_by_microbatch)
-    of_job = np.array([job.bucket for job in plan.schedule.jobs])
-    of_slot = Counter()
+    buckets = np.array([microbatch.bucket for microbatch in plan.schedule.microbatches])
+    slot_tokens: Counter[int] = Counter()
     for placed in plan.microbatches:
         for sample in placed:
-            of_slot[sample.slot] += sample.tokens
+            slot_tokens[sample.slot] += sample.tokens
     for i, bucket in enumerate(plan.buckets):
-        # A name alone is an hTask of one task.
         htasks = ["+".join(plan.tasks[slot].name for slot in plan.htasks[h]) for h in bucket]
-        # Its microbatches have room for samples of the next bucket.
-        own = tokens[of_job == i]
-        of_bucket = sum(of_slot[slot] for h in bucket for slot in plan.htasks[h])
+        # The bucket's microbatches may also hold samples of the next bucket, so its tokens are
+        # counted by slot and its padding by microbatch.
+        bucket_tokens = sum(slot_tokens[slot] for h in bucket for slot in plan.htasks[h])
+        own = tokens[buckets == i]
         table.add_row(
             str(i),
             ", ".join(htasks),
-            f"{of_bucket / plan.rounds:,.0f}",
+            f"{bucket_tokens / plan.rounds:,.0f}",
             f"{len(own) / plan.rounds:.2f}",
             f"{1 - own.sum() / (len(own) * plan.shape.tokens):.1%}",
         )
@@ -107,9 +106,9 @@ def _shape(plan: Plan) -> str:
 
 
 def _predictions(plan: Plan) -> Table:
-    """The plan beside its baselines; bubbles only where there is a pipeline."""
-    bubbles = plan.mesh.pp > 1
-    columns = ["microbatches/step", "step time", "tokens/s", "against the plan"]
+    """The plan and its baselines; with bubble ratios where there is a pipeline."""
+    bubbles = plan.replica.pp > 1
+    columns = ["microbatches/round", "round time", "tokens/s", "against the plan"]
     table = _table("method", *(["bubble ratio"] if bubbles else []), *columns)
     tokens = sum(plan.tokens_by_microbatch) / plan.rounds
     own = plan.prediction
@@ -118,9 +117,9 @@ def _predictions(plan: Plan) -> Table:
             name,
             *([f"{method.bubble_ratio:.1%}"] if bubbles else []),
             f"{method.microbatches:.2f}",
-            _duration(method.step_seconds),
-            f"{tokens / method.step_seconds:,.0f}",
-            f"{method.step_seconds / own.step_seconds:.2f}x",
+            _duration(method.round_seconds),
+            f"{tokens / method.round_seconds:,.0f}",
+            f"{method.round_seconds / own.round_seconds:.2f}x",
         )
     return table
 
@@ -135,7 +134,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _table(*columns: str, texts: int = 1) -> Table:
-    """An empty table whose first few columns hold texts, the others numbers."""
+    """An empty table; its first `texts` columns hold texts, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         if i < texts:
@@ -157,11 +156,11 @@ def _size(count: float) -> str:
 
 
 def bucket_labels(plan: Plan, most: int = 3) -> dict[int, str]:
-    """By bucket, the names of its first tasks, for the legend of a picture."""
-    return {i: _names(plan, slots, most) for i, slots in enumerate(plan.groups)}
+    """By bucket, the names of at most `most` of its tasks, for the legend of a picture."""
+    return {i: _first_names(plan, slots, most) for i, slots in enumerate(plan.groups)}
 
 
-def _names(plan: Plan, slots: Sequence[int], most: int) -> str:
+def _first_names(plan: Plan, slots: Sequence[int], most: int) -> str:
     names = [plan.tasks[slot].name for slot in slots]
     more = [f"{len(names) - most} more"] if len(names) > most else []
     return ", ".join([*names[:most], *more])

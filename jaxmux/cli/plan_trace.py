@@ -1,20 +1,20 @@
-"""trace.json: a simulated schedule in Chrome's trace format, which ui.perfetto.dev opens."""
+"""trace.json: a simulated schedule in Chrome's trace format, which ui.perfetto.dev shows."""
 
 from typing import Any
 
-from jaxmux.planner.pipeline.schedules.schedule import PipelineSchedule
-from jaxmux.planner.pipeline.schedules.simulate import Simulation
+from jaxmux.planner.pipeline.schedules import PipelineSchedule, Simulation
 
 
 def chrome_trace(
     schedule: PipelineSchedule, simulation: Simulation, microseconds: float = 1000.0
 ) -> dict[str, Any]:
-    """The trace, for `json.dump`: a thread a stage, a slice an op, a mark an update.
+    """The trace as a dict for `json.dump`: one thread per stage, with a slice for every pass of a
+    microbatch and a mark for every update.
 
     Args:
       schedule: the schedule.
-      simulation: when its ops run.
-      microseconds: how long one unit of the workload's times is; 1000 where they are milliseconds.
+      simulation: the times at which its passes run.
+      microseconds: length of one unit of the simulation's times; 1000 for milliseconds.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
@@ -25,22 +25,22 @@ def chrome_trace(
         ("backward", simulation.backward_start, simulation.backward_end),
     ):
         for v in range(schedule.virtual_stages):
-            for j, job in enumerate(schedule.jobs):
+            for m, microbatch in enumerate(schedule.microbatches):
                 events.append(
                     {
                         "ph": "X",
-                        "name": f"{kind[0].upper()}{j}",
+                        "name": f"{kind[0].upper()}{m}",
                         "cat": kind,
                         "pid": 0,
                         "tid": v % schedule.stages,
-                        "ts": float(starts[v, j]) * microseconds,
-                        "dur": float(ends[v, j] - starts[v, j]) * microseconds,
+                        "ts": float(starts[v, m]) * microseconds,
+                        "dur": float(ends[v, m] - starts[v, m]) * microseconds,
                         "args": {
-                            "microbatch": j,
-                            "tasks": list(job.tasks),
-                            "steps": list(job.steps),
-                            "bucket": job.bucket,
-                            "chunk": v // schedule.stages,
+                            "microbatch": m,
+                            "tasks": list(microbatch.tasks),
+                            "steps": list(microbatch.steps),
+                            "bucket": microbatch.bucket,
+                            "virtual_stage": v,
                         },
                     }
                 )
@@ -51,12 +51,15 @@ def chrome_trace(
 def _update_marks(
     schedule: PipelineSchedule, simulation: Simulation, microseconds: float
 ) -> list[dict[str, Any]]:
-    """An instant on each stage where the last backward of a task's global batch ends."""
-    ends = simulation.backward_end.reshape(schedule.chunks, schedule.stages, -1).max(axis=0)
+    """A mark on each stage at the end of the last backward pass of a task's global batch."""
+    backward_end = simulation.backward_end
+    ends = backward_end.reshape(schedule.virtual_per_stage, schedule.stages, -1).max(axis=0)
     marks = []
     for update in schedule.updates:
         members = [
-            j for j, job in enumerate(schedule.jobs) if (update.task, update.step) in job.batches
+            m
+            for m, microbatch in enumerate(schedule.microbatches)
+            if (update.task, update.step) in microbatch.global_batches
         ]
         for stage in range(schedule.stages):
             marks.append(

@@ -56,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir = options.run_dir or Path("runs") / Path(files[-1]).stem
     try:
         gin_bindings.parse([resolve_path(file) for file in files], bindings)
-        arguments = gin_bindings.fine_tune_arguments()
+        config = gin_bindings.run_config()
         summary = fine_tune(
-            **arguments,
-            run_dir=run_dir,
+            config.backbone,
+            config.tasks,
+            run_dir,
+            config.options,
             restart=options.restart,
             config_text=gin_bindings.resolved_config(),
         )

@@ -3,8 +3,16 @@
 import jax
 
 from jaxmux.data.microbatch import Microbatch
-from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_memory, pick_implementation
+from jaxmux.models import (
+    Backbone,
+    ForwardOptions,
+    SlotTable,
+    attention,
+    device_memory,
+    pick_implementation,
+)
 from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.planner import PlanningError
 
 from .engine_options import EngineOptions
 from .programs import accumulate
@@ -15,11 +23,17 @@ from .train_state import TrainState
 def forward_options(
     backbone: Backbone, options: EngineOptions, dropout: bool = False
 ) -> ForwardOptions:
-    """How the forward pass runs; what layers keep for a backward pass is left open."""
+    """How the forward pass runs; the remat policy is left open.
+
+    Raises:
+      PlanningError: the attention that `options` ask for cannot serve the shape class here.
+    """
     unroll, shape = options.unroll, options.shape
+    given = backbone.config, backbone.compute_dtype, shape.row_len
+    if options.attention and (reason := attention.refusal(options.attention, *given)):
+        raise PlanningError(f"attention={options.attention!r} {reason}")
     return ForwardOptions(
-        attention=options.attention
-        or pick_implementation(backbone.config, backbone.dtype, shape.row_len),
+        attention=options.attention or pick_implementation(*given),
         grouped_lora=options.grouped_lora,
         unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
         dropout=dropout,
@@ -48,13 +62,21 @@ def compile_accumulate(
     if remat == "auto" and memory is None:
         remat = "dots"
     elif remat == "auto":
-        room = step_room(backbone, state.adapters, memory)
-        remat = choose_remat(backbone, forward, state.adapters, microbatch, slots, room)
+        lora = state.adapters["lora"]
+        room = step_room(backbone, lora, memory)
+        remat = choose_remat(backbone, forward, lora, microbatch, slots, room)
     forward = forward._replace(remat=remat)
     config, weights = backbone.config, backbone.weights
     compiled(
         accumulate.lower(
-            config, forward, weights, state.adapters, state.grads, state.loss, microbatch, slots
+            config,
+            forward,
+            weights,
+            state.adapters,
+            state.accumulators,
+            state.loss,
+            microbatch,
+            slots,
         )
     )
     return forward

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,24 @@ from .compile import compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask
 from .programs import UpdateStats, accumulate, evaluate, update
-from .progress import TaskProgress, TaskUpdate, book
+from .progress import TaskProgress, TaskUpdate, record_update
 from .rounds import Round, fill_microbatches, slot_table, training_rounds
 from .slots import Slots
-from .train_state import TrainState
+from .train_state import SlotState, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A dispatched update whose results have not been fetched yet."""
+    """A dispatched update whose results have not been fetched yet.
 
-    step: int
+    Attributes:
+      index: of the round.
+      learning_rates: of the update, by slot.
+    """
+
+    index: int
     round: Round
-    lr: dict[int, float]
+    learning_rates: dict[int, float]
     stats: UpdateStats
 
 
@@ -41,9 +46,15 @@ class Engine:
     The device runs ahead of the host by one round: `train_round` dispatches a round and returns the
     results of the one before it. `drain` fetches the last.
 
+    Attributes:
+      rounds: rounds dispatched so far.
+      microbatches: microbatches dispatched so far.
+      seconds_waited: time that training has waited for rounds to be planned and packed, which
+        happens while the device is busy.
+
     Args:
-      admission: what the device has room for; it learns from the memory that rounds are seen to
-        need. None admits every task.
+      admission: which tasks the device has room for; it learns from the memory that rounds are seen
+        to need. None admits every task.
     """
 
     def __init__(
@@ -54,15 +65,17 @@ class Engine:
         self.admission = admission
         self.rounds = 0
         self.microbatches = 0
-        self.microbatches_done = 0
-        # For rounds to be planned and packed, which happens while the device is busy.
         self.seconds_waited = 0.0
-        self._slots = Slots(backbone.config, options.least_pool)
+        self._slots = Slots(backbone.config, options.reserved)
         self._pending: _Pending | None = None
         self._current: Round | None = None
+        # Microbatches of the current round that have been dispatched.
+        self._dispatched = 0
+        # By slot, the samples that were in the accumulators when the current round began.
+        self._accumulated: dict[int, list[int]] = {}
         self._stream: Prefetch[Round] | None = None
         self._stream_tasks: set[int] = set()
-        # Those that training is compiled for, until tasks change.
+        # The forward pass that training is compiled for, until a task does not fit it.
         self._forward: ForwardOptions | None = None
         self._peak = 0
 
@@ -81,25 +94,29 @@ class Engine:
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
         if self.admission:
+            # The state keeps the size that it has reached.
+            self.admission = dataclasses.replace(self.admission, reserved=self._slots.pool)
             self.admission.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._pause()
-        self._forward = None
         self._peak = device_peak() or 0
+        before = self._slots.layout, self._slots.pool.dropout
         self._slots.add(tasks)
+        if before != (self._slots.layout, self._slots.pool.dropout):
+            self._forward = None
 
     def release(self, name: str) -> None:
         """Frees the slot of a task; its adapter is gone from the engine."""
         self._pause()
-        self._forward = None
         self._slots.remove(name)
 
     @property
     def names(self) -> list[str]:
+        """Names of the registered tasks, in the order in which they came."""
         return self._slots.names
 
     @property
     def state(self) -> TrainState | None:
-        """Everything that training changes, on the device; None while there are no tasks."""
+        """Everything that training changes, on the device; None until the first task comes."""
         return self._slots.state
 
     def prepared(self, name: str) -> PreparedTask:
@@ -117,33 +134,39 @@ class Engine:
         """Dispatches one global batch of every live task; returns the updates of the round before.
 
         Args:
-          stop: asked after every microbatch. Once true, the round is left where it is:
-            `microbatches_done` of it are in the accumulators, and the next call goes on behind
-            them.
+          stop: asked after every microbatch. Once it returns True, the round is left where it is,
+            and the next call goes on with its other microbatches.
         """
         if self._current is None and self.finished:
             return self.drain()
         current = self._current = self._current or self._next_round()
         updates: list[TaskUpdate] = []
         slots = jax.device_put(current.slots)
-        if self._forward is None:
+        if self._forward is None and current.microbatches:
             self._forward = compile_accumulate(
                 self.backbone,
                 self.options,
                 self._slots.pool.dropout,
                 self.state,
-                current.microbatches[0],
+                current.microbatches[0].arrays,
                 slots,
             )
         config, forward, weights = self.backbone.config, self._forward, self.backbone.weights
-        for microbatch in current.microbatches[self.microbatches_done :]:
+        for microbatch in current.microbatches[self._dispatched :]:
             state = self._slots.state
-            grads, loss = accumulate(
-                config, forward, weights, state.adapters, state.grads, state.loss, microbatch, slots
+            accumulators, loss = accumulate(
+                config,
+                forward,
+                weights,
+                state.adapters,
+                state.accumulators,
+                state.loss,
+                microbatch.arrays,
+                slots,
             )
-            self._slots.state = state._replace(grads=grads, loss=loss)
+            self._slots.state = state._replace(accumulators=accumulators, loss=loss)
             self.microbatches += 1
-            self.microbatches_done += 1
+            self._dispatched += 1
             if stop():
                 updates += self.drain()
                 # A round that has lost a task would be packed otherwise next time: finish it first.
@@ -153,35 +176,43 @@ class Engine:
         self._dispatch_update(current)
         return updates
 
+    def accumulated(self, name: str) -> list[int]:
+        """The samples of the task's current global batch, by index, whose gradients are in its
+        accumulators."""
+        number = self._slots.number(name)
+        done = self._current.microbatches[: self._dispatched] if self._current else []
+        samples = [i for microbatch in done for i in microbatch.samples.get(number, ())]
+        return sorted([*self._accumulated.get(number, ()), *samples])
+
     def drain(self) -> list[TaskUpdate]:
-        """Waits for the dispatched update, if any, and books its results."""
+        """Waits for the dispatched update, if any, and records its results."""
         if self._pending is None:
             return []
         pending, self._pending = self._pending, None
         stats = jax.device_get(pending.stats)
         self._observe_memory()
         updates = []
-        for index, step in pending.round.steps.items():
-            slot = self._slots[index]
+        for number, step in pending.round.steps.items():
+            slot = self._slots[number]
             if not slot.running:
                 continue
             done = TaskUpdate(
-                step=pending.step,
+                step=pending.index,
                 task=slot.name,
                 task_step=step + 1,
-                loss=float(stats.loss[index]),
-                lr=pending.lr[index],
-                grad_norm=float(stats.grad_norm[index]),
-                target_tokens=pending.round.target_tokens[index],
-                tokens=pending.round.tokens[index],
-                skipped=not stats.applied[index],
+                loss=float(stats.loss[number]),
+                lr=pending.learning_rates[number],
+                grad_norm=float(stats.grad_norm[number]),
+                target_tokens=pending.round.target_tokens[number],
+                tokens=pending.round.tokens[number],
+                skipped=not stats.applied[number],
             )
-            book(slot.progress, done, slot.prepared.steps, self.options.max_bad_steps)
+            record_update(slot.progress, done, slot.prepared.steps, self.options.max_bad_steps)
             updates.append(done)
         return updates
 
     def _observe_memory(self) -> None:
-        """The device tells only of the most that was ever in use."""
+        """Tells `admission` of a new peak; the device knows only the highest peak so far."""
         peak = device_peak() if self.admission else None
         if peak and peak > self._peak:
             self._peak = peak
@@ -189,9 +220,9 @@ class Engine:
             self.admission = self.admission.observe(pools, planned_remat(self._forward.remat), peak)
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
-        """Mean cross entropy per target token of the held-out samples of each named task that has
-        any."""
-        named = {self._slots.index(name): self.prepared(name) for name in names}
+        """Mean cross entropy, in nats per target token, of the held-out samples of each named task
+        that has any."""
+        named = {self._slots.number(name): self.prepared(name) for name in names}
         tasks = {slot: t for slot, t in named.items() if t.eval_samples}
         options = forward_options(self.backbone, self.options)
         capacity = self._slots.pool.slots
@@ -205,7 +236,7 @@ class Engine:
                 self.backbone.weights,
                 self.state.adapters,
                 losses,
-                jax.device_put(microbatch),
+                jax.device_put(microbatch.arrays),
                 slots,
             )
             if i == 0:
@@ -215,72 +246,98 @@ class Engine:
         return {t.task.name: float(found[slot]) for slot, t in tasks.items()}
 
     def adapter(self, name: str) -> Adapter:
-        """The task's factors as NumPy arrays, at true rank."""
-        return adapter_of(self.task_arrays(name))
+        """The task's adapter as NumPy arrays, at its own rank."""
+        spec = self.prepared(name).task.adapter
+        return adapter_of(self.task_arrays(name), spec, self.backbone.config)
 
     def task_arrays(self, name: str) -> SlotArrays:
-        """All that a checkpoint must hold of a task besides its progress, at true rank. Call
-        `drain` before."""
+        """Everything that a checkpoint must hold of a task besides its progress, at the task's own
+        rank. Call `drain` before."""
         return self._slots.read(name)
 
-    def restore_task(self, name: str, arrays: SlotArrays, progress: TaskProgress) -> None:
-        """Puts a task back where `task_arrays` and `progress` were taken."""
+    def task_specs(self, name: str) -> SlotState:
+        """The description of `task_arrays`, a tree of `LeafSpec`."""
+        return self._slots.own_specs(name)
+
+    def restore_task(
+        self,
+        name: str,
+        arrays: SlotArrays,
+        progress: TaskProgress,
+        accumulated: Sequence[int] = (),
+    ) -> None:
+        """Puts a task back to where `task_arrays`, `progress` and `accumulated` were taken."""
         self._pause()
-        self._slots.named(name).progress = progress
+        slot = self._slots.named(name)
+        slot.progress = progress
         self._slots.write(name, arrays)
+        if slot.running:
+            self._accumulated[self._slots.number(name)] = list(accumulated)
 
     def _next_round(self) -> Round:
         live = self._live()
         if self._stream is None or self._stream_tasks != live.keys():
             # Tasks that end as planned leave the stream by themselves; others make it begin again.
             self.close()
-            tasks = {slot: self._slots[slot].prepared for slot in live}
-            shape, packing = self.options.shape, self.options.packing
+            tasks = {number: self._slots[number].prepared for number in live}
             self._stream = Prefetch(
-                training_rounds(tasks, live, self._slots.pool.slots, shape, packing)
+                training_rounds(
+                    tasks,
+                    live,
+                    self._slots.pool.slots,
+                    self.options.shape,
+                    self.options.packing,
+                    self._accumulated,
+                )
             )
         asked = time.perf_counter()
         following = next(self._stream)
         self.seconds_waited += time.perf_counter() - asked
         self._stream_tasks = {
-            s for s, step in following.steps.items() if step + 1 < self._slots[s].prepared.steps
+            number
+            for number, step in following.steps.items()
+            if step + 1 < self._slots[number].prepared.steps
         }
         return following
 
     def _live(self) -> dict[int, int]:
-        """The next step of every slot that has one."""
-        pending = self._pending.round.steps if self._pending else {}
-        steps = {i: slot.progress.step + (i in pending) for i, slot in enumerate(self._slots)}
+        """The next step of every slot whose task has one."""
+        pending: Mapping[int, int] = self._pending.round.steps if self._pending else {}
+        steps = {number: slot.progress.step + (number in pending) for number, slot in self._slots}
         return {
-            i: step
-            for i, step in steps.items()
-            if self._slots[i].running and step < self._slots[i].prepared.steps
+            number: step
+            for number, step in steps.items()
+            if self._slots[number].running and step < self._slots[number].prepared.steps
         }
 
     def _dispatch_update(self, current: Round) -> None:
-        slots, kinds = self._slots, self._slots.kinds
+        slots = self._slots
         due = np.zeros(slots.pool.slots, bool)
-        due[[i for i in current.steps if slots[i].running]] = True
-        rows = [slot.prepared.hyperparameters(slot.progress.updates) for slot in slots]
-        hyper = {
-            kind: {
-                name: np.asarray([rows[slot][name] for slot in members], np.float32)
-                for name in rows[members[0]]
+        due[[number for number in current.steps if slots[number].running]] = True
+        optimizers = {number: slot.prepared.task.optimizer for number, slot in slots}
+        hyper = {}
+        for kind, members in slots.members.items():
+            rows = [optimizers[number].hyperparameters() for number in members]
+            hyper[kind] = {
+                name: np.asarray([row[name] for row in rows], np.float32) for name in rows[0]
             }
-            for kind, members in kinds.items()
+        learning_rates = {
+            number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in slots
         }
-        slots.state, stats = update(slots.state, due, hyper, kinds)
-        lr = {slot: row["learning_rate"] for slot, row in enumerate(rows)}
-        self._pending = _Pending(self.rounds, current, lr, stats)
+        rates = slots.rates(learning_rates)
+        slots.state, stats = update(slots.state, slots.layout, due, rates, hyper, slots.members)
+        self._pending = _Pending(self.rounds, current, learning_rates, stats)
         self._current = None
+        self._dispatched = 0
+        self._accumulated = {}
         self.rounds += 1
-        self.microbatches_done = 0
 
     def _pause(self) -> None:
         """Ends the host's work ahead; it begins again, from the tasks' progress, with the next
         round."""
-        if self._pending is not None or self.microbatches_done:
+        if self._pending is not None or self._dispatched:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
+        self._current = None
         self.close()
 
     def close(self) -> None:

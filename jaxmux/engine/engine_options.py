@@ -14,6 +14,9 @@ class EngineOptions:
 
     Attributes:
       shape: shape class of the microbatches; `jaxmux.best_shape` chooses one for some tasks.
+      reserved: the compiled step has room for at least these slots, this rank and these modules,
+        and can drop if it says so. A task that fits arrives without compiling the step again, and
+        on CPU trains to the same bits in any company.
       remat: "none", "norms", "dots", "lean" or "full": what is kept from forward to backward.
         "auto" picks for every layer what recomputes least in `memory`; "dots" where that is
         unknown.
@@ -23,17 +26,11 @@ class EngineOptions:
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       unroll: whether every layer is compiled on its own; None where it pays, on GPU.
       max_bad_steps: consecutive skipped updates after which a task has failed.
-      packing: lays out the samples of training rounds; others are what benchmarks compare with.
-      slots, rank, modules, dropout: what the compiled step has room for at least: slots, pool rank,
-        adapted modules, and whether it can drop. A task that fits arrives without compiling the
-        step again, and on CPU trains to the same bits in any company.
+      packing: lays out the samples of training rounds; benchmarks compare others with it.
     """
 
     shape: ShapeClass
-    slots: int = 1
-    rank: int = 1
-    modules: tuple[str, ...] = ()
-    dropout: bool = False
+    reserved: PoolSpec = PoolSpec(slots=1, rank=1, modules=())
     remat: str = "auto"
     memory: int | None = None
     attention: str | None = None
@@ -41,8 +38,3 @@ class EngineOptions:
     unroll: bool | None = None
     max_bad_steps: int = 10
     packing: Packing = pack_tightly
-
-    @property
-    def least_pool(self) -> PoolSpec:
-        """What the compiled step has room for at least."""
-        return PoolSpec(self.slots, self.rank, self.modules, self.dropout)

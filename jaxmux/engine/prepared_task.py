@@ -1,10 +1,10 @@
-"""Makes a task ready to train: data read and tokenized, targets resolved, initial adapter made.
-Refuses bad tasks.
-"""
+"""Makes a task ready to train: reads and tokenizes its data, resolves its targets, checks the
+adapter that it begins with. Refuses bad tasks."""
 
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,10 @@ from jaxmux.peft import (
     LayerMask,
     LoRA,
     import_adapter,
-    initial_adapter,
+    kind_of,
     resolve_targets,
 )
+from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.tasks import Task, TaskError
 
@@ -31,7 +32,8 @@ class PreparedTask:
 
     Attributes:
       targets: the modules it adapts, each with a mask over layers.
-      adapter: the factors it begins with, at true rank.
+      make_adapter: makes the arrays that its adapter begins with, at its own rank, whenever it is
+        called: they are as large as the trained adapter and needed only once.
       samples: what its data became.
       batches: its global batches by step.
       steps: how many of them it trains.
@@ -40,7 +42,7 @@ class PreparedTask:
 
     task: Task
     targets: dict[str, LayerMask]
-    adapter: Adapter
+    make_adapter: Callable[[], Adapter]
     samples: Samples
     batches: GlobalBatches
     steps: int
@@ -58,7 +60,7 @@ class PreparedTask:
 
     @property
     def pool(self) -> PoolSpec:
-        """What it needs alone."""
+        """The pool that it needs alone."""
         adapter, optimizer = self.task.adapter, self.task.optimizer.kind
         return PoolSpec(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
 
@@ -79,14 +81,18 @@ class PreparedTask:
             checksum = zlib.crc32(sample.target_mask.tobytes(), checksum)
         return checksum
 
-    def hyperparameters(self, updates: int) -> dict[str, float]:
-        """Of the update after so many, by name."""
+    @functools.cached_property
+    def relative_rates(self) -> dict[str, np.ndarray]:
+        """By path of a trained leaf, float32 [L]: its learning rate in each layer, divided by the
+        task's."""
+        kind = kind_of(self.task.adapter)
+        rates = kind.relative_rates(self.task.adapter, self.targets)
+        return named_leaves({kind.name: rates})
+
+    def learning_rate(self, updates: int) -> float:
+        """The learning rate of the next update, after this many."""
         optimizer = self.task.optimizer
-        factor = optimizer.schedule.factor(updates, self.steps)
-        return optimizer.hyperparameters() | {
-            "learning_rate": optimizer.learning_rate * factor,
-            "loraplus_ratio": self.task.adapter.loraplus_ratio,
-        }
+        return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps)
 
     def dropout_key(self, step: int) -> np.uint32:
         """The key of the dropout hash at a step; it depends on the task's name, seed and step
@@ -104,11 +110,12 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
     """
     try:
         targets = resolve_targets(task.adapter.target_modules, config)
-        adapter = _first_adapter(task, targets, config)
+        if task.resume_from is not None:
+            _saved_adapter(task, targets, config)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    return PreparedTask(task, targets, adapter, *data)
+    return PreparedTask(task, targets, functools.partial(_first_adapter, task, config), *data)
 
 
 class TaskData(NamedTuple):
@@ -138,9 +145,15 @@ def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) ->
     return load_samples(source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size)
 
 
-def _first_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
-    if task.resume_from is None:
-        return initial_adapter(task.adapter, targets, config, task.seed)
+def _first_adapter(task: Task, config: BackboneConfig) -> Adapter:
+    targets = resolve_targets(task.adapter.target_modules, config)
+    if task.resume_from is not None:
+        return _saved_adapter(task, targets, config)
+    return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed)
+
+
+def _saved_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
+    """The adapter in the folder `resume_from`; AdapterError if it is not what the task asks for."""
     saved, adapter = import_adapter(task.resume_from, config)
     for field in ("rank", "alpha", "rslora"):
         found, wanted = getattr(saved, field), getattr(task.adapter, field)

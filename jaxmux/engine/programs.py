@@ -5,7 +5,7 @@ complete.
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,17 @@ from jaxmux.models import (
     head_kernel,
     hidden_states,
 )
-from jaxmux.optimizers import transform
+from jaxmux.optimizers import optimizer_class
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
-from jaxmux.peft import Adapter, Factors
+from jaxmux.peft import Layout, LeafSpec
+from jaxmux.peft.leaves import trained, with_trained
 
-from .train_state import KindSlots, TrainState, optax_state, replace_optax_state
+from .train_state import TrainState, optax_state, replace_optax_state
 
+# By optimizer kind and name, float32 [T_kind].
 Hyperparameters = Mapping[str, Mapping[str, np.ndarray]]
+# By optimizer kind, the numbers of the slots that use it, int32 [T_kind].
+SlotsByOptimizer = Mapping[str, np.ndarray]
 
 
 class UpdateStats(NamedTuple):
@@ -51,27 +55,30 @@ def accumulate(
     config: BackboneConfig,
     options: ForwardOptions,
     weights: Weights,
-    adapters: Adapter,
-    grads: Adapter,
-    total: Float[Array, "T"],
+    adapters: Any,
+    accumulators: Any,
+    loss: Float[Array, "T"],
     microbatch: Microbatch,
     slots: SlotTable,
-) -> tuple[Adapter, Float[Array, "T"]]:
+) -> tuple[Any, Float[Array, "T"]]:
     """Forward and backward of one microbatch; adds its gradients and losses to those of its tasks.
 
+    Args:
+      adapters, accumulators, loss: as in `TrainState`; the last two are donated.
+
     Returns:
-      The accumulators `grads` and `total` with the microbatch added.
+      The accumulators and `loss` with the microbatch added.
     """
 
-    def forward(grads: Adapter):
-        return _losses(config, options, weights, adapters, grads, microbatch, slots)
+    def forward(accumulators):
+        return _losses(config, options, weights, adapters, accumulators, microbatch, slots)
 
-    (losses, _), backward = jax.vjp(forward, grads)
+    (losses, _), backward = jax.vjp(forward, accumulators)
     # Every chunk's cotangent is one, whatever the others' losses: a NaN changes nothing there. The
     # accumulators start as their own cotangents and come out as the next: see
     # `grouped_lora_linear`.
-    (new_grads,) = backward((jnp.ones_like(losses), grads))
-    return new_grads, add_to_slots(total, losses, microbatch.chunk_slot)
+    (new_accumulators,) = backward((jnp.ones_like(losses), accumulators))
+    return new_accumulators, add_to_slots(loss, losses, microbatch.chunk_slot)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -79,7 +86,7 @@ def evaluate(
     config: BackboneConfig,
     options: ForwardOptions,
     weights: Weights,
-    adapters: Adapter,
+    adapters: Any,
     losses: Float[Array, "T"],
     microbatch: Microbatch,
     slots: SlotTable,
@@ -90,7 +97,12 @@ def evaluate(
 
 
 def update(
-    state: TrainState, due: Bool[np.ndarray, "T"], hyper: Hyperparameters, kinds: KindSlots
+    state: TrainState,
+    layout: Layout,
+    due: Bool[np.ndarray, "T"],
+    rates: Float[np.ndarray, "leaves L T"],
+    hyper: Hyperparameters,
+    members: SlotsByOptimizer,
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due and clears their accumulators; others keep their bits.
 
@@ -101,57 +113,80 @@ def update(
 
     Args:
       state: donated.
+      layout: the description of the state.
       due: slots whose global batch is complete.
+      rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
+        layer axis has its rate in layer 0.
       hyper: by optimizer kind and name, float32 [T_kind].
-      kinds: by optimizer kind, int32 [T_kind]: the slots that use it.
+      members: by optimizer kind, int32 [T_kind]: the slots that use it.
     """
 
-    def spread(values: np.ndarray, members: np.ndarray) -> np.ndarray:
+    def spread(values: np.ndarray, slots: np.ndarray) -> np.ndarray:
         pool = np.zeros(len(due), values.dtype)
-        pool[members] = values
+        pool[slots] = values
         return pool
 
     none = np.zeros(len(due), np.float32)
     stats = UpdateStats(none, none, none > 0)
-    for kind, members in kinds.items():
-        if not due[members].any():
+    for kind, slots in members.items():
+        if not due[slots].any():
             continue
-        own_due = spread(due[members], members)
-        own_hyper = {name: spread(values, members) for name, values in hyper[kind].items()}
-        state, stats = _update_kind(kind, state, stats, own_due, own_hyper)
+        own_due = spread(due[slots], slots)
+        own_hyper = {name: spread(values, slots) for name, values in hyper[kind].items()}
+        state, stats = _update_kind(kind, layout, state, stats, own_due, rates, own_hyper)
     return state, stats
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _update_kind(
     kind: str,
+    layout: Layout,
     state: TrainState,
     stats: UpdateStats,
     due: Bool[Array, "T"],
+    rates: Float[Array, "leaves L T"],
     hyper: Mapping[str, Float[Array, "T"]],
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due, all of one optimizer kind, and enters them in `stats`."""
-    optimizer = optax_state(kind, state.moments, state.count)
-    axes = jax.tree.map(lambda x: 0 if x.ndim == 1 else 1, optimizer)
-    update_slots = jax.vmap(
-        partial(_update_slot, kind), in_axes=(1, 1, axes, 0, 0), out_axes=(1, axes)
+    specs: TrainState = layout.tree
+    optimizer = optax_state(kind, state.accumulators, state.moments, state.count)
+    optimizer_specs = optax_state(kind, specs.accumulators, specs.moments, specs.count)
+    adapters = trained(specs.adapters, state.adapters)
+    own_specs = jax.tree.map(LeafSpec.of_slot, specs.accumulators)
+    axes, optimizer_axes = jax.tree.map(
+        lambda spec: spec.slot_axis, (specs.accumulators, optimizer_specs)
     )
-    norm = jnp.sqrt(_reduce_slots(jnp.sum, jax.tree.map(jnp.square, state.grads)))
+    update_slots = jax.vmap(
+        partial(_update_slot, kind, own_specs),
+        in_axes=(axes, axes, optimizer_axes, -1, 0, 0),
+        out_axes=(axes, optimizer_axes),
+    )
+    squares = jax.tree.map(jnp.square, state.accumulators)
+    norm = jnp.sqrt(_reduce_slots(jnp.sum, specs.accumulators, squares))
 
     def new(hyper):
-        return update_slots(state.adapters, state.grads, optimizer, hyper, norm)
+        return update_slots(adapters, state.accumulators, optimizer, rates, hyper, norm)
 
     # Computed once to look at and once to be written, which costs less memory traffic than to store
     # it in between. The barrier hides from XLA that both are the same.
     candidates, _ = new(jax.lax.optimization_barrier(hyper))
-    finite = _reduce_slots(jnp.all, jax.tree.map(jnp.isfinite, candidates))
-    applied = due & finite & jnp.isfinite(norm) & jnp.isfinite(state.loss)
-    old = state.adapters, optimizer
-    adapters, optimizer = jax.tree.map(partial(_select, applied), new(hyper), old)
+    finite = jax.tree.map(jnp.isfinite, candidates)
+    applied = due & _reduce_slots(jnp.all, specs.accumulators, finite)
+    applied &= jnp.isfinite(norm) & jnp.isfinite(state.loss)
 
+    def keep_or_replace(spec: LeafSpec, new: Array, old: Array) -> Array:
+        return _select(applied, new, old, spec.slot_axis)
+
+    adapters, optimizer = jax.tree.map(
+        keep_or_replace, (specs.accumulators, optimizer_specs), new(hyper), (adapters, optimizer)
+    )
     cleared = state._replace(
-        adapters=adapters,
-        grads=jax.tree.map(partial(_select, due, 0), state.grads),
+        adapters=with_trained(specs.adapters, state.adapters, adapters),
+        accumulators=jax.tree.map(
+            lambda spec, x: _select(due, 0, x, spec.slot_axis),
+            specs.accumulators,
+            state.accumulators,
+        ),
         loss=_select(due, 0, state.loss),
     )
     seen = UpdateStats(state.loss, norm, applied)
@@ -160,10 +195,15 @@ def _update_kind(
 
 
 def _losses(
-    config, options, weights, adapters, grads, microbatch, slots
-) -> tuple[Float[Array, "C"], Adapter | None]:
-    hidden, grads, finite = hidden_states(
-        config, weights, adapters, grads, microbatch, slots, options
+    config, options, weights, adapters, accumulators, microbatch, slots
+) -> tuple[Float[Array, "C"], Any]:
+    """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators.
+
+    The forward pass applies LoRA, so far the only adapter kind.
+    """
+    lora = None if accumulators is None else accumulators["lora"]
+    hidden, lora, finite = hidden_states(
+        config, weights, adapters["lora"], lora, microbatch, slots, options
     )
     losses = chunk_losses(
         hidden,
@@ -172,33 +212,53 @@ def _losses(
         microbatch.loss_weight.reshape(-1),
         microbatch.chunk_slot,
     )
-    return jnp.where(finite, losses, jnp.nan), grads
+    if accumulators is not None:
+        accumulators = accumulators | {"lora": lora}
+    return jnp.where(finite, losses, jnp.nan), accumulators
 
 
-def _update_slot(kind: str, params: Adapter, grads: Adapter, optimizer, hyper, norm):
+def _update_slot(
+    kind: str, specs: Any, params: Any, gradients: Any, optimizer: Any, rates, hyper, norm
+) -> tuple[Any, Any]:
+    """The new parameters and optimizer state of one slot.
+
+    Args:
+      specs: tree of `LeafSpec` of the slot's trained leaves.
+      rates: float32 [leaves, L].
+      norm: global norm of the gradient.
+    """
     clip = jnp.minimum(1.0, hyper["clip_norm"] / (norm + 1e-6))
-    grads = jax.tree.map(lambda g: clip * g, grads)
-    direction, optimizer = transform(kind, hyper).update(grads, optimizer, params)
-    lr_a, lr_b = hyper["learning_rate"], hyper["learning_rate"] * hyper["loraplus_ratio"]
-    params = {
-        module: Factors(p.a - lr_a * direction[module].a, p.b - lr_b * direction[module].b)
-        for module, p in params.items()
-    }
-    return params, optimizer
+    gradients = jax.tree.map(lambda g: clip * g, gradients)
+    transform = optimizer_class(kind).transform(hyper)
+    direction, optimizer = transform.update(gradients, optimizer, params)
+
+    def descend(spec: LeafSpec, param: Array, direction: Array, rate: Float[Array, "L"]) -> Array:
+        if "layer" not in spec.axes:
+            return param - rate[0] * direction
+        shape = [1] * param.ndim
+        shape[spec.axes.index("layer")] = -1
+        return param - rate.reshape(shape) * direction
+
+    rate_tree = jax.tree.unflatten(jax.tree.structure(params), list(rates))
+    return jax.tree.map(descend, specs, params, direction, rate_tree), optimizer
 
 
-def _select(chosen: Bool[Array, "T"], new, old: Array) -> Array:
-    """`new` in the chosen slots, `old` in the others; leaves [T] or [L, T, k, n]."""
-    return jnp.where(chosen if old.ndim == 1 else chosen[:, None, None], new, old)
+def _select(chosen: Bool[Array, "T"], new, old: Array, slot_axis: int = 0) -> Array:
+    """`new` in the chosen slots, `old` in the others."""
+    shape = [1] * old.ndim
+    shape[slot_axis] = -1
+    return jnp.where(chosen.reshape(shape), new, old)
 
 
-def _reduce_slots(reduce, tree: Adapter) -> Array:
-    """Reduces leaves [L, T, k, n] to one value [T] of every slot."""
+def _reduce_slots(reduce, specs: Any, tree: Any) -> Array:
+    """Reduces all leaves to one value [T] of every slot."""
 
-    def rows(x: Array) -> Array:
+    def rows(spec: LeafSpec, x: Array) -> Array:
         # GPUs reduce many rows of moderate length at memory speed, a whole array to one number not.
-        columns = math.gcd(math.prod(x.shape[2:]), 4096)
-        return reduce(x.reshape(*x.shape[:2], -1, columns), axis=-1)
+        kept = spec.slot_axis + 1
+        columns = math.gcd(math.prod(x.shape[kept:]), 4096)
+        partial_sums = reduce(x.reshape(*x.shape[:kept], -1, columns), axis=-1)
+        return jnp.moveaxis(partial_sums, spec.slot_axis, 0).reshape(x.shape[spec.slot_axis], -1)
 
-    leaves = [rows(x) for x in jax.tree.leaves(tree)]
-    return reduce(jnp.concatenate(leaves, axis=-1), axis=(0, 2))
+    leaves = jax.tree.leaves(jax.tree.map(rows, specs, tree))
+    return reduce(jnp.concatenate(leaves, axis=-1), axis=-1)

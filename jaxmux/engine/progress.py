@@ -7,13 +7,21 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass
 class TaskProgress:
-    """Attributes:
-    step: global batches consumed; the task's whole data position.
-    updates: optimizer updates applied, the position in the schedule; skipped updates do not count.
-    skipped: updates skipped because of a non-finite loss or gradient, in all; `bad_streak` in a
-      row.
-    tokens, target_tokens: trained so far.
-    status: "running", "succeeded" or "failed", then with `error`.
+    """How far a task has come.
+
+    Attributes:
+      step: global batches consumed; it determines the task's position in its data.
+      updates: optimizer updates applied, the position in the learning-rate schedule. Skipped
+        updates do not count.
+      skipped: updates skipped so far because a loss or gradient was not finite.
+      bad_streak: updates skipped in a row, up to now.
+      tokens, target_tokens: tokens trained so far, and those among them that were targets.
+      train_loss_first, train_loss_last: nats per target token of the first and the last update.
+      eval_loss_first, eval_loss: nats per target token of the held-out data, before and after
+        training.
+      eval_target_tokens: target tokens of the held-out data.
+      status: "running", "succeeded" or "failed".
+      error: why the task has failed.
     """
 
     step: int = 0
@@ -42,13 +50,13 @@ class TaskUpdate(NamedTuple):
     """One finished global batch of one task: a line of metrics.jsonl.
 
     Attributes:
-      step: the round.
-      task_step: global batches the task has consumed, this one included.
+      step: index of the round.
+      task_step: global batches that the task has consumed, this one included.
       loss: mean cross entropy over the batch's target tokens, before the update.
       lr: learning rate of the update.
       grad_norm: before clipping.
-      target_tokens, tokens: of the batch; tokens that the model computed for it, padding apart.
-      skipped: True where a non-finite loss or gradient kept the update from being applied.
+      target_tokens, tokens: of the batch, without padding.
+      skipped: True if the update was not applied because a loss or gradient was not finite.
     """
 
     step: int
@@ -62,12 +70,13 @@ class TaskUpdate(NamedTuple):
     skipped: bool
 
 
-def book(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
-    """Enters a finished global batch; decides whether the task has succeeded or failed.
+def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
+    """Enters a finished global batch into the progress of its task, and decides whether the task
+    has succeeded or failed.
 
     Args:
-      steps: global batches of the task in all.
-      max_bad_steps: consecutive skipped updates after which it has failed.
+      steps: number of global batches that the task trains.
+      max_bad_steps: consecutive skipped updates after which the task has failed.
     """
     progress.step = done.task_step
     progress.tokens += done.tokens

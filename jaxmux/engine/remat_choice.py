@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass in the memory that there is."""
+"""Chooses the remat policy of every layer by the memory that is free for kept values."""
 
 import logging
 from itertools import groupby
@@ -22,18 +22,19 @@ _log = logging.getLogger("jaxmux")
 
 
 def step_room(backbone: Backbone, adapters: Adapter, memory: int) -> int:
-    """Bytes that a step may use besides weights and train state.
+    """Bytes that a microbatch's forward and backward pass may use, besides weights and train state.
 
     Args:
-      adapters: of all slots.
-      memory: bytes that all may take together.
+      backbone: the frozen backbone, whose weights are counted.
+      adapters: float32 master weights of all slots.
+      memory: bytes that everything on the device may take together.
     """
     weights, masters = (
         sum(array.nbytes for array in jax.tree.leaves(tree))
         for tree in (backbone.weights, adapters)
     )
-    # Masters, accumulators, and as many moments as the neediest optimizer has: what is kept does
-    # not depend on which optimizers are in use.
+    # Masters, accumulators and the two moments of the optimizer with most moments, so that the
+    # policies do not depend on the optimizers in use.
     return int(USABLE * memory) - weights - 4 * masters
 
 
@@ -45,18 +46,22 @@ def choose_remat(
     slots: SlotTable,
     room: int,
 ) -> tuple[str, ...]:
-    """The remat policy of every layer that recomputes least in `room` bytes of memory.
+    """The remat policy of every layer: the least recomputation that fits into `room` bytes.
+
+    Logs the choice, and a warning where even the most recomputation does not fit.
 
     Args:
-      options: those of the step; their `remat` is not read.
-      adapters: of all slots.
-      microbatch: one of the run's; only shapes and dtypes are read, here and of all other arrays.
-      room: see `step_room`.
+      backbone: the frozen backbone.
+      options: static choices of the forward pass; `options.remat` is not read.
+      adapters: adapters of all slots; only shapes and dtypes of arrays are read here.
+      microbatch: a microbatch of the training run's shape class.
+      slots: per-slot data.
+      room: bytes for the forward and backward pass of a microbatch (`step_room`).
     """
     config, weights = backbone.config, backbone.weights
-    # What bears a name is nearly the same in every implementation (less than a percent apart are
-    # the softmax's totals and padded ranks), and plain XLA is traced fastest. Rows of several
-    # sequences take cuDNN more.
+    # Plain XLA is traced fastest, and every implementation keeps nearly the same values: softmax
+    # totals and padded ranks differ by less than 1%. Only cuDNN's attention keeps more, in rows of
+    # several sequences.
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
     chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
     loss_bytes = block_bytes(config.vocab_size, chunk_len)
@@ -68,7 +73,7 @@ def choose_remat(
         )
         working = working_bytes(sizes, loss_bytes, packed_needed)
         if config.num_layers * sizes[policy] <= room - working:
-            # No layer needs to keep less, and each policy takes a while to trace.
+            # All layers fit under this policy, and tracing further policies takes seconds.
             break
     policies = fill_layers(sizes, config.num_layers, room - working)
     needed = working + sum(sizes[policy] for policy in policies)
@@ -82,8 +87,8 @@ def choose_remat(
     )
     if needed > room:
         _log.warning(
-            "a step needs about %.1f GiB besides weights and train state, there are %.1f GiB; use "
-            "smaller microbatches (tokens_per_microbatch)",
+            "a microbatch needs about %.1f GiB besides weights and train state, there are %.1f GiB; "
+            "use smaller microbatches (tokens_per_microbatch)",
             needed / 2**30,
             room / 2**30,
         )
@@ -93,10 +98,11 @@ def choose_remat(
 def _packed_attention(
     backbone: Backbone, options: ForwardOptions, microbatch: Microbatch
 ) -> tuple[float, float]:
-    """Bytes that attention takes besides in a layer: kept, and needed by its backward pass."""
+    """Bytes that cuDNN's attention of one layer takes in rows of several sequences: kept for the
+    backward pass, and needed while it runs. Both are 0 for other implementations."""
     if options.attention != "cudnn":
         return 0.0, 0.0
-    config, itemsize = backbone.config, backbone.dtype.itemsize
+    config, itemsize = backbone.config, backbone.compute_dtype.itemsize
     packed = PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize)
     size = microbatch.tokens.size, options.max_sequences
     return packed.kept_by(*size), packed.needed_by(*size)

@@ -13,22 +13,38 @@ from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
 from .prepared_task import PreparedTask
 
-# From the stream lengths of the samples of a round, by slot, to where they lie, by microbatch.
+# From the stream lengths of a round's samples, by slot, to the placements of every microbatch.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
 
 
+# By slot, indices of samples in the task's global batch.
+SampleIndices = Mapping[int, Sequence[int]]
+
+
+class PackedMicrobatch(NamedTuple):
+    """A microbatch and the samples in it.
+
+    Attributes:
+      arrays: what the device reads.
+      samples: by slot, the indices of its samples in the task's global batch.
+    """
+
+    arrays: Microbatch
+    samples: SampleIndices
+
+
 class Round(NamedTuple):
-    """What the device needs for one round.
+    """One round, ready for the device.
 
     Attributes:
       steps: by slot, the task's step whose global batch this is.
-      microbatches: on the device.
+      microbatches: their arrays are on the device.
       slots: per-slot data of the round.
-      tokens, target_tokens: by slot, of the global batch.
+      tokens, target_tokens: by slot, of the whole global batch.
     """
 
     steps: dict[int, int]
-    microbatches: list[Microbatch]
+    microbatches: list[PackedMicrobatch]
     slots: SlotTable
     tokens: dict[int, int]
     target_tokens: dict[int, int]
@@ -37,8 +53,8 @@ class Round(NamedTuple):
 def pack_tightly(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass
 ) -> Sequence[Sequence[Placement]]:
-    """The engine's packing: the same on every machine, however fast."""
-    return pack_round(lengths, shape, solver_seconds=0).microbatches()
+    """The engine's own packing."""
+    return pack_round(lengths, shape).microbatches()
 
 
 def training_rounds(
@@ -47,37 +63,60 @@ def training_rounds(
     slots: int,
     shape: ShapeClass,
     packing: Packing = pack_tightly,
+    accumulated: SampleIndices | None = None,
 ) -> Iterator[Round]:
     """The rounds that remain until every task has trained its last step.
 
     Args:
       tasks: live tasks by slot.
-      steps: by slot, the step each begins at.
+      steps: by slot, the step at which it begins.
       slots: number of slots T.
+      accumulated: samples of the first round that are in the accumulators already. The round is
+        packed with them, as it was before, and goes on without them.
     """
-    steps = dict(steps)
+    steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
         yield Round(
             {slot: steps[slot] for slot in live},
-            [jax.device_put(m) for m in fill_microbatches(batches, shape, packing)],
+            [
+                microbatch._replace(arrays=jax.device_put(microbatch.arrays))
+                for microbatch in fill_microbatches(batches, shape, packing, done)
+            ],
             slot_table(live, steps, slots),
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
         )
+        done = {}
         for slot in live:
             steps[slot] += 1
 
 
 def fill_microbatches(
-    batches: Mapping[int, Sequence[Sample]], shape: ShapeClass, packing: Packing = pack_tightly
-) -> Iterator[Microbatch]:
-    """Microbatches, as NumPy arrays, that hold every sample of the batches once."""
+    batches: Mapping[int, Sequence[Sample]],
+    shape: ShapeClass,
+    packing: Packing = pack_tightly,
+    left_out: SampleIndices | None = None,
+) -> Iterator[PackedMicrobatch]:
+    """Microbatches, as NumPy arrays, that hold every sample of the batches once.
+
+    Args:
+      left_out: samples that take up their places in the packing, but are not in the microbatches.
+        Microbatches without any other sample are skipped.
+    """
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
+    absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for placements in packing(lengths, shape):
-        yield fill_microbatch(
-            placements, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+        kept = [place for place in placements if tuple(place[:2]) not in absent]
+        if not kept:
+            continue
+        samples: dict[int, list[int]] = {}
+        for slot, sample, *_ in kept:
+            samples.setdefault(slot, []).append(sample)
+        arrays = fill_microbatch(
+            kept, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
         )
+        yield PackedMicrobatch(arrays, samples)
 
 
 def slot_table(

@@ -1,25 +1,33 @@
-"""The slots: who trains in which, and the train state that they share."""
+"""The slots: which task trains in which, and the train state that they share."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
+from jaxtyping import Float
 
-from jaxmux.models import BackboneConfig
-from jaxmux.peft import SlotArrays, slot_arrays, slot_tree
+from jaxmux.models import MODULES, BackboneConfig
+from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.peft import Layout, SlotArrays, crop, kind_of, own_leaves, pad
+from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
 
 from .prepared_task import PreparedTask
+from .programs import SlotsByOptimizer
 from .progress import TaskProgress
 from .train_state import (
-    KindSlots,
+    SlotKind,
     SlotState,
     TrainState,
+    clear_slot,
     empty_state,
-    fresh_optimizer,
+    grown,
+    pool_specs,
     read_slot,
+    slot_specs,
+    state_specs,
+    write_adapter,
     write_slot,
 )
 
@@ -36,8 +44,9 @@ class Slot:
         return self.prepared.task.name
 
     @property
-    def kind(self) -> str:
-        return self.prepared.task.optimizer.kind
+    def kind(self) -> SlotKind:
+        task = self.prepared.task
+        return SlotKind(kind_of(task.adapter).name, task.optimizer.kind)
 
     @property
     def running(self) -> bool:
@@ -45,107 +54,136 @@ class Slot:
 
 
 class Slots:
-    """The slots that are taken, in order, and the train state in which they lie.
+    """The slots and the train state in which they lie.
+
+    A task keeps its slot number from `add` to `remove`. A slot is written in place, and the state
+    never shrinks, so nothing compiles again while a new task fits.
 
     Attributes:
-      state: what steps change; None while no slot is taken.
+      state: what training changes, on the device; None until the first task comes.
+      pool: sizes of the state.
 
     Args:
-      least_pool: what the state has room for at least.
+      reserved: the state has room for at least this.
     """
 
-    def __init__(self, config: BackboneConfig, least_pool: PoolSpec):
+    def __init__(self, config: BackboneConfig, reserved: PoolSpec):
         self.state: TrainState | None = None
+        self.pool = reserved
         self._config = config
-        self._least_pool = least_pool
-        self._slots: list[Slot] = []
+        self._layout: Layout | None = None
+        self._slots: dict[int, Slot] = {}
 
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
+    def __iter__(self) -> Iterator[tuple[int, Slot]]:
+        """The slots that are taken, with their numbers, in the order in which their tasks came."""
+        return iter(self._slots.items())
 
-    def __getitem__(self, index: int) -> Slot:
-        return self._slots[index]
+    def __getitem__(self, number: int) -> Slot:
+        return self._slots[number]
 
     @property
     def names(self) -> list[str]:
-        return [slot.name for slot in self]
+        return [slot.name for _, slot in self]
 
     @property
     def pools(self) -> dict[str, PoolSpec]:
-        """By name, what each task needs alone."""
-        return {slot.name: slot.prepared.pool for slot in self}
+        """By name, the pool that each task needs alone."""
+        return {slot.name: slot.prepared.pool for _, slot in self}
 
     @property
-    def pool(self) -> PoolSpec:
-        """What the state has room for."""
-        return merge_pool_specs(list(self.pools.values()), self._least_pool)
+    def layout(self) -> Layout:
+        """The description of `state`."""
+        return self._layout
 
     @property
-    def kinds(self) -> KindSlots:
-        kinds: dict[str, list[int]] = {}
-        for i, slot in enumerate(self):
-            kinds.setdefault(slot.kind, []).append(i)
-        return {kind: np.asarray(members, np.int32) for kind, members in kinds.items()}
+    def members(self) -> SlotsByOptimizer:
+        """By optimizer kind, the numbers of the slots that use it."""
+        members: dict[str, list[int]] = {}
+        for number, slot in self:
+            members.setdefault(slot.kind.optimizer, []).append(number)
+        return {kind: np.asarray(numbers, np.int32) for kind, numbers in members.items()}
 
-    def index(self, name: str) -> int:
-        """Which slot a task has.
+    def number(self, name: str) -> int:
+        """The slot number of a task.
 
         Raises:
-          TaskError: none.
+          TaskError: no slot has this task.
         """
-        if name not in self.names:
-            raise TaskError(
-                f"task {name!r}: not registered; registered are {', '.join(self.names)}"
-            )
-        return self.names.index(name)
+        for number, slot in self:
+            if slot.name == name:
+                return number
+        raise TaskError(f"task {name!r}: not registered; registered are {', '.join(self.names)}")
 
     def named(self, name: str) -> Slot:
-        return self[self.index(name)]
+        return self[self.number(name)]
 
     def add(self, tasks: Sequence[PreparedTask]) -> None:
-        """Gives each task a slot, at its beginning; the others keep what they hold."""
-        self._rebuild([*self, *(Slot(prepared, TaskProgress()) for prepared in tasks)])
+        """Gives each task the free slot of the lowest number, at its beginning."""
+        self._make_room(tasks)
         for prepared in tasks:
-            self.write(prepared.task.name, _fresh_arrays(prepared))
+            number = min(set(range(self.pool.slots)) - self._slots.keys())
+            self._slots[number] = slot = Slot(prepared, TaskProgress())
+            specs = slot_specs(self._layout.tree, slot.kind).adapter
+            adapter = pad(_named_arrays(prepared.make_adapter()), specs)
+            self.state = write_adapter(self.state, self._layout, slot.kind.adapter, number, adapter)
 
     def remove(self, name: str) -> None:
-        """Frees the slot of a task; those behind it move up and keep what they hold."""
-        leaver = self.named(name)
-        self._rebuild([slot for slot in self if slot is not leaver])
+        """Empties the slot of a task; it is free for another."""
+        number = self.number(name)
+        self.state = clear_slot(self.state, self._layout, number)
+        del self._slots[number]
+
+    def own_specs(self, name: str) -> SlotState:
+        """The arrays that a checkpoint holds of a task: a `SlotState` of `LeafSpec`."""
+        slot = self.named(name)
+        task = slot.prepared.task
+        own = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
+        specs = state_specs({slot.kind.adapter: own}, 1, slot.kind.optimizer)
+        return slot_specs(specs, slot.kind)
 
     def read(self, name: str) -> SlotArrays:
-        """What the state holds of a task, at true rank."""
-        slot = self.named(name)
-        tree = read_slot(self.state, slot.kind, self.index(name))
-        return _own_arrays(tree, slot.prepared)
+        """The arrays of a task, at its own rank and modules."""
+        number, slot = self.number(name), self.named(name)
+        return crop(read_slot(self.state, self._layout, slot.kind, number), self.own_specs(name))
 
     def write(self, name: str, arrays: SlotArrays) -> None:
-        """Puts a task where `read` took these arrays, from this state or another."""
-        index, kind = self.index(name), self.named(name).kind
-        template = jax.eval_shape(lambda: read_slot(self.state, kind, index))
-        self.state = write_slot(self.state, kind, index, slot_tree(template, arrays))
+        """Replaces the arrays of a task by those that `read` returned, from any state."""
+        number, slot = self.number(name), self.named(name)
+        value = pad(arrays, slot_specs(self._layout.tree, slot.kind))
+        self.state = write_slot(self.state, self._layout, slot.kind, number, value)
 
-    def _rebuild(self, slots: list[Slot]) -> None:
-        staying = {slot.name for slot in slots}
-        kept = {name: self.read(name) for name in self.names if name in staying}
-        self._slots = slots
-        self.state = None  # Its memory is needed for the next one.
-        self.state = self._empty_state() if slots else None
-        for name, arrays in kept.items():
-            self.write(name, arrays)
+    def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:
+        """The learning rate of every trained leaf, layer and slot, as `programs.update` takes it.
 
-    def _empty_state(self) -> TrainState:
-        pool = self.pool
-        modules = sorted(pool.modules)
-        return empty_state(self._config, modules, self.kinds, pool.slots, pool.rank)
+        Args:
+          learning_rates: by slot number, the task's learning rate; other slots have rate 0.
+        """
+        rows = {name: i for i, name in enumerate(named_leaves(self._layout.tree.accumulators))}
+        rates = np.zeros((len(rows), self._config.num_layers, self.pool.slots), np.float32)
+        for number, rate in learning_rates.items():
+            for name, relative in self._slots[number].prepared.relative_rates.items():
+                rates[rows[name], :, number] = np.float32(rate) * relative
+        return rates
+
+    def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
+        """Makes or enlarges the state, where the tasks do not fit."""
+        needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
+        pool = merge_pool_specs(needed, self.pool)
+        if self.state and _moments(self.pool) > _moments(pool):
+            pool = pool._replace(optimizer=self.pool.optimizer)
+        modules = MODULES if pool.modules is None else sorted(pool.modules)
+        specs = pool_specs(self._config, modules, pool.slots, pool.rank, pool.optimizer)
+        if self.state is None:
+            self.state = empty_state(specs)
+        elif Layout(specs) != self._layout:
+            leaves, self.state = named_leaves(self.state), None
+            self.state = grown(leaves, specs)
+        self._layout, self.pool = Layout(specs), pool
 
 
-def _fresh_arrays(prepared: PreparedTask) -> SlotArrays:
-    kind, adapter = prepared.task.optimizer.kind, prepared.adapter
-    zeros = jax.tree.map(np.zeros_like, adapter)
-    fresh = SlotState(adapter, zeros, np.float32(0), fresh_optimizer(kind, zeros))
-    return _own_arrays(fresh, prepared)
+def _moments(pool: PoolSpec) -> int:
+    return OPTIMIZERS[pool.optimizer].moments
 
 
-def _own_arrays(tree: SlotState, prepared: PreparedTask) -> SlotArrays:
-    return slot_arrays(tree, list(prepared.targets), prepared.task.adapter.rank)
+def _named_arrays(tree) -> SlotArrays:
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}

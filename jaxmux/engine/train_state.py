@@ -1,4 +1,8 @@
-"""The train state: stacked adapters, gradient accumulators and optimizer states of all slots."""
+"""The train state: stacked adapters, gradient accumulators and optimizer states of all slots.
+
+Every function here works from a description of the state, a `TrainState` of `LeafSpec`, and knows
+neither adapter kinds nor modules.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,115 +14,239 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmux.models import BackboneConfig
-from jaxmux.optimizers import transform
-from jaxmux.peft import Adapter, empty_pool
-
-# Slots of each optimizer kind.
-KindSlots = Mapping[str, np.ndarray]
+from jaxmux.optimizers import OPTIMIZERS, optimizer_class
+from jaxmux.peft import KINDS, Layout, LeafSpec
+from jaxmux.peft.leaves import named_leaves, trained
 
 
 class TrainState(NamedTuple):
     """Everything that training changes, on the device.
 
     Attributes:
-      adapters: float32 masters by module, a [L, T, k, R] and b [L, T, R, n].
-      grads: accumulators of the current global batches, of the same shapes.
+      adapters: by adapter kind, the pool of its arrays, float32.
+      accumulators: gradients of the current global batches, of the shapes of the trained arrays;
+        None in place of arrays that are not trained.
       loss: float32 [T], accumulated over the current global batch.
-      moments: pools of the same shapes, as many as the optimizer kind with most moments has. A slot
-        uses as many as its own kind has, from the first.
+      moments: trees like `accumulators`, as many as the optimizer kind with most moments has. A
+        slot uses as many as its own kind has, from the first.
       count: int32 [T], updates so far, for optimizer kinds that count.
     """
 
-    adapters: Adapter
-    grads: Adapter
+    adapters: Any
+    accumulators: Any
     loss: Float[Array, "T"]
-    moments: tuple[Adapter, ...]
+    moments: tuple[Any, ...]
     count: Int[Array, "T"]
 
 
-def empty_state(
-    config: BackboneConfig, modules: Sequence[str], kinds: KindSlots, slots: int, rank: int
-) -> TrainState:
-    """A state in which every slot is empty."""
-    pool = empty_pool(config, modules, slots, rank)
-    zeros = partial(jax.tree.map, jnp.zeros_like)
-    moments = max(len(_moments(fresh_optimizer(kind, {}))) for kind in kinds)
+class SlotState(NamedTuple):
+    """The part of a `TrainState` that belongs to one slot: of one adapter kind and one optimizer
+    kind, without the slot axis."""
+
+    adapter: Any
+    accumulators: Any
+    loss: Float[Array, ""]
+    optimizer: Any
+
+
+class SlotKind(NamedTuple):
+    """Names of the kinds that the task of a slot uses.
+
+    Attributes:
+      adapter: a key of `peft.KINDS`.
+      optimizer: a key of `optimizers.OPTIMIZERS`.
+    """
+
+    adapter: str
+    optimizer: str
+
+
+def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> TrainState:
+    """The description of a state, a `TrainState` of `LeafSpec`.
+
+    Args:
+      adapters: by adapter kind, the tree of `LeafSpec` of its pool.
+      slots: number of slots T.
+      optimizer: the optimizer kind with most moments among those that the state must hold.
+    """
+    accumulators = jax.tree.map(LeafSpec.zero_padded, trained(adapters, adapters))
     return TrainState(
-        pool,
-        zeros(pool),
-        jnp.zeros(slots),
-        tuple(zeros(pool) for _ in range(moments)),
-        jnp.zeros(slots, jnp.int32),
+        dict(adapters),
+        accumulators,
+        LeafSpec((slots,), ("slot",)),
+        (accumulators,) * OPTIMIZERS[optimizer].moments,
+        LeafSpec((slots,), ("slot",), dtype="int32"),
     )
 
 
-def fresh_optimizer(kind: str, adapter: Adapter) -> Any:
-    """The optimizer state of a slot that has not been updated yet."""
-    hyper = dict.fromkeys(("b1", "b2", "eps", "weight_decay", "momentum"), 0.0)
-    return transform(kind, hyper).init(adapter)
+def pool_specs(
+    config: BackboneConfig, modules: Sequence[str], slots: int, rank: int, optimizer: str
+) -> TrainState:
+    """The description of a state with room for LoRA adapters of these sizes."""
+    adapters = {"lora": KINDS["lora"].leaves(config, modules, slots, rank)}
+    return state_specs(adapters, slots, optimizer)
 
 
-def optax_state(kind: str, moments: Sequence[Adapter], count: Int[Array, "..."]) -> Any:
-    """The optax state of an optimizer kind, of the first of these moments and the count, as far as
-    the kind has them."""
-    leaves, structure = jax.tree.flatten(fresh_optimizer(kind, {}), is_leaf=_is_adapter)
+def empty_state(specs: TrainState) -> TrainState:
+    """A state in which every slot is empty."""
+    return jax.tree.map(LeafSpec.empty, specs)
+
+
+def grown(leaves: dict[str, Array], specs: TrainState) -> TrainState:
+    """A larger state that holds what a smaller one held; new places are empty.
+
+    It is made array by array, so that the device holds only one array twice at any time.
+
+    Args:
+      leaves: the smaller state's arrays by path; they are taken out, one after the other.
+      specs: the description of the larger state.
+    """
+
+    def grow(name: str, spec: LeafSpec) -> Array:
+        leaf = leaves.pop(name, None)
+        if leaf is None:
+            return spec.empty()
+        return leaf if leaf.shape == spec.shape else _pad(leaf, spec)
+
+    new = [grow(name, spec) for name, spec in named_leaves(specs).items()]
+    return jax.tree.unflatten(jax.tree.structure(specs), new)
+
+
+def optax_state(kind: str, example: Any, moments: Sequence[Any], count: Any) -> Any:
+    """The optax state of an optimizer kind, with these moments and this count in it.
+
+    Args:
+      kind: name of the optimizer.
+      example: a tree with the structure of the trained arrays.
+      moments: the first of them are used, as many as the kind has.
+      count: the number of updates, for kinds that count.
+    """
+    structure = jax.tree.structure(example)
+    fresh = _fresh(kind, example)
+    leaves, tree = jax.tree.flatten(fresh, is_leaf=partial(_has_structure, structure))
     unused = iter(moments)
-    return structure.unflatten([next(unused) if _is_adapter(x) else count for x in leaves])
+    return tree.unflatten(
+        [next(unused) if _has_structure(structure, leaf) else count for leaf in leaves]
+    )
+
+
+def optax_parts(example: Any, optimizer: Any) -> tuple[list[Any], Any | None]:
+    """The inverse of `optax_state`: the moments, and the count or None."""
+    has_structure = partial(_has_structure, jax.tree.structure(example))
+    leaves = jax.tree.leaves(optimizer, is_leaf=has_structure)
+    counts = [leaf for leaf in leaves if not has_structure(leaf)]
+    return [leaf for leaf in leaves if has_structure(leaf)], counts[0] if counts else None
 
 
 def replace_optax_state(state: TrainState, optimizer: Any) -> TrainState:
-    """The state with what `optax_state` took from it replaced."""
-    moments, count = _moments(optimizer), _count(optimizer)
+    """The state with the moments and counts of an optax state of all slots."""
+    moments, count = optax_parts(state.accumulators, optimizer)
     return state._replace(
         moments=(*moments, *state.moments[len(moments) :]),
         count=state.count if count is None else count,
     )
 
 
-def _moments(optimizer: Any) -> list[Adapter]:
-    return [x for x in jax.tree.leaves(optimizer, is_leaf=_is_adapter) if _is_adapter(x)]
+def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
+    """The part of a state that slots of this kind use, still with the slot axis.
+
+    Args:
+      state: arrays, or their descriptions.
+    """
+    accumulators = state.accumulators[kind.adapter]
+    moments = [moment[kind.adapter] for moment in state.moments]
+    optimizer = optax_state(kind.optimizer, accumulators, moments, state.count)
+    return SlotState(state.adapters[kind.adapter], accumulators, state.loss, optimizer)
 
 
-def _count(optimizer: Any) -> Int[Array, "..."] | None:
-    counts = [x for x in jax.tree.leaves(optimizer, is_leaf=_is_adapter) if not _is_adapter(x)]
-    return counts[0] if counts else None
+def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
+    """The description of one slot of this kind: a `SlotState` of `LeafSpec`."""
+    return jax.tree.map(LeafSpec.of_slot, slot_view(specs, kind))
 
 
-def _is_adapter(node: Any) -> bool:
-    return isinstance(node, dict)
+@partial(jax.jit, static_argnums=(1, 2))
+def read_slot(
+    state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int
+) -> SlotState:
+    """The state of one slot.
+
+    Args:
+      layout: the description of the state.
+      kind: what the task of the slot uses.
+    """
+
+    def take(spec: LeafSpec, leaf: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)
+
+    return jax.tree.map(take, slot_view(layout.tree, kind), slot_view(state, kind))
 
 
-class SlotState(NamedTuple):
-    """The part of a `TrainState` that belongs to one slot; leaves without the slot axis."""
+@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
+def write_slot(
+    state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int, value: SlotState
+) -> TrainState:
+    """The state with one slot replaced, in place; every other slot keeps its bits."""
 
-    adapter: Adapter
-    grads: Adapter
-    loss: Float[Array, ""]
-    optimizer: Any
+    def put(spec: LeafSpec, leaf: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, slot, spec.slot_axis)
 
-
-@partial(jax.jit, static_argnums=1)
-def read_slot(state: TrainState, kind: str, slot: Int[Array, ""] | int) -> SlotState:
-    """The state of a slot that uses an optimizer of this kind."""
-    adapter, grads, moments = jax.tree.map(
-        lambda x: x[:, slot], (state.adapters, state.grads, state.moments)
+    written = jax.tree.map(put, slot_view(layout.tree, kind), slot_view(state, kind), value)
+    moments, count = optax_parts(written.accumulators, written.optimizer)
+    return TrainState(
+        state.adapters | {kind.adapter: written.adapter},
+        state.accumulators | {kind.adapter: written.accumulators},
+        written.loss,
+        (
+            *(old | {kind.adapter: new} for old, new in zip(state.moments, moments, strict=False)),
+            *state.moments[len(moments) :],
+        ),
+        state.count if count is None else count,
     )
-    optimizer = optax_state(kind, moments, state.count[slot])
-    return SlotState(adapter, grads, state.loss[slot], optimizer)
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
-def write_slot(
-    state: TrainState, kind: str, slot: Int[Array, ""] | int, value: SlotState
+def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) -> TrainState:
+    """The state with one slot empty, in place; every other slot keeps its bits."""
+
+    def clear(spec: LeafSpec, leaf: Array) -> Array:
+        one = spec.of_slot()
+        empty = jnp.full(one.shape, one.padding, one.dtype)
+        return jax.lax.dynamic_update_index_in_dim(leaf, empty, slot, spec.slot_axis)
+
+    return jax.tree.map(clear, layout.tree, state)
+
+
+@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
+def write_adapter(
+    state: TrainState, layout: Layout, kind: str, slot: Int[Array, ""] | int, adapter: Any
 ) -> TrainState:
-    """The state with one slot replaced; every other slot keeps its bits."""
+    """The state with the adapter of one slot replaced, in place.
 
-    def put(pool: Array, one: Array) -> Array:
-        return pool.at[slot].set(one) if one.ndim == 0 else pool.at[:, slot].set(one)
+    Args:
+      kind: of the adapter.
+      adapter: its arrays without the slot axis, at the pool's rank and modules.
+    """
 
-    stacked = SlotState(
-        state.adapters, state.grads, state.loss, optax_state(kind, state.moments, state.count)
-    )
-    adapters, grads, loss, optimizer = jax.tree.map(put, stacked, value)
-    state = state._replace(adapters=adapters, grads=grads, loss=loss)
-    return replace_optax_state(state, optimizer)
+    def put(spec: LeafSpec, leaf: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, slot, spec.slot_axis)
+
+    specs = layout.tree.adapters[kind]
+    written = jax.tree.map(put, specs, state.adapters[kind], adapter)
+    return state._replace(adapters=state.adapters | {kind: written})
+
+
+@partial(jax.jit, static_argnums=1)
+def _pad(leaf: Array, spec: LeafSpec) -> Array:
+    missing = [(0, full - own) for full, own in zip(spec.shape, leaf.shape, strict=True)]
+    return jnp.pad(leaf, missing, constant_values=np.asarray(spec.padding, spec.dtype))
+
+
+def _fresh(kind: str, example: Any) -> Any:
+    """An optax state of the kind, of scalars: only its structure is of use."""
+    optimizer = optimizer_class(kind)
+    transform = optimizer.transform(optimizer().hyperparameters())
+    return jax.eval_shape(transform.init, jax.tree.map(lambda _: np.float32(0), example))
+
+
+def _has_structure(structure: Any, node: Any) -> bool:
+    return jax.tree.structure(node) == structure

@@ -6,10 +6,11 @@ from .adapted_linears import MODULES, Adapters
 from .architectures import BackboneConfig, BackboneError
 from .attention import pick_implementation
 from .backbone import Backbone, load_backbone, save_backbone
+from .device_memory import device_memory, device_peak
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
+from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
-from .memory import device_memory, device_peak, kept_bytes
-from .modules import Weights
+from .modules import Weights, cast_weights, compute_dtype
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
@@ -24,7 +25,9 @@ __all__ = [
     "SlotTable",
     "Weights",
     "block_bytes",
+    "cast_weights",
     "chunk_losses",
+    "compute_dtype",
     "device_memory",
     "device_peak",
     "head_kernel",

@@ -72,7 +72,11 @@ def adapted_linears(
     """
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
-    outputs = {m: x @ w["kernel"][layer] for m, w in weights.items() if m not in adapted}
+    outputs = {
+        module: w["kernel"].at_layer(layer).matmul(x)
+        for module, w in weights.items()
+        if module not in adapted
+    }
     if residual is not None and not adapted:
         outputs = {m: residual + y for m, y in outputs.items()}
     if adapted:

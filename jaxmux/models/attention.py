@@ -48,6 +48,9 @@ def find_segments(segment_ids: Int[Array, "rows row_len"], max_sequences: int) -
     return Segments(segment_ids, starts, lengths, jnp.where(segment_ids < 0, places, firsts))
 
 
+IMPLEMENTATIONS = ("xla", "cudnn", "short")
+
+
 class AttentionOptions(NamedTuple):
     """Static choices.
 
@@ -63,22 +66,35 @@ class AttentionOptions(NamedTuple):
 
 
 def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
-    """The fastest for a shape class.
+    """The fastest implementation for rows of `row_len` tokens on this device."""
+    return next(
+        name
+        for name in ("short", "cudnn", "xla")
+        if refusal(name, config, dtype, row_len) is None
+    )
+
+
+def refusal(
+    implementation: str, config: BackboneConfig, dtype: jnp.dtype, row_len: int
+) -> str | None:
+    """Why an implementation cannot serve rows of `row_len` tokens on this device; None if it can.
 
     "short" is our kernel for rows of at most 128 tokens on Hopper, "cudnn" cuDNN's fused attention
     on GPU in half precision, "xla" plain XLA anywhere.
     """
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    if jax.default_backend() != "gpu" or not half:
-        return "xla"
+    if implementation == "xla":
+        return None
+    if jax.default_backend() != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):
+        return "needs a GPU and a half-precision dtype"
+    if implementation == "cudnn":
+        return None
+    if config.sliding_window is not None and config.sliding_window < row_len:
+        return "has no sliding window"
     q, k = (
         jax.ShapeDtypeStruct((1, row_len, heads, config.head_dim), dtype)
         for heads in (config.num_heads, config.num_kv_heads)
     )
-    windowed = config.sliding_window is not None and config.sliding_window < row_len
-    if windowed or short_attention.refusal(q, k, k):
-        return "cudnn"
-    return "short"
+    return short_attention.refusal(q, k, k)
 
 
 def attend(

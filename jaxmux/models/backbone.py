@@ -4,7 +4,6 @@ sharded. Never pickle.
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from .architectures import BackboneConfig, BackboneError, to_hf_config
-from .modules import Weights, abstract_weights, random_weights
+from .modules import Weights, abstract_weights, compute_dtype, random_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +27,9 @@ class Backbone:
     name_or_path: str
 
     @property
-    def dtype(self) -> jnp.dtype:
-        """Of the weights, in which the forward pass computes."""
-        return self.weights["embed_tokens"]["weight"].dtype
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype of the residual stream, of all activations and of their gradients."""
+        return compute_dtype(self.weights)
 
     @classmethod
     def random(
@@ -71,15 +70,16 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = backbone.config, {}
-    for path, leaf in _leaves(backbone.weights):
+    for key_path, leaf in jax.tree.leaves_with_path(backbone.weights):
+        path = _module_path(key_path)
         if path[0] == "layers":
             for layer in range(config.num_layers):
                 tensors[_hf_name(path, layer)] = _hf_layout(path, leaf[layer])
         else:
             tensors[_hf_name(path)] = _hf_layout(path, leaf)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(jax.tree.leaves(backbone.weights)[0].dtype)
-    (folder / "config.json").write_text(json.dumps(to_hf_config(config, dtype), indent=2) + "\n")
+    text = json.dumps(to_hf_config(config, str(backbone.compute_dtype)), indent=2)
+    (folder / "config.json").write_text(text + "\n")
 
 
 class _Tensors:
@@ -140,19 +140,16 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _load_tree(tensors: _Tensors, config: BackboneConfig, dtype: np.dtype) -> Weights:
-    weights: Weights = {}
-    for path, leaf in _leaves(abstract_weights(config, dtype)):
-        if path[0] == "layers":
-            value = np.empty(leaf.shape, dtype)
-            for layer in range(config.num_layers):
-                value[layer] = _read(tensors, path, leaf.shape[1:], dtype, layer)
-        else:
-            value = _read(tensors, path, leaf.shape, dtype)
-        node = weights
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = jnp.asarray(value)
-    return weights
+    def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        path = _module_path(key_path)
+        if path[0] != "layers":
+            return jnp.asarray(_read(tensors, path, leaf.shape, leaf.dtype))
+        stacked = np.empty(leaf.shape, leaf.dtype)
+        for layer in range(config.num_layers):
+            stacked[layer] = _read(tensors, path, leaf.shape[1:], leaf.dtype, layer)
+        return jnp.asarray(stacked)
+
+    return jax.tree.map_with_path(load, abstract_weights(config, dtype))
 
 
 def _read(
@@ -163,14 +160,9 @@ def _read(
     return tensor.T if transposed else tensor
 
 
-def _leaves(
-    tree: Weights, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
+def _module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
+    """The keys of the nested dict that lead to a leaf; "values" of a `FrozenWeight` is left out."""
+    return tuple(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
 
 
 def _hf_name(path: tuple[str, ...], layer: int | None = None) -> str:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.pallas_kernels.counter_dropout import Dropout
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
@@ -124,11 +125,11 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
     return carry, everything
 
 
-def head_kernel(weights: Weights) -> Float[Array, "d vocab"]:
-    """The language-model head; the transposed embedding where they are tied."""
+def head_kernel(weights: Weights) -> FrozenWeight:
+    """The language-model head [d, vocab]; the transposed embedding where they are tied."""
     if "lm_head" in weights:
         return weights["lm_head"]["kernel"]
-    return weights["embed_tokens"]["weight"].T
+    return FrozenWeight.of(weights["embed_tokens"]["weight"].T)
 
 
 def _stream(config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions) -> Stream:

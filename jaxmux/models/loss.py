@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
 # Tokens per block: 1024 of them at a vocabulary of 128k are 0.5 GB of float32 logits.
 _BLOCK_TOKENS = 1024
 
@@ -21,7 +23,7 @@ def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
 @jax.custom_vjp
 def chunk_losses(
     hidden: Float[Array, "N d"],
-    head: Float[Array, "d vocab"],
+    head: FrozenWeight,
     targets: Int[Array, "N"],
     loss_weight: Float[Array, "N"],
     chunk_slot: Int[Array, "C"],
@@ -72,7 +74,7 @@ def _block_losses(hidden, head, targets, weight):
     `hidden`."""
     chunks, chunk_len, d = hidden.shape
     flat = hidden.reshape(-1, d)
-    logits = jnp.matmul(flat, head, preferred_element_type=jnp.float32)
+    logits = head.matmul(flat, jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     target = targets.reshape(-1, 1)
     loss = (log_total - jnp.take_along_axis(logits, target, axis=-1))[:, 0]
@@ -84,5 +86,5 @@ def _block_losses(hidden, head, targets, weight):
     d_logits = jnp.where(
         counted[:, None], weight[:, None] * (jnp.exp(logits - log_total) - is_target), 0
     )
-    d_hidden = jnp.einsum("nv,dv->nd", d_logits.astype(head.dtype), head)
-    return losses, d_hidden.astype(hidden.dtype).reshape(hidden.shape)
+    d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype))
+    return losses, d_hidden.reshape(hidden.shape)

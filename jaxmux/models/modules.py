@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
 from .architectures import BackboneConfig
 
 Weights = dict[str, Any]
@@ -21,7 +23,7 @@ class Linear(nnx.Module):
     """`y = x kernel + bias`, stacked over layers: kernel [L, k, n], bias [L, n]."""
 
     def __init__(self, layers: int, k: int, n: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(_normal(rngs, (layers, k, n), dtype))
+        self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, (layers, k, n), dtype)))
         if bias:
             self.bias = nnx.Param(jnp.zeros((layers, n), dtype))
 
@@ -44,7 +46,7 @@ class Head(nnx.Module):
     """kernel [d, vocab]."""
 
     def __init__(self, size: int, vocab: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(_normal(rngs, (size, vocab), dtype))
+        self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, (size, vocab), dtype)))
 
 
 class Attention(nnx.Module):
@@ -103,6 +105,21 @@ def random_weights(
 def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> Weights:
     """Shapes and dtypes of a backbone's weights; allocates nothing."""
     return jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
+
+
+def compute_dtype(weights: Weights) -> jnp.dtype:
+    """The dtype of the residual stream, of all activations and of their gradients: the embedding's,
+    whatever the formats of the linears."""
+    return weights["embed_tokens"]["weight"].dtype
+
+
+def cast_weights(weights: Weights, dtype: jnp.dtype | str) -> Weights:
+    """All parameters in another dtype, and frozen weights in the format of the same name."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(dtype),
+        weights,
+        is_leaf=lambda node: isinstance(node, FrozenWeight),
+    )
 
 
 def split(decoder: Decoder) -> Weights:

@@ -1,14 +1,16 @@
-"""LoRA adapters: what a task asks for, and its factors at true rank."""
+"""LoRA adapters: what a task asks for, the arrays of its pool, and the factors it begins with."""
 
 import dataclasses
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxmux.models import BackboneConfig
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
+from .leaves import LeafSpec
 from .targets import LayerMask, linear_sizes
 
 INITIALISATIONS = ("kaiming", "gaussian")
@@ -62,16 +64,32 @@ class LoRA:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+# By module path, a task's factors: a [L, k, r] and b [L, r, n].
 Adapter = dict[str, Factors]
 
 
-def initial_adapter(
-    spec: LoRA, targets: dict[str, LayerMask], config: BackboneConfig, seed: int
-) -> Adapter:
-    """The factors a task begins with, float32, by module path; zero in layers that the task does
-    not target.
+def lora_leaves(
+    config: BackboneConfig, modules: Sequence[str], slots: int, rank: int
+) -> dict[str, Factors]:
+    """The arrays of a LoRA pool by module: a [L, T, k, R] and b [L, T, R, n]."""
+    leaves = {}
+    for module in modules:
+        k, n = linear_sizes(config, module)
+        layers = config.num_layers
+        leaves[module] = Factors(
+            LeafSpec((layers, slots, k, rank), ("layer", "slot", "input", "rank")),
+            LeafSpec((layers, slots, rank, n), ("layer", "slot", "rank", "output")),
+        )
+    return leaves
 
-    They depend on (seed, module, layer) alone, on no slot and no other task.
+
+def initial_adapter(
+    spec: LoRA, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+) -> Adapter:
+    """The factors that a task begins with, float32, by module path; zero in layers that the task
+    does not target.
+
+    They depend on `seed`, the module and the layer alone: on no slot and no other task.
     """
     adapter = {}
     for module, layers in targets.items():
@@ -86,3 +104,16 @@ def initial_adapter(
                 a[layer] = rng.standard_normal((k, spec.rank)) / spec.rank
         adapter[module] = Factors(a, np.zeros((config.num_layers, spec.rank, n), np.float32))
     return adapter
+
+
+def relative_rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Factors]:
+    """By module and factor, float32 [L]: the learning rate of each layer, divided by the task's.
+
+    It is 1 for A, `loraplus_ratio` for B, and 0 in layers that the task does not target.
+    """
+    return {
+        module: Factors(
+            layers.astype(np.float32), layers.astype(np.float32) * np.float32(spec.loraplus_ratio)
+        )
+        for module, layers in targets.items()
+    }

@@ -1,4 +1,9 @@
-"""Measures what the cost models of `jaxmux.planner` are fitted to, and how well they predict."""
+"""Measures this machine's devices for the planner's cost models, and checks their predictions.
+
+`complete_profile` measures the points of a `Grid` and writes them to a profile, to which the models
+of `jaxmux.planner.costs` are fitted. `compare` trains rounds that the profile does not hold and
+compares their time and memory with the predictions.
+"""
 
 from .grid import CPU_GRID, Grid
 from .prediction_check import Case, Comparison, compare, default_cases, mean_absolute_error

@@ -1,4 +1,4 @@
-"""Collectives among the devices of this host."""
+"""The measured programs of collectives among the devices of this host."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,17 @@ from jaxmux.planner.costs.device_profile import CollectivePoint
 
 from .timed_programs import Program
 
-# Collectives of one call, each of which waits for the one before.
+# Collectives of one call; each of them uses the result of the one before.
 _REPEATS = 8
 _AXES = ("outer", "inner")
 
 
 def collective_program(point: CollectivePoint) -> Program:
-    """Collectives in a row over groups of `point.devices` devices: all groups at once."""
+    """The program of a collective over groups of `point.devices` devices, all groups at once.
+
+    Args:
+      point: the collective. Its payload is measured in bfloat16.
+    """
     devices = np.array(jax.devices())
     other = len(devices) // point.devices
     sizes = (point.devices, other) if point.axis == "outer" else (other, point.devices)
@@ -41,7 +45,7 @@ def collective_program(point: CollectivePoint) -> Program:
 
 
 def _collective(point: CollectivePoint) -> Callable[[jax.Array], jax.Array]:
-    """The collective on a device's payload, brought back to the payload's size."""
+    """A function from a device's payload to a result of the same size."""
     axis, devices = point.axis, point.devices
 
     def psum(x):

@@ -1,4 +1,4 @@
-"""Which points are measured: few, each for a term of the cost model."""
+"""The points of a profile: few, each of which determines a term of the cost models."""
 
 import dataclasses
 import math
@@ -19,20 +19,30 @@ from jaxmux.planner.packing import ShapeClass
 
 _COLLECTIVES = ("psum", "all_gather", "ppermute")
 OPTIMIZER = "adamw"
-# Rows of one sequence, and two kinds of packed ones: what a seat takes is their difference.
-_SEATS = (1, 4, 16, 64)
+# Most sequences per row. The time of one more sequence is the slope over the last three.
+_MAX_SEQUENCES = (1, 4, 16, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What is varied, one thing at a time around a reference: the first of each but the tokens.
+    """The values of a profile's points.
+
+    Points vary one field at a time around a reference point, which has the first value of each
+    field unless stated otherwise. Layers are measured with one task per slot, and with one task.
 
     Attributes:
-      tokens: N of microbatches, rising; the reference is the upper middle.
-      row_lens: rising; the reference is the longest row that the fewest tokens hold.
-      chunk_lens, ranks, slots: the layer is measured with as many tasks as slots, and with one.
-      layers: of a measured program: launches of one hide behind another's kernels.
-      payload_bytes: that each device puts into a collective.
+      tokens: N, tokens of a microbatch, ascending; the reference is the upper median.
+      row_lens: tokens of a row, ascending; the reference is the longest row that the smallest
+        microbatch holds.
+      chunk_lens: tokens of a chunk.
+      ranks: rank of the pool.
+      slots: slots of the pool.
+      layers: layers of a measured program. With several, the kernels of one layer hide the time to
+        launch those of the next.
+      payload_bytes: bytes that each device puts into a collective.
+
+    Raises:
+      PlanningError: a value is not positive, or the microbatches do not hold whole rows and chunks.
     """
 
     tokens: tuple[int, ...] = (512, 2048, 8192, 16384)
@@ -62,10 +72,12 @@ class Grid:
 
     @property
     def reference_tokens(self) -> int:
+        """Tokens of the reference microbatch."""
         return sorted(self.tokens)[len(self.tokens) // 2]
 
     @property
     def row_len(self) -> int:
+        """Tokens of the reference row."""
         return max(row_len for row_len in self.row_lens if row_len <= min(self.tokens))
 
     def _refuse_ragged(self, tokens: int, row_len: int, chunk_len: int) -> None:
@@ -74,7 +86,7 @@ class Grid:
         ShapeClass(tokens // row_len, row_len, chunk_len, 1)
 
 
-# For a CPU, where a profile serves tests and dry runs.
+# A small grid for CPUs, whose profiles serve tests and dry runs.
 CPU_GRID = Grid(
     tokens=(128, 256, 512),
     row_lens=(64, 128, 256),
@@ -87,7 +99,13 @@ CPU_GRID = Grid(
 
 
 def points(grid: Grid, backbone: BackboneSize, devices: int) -> list[Point]:
-    """All points of a profile, each once, those of one operator one after another."""
+    """All points of a profile, each once, grouped by operator.
+
+    Args:
+      grid: the values of the points.
+      backbone: sizes of the backbone.
+      devices: number of devices of this host, for collectives.
+    """
     found = [
         *_layers(grid),
         *_attention(grid),
@@ -147,7 +165,7 @@ def _attention(grid: Grid) -> list[AttentionPoint]:
             backward,
         )
         for row_len in grid.row_lens
-        for max_sequences in _SEATS
+        for max_sequences in _MAX_SEQUENCES
         for backward in (False, True)
     ]
 
@@ -159,7 +177,7 @@ def _updates(grid: Grid, backbone: BackboneSize) -> list[UpdatePoint]:
 
 def _round(grid: Grid) -> RoundPoint:
     tokens, row_len = grid.reference_tokens, grid.row_len
-    # So many that a round of full rows for each is one microbatch.
+    # The most tasks, at most one per slot, that fill the rows of one microbatch equally.
     tasks = math.gcd(tokens // row_len, grid.slots[0])
     return RoundPoint(
         layers=grid.layers,
@@ -174,8 +192,8 @@ def _round(grid: Grid) -> RoundPoint:
 
 
 def _collectives(grid: Grid, devices: int) -> list[CollectivePoint]:
-    """Over every divisor of the devices: neighbours, and such as lie far apart where others lie
-    between them."""
+    """Collectives over every divisor of the devices: among neighbours, and among devices that lie
+    far apart where there are others between them."""
     sizes = [n for n in range(2, devices + 1) if devices % n == 0]
     axes = [("inner", n) for n in sizes] + [("outer", n) for n in sizes if n < devices]
     return [

@@ -1,4 +1,4 @@
-"""The cost models' predictions beside steps of the engine that the profile does not hold."""
+"""Compares the cost models' predictions with rounds of the engine that were not profiled."""
 
 import dataclasses
 import gc
@@ -18,10 +18,15 @@ from .timed_rounds import run_rounds
 
 
 class Case(NamedTuple):
-    """Tasks of one length that fill the microbatches of a step.
+    """A round of tasks whose samples have one length and fill its microbatches.
 
     Attributes:
-      row_len: of their rows, a multiple of the length; 0 for rows of one sequence.
+      tasks: number of tasks.
+      length: tokens of a sample.
+      rank: rank of the adapters.
+      tokens: tokens of a microbatch.
+      row_len: tokens of a row, a multiple of the length; 0 for rows of one sequence.
+      remat: remat policy of all layers.
     """
 
     tasks: int
@@ -33,11 +38,15 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """`3x2048x32x6144`: tasks, length, rank, tokens; `3x128x32x6144x2048` for rows of 2,048
-        tokens, `…xlean` for another remat policy.
+        """The case that a text names.
+
+        Args:
+          text: tasks, length, rank and tokens, as in `3x2048x32x6144`; then the row length if rows
+            hold several sequences, as in `3x128x32x6144x2048`; then the remat policy unless it is
+            "dots", as in `3x2048x32x6144xlean`.
 
         Raises:
-          PlanningError: it does not look like that.
+          PlanningError: the text has another form.
         """
         *numbers, last = text.split("x")
         numbers, remat = (numbers, last) if last.isalpha() else ([*numbers, last], "dots")
@@ -52,6 +61,11 @@ class Case(NamedTuple):
         return "x".join([*(str(n) for n in numbers if n), *([remat] if remat != "dots" else [])])
 
     def shape(self, chunk_len: int) -> ShapeClass:
+        """The shape class of its microbatches.
+
+        Raises:
+          PlanningError: rows do not hold whole samples, or microbatches whole rows.
+        """
         row_len = self.row_len or self.length
         if self.tokens % row_len or row_len % self.length:
             raise PlanningError(
@@ -61,13 +75,16 @@ class Case(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A measured step beside its prediction.
+    """The measured and the predicted costs of a case.
 
     Attributes:
-      seconds: of a step, measured, and as predicted.
-      peak: bytes, likewise; measured None where the device does not tell, or tells only of an
-        earlier, larger case; predicted None where the profile knows no memory.
-      online_peak: predicted by a model that has observed the cases before.
+      case: the case.
+      seconds: seconds of a round, measured and predicted.
+      peak: peak bytes, measured and predicted. The measured peak is None where the device does not
+        report it, or where an earlier case needed more. The predicted peak is None where the
+        profile does not hold the device's memory.
+      online_peak: peak bytes as predicted by a model that has observed the cases before; None as
+        for the predicted peak.
     """
 
     case: Case
@@ -77,7 +94,7 @@ class Comparison(NamedTuple):
 
 
 def default_cases(grid: Grid) -> list[Case]:
-    """Between the grid's points in tokens, row length, tasks and rank."""
+    """Cases whose tokens, row lengths, tasks and ranks lie between the grid's points."""
     tokens, row_len, rank = grid.reference_tokens, grid.row_len, grid.ranks[0]
     return [
         Case(2, row_len // 2, rank, tokens // 2),
@@ -90,11 +107,17 @@ def default_cases(grid: Grid) -> list[Case]:
 def compare(
     backbone: Backbone, profile: Profile, cases: Sequence[Case], chunk_len: int, seconds: float
 ) -> Iterator[Comparison]:
-    """Trains each case, that of the least predicted memory first, so that each peak shows.
+    """Trains each case and yields its comparison.
+
+    The case of least predicted memory comes first, because a device reports only the highest peak
+    of the whole process.
 
     Args:
-      backbone: may have another number of layers than the profiled one.
-      seconds: to spend on each case, compilation not counted.
+      backbone: the backbone to train; its number of layers may differ from the profiled one's.
+      profile: the profile to which the cost models are fitted.
+      cases: the cases.
+      chunk_len: tokens of a chunk.
+      seconds: time to spend on each case, without compilation.
     """
     size = dataclasses.replace(profile.backbone, layers=backbone.config.num_layers)
     profile = dataclasses.replace(profile, backbone=size)
@@ -109,7 +132,7 @@ def compare(
         shape, pool = case.shape(chunk_len), PoolSpec(case.tasks, case.rank)
         before = device_peak()
         taken, count = run_rounds(backbone, shape, case.tasks, case.rank, case.remat, seconds)
-        # An engine refers to itself: without this its memory would count for the next one's.
+        # An engine is part of a reference cycle, and its arrays would count towards the next peak.
         gc.collect()
         after = device_peak() if device_peak() != before else None
         predicted = times.predict(shape, case.tasks, case.rank, count, case.remat)
@@ -119,6 +142,7 @@ def compare(
 
 
 def mean_absolute_error(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Mean of |predicted / measured - 1| over the pairs (measured, predicted) that are known."""
+    """Mean of |predicted / measured - 1| over the pairs (measured, predicted) of known numbers;
+    None if there is no such pair."""
     errors = [abs(p / m - 1) for m, p in pairs if m is not None and p is not None]
     return sum(errors) / len(errors) if errors else None

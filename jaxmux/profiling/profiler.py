@@ -1,4 +1,4 @@
-"""Measures the points that a profile lacks."""
+"""Completes a profile: measures the points that its file lacks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxmux.engine.backbone_size import kept_by_policy, size_of
+from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory
 from jaxmux.planner.costs.device_profile import (
     CollectivePoint,
@@ -23,16 +23,17 @@ from jaxmux.planner.costs.device_profile import (
 
 from .collectives import collective_program
 from .grid import Grid, points
-from .timed_programs import make_program
+from .kept_by_policy import kept_by_policy
+from .timed_programs import Program, make_program
 from .timed_rounds import measure_round
 from .timing import measure
 
-# Programs that are compiled side by side, then timed and saved.
+# Number of programs that are compiled in parallel before they are timed and saved.
 _BATCH = 8
 
 
 def _empty_profile(config: BackboneConfig, dtype: jnp.dtype) -> Profile:
-    """Of this process's first device; what layers keep is not counted yet."""
+    """A profile of this process's first device without measurements, and without `kept` bytes."""
     return Profile(
         device=jax.devices()[0].device_kind,
         memory_bytes=device_memory(),
@@ -50,18 +51,26 @@ def complete_profile(
     seconds: float,
     report: Callable[[Measurement, int, int], None] = lambda measurement, done, total: None,
 ) -> Profile:
-    """Measures what the file, if there is one, does not hold yet, and saves as it goes.
+    """Measures the points of a grid that the profile's file does not hold yet.
+
+    The file is created if it does not exist, and saved after every measurement.
 
     Args:
-      seconds: of one measurement.
-      report: told of each, with how many of how many points are done.
+      path: the profile's file.
+      config: configuration of the backbone, whose weights are random.
+      dtype: dtype of the weights and of the stream.
+      grid: the values of the points.
+      seconds: time to spend on one measurement, without compilation.
+      report: called after every measurement with the number of points that are measured and the
+        number of all points.
 
     Raises:
-      ProfileError: the file cannot be read, or is of another backbone, device or version.
+      ProfileError: the file cannot be read, or it is the profile of another backbone, device, dtype
+        or version of JAX.
     """
     profile = _empty_profile(config, dtype)
     if path.exists():
-        profile = _same(read_profile(path), profile, path)
+        profile = _require_same(read_profile(path), profile, path)
     else:
         kept = kept_by_policy(config, dtype)
         backbone = dataclasses.replace(profile.backbone, kept=kept)
@@ -86,15 +95,17 @@ def _measure(backbone: Backbone, missing: Iterable[Point], seconds: float) -> It
             yield from (measure_round(backbone, point, seconds) for point in group)
             continue
         for batch in batched(group, _BATCH):
-            make = collective_program if kind is CollectivePoint else _on(backbone)
-            yield from measure([(point, make(point)) for point in batch], seconds)
+            yield from measure([(point, _program(backbone, point)) for point in batch], seconds)
 
 
-def _on(backbone: Backbone):
-    return lambda point: make_program(backbone, point)
+def _program(backbone: Backbone, point: Point) -> Program:
+    if isinstance(point, CollectivePoint):
+        return collective_program(point)
+    return make_program(backbone, point)
 
 
-def _same(found: Profile, here: Profile, path: Path) -> Profile:
+def _require_same(found: Profile, here: Profile, path: Path) -> Profile:
+    """Returns `found` if it was measured on the device and with the software of `here`."""
     known = dataclasses.replace(found, backbone=dataclasses.replace(found.backbone, kept={}))
     for field in ("device", "dtype", "software", "backbone"):
         there, now = getattr(known, field), getattr(here, field)

@@ -1,7 +1,8 @@
-"""Tasks on random tokens, for measurements that ask for shapes alone."""
+"""Tasks on random tokens, for measurements that depend only on shapes."""
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -24,12 +25,16 @@ def random_task(
     rank: int,
     seed: int = 0,
 ) -> PreparedTask:
-    """A task with LoRA on all linears.
+    """A task with LoRA on all linears and samples of random tokens.
 
     Args:
+      config: configuration of the backbone.
+      name: name of the task.
       lengths: stream lengths of its samples, in tokens.
       batch: samples of a global batch.
-      seed: of the samples.
+      steps: steps that the task trains.
+      rank: rank of its adapter.
+      seed: seed of the samples.
     """
     optimizer = OPTIMIZERS[OPTIMIZER](1e-4)
     task = Task(name, "random", LoRA(rank), optimizer, batch_size=batch, steps=steps)
@@ -38,7 +43,7 @@ def random_task(
     return PreparedTask(
         task=task,
         targets=targets,
-        adapter=initial_adapter(task.adapter, targets, config, seed=0),
+        make_adapter=partial(initial_adapter, task.adapter, targets, config, seed=0),
         samples=Samples(samples, len(samples), 0, 0),
         batches=GlobalBatches(samples, batch, seed=0),
         steps=steps,
@@ -47,7 +52,8 @@ def random_task(
 
 
 def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) -> list[Sample]:
-    """Samples of these stream lengths: of a token more each, all but the first trained on."""
+    """Samples of these stream lengths. Each has one token more than its stream length; all tokens
+    but the first are targets."""
     rng = np.random.default_rng(seed)
     return [
         Sample(
@@ -58,7 +64,8 @@ def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) ->
 
 
 def in_other_names(task: PreparedTask, count: int) -> list[PreparedTask]:
-    """So many tasks that differ in name alone: to make an adapter takes the host a second."""
+    """`count` copies of a task, named task0, task1, and so on. Copying is faster than making each
+    task, which reads or draws its samples."""
     return [
         dataclasses.replace(task, task=dataclasses.replace(task.task, name=f"task{i}"))
         for i in range(count)

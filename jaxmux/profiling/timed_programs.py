@@ -1,4 +1,4 @@
-"""The programs that are timed: the engine's own functions over inputs of a point's shape."""
+"""The measured programs: the engine's own functions over inputs of a point's shape."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.engine.programs import update
-from jaxmux.engine.train_state import empty_state
+from jaxmux.engine.train_state import empty_state, pool_specs
 from jaxmux.models import (
     MODULES,
     Backbone,
@@ -28,7 +28,7 @@ from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
-from jaxmux.peft import empty_pool
+from jaxmux.peft import Layout, empty_pool
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     HeadPoint,
@@ -38,22 +38,24 @@ from jaxmux.planner.costs.device_profile import (
 )
 from jaxmux.planner.packing.shape_class import MIN_CHUNK_LEN
 
-# Sequences of a row where it holds several.
+# Sequences in a row of the programs whose rows may hold several.
 _SEQUENCES = 4
 _RANDOM_VALUES = 2**16 + 1
 _DROPOUT_RATE = 0.1
 
 
 class Program(NamedTuple):
-    """What is timed: calls `state, results = function(state, inputs, constants)`.
+    """A function to time, called as `state, results = function(state, inputs, constants)`.
 
     Attributes:
-      function: jitted; donates `state`, so that calls can be queued without a copy.
-      state: what the program changes in place.
-      inputs: arrays that a step of the engine makes itself.
-      constants: weights, adapters, what is known of the microbatch.
-      repeats: how often a call runs the point's operator.
-      compiled_for: a point; programs of equal ones differ in their arguments' values alone.
+      function: a jitted function that donates `state`, so that calls can be queued without copies.
+      state: arrays that the program changes in place.
+      inputs: arrays that a round of the engine computes itself; their memory counts as part of the
+        peak.
+      constants: weights, adapters and arrays of the microbatch.
+      repeats: how many times a call runs the point's operator.
+      compiled_for: programs with equal points here differ only in the values of their arguments, so
+        one compiled program serves all of them.
     """
 
     function: Callable[..., Any]
@@ -65,10 +67,12 @@ class Program(NamedTuple):
 
 
 def make_program(backbone: Backbone, point: Point) -> Program:
-    """The program of a point of one device.
+    """The program of a point that is measured on one device.
 
     Args:
-      backbone: with as many layers as the points' programs have.
+      backbone: the backbone; it has as many layers as the program of a `LayerPoint` or an
+        `AttentionPoint` runs.
+      point: any point but a `RoundPoint` or a `CollectivePoint`.
     """
     makers = {
         LayerPoint: _layers,
@@ -80,8 +84,9 @@ def make_program(backbone: Backbone, point: Point) -> Program:
 
 
 def _layers(backbone: Backbone, point: LayerPoint) -> Program:
-    """Decoder layers, unrolled, with their gradients by the stream and by the accumulators."""
-    config, dtype = backbone.config, backbone.dtype
+    """Unrolled decoder layers, with their gradients with respect to the stream and the
+    accumulators."""
+    config, dtype = backbone.config, backbone.compute_dtype
     options = LayerOptions(_attention_options(config, dtype, point), None)
     layer = jax.jit(
         rematerialised(partial(decoder_layer, config, options), point.remat, in_scan=False)
@@ -91,20 +96,20 @@ def _layers(backbone: Backbone, point: LayerPoint) -> Program:
     adapters = jax.tree.map(lambda leaf: _random(leaf.shape, leaf.dtype, 0.02), pool)
     accumulators = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), pool)
 
-    def forward(x, sums, weights, adapters, stream):
+    def forward(x, accumulators, weights, adapters, stream):
         for i in range(point.layers):
-            x, sums, _ = layer(weights, adapters, stream, x, sums, jnp.int32(i))
-        return x, sums
+            x, accumulators, _ = layer(weights, adapters, stream, x, accumulators, jnp.int32(i))
+        return x, accumulators
 
     def forward_alone(state, inputs, constants):
         return state, forward(inputs[0], None, *constants)[0]
 
-    def both(sums, inputs, constants):
-        x, d_out = inputs
-        (y, _), backward = jax.vjp(lambda x, sums: forward(x, sums, *constants), x, sums)
-        dx, sums = backward((d_out, sums))
-        # Were y no result, the compiler would leave out the product that makes it.
-        return sums, (dx, y)
+    def both(accumulators, inputs, constants):
+        x, dy = inputs
+        (y, _), backward = jax.vjp(lambda *args: forward(*args, *constants), x, accumulators)
+        dx, accumulators = backward((dy, accumulators))
+        # If y were not returned, the compiler would remove the last matrix product of each layer.
+        return accumulators, (dx, y)
 
     return Program(
         jax.jit(both if point.backward else forward_alone, donate_argnums=0),
@@ -117,8 +122,8 @@ def _layers(backbone: Backbone, point: LayerPoint) -> Program:
 
 
 def _attention(backbone: Backbone, point: AttentionPoint) -> Program:
-    """Attention of several layers, each of which takes the one before as its queries."""
-    config, dtype = backbone.config, backbone.dtype
+    """Attention of several layers; the output of each is the queries of the next."""
+    config, dtype = backbone.config, backbone.compute_dtype
     options = _attention_options(config, dtype, point)
     rows = point.tokens // point.row_len
 
@@ -146,11 +151,11 @@ def _attention(backbone: Backbone, point: AttentionPoint) -> Program:
 
 
 def _head(backbone: Backbone, point: HeadPoint) -> Program:
-    """Last norm, head and loss, with the gradient by the stream."""
+    """Last norm, head and loss, with their gradient with respect to the stream."""
     weights = {name: w for name, w in backbone.weights.items() if name != "layers"}
     targets = np.arange(point.tokens, dtype=np.int32) % backbone.config.vocab_size
     loss_weight = np.full(point.tokens, 1 / point.tokens, np.float32)
-    # So short that the loss goes by blocks, as it does in a step.
+    # One entry per chunk; the shortest chunks make the loss work in blocks, as in training.
     chunks = np.zeros(max(1, point.tokens // MIN_CHUNK_LEN), np.int32)
 
     def run(state, x, constants):
@@ -166,7 +171,7 @@ def _head(backbone: Backbone, point: HeadPoint) -> Program:
     return Program(
         jax.jit(run, donate_argnums=0),
         (),
-        _random((point.tokens, backbone.config.hidden_size), backbone.dtype),
+        _random((point.tokens, backbone.config.hidden_size), backbone.compute_dtype),
         (weights, *map(jnp.asarray, (targets, loss_weight, chunks))),
         1,
         point,
@@ -177,27 +182,24 @@ def _update(backbone: Backbone, point: UpdatePoint) -> Program:
     """The engine's update of all slots."""
     one = empty_pool(backbone.config, MODULES, point.slots, 1)
     rank = point.parameters // sum(leaf.size for leaf in jax.tree.leaves(one))
-    slots = point.slots
-    kinds = {point.optimizer: np.arange(slots, dtype=np.int32)}
-    numbers = OPTIMIZERS[point.optimizer]().hyperparameters() | {"loraplus_ratio": 1.0}
-    hyper = {point.optimizer: {n: np.full(slots, v, np.float32) for n, v in numbers.items()}}
+    slots, layers = point.slots, backbone.config.num_layers
+    specs = pool_specs(backbone.config, MODULES, slots, rank, point.optimizer)
+    members = {point.optimizer: np.arange(slots, dtype=np.int32)}
+    optimizer = OPTIMIZERS[point.optimizer]()
+    hyper = {name: np.full(slots, v, np.float32) for name, v in optimizer.hyperparameters().items()}
+    leaves = len(jax.tree.leaves(specs.accumulators))
+    rates = np.full((leaves, layers, slots), optimizer.learning_rate, np.float32)
 
     def run(state, inputs, constants):
-        return update(state, np.ones(slots, bool), hyper, kinds)
+        due = np.ones(slots, bool)
+        return update(state, Layout(specs), due, rates, {point.optimizer: hyper}, members)
 
-    return Program(
-        jax.jit(run, donate_argnums=0),
-        empty_state(backbone.config, MODULES, kinds, slots, rank),
-        (),
-        (),
-        1,
-        point,
-    )
+    return Program(jax.jit(run, donate_argnums=0), empty_state(specs), (), (), 1, point)
 
 
 def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) -> jax.Array:
-    """Normal values, for a device's clock depends on how many bits change; repeated, for they are
-    made by the host."""
+    """Normally distributed values, because a device's clock depends on how many bits change. One
+    block of them is repeated, because the host draws them slowly."""
     block = np.random.default_rng(0).normal(0, deviation, _RANDOM_VALUES).astype(dtype)
     return jnp.asarray(np.resize(block, shape))
 
@@ -211,7 +213,7 @@ def _attention_options(
 
 
 def _row_ids(point: LayerPoint | AttentionPoint) -> np.ndarray:
-    """Segment ids of rows without padding, int32 [rows, row_len]."""
+    """Segment ids of rows without padding: int32 [rows, row_len]."""
     sequences = min(_SEQUENCES, point.max_sequences)
     ids = np.arange(point.row_len) * sequences // point.row_len
     return np.tile(ids.astype(np.int32), (point.tokens // point.row_len, 1))
@@ -222,8 +224,8 @@ def _segments(point: LayerPoint | AttentionPoint) -> Segments:
 
 
 def _stream(config: BackboneConfig, point: LayerPoint) -> Stream:
-    """Rows of one sequence, whose chunks belong to the tasks in equal parts, but for those of the
-    padding at its end."""
+    """A stream of rows of one sequence. The chunks belong to the tasks in equal parts, and those of
+    the padding at the end of each row to no task."""
     rows, chunks = point.tokens // point.row_len, point.tokens // point.chunk_len
     positions = np.tile(np.arange(point.row_len, dtype=np.int32), (rows, 1))
     first_tokens = np.arange(chunks) * point.chunk_len % point.row_len

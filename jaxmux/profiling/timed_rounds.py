@@ -1,4 +1,4 @@
-"""Whole rounds of the engine on random tasks: what a user's step takes."""
+"""The time of whole rounds of the engine, on random tasks."""
 
 import math
 import statistics
@@ -13,19 +13,20 @@ from jaxmux.planner.packing import ShapeClass
 
 from .random_tasks import in_other_names, random_task
 
-# The first compiles, the second is the first to find a round before it.
+# The first round compiles. The second is the first that waits for a round before it.
 _WARM_UP_ROUNDS = 2
 _FEWEST_ROUNDS = 5
-# More than are ever timed.
+# Steps of a task: more rounds than are ever timed.
 _STEPS = 10**6
 
 
 def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Measurement:
-    """Median time of a round of one microbatch of equally many tokens of each task.
+    """Median time of a round with one microbatch, of which each task owns an equal part.
 
     Args:
-      backbone: with `point.layers` layers.
-      seconds: to spend, compilation not counted.
+      backbone: a backbone of `point.layers` layers.
+      point: the point to measure.
+      seconds: time to spend, without compilation.
     """
     shape = shape_of(point)
     taken, _ = run_rounds(backbone, shape, point.tasks, point.rank, "dots", seconds)
@@ -35,16 +36,23 @@ def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Meas
 def run_rounds(
     backbone: Backbone, shape: ShapeClass, tasks: int, rank: int, remat: str, seconds: float
 ) -> tuple[float, int]:
-    """Trains random tasks whose samples, all of one length, fill every row of every microbatch.
+    """Trains random tasks whose samples have one length and fill every row of every microbatch.
 
     Args:
-      shape: its rows hold as many sequences as they have room for.
-      tasks: that share each round's microbatches; a divisor of their rows, or the round has more
-        than one microbatch.
-      seconds: to spend, compilation not counted.
+      backbone: the backbone.
+      shape: shape class of the microbatches; every row holds `shape.max_sequences` samples.
+      tasks: number of tasks. A round has several microbatches if the rows of one cannot be divided
+        among the tasks equally.
+      rank: rank of the adapters.
+      remat: remat policy of all layers.
+      seconds: time to spend, without compilation.
 
     Returns:
-      Median seconds of a round, waited for, and its microbatches.
+      Median seconds of a round, from its start until the device is done, and its number of
+      microbatches.
+
+    Raises:
+      RuntimeError: the engine packed the samples into another number of microbatches.
     """
     rows = math.lcm(shape.rows, tasks)
     microbatches = rows // shape.rows

@@ -1,4 +1,4 @@
-"""Compiles programs side by side and times them one by one."""
+"""Compiles programs in parallel and times them one after another."""
 
 import os
 import statistics
@@ -14,20 +14,21 @@ from jaxmux.planner.costs.device_profile import Measurement, Point
 
 from .timed_programs import Program
 
-_SAMPLES = 7
-_WARM_UP_PART = 0.3
+# Samples of which the median is taken, and the part of a measurement that is warm-up.
+_SAMPLES, _WARM_UP_PART = 7, 0.3
 _MOST_COMPILERS = 8
 
 
 def measure(programs: Sequence[tuple[Point, Program]], seconds: float) -> Iterator[Measurement]:
-    """Times programs; each that the compiler sees as another is compiled once.
+    """Times programs; programs of equal `compiled_for` are compiled once.
 
     Args:
-      seconds: of one measurement, see `median_seconds`.
+      programs: points with their programs.
+      seconds: time to spend on one measurement, without compilation.
     """
     executables = {}
-    # The compiler leaves Python's lock alone, so programs are lowered meanwhile. But it measures
-    # kernels on the device: nothing is timed until all is compiled.
+    # The compiler releases Python's lock, so the next program is lowered meanwhile. The compiler
+    # may also time kernels on the device, so nothing is timed before everything is compiled.
     with ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as executor:
         for _, program in programs:
             if program.compiled_for not in executables:
@@ -46,14 +47,17 @@ def median_seconds(
     arguments: tuple[Any, ...],
     seconds: float,
 ) -> float:
-    """Median time of a call `state, results = function(state, *arguments)`.
+    """Median seconds of a call `state, results = function(state, *arguments)`.
 
-    Calls are queued, the host ahead of the device, as many as fill a sample; only then it waits.
+    A sample is the mean over several calls. The host queues all calls of a sample before it waits
+    for the device.
 
     Args:
-      state: donated by the function.
-      seconds: of the measurement, a part of which warms the device up: under load it settles to
-        the clock that it can sustain.
+      function: the function, which donates `state`.
+      state: its first argument in the first call.
+      arguments: its other arguments.
+      seconds: time to spend. A part of it warms the device up, until its clock has settled to a
+        frequency that it can sustain.
     """
 
     def queue(state: Any, calls: int) -> tuple[Any, float]:
@@ -76,7 +80,7 @@ def median_seconds(
 
 
 def _peak_bytes(executable: Any, program: Program) -> int | None:
-    """What a step that contains the program has to find room for besides its state."""
+    """Memory in bytes that a program needs besides its state and constants; None if unknown."""
     stats = executable.memory_analysis()
     if stats is None:
         return None

@@ -3,7 +3,7 @@
 from .checkpoints import read_task
 from .run import Interrupted, fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_identity
-from .run_options import check_names, check_options
+from .run_options import RunOptions, check_names
 from .run_shape import best_shape
 from .summary import Summary
 
@@ -11,10 +11,10 @@ __all__ = [
     "Interrupted",
     "RunDirectory",
     "RunDirectoryError",
+    "RunOptions",
     "Summary",
     "best_shape",
     "check_names",
-    "check_options",
     "fine_tune",
     "read_identity",
     "read_task",

@@ -1,4 +1,5 @@
-"""Checkpoints of a run: one entry per task at true rank, so that any pool or mesh restores them."""
+"""Checkpoints of a training run: one entry per task at the task's own rank, which any pool, packing
+or set of devices restores."""
 
 import dataclasses
 from pathlib import Path
@@ -8,37 +9,45 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
-from jaxmux.peft import SlotArrays
-from jaxmux.planner import PlanningError
+from jaxmux.peft import SlotArrays, kind_of
+from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.packing.microbatches import PACKING
 from jaxmux.tasks import TaskError
+
+from .run_directory import RunDirectoryError
+
+# Of what a checkpoint holds. Older versions had no number.
+FORMAT = 2
 
 _TASK = "task."
 
 
 @dataclasses.dataclass
 class RunPosition:
-    """Where a run stands, besides its tasks.
+    """Where a training run stands, besides its tasks.
 
     Attributes:
-      rounds: rounds completed; `microbatches` trained in all, `microbatches_done` of them in the
-        unfinished round.
-      metrics_bytes: length of metrics.jsonl that belongs to this position.
+      rounds: rounds completed.
+      microbatches: microbatches trained, those of the unfinished round included.
+      metrics_bytes: length of metrics.jsonl up to this position.
       computed_tokens: tokens computed in training, padding included.
       train_seconds: wall time spent training.
     """
 
     rounds: int = 0
     microbatches: int = 0
-    microbatches_done: int = 0
     metrics_bytes: int = 0
     computed_tokens: int = 0
     train_seconds: float = 0.0
 
 
 class Checkpoints:
-    """Saves asynchronously and atomically, keeps the last few; restores the newest."""
+    """Saves asynchronously and atomically, keeps the last few, restores the newest.
+
+    A checkpoint has an item `run` (JSON) and an item of arrays for each task. `run` holds the
+    format, the position, the shape class, and of every task its adapter kind, its progress, a
+    checksum of its data, and the samples of the round in progress that its accumulators hold.
+    """
 
     def __init__(self, folder: Path, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
@@ -50,14 +59,11 @@ class Checkpoints:
         step = position.microbatches + position.rounds
         if step in self._manager.all_steps():
             return
-        tasks = {name: engine.progress(name).to_json() for name in engine.names}
-        data = {name: engine.prepared(name).fingerprint for name in engine.names}
         run = {
+            "format": FORMAT,
             "position": dataclasses.asdict(position),
-            "tasks": tasks,
-            "data": data,
             "shape": dataclasses.asdict(engine.options.shape),
-            "packing": PACKING,
+            "tasks": {name: _task_record(engine, name) for name in engine.names},
         }
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
         for name in engine.names:
@@ -68,45 +74,34 @@ class Checkpoints:
         """Puts the engine where the newest checkpoint was taken; None if there is none.
 
         Raises:
+          RunDirectoryError: the checkpoint has another format.
           TaskError: a task's data has changed since.
-          PlanningError: the shape class has, or, in the middle of a round, the way of packing.
         """
         step = self._manager.latest_step()
         if step is None:
             return None
-        items: dict[str, Any] = {"run": ocp.args.JsonRestore()}
+        run = _read_run(self._manager, step)
+        items: dict[str, Any] = {}
         for name in engine.names:
-            template = {k: np.zeros_like(v) for k, v in engine.task_arrays(name).items()}
-            items[_TASK + name] = ocp.args.StandardRestore(template)
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        for name in engine.names:
-            if restored["run"]["data"][name] != engine.prepared(name).fingerprint:
+            if run["tasks"][name]["data"] != engine.prepared(name).fingerprint:
                 raise TaskError(
                     f"task {name!r}: its data is not what the run began with; restore the data, "
                     "choose another run_dir, or begin anew with restart"
                 )
-        if restored["run"]["shape"] != dataclasses.asdict(engine.options.shape):
-            raise PlanningError(
-                f"the run began with microbatches of {restored['run']['shape']}, here they are "
-                f"{dataclasses.asdict(engine.options.shape)}; set row_len and chunk_len alike"
-            )
-        in_round = restored["run"]["position"]["microbatches_done"]
-        if in_round and restored["run"].get("packing") != PACKING:
-            raise PlanningError(
-                f"the run was stopped {in_round} microbatches into a round by a version of jaxmux "
-                "that packs differently; finish the round with that version, or begin anew with "
-                "restart"
-            )
+            specs = named_leaves(engine.task_specs(name))
+            template = {path: np.zeros(spec.shape, spec.dtype) for path, spec in specs.items()}
+            items[_TASK + name] = ocp.args.StandardRestore(template)
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         for name in engine.names:
-            progress = TaskProgress.from_json(restored["run"]["tasks"][name])
-            engine.restore_task(name, restored[_TASK + name], progress)
-        position = RunPosition(**restored["run"]["position"])
+            task = run["tasks"][name]
+            progress = TaskProgress.from_json(task["progress"])
+            engine.restore_task(name, restored[_TASK + name], progress, task["accumulated"])
+        position = RunPosition(**run["position"])
         engine.rounds, engine.microbatches = position.rounds, position.microbatches
-        engine.microbatches_done = position.microbatches_done
         return position
 
     def wait(self) -> None:
-        """Until all saves are on disk."""
+        """Waits until all saves are on disk."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -114,16 +109,16 @@ class Checkpoints:
 
 
 def read_shape(folder: Path) -> ShapeClass | None:
-    """The shape class of the run whose checkpoints these are; None if there is none yet."""
+    """The shape class in the newest checkpoint of a folder; None if there is no checkpoint.
+
+    Raises:
+      RunDirectoryError: the checkpoint has another format.
+    """
     if not folder.is_dir():
         return None
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+    with _read_only(folder) as manager:
         step = manager.latest_step()
-        if step is None:
-            return None
-        restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-        return ShapeClass(**restored["run"]["shape"])
+        return None if step is None else ShapeClass(**_read_run(manager, step)["shape"])
 
 
 def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, SlotArrays]:
@@ -138,21 +133,46 @@ def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, Sl
     Raises:
       FileNotFoundError: no checkpoint, no such step, or no such task in it; the message says what
         there is.
+      RunDirectoryError: the checkpoint has another format.
     """
-    folder = folder.absolute()
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no checkpoints")
-    with ocp.CheckpointManager(
-        folder, options=ocp.CheckpointManagerOptions(read_only=True)
-    ) as manager:
+        raise FileNotFoundError(f"{folder.absolute()}: no checkpoints")
+    with _read_only(folder) as manager:
         steps = sorted(manager.all_steps())
         chosen = (steps[-1] if steps else None) if step is None else step
         if chosen not in steps:
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise FileNotFoundError(f"{folder}: {wanted}; there are {steps or 'none'}")
-        if not (folder / str(chosen) / (_TASK + name)).is_dir():
+            raise FileNotFoundError(f"{folder.absolute()}: {wanted}; there are {steps or 'none'}")
+        if name not in _read_run(manager, chosen)["tasks"]:
             raise FileNotFoundError(
-                f"{folder}: no task {name!r} in the checkpoint of step {chosen}"
+                f"{folder.absolute()}: no task {name!r} in the checkpoint of step {chosen}"
             )
         items = ocp.args.Composite(**{_TASK + name: ocp.args.StandardRestore()})
         return chosen, manager.restore(chosen, args=items)[_TASK + name]
+
+
+def _task_record(engine: Engine, name: str) -> dict[str, Any]:
+    prepared = engine.prepared(name)
+    return {
+        "adapter_kind": kind_of(prepared.task.adapter).name,
+        "progress": engine.progress(name).to_json(),
+        "data": prepared.fingerprint,
+        "accumulated": engine.accumulated(name),
+    }
+
+
+def _read_only(folder: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def _read_run(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+    run = restored["run"]
+    if run.get("format") != FORMAT:
+        raise RunDirectoryError(
+            f"{manager.directory}: the checkpoint of step {step} has format "
+            f"{run.get('format', 1)}, this version of jaxmux reads format {FORMAT}; finish the run "
+            "with the version that began it, or begin anew with restart"
+        )
+    return run

@@ -12,21 +12,24 @@ from typing import Any
 
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
 from jaxmux.models import Backbone, device_memory, load_backbone
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import export_adapter
+from jaxmux.peft import export_adapter, kind_of
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition, read_shape
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter, read_metrics
-from .run_directory import RunDirectory, write_atomically
-from .run_options import check_names, check_options
+from .run_directory import FORMAT, RunDirectory, write_atomically
+from .run_options import RunOptions, check_names
 from .run_shape import choose_run_shape, run_costs
 from .summary import Summary
+
+DEFAULTS = RunOptions()
 
 
 class Interrupted(Exception):
@@ -41,17 +44,8 @@ def fine_tune(
     backbone: str | Path,
     tasks: Sequence[Task],
     run_dir: str | Path,
+    options: RunOptions = DEFAULTS,
     *,
-    dtype: str = "auto",
-    tokens_per_microbatch: int = 8192,
-    row_len: int | None = None,
-    chunk_len: int | None = None,
-    remat: str = "auto",
-    memory_gib: float | None = None,
-    checkpoint_every: int = 50,
-    keep_checkpoints: int = 3,
-    max_bad_steps: int = 10,
-    sample_tokens: int = 64,
     restart: bool = False,
     config_text: str | None = None,
     console: RunConsole | None = None,
@@ -65,22 +59,7 @@ def fine_tune(
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
       tasks: what to train.
       run_dir: folder for metrics, checkpoints, adapters, plots and the summary.
-      dtype: of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16" or
-        "float32". Adapters and their optimizer states are float32 always.
-      tokens_per_microbatch: N, the most tokens per forward and backward pass; memory grows with it.
-      row_len: tokens that attention sees together, a power of two, at least the longest sample.
-      chunk_len: tokens of the unit that belongs to one task, a power of two; the kernels want 128
-        or more. Where one or both of these are None, they, and how much of N a pass takes, are
-        what is predicted to train fastest; where both are given, a pass takes N.
-      remat: "none", "norms", "dots", "lean" or "full": what is kept from forward to backward, from
-        most to least memory; "dots" recomputes no matrix product. "auto" mixes them over the layers
-        so that least is recomputed in the memory that there is.
-      memory_gib: memory of the device to use, by which tasks are refused and "auto" chooses; None
-        for all that JAX may use.
-      checkpoint_every: rounds between checkpoints. A round is one global batch of every task.
-      keep_checkpoints: how many are kept.
-      max_bad_steps: consecutive non-finite updates after which a task fails; the others go on.
-      sample_tokens: longest completion of a task's `sample_prompt`.
+      options: how to train: microbatches, memory, checkpoints.
       restart: deletes what an earlier run left in `run_dir`.
       config_text: the config that led to this call, kept as `run_dir/config.gin`.
       console: where the run reports; None prints to the terminal.
@@ -99,24 +78,13 @@ def fine_tune(
     if not tasks:
         raise TaskError("no tasks to train")
     check_names(tasks)
-    check_options(
-        {
-            "dtype": dtype,
-            "remat": remat,
-            "memory_gib": memory_gib,
-            "tokens_per_microbatch": tokens_per_microbatch,
-            "checkpoint_every": checkpoint_every,
-            "keep_checkpoints": keep_checkpoints,
-            "max_bad_steps": max_bad_steps,
-            "sample_tokens": sample_tokens,
-        }
-    )
     identity = {
+        "format": FORMAT,
         "backbone": backbone,
-        "dtype": dtype,
-        "tokens_per_microbatch": tokens_per_microbatch,
-        "row_len": row_len,
-        "chunk_len": chunk_len,
+        "dtype": options.dtype,
+        "tokens_per_microbatch": options.tokens_per_microbatch,
+        "row_len": options.row_len,
+        "chunk_len": options.chunk_len,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
     directory = RunDirectory(run_dir, identity, restart=restart)
@@ -126,40 +94,62 @@ def fine_tune(
             console.say(f"{directory.path}: this run has finished")
             console.summarise(finished, _adapter_folders(finished, directory))
             return finished
-        model, tokenizer = load_backbone(backbone, dtype), load_tokenizer(backbone)
+        model, tokenizer = load_backbone(backbone, options.dtype), load_tokenizer(backbone)
         prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
         console.announce(prepared, model.config.max_position_embeddings)
-        if row_len is not None:
+        if options.row_len is not None:
             for task in prepared:
-                task.refuse_rows_of(row_len)
-        memory = None if memory_gib is None else int(memory_gib * 2**30)
-        # A run goes on in the shape class that it began with, whatever would be chosen today.
-        shape = None if restart else read_shape(directory.checkpoints)
-        costs = run_costs(prepared, model.config, model.dtype, remat, memory)
-        if shape is None or max(task.longest for task in prepared) > shape.row_len:
-            choice = choose_run_shape(prepared, costs, tokens_per_microbatch, row_len, chunk_len)
-            console.say(str(choice))
-            shape = choice.alignment.shape
-        options = EngineOptions(shape, remat=remat, memory=memory, max_bad_steps=max_bad_steps)
-        admission = None
-        if memory or device_memory():
-            asked = tokens_per_microbatch
-            admission = Admission(costs.replica, shape, asked, more_stages=False)
-        engine = Engine(model, options, admission)
+                task.refuse_rows_of(options.row_len)
+        shape, admission = _plan_run(prepared, model, options, directory, restart, console)
+        engine_options = EngineOptions(
+            shape,
+            options.reserved,
+            options.remat,
+            options.memory,
+            options.attention,
+            options.grouped_lora,
+            max_bad_steps=options.max_bad_steps,
+        )
+        engine = Engine(model, engine_options, admission)
         engine.register_tasks(prepared)
         directory.begin(config_text)
-        checkpoints = Checkpoints(directory.checkpoints, keep_checkpoints)
+        checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints)
         try:
-            position = _train(engine, directory, checkpoints, checkpoint_every, console)
+            position = _train(engine, directory, checkpoints, options.checkpoint_every, console)
         finally:
             engine.close()
             checkpoints.close()
         summary = _finish(engine, directory, position, console)
-        _show_samples(engine, model, tokenizer, sample_tokens, console)
+        _show_samples(engine, model, tokenizer, options.sample_tokens, console)
         console.summarise(summary, _adapter_folders(summary, directory))
         return summary
     finally:
         directory.close()
+
+
+def _plan_run(
+    prepared: Sequence[PreparedTask],
+    model: Backbone,
+    options: RunOptions,
+    directory: RunDirectory,
+    restart: bool,
+    console: RunConsole,
+) -> tuple[ShapeClass, Admission | None]:
+    """The shape class of the microbatches, and what decides which tasks fit, if the memory is
+    known."""
+    # A run goes on in the shape class that it began with, whatever would be chosen today.
+    shape = None if restart else read_shape(directory.checkpoints)
+    costs = run_costs(prepared, model.config, model.compute_dtype, options.remat, options.memory)
+    if shape is None or max(task.longest for task in prepared) > shape.row_len:
+        choice = choose_run_shape(
+            prepared, costs, options.tokens_per_microbatch, options.row_len, options.chunk_len
+        )
+        console.say(str(choice))
+        shape = choice.alignment.shape
+    if not (options.memory or device_memory()):
+        return shape, None
+    asked = options.tokens_per_microbatch
+    return shape, Admission(costs.replica, shape, asked, more_stages=False)
 
 
 def _train(
@@ -178,7 +168,7 @@ def _train(
         console.say(f"going on from the checkpoint behind round {position.rounds}")
     metrics = MetricsWriter(directory, position.metrics_bytes, position.rounds)
 
-    def book(updates: Sequence[TaskUpdate]) -> None:
+    def record(updates: Sequence[TaskUpdate]) -> None:
         metrics.write(updates)
         console.show(engine, updates)
         for update in updates:
@@ -186,9 +176,8 @@ def _train(
                 _export(engine, update.task, directory)
 
     def save() -> None:
-        book(engine.drain())
+        record(engine.drain())
         position.rounds, position.microbatches = engine.rounds, engine.microbatches
-        position.microbatches_done = engine.microbatches_done
         position.computed_tokens = engine.microbatches * engine.options.shape.tokens
         position.train_seconds = seconds_before + time.monotonic() - started
         position.metrics_bytes = metrics.position()
@@ -199,7 +188,7 @@ def _train(
     try:
         with _StopSignals() as stop:
             while not engine.finished:
-                book(engine.train_round(stop))
+                record(engine.train_round(stop))
                 if stop():
                     save()
                     checkpoints.wait()
@@ -272,10 +261,12 @@ def _adapter_folders(summary: Summary, directory: RunDirectory) -> dict[str, str
 
 
 def _identity(task: Task) -> dict[str, Any]:
-    kind = type(task.optimizer).__name__
+    """What run.json says of a task, besides its name."""
     fields = dataclasses.asdict(task)
     del fields["name"], fields["sample_prompt"]
-    return fields | {"optimizer": {"kind": kind, **fields["optimizer"]}}
+    adapter = {"kind": kind_of(task.adapter).name, **fields["adapter"]}
+    optimizer = {"kind": task.optimizer.kind, **fields["optimizer"]}
+    return fields | {"adapter": adapter, "optimizer": optimizer}
 
 
 class _StopSignals:

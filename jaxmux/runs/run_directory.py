@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+# Of run.json. Older versions had no number.
+FORMAT = 2
 # What `restart` may delete: the files that a run writes, nothing else.
 _OWN = ("run.json", "config.gin", "metrics.jsonl", "checkpoints", "adapters", "summary.json")
 _OWN += ("loss.png", "tensorboard")
@@ -103,14 +105,21 @@ def read_identity(path: Path) -> dict[str, Any]:
     """What the run in a folder trains, as `fine_tune` recorded it.
 
     Raises:
-      RunDirectoryError: the folder is no run's, or its record is damaged.
+      RunDirectoryError: the folder is no run's, its record is damaged or has another format.
     """
     try:
-        return json.loads((path / "run.json").read_text())
+        identity = json.loads((path / "run.json").read_text())
     except OSError:
         raise RunDirectoryError(f"{path}: no run directory (it has no run.json)") from None
     except json.JSONDecodeError as e:
         raise RunDirectoryError(f"{path / 'run.json'}: damaged ({e})") from None
+    found = identity.get("format", 1) if isinstance(identity, dict) else None
+    if found != FORMAT:
+        raise RunDirectoryError(
+            f"{path / 'run.json'}: has format {found}, this version of jaxmux reads format "
+            f"{FORMAT}; finish the run with the version that began it, or begin anew with restart"
+        )
+    return identity
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,11 +1,12 @@
-"""The shape class of a run on one device, chosen by cost over a sample of its rounds (MuxTune 3.5).
+"""Chooses the shape class of a training run on one device by predicted time (MuxTune 3.5).
 
-All tasks are one hTask: any of them may share a microbatch. On one device that is what MuxTune's
-fusion (`planner.fusion`) comes to: there is no pipeline to fill, and tasks apart would take
-microbatches of their own, of which the last is partly empty and each spends some time that does not
-shrink with its tokens. By the estimates for an H200, two hTasks, each in its own best shape class,
-take 0.96 to 1.15 times as long as one over mixes of real data sets, and one hTask a task 1.1 to 1.5
-times: shorter rows for short samples are not worth a second program to compile.
+All tasks are one hTask, so any of them may share a microbatch. MuxTune fuses tasks into several
+hTasks (`planner.pipeline.fusion`) to fill a pipeline, and one device has none. Separate hTasks
+would have separate microbatches: the last one of each round is partly empty, and every one takes
+some time that does not depend on its tokens. Over mixes of real data sets, estimates for an H200
+say that two hTasks, each in its own best shape class, take 0.96 to 1.15 times as long as one, and
+that one hTask per task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore
+not worth compiling a second program.
 """
 
 from collections.abc import Sequence
@@ -18,29 +19,36 @@ from jaxmux.data import GlobalBatches
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
-from jaxmux.planner.costs.cost_models import PROFILES, CostModels, device_models
-from jaxmux.planner.costs.device_profile import BackboneSize
-from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.costs.replica_costs import ReplicaCosts
-from jaxmux.planner.devices import Replica
-from jaxmux.planner.errors import PlanningError
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs import (
+    PROFILES,
+    BackboneSize,
+    CostModels,
+    PoolSpec,
+    ReplicaCosts,
+    device_models,
+)
+from jaxmux.planner.devices import ONE_DEVICE
 from jaxmux.planner.numbers import numbered
-from jaxmux.planner.packing.sampled_rounds import sample_rounds
-from jaxmux.planner.packing.shape_choice import (
+from jaxmux.planner.packing import (
+    MIN_CHUNK_LEN,
     PricedShape,
+    ShapeClass,
     ShapeRequest,
     choose_shape,
     plain_shape,
+    sample_rounds,
 )
-from jaxmux.planner.packing.shape_class import MIN_CHUNK_LEN, ShapeClass
 
 
 class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths of the samples of a task's global batch, read when asked for.
+    """By step, the stream lengths in tokens of the samples of a task's global batch.
+
+    A step's global batch is read only when its lengths are asked for.
 
     Attributes:
-      batches: of the task.
-      steps: that it trains.
+      batches: global batches of the task.
+      steps: number of steps that the task trains.
     """
 
     def __init__(self, batches: GlobalBatches, steps: int):
@@ -56,26 +64,26 @@ class BatchLengths(Sequence[list[int]]):
 
 
 class RunCosts(NamedTuple):
-    """What microbatches of a run take on this device.
+    """Predicted costs of a training run on this device.
 
     Attributes:
-      mesh: their costs, by shape class.
-      source: where the costs come from.
-      least_chunk_len: shortest chunk that the device's kernels take.
+      replica: costs of a microbatch, by shape class.
+      source: where the costs come from, for messages: "measured for cpu".
+      least_chunk_len: tokens of the shortest chunk that the device's kernels take.
     """
 
-    mesh: ReplicaCosts
+    replica: ReplicaCosts
     source: str
     least_chunk_len: int
 
 
 class Choice(NamedTuple):
-    """A shape class and why.
+    """The chosen shape class beside that of the plain rule.
 
     Attributes:
-      alignment: the choice, and what it costs over the rounds that were looked at.
-      plain: what the plain rule would have chosen.
-      source: where the costs come from.
+      alignment: the chosen shape class, with its cost over the sampled rounds.
+      plain: the shape class of the plain rule, with its cost over the same rounds.
+      source: where the costs come from, as in `RunCosts`.
     """
 
     alignment: PricedShape
@@ -100,11 +108,14 @@ def run_costs(
     """The costs of training these tasks together on this device.
 
     Args:
-      dtype: of the backbone's weights.
-      remat, memory: as the engine has them.
+      tasks: the tasks of the training run, at least one.
+      config: configuration of the backbone.
+      dtype: dtype of the backbone's weights.
+      remat: remat policy, as in `EngineOptions`.
+      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
     """
     models = _device_models(size_of(config, dtype), dtype, memory or device_memory())
-    # Of the optimizer with most moments, as the engine reckons.
+    # The pool's default optimizer is the one with most moments, for which the engine makes room.
     pool = PoolSpec(
         slots=len(tasks),
         rank=max(task.task.adapter.rank for task in tasks),
@@ -112,7 +123,7 @@ def run_costs(
         dropout=any(task.task.adapter.dropout > 0 for task in tasks),
     )
     return RunCosts(
-        ReplicaCosts(models.times, models.memory, pool, Replica(), planned_remat(remat)),
+        ReplicaCosts(models.times, models.memory, pool, ONE_DEVICE, planned_remat(remat)),
         f"{models.source.kind} for {models.source.device}",
         models.least_chunk_len if jax.default_backend() == "gpu" else MIN_CHUNK_LEN,
     )
@@ -128,13 +139,20 @@ def choose_run_shape(
     """The shape class in which the tasks' rounds are predicted to take the least time.
 
     Args:
-      tokens: N, the most tokens of a microbatch; all of them where both lengths are given.
-      row_len, chunk_len: None for the best.
+      tasks: the tasks of the training run, at least one.
+      costs: their costs on this device.
+      tokens: N, the most tokens of a microbatch. Where both lengths are given, microbatches have N
+        tokens.
+      row_len: tokens of a row; None to choose them.
+      chunk_len: tokens of a chunk; None to choose them.
+
+    Raises:
+      PlanningError: a sample is longer than `row_len`, or a length is not a power of two.
     """
     request = ShapeRequest(tokens, row_len, chunk_len, costs.least_chunk_len)
     lengths = [length for task in tasks for length in task.lengths]
     rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
-    given = (rounds, request, costs.mesh.microbatch, lengths)
+    given = (rounds, request, costs.replica.microbatch, lengths)
     return Choice(choose_shape(*given), plain_shape(*given), costs.source)
 
 
@@ -145,26 +163,29 @@ def best_shape(
     remat: str = "auto",
     memory: int | None = None,
 ) -> ShapeClass:
-    """The shape class that `fine_tune` would train these tasks in, for an engine of one's own.
+    """The shape class in which `fine_tune` would train these tasks, for users of `Engine`.
 
     Args:
-      tokens_per_microbatch: at most; longer samples have a row of their own length all the same.
-      remat, memory: as of `EngineOptions`.
+      tasks: the tasks that the engine will train.
+      backbone: the frozen backbone.
+      tokens_per_microbatch: most tokens of a microbatch; rounded up to a whole row.
+      remat: remat policy, as in `EngineOptions`.
+      memory: bytes that the engine may use, as in `EngineOptions`.
 
     Raises:
       PlanningError: there are no tasks.
     """
     if not tasks:
         raise PlanningError("no tasks to choose a shape class for")
-    costs = run_costs(tasks, backbone.config, backbone.dtype, remat, memory)
+    costs = run_costs(tasks, backbone.config, backbone.compute_dtype, remat, memory)
     return choose_run_shape(tasks, costs, tokens_per_microbatch).alignment.shape
 
 
 def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> CostModels:
-    """Those of this machine's devices; estimates for H200s serve any, for they only rank shape
-    classes."""
+    """Cost models of this machine's device. Without its profile they are estimates for an H200,
+    which suffice to rank shape classes."""
     device = jax.local_devices()[0].device_kind
-    return device_models(size, memory, Replica(), device, jnp.dtype(dtype).name, PROFILES)
+    return device_models(size, memory, ONE_DEVICE, device, jnp.dtype(dtype).name, PROFILES)
 
 
 def _described(alignment: PricedShape) -> str:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import Dropout
+from ..frozen_weight import FrozenWeight
 from ..implementations import Implementations, choose
 from . import base, mosaic_gpu, triton
 
@@ -35,12 +36,12 @@ class Projection(NamedTuple):
     """One frozen linear and the LoRA factors of all slots.
 
     Attributes:
-      kernel: [L, k, n], frozen, of all layers; no gradient is ever computed for it.
+      weight: [L, k, n], of all layers; no gradient is ever computed for it.
       factors: of all slots; cast to the dtype of the stream where they are used. Unused rank
         columns of a and rows of b are zero.
     """
 
-    kernel: Float[Array, "L k n"]
+    weight: FrozenWeight
     factors: Factors
 
 
@@ -72,7 +73,7 @@ def grouped_lora_linear(
     through all calls of a model and start its backward pass with the accumulators of the
     microbatches so far: what comes out are the next accumulators. The sum then happens in place,
     where the gradients are made, in float32, with no second gradient tree, and on CPU as one left
-    fold (see `slot_sum.add_to_slots`). Kernels and factors get zero cotangents.
+    fold (see `slot_sum.add_to_slots`). Weights and factors get zero cotangents.
 
     Args:
       x: the stream, in the compute dtype. N is a multiple of the number of chunks.
@@ -99,7 +100,7 @@ def grouped_lora_linear(
     """
     if residual is not None and len(projections) > 1:
         raise ValueError(f"grouped_lora_linear: one residual for {len(projections)} projections")
-    sizes = ", ".join(str(p.kernel.shape[2]) for p in projections)
+    sizes = ", ".join(str(p.weight.output_size) for p in projections)
     function = choose(
         "grouped_lora_linear",
         _IMPLEMENTATIONS,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..counter_dropout import Dropout, keep_mask, token_counters
+from ..frozen_weight import unknown_format
 from ..slot_sum import add_to_slots
 
 # Under these names a rematerialisation policy can keep the rank-r intermediates, and the two halves
@@ -22,9 +23,9 @@ UP = "up"
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
-    """Why this implementation cannot serve a call; None if it can. It serves all."""
-    del x, projections, routing, dropout
-    return None
+    """Why this implementation cannot serve a call; None if it can."""
+    del x, routing, dropout
+    return next(filter(None, (unknown_format(p.weight.format) for p in projections)), None)
 
 
 def grouped_lora_linear_xla(
@@ -63,7 +64,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
         s = jax.ad_checkpoint.checkpoint_name(s.astype(x.dtype), LOW_RANK)
         delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
-        outputs.append(_clear_empty(x @ p.kernel[layer] + delta, routing))
+        outputs.append(_clear_empty(p.weight.at_layer(layer).matmul(x) + delta, routing))
         intermediates.append(s)
     residuals = (x, projections, routing, dropout, layer, tuple(intermediates))
     return (tuple(outputs), accumulators), residuals
@@ -83,7 +84,7 @@ def _backward(modules, residuals, cotangents):
         da = _matmul("clk,clr->ckr", dropped, ds)
         db = _matmul("clr,cln->crn", s, dy_chunks)
         dx_lora = jnp.einsum("clr,ckr->clk", ds, a).reshape(x.shape)
-        dx += jnp.einsum("Nn,kn->Nk", dy, p.kernel[layer]) + _drop(
+        dx += p.weight.at_layer(layer).matmul_transposed(dy) + _drop(
             dx_lora, routing, dropout, layer, module
         )
         gradients.append(

@@ -30,7 +30,7 @@ def refusal(x, projections, routing, dropout) -> str | None:
     rank = gate.factors.a.shape[-1]
     if rank not in GATED_RANKS:
         return f"pool rank {rank}; expected one of {GATED_RANKS}"
-    wide = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
+    wide = jax.ShapeDtypeStruct((x.shape[0], down.weight.input_size), x.dtype)
     return mosaic_gpu.refusal(x, projections[:2], routing, dropout) or mosaic_gpu.refusal(
         wide, (down,), routing, dropout
     )
@@ -55,18 +55,18 @@ def grouped_lora_gated_mlp(x, projections, accumulators, routing, layer, residua
 
 def _forward(x, projections, accumulators, routing, layer, residual):
     gate, up, down = projections
-    factors = prepared_factors(projections, layer)
+    factors = prepared_factors(projections, layer, x.dtype)
     (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
     kept = partial(checkpoint_name, name=LOW_RANK)
 
     (lows,) = low_ranks((RowJob(x, (a_gate, a_up)),), routing)
     s_gate, s_up = map(kept, lows)
     product = partial(matmul, routing=routing, layer=layer, transposed=False)
-    g = checkpoint_name(product((Term(x, gate.kernel, s_gate, b_gate),)), GATE)
-    u = checkpoint_name(product((Term(x, up.kernel, s_up, b_up),)), UP)
+    g = checkpoint_name(product((Term(x, gate.weight, s_gate, b_gate),)), GATE)
+    u = checkpoint_name(product((Term(x, up.weight, s_up, b_up),)), UP)
     h, partial_sums = gated_forward(g, u, a_down, routing.chunk_slot)
     (s_down,) = map(kept, _low_ranks(partial_sums[None], routing, x.dtype))
-    out = product((Term(h, down.kernel, s_down, b_down),), residual=residual)
+    out = product((Term(h, down.weight, s_down, b_down),), residual=residual)
     residuals = (x, projections, factors, routing, layer, g, u, (s_gate, s_up, s_down))
     return (out, accumulators), residuals
 
@@ -79,7 +79,7 @@ def _backward(residuals, cotangents):
     product = partial(matmul, routing=routing, layer=layer, transposed=True)
 
     ((ds_down,),) = low_ranks((RowJob(d_out, (b_down,)),), routing)
-    dh = product((Term(d_out, down.kernel, ds_down, a_down),))
+    dh = product((Term(d_out, down.weight, ds_down, a_down),))
 
     (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
         g,
@@ -92,7 +92,7 @@ def _backward(residuals, cotangents):
         place,
     )
     ds_gate, ds_up = _low_ranks(partial_sums, routing, x.dtype)
-    dx = product((Term(dg, gate.kernel, ds_gate, a_gate), Term(du, up.kernel, ds_up, a_up)))
+    dx = product((Term(dg, gate.weight, ds_gate, a_gate), Term(du, up.weight, ds_up, a_up)))
     jobs = (
         ColumnJob(d_out, (s_down,), (sums_down.b,), rank_major=True),
         ColumnJob(x, (ds_gate, ds_up), (sums_gate.a, sums_up.a), rank_major=False),

@@ -28,8 +28,9 @@ def refusal(x, projections, routing, dropout) -> str | None:
         return "it needs a Hopper GPU"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, found {x.dtype}"
-    if any(p.kernel.dtype != x.dtype for p in projections):
-        return f"x is {x.dtype}, a kernel {[str(p.kernel.dtype) for p in projections]}"
+    formats = [p.weight.format for p in projections]
+    if any(each != str(x.dtype) for each in formats):
+        return f"x is {x.dtype}, weights are stored as {', '.join(formats)}"
     rows, chunks = x.shape[0], routing.chunk_slot.shape[0]
     if rows % (chunks * TILE_M):
         return f"chunks of {rows // chunks} tokens; expected a multiple of {TILE_M}"
@@ -39,9 +40,9 @@ def refusal(x, projections, routing, dropout) -> str | None:
     terms, rank = len(projections), _padded_rank(ranks[0])
     if fitted(Tiling(), terms=terms, rank=rank, masked=dropout is not None) is None:
         return f"with dropout, pool rank {rank} times {terms} projections exceeds shared memory"
-    sizes = [size for p in projections for size in p.kernel.shape[1:]]
+    sizes = [size for p in projections for size in p.weight.shape[1:]]
     if any(size % 256 for size in sizes):
-        return f"kernels of {sizes} rows and columns; expected multiples of 256"
+        return f"weights of {sizes} rows and columns; expected multiples of 256"
     return None
 
 
@@ -55,12 +56,12 @@ def grouped_lora_linear_mosaic_gpu(
 
 def _forward(modules, x, projections, accumulators, routing, dropout, layer, residual):
     masks = _masks(modules, x, routing, dropout, layer)
-    factors = prepared_factors(projections, layer)
+    factors = prepared_factors(projections, layer, x.dtype)
     rows = RowJob(x, tuple(a for a, _ in factors), masks)
     (lows,) = low_ranks((rows,), routing)
     lows = tuple(checkpoint_name(low, LOW_RANK) for low in lows)
     outputs = tuple(
-        matmul((Term(x, p.kernel, low, b),), routing, layer, transposed=False, residual=residual)
+        matmul((Term(x, p.weight, low, b),), routing, layer, transposed=False, residual=residual)
         for p, low, (_, b) in zip(projections, lows, factors, strict=True)
     )
     added = None if residual is None else ()
@@ -80,7 +81,7 @@ def _backward(modules, residuals, cotangents):
     masks = _masks(modules, x, routing, dropout, layer)
     dx = matmul(
         tuple(
-            Term(dy, p.kernel, d_low, a)
+            Term(dy, p.weight, d_low, a)
             for dy, p, d_low, (a, _) in zip(gradients, projections, d_lows, factors, strict=True)
         ),
         routing,
@@ -148,14 +149,14 @@ def chunk_places(routing, sums, layer) -> Int[Array, "C"]:
     return jnp.where(routing.chunk_slot < 0, -1, layer * slots + routing.chunk_slot)
 
 
-def prepared_factors(projections, layer) -> tuple[tuple[Array, Array], ...]:
-    """`rank_major_factors` of a call, in its dtype and with the rank that the kernels take."""
+def prepared_factors(projections, layer, dtype) -> tuple[tuple[Array, Array], ...]:
+    """`rank_major_factors` of a call, in the compute dtype and with the rank that kernels take."""
     first = projections[0]
     return rank_major_factors(
         tuple(p.factors for p in projections),
         layer,
         rank=_padded_rank(first.factors.a.shape[-1]),
-        dtype=first.kernel.dtype,
+        dtype=dtype,
     )
 
 

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..compilation import traced_once
+from ..frozen_weight import FrozenWeight
 from .dropout_sm90 import Masks, drop, load_counters, mask_operands
 from .tiles_sm90 import (
     COMPILER_PARAMS,
@@ -72,13 +73,14 @@ class Term(NamedTuple):
 
     Attributes:
       lhs: [N, K] in half precision.
-      weight: [L, k, n], frozen, of which layer `layer` is used: [K, n] or, transposed, [k, K].
+      weight: [L, k, n] in the dtype of `lhs`, of which layer `layer` is used: [K, n] or,
+        transposed, [k, K].
       low: [r, N], the rank-r intermediate, rank-major.
       factor: [T, r, n], rank-major: `b` as it is, `a` with its last axes swapped.
     """
 
     lhs: Float[Array, "N K"]
-    weight: Float[Array, "L k n"]
+    weight: FrozenWeight
     low: Float[Array, "r N"]
     factor: Float[Array, "T r n"]
 
@@ -127,7 +129,7 @@ def routed_matmul(
         interpret=interpret,
     )
     # A slice of a three-dimensional array does not lower: layers and slots become row offsets.
-    operands = [Term(t.lhs, flat(t.weight), t.low, flat(t.factor)) for t in terms]
+    operands = [Term(t.lhs, flat(t.weight.values), t.low, flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
     # As the product with an identity, the residual takes the pipeline's way into the accumulator.
     added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)

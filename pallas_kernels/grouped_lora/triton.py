@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout
+from ..frozen_weight import FrozenWeight
 from .base import LOW_RANK, add_residual, module_counters
 
 _MAX_MODULES = 3
@@ -50,13 +51,13 @@ class _Term(NamedTuple):
 
     Attributes:
       lhs: [N, K].
-      weight: [L, k, n], frozen.
+      weight: [L, k, n] in the dtype of `lhs`.
       low: [N, r], the rank-r intermediate.
       factor: [T, r, n] or, transposed, [T, k, r].
     """
 
     lhs: Float[Array, "N K"]
-    weight: Float[Array, "L k n"]
+    weight: FrozenWeight
     low: Float[Array, "N r"]
     factor: Float[Array, "T _ _"]
 
@@ -104,11 +105,12 @@ def _unsupported_stream(x, projections, routing) -> str | None:
 
 
 def _unsupported_projection(projection, x) -> str | None:
-    if projection.kernel.dtype != x.dtype:
-        return f"kernel of dtype {projection.kernel.dtype} for a stream of {x.dtype}"
-    k, n = projection.kernel.shape[1:]
+    weight = projection.weight
+    if weight.format != str(x.dtype):
+        return f"weight stored as {weight.format} for a stream of {x.dtype}"
+    k, n = weight.shape[1:]
     if k % 64 or n % 64:
-        return f"kernel [{k}, {n}]; needs multiples of 64"
+        return f"weight [{k}, {n}]; needs multiples of 64"
     rank = projection.factors.a.shape[3]
     if rank % 8 or rank > _MAX_RANK:
         return f"rank {rank}; needs a multiple of 8, at most {_MAX_RANK}"
@@ -138,7 +140,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         for s in _low_rank(x, jnp.stack(down), routing, masks, transposed=False)
     )
     outputs = tuple(
-        _routed_matmul((_Term(x, p.kernel, s, b),), layer, routing, None, transposed=False)
+        _routed_matmul((_Term(x, p.weight, s, b),), layer, routing, None, transposed=False)
         for p, s, b in zip(projections, intermediates, up, strict=True)
     )
     residuals = (x, projections, routing, dropout, layer, intermediates)
@@ -154,7 +156,7 @@ def _backward(modules, residuals, cotangents):
         _low_rank(dy, b[None], routing, None, transposed=True)[0]
         for dy, b in zip(dys, up, strict=True)
     )
-    terms = tuple(map(_Term, dys, (p.kernel for p in projections), ds, down))
+    terms = tuple(map(_Term, dys, (p.weight for p in projections), ds, down))
     dx = _routed_matmul(terms, layer, routing, masks, transposed=True)
     add_gradients = partial(_add_gradients, layer, _chunks_by_slot(routing))
     sums_a = add_gradients(masks, x, ds, tuple(f.a for f in sums), transposed=False)
@@ -257,7 +259,7 @@ def _routed_matmul(
         _as_array(layer),
         routing.chunk_slot,
         *_mask_arguments(masks),
-        *(leaf for term in every for leaf in term),
+        *(leaf for t in every for leaf in (t.lhs, t.weight.values, t.low, t.factor)),
         out_shape=[jax.ShapeDtypeStruct((tokens, columns), terms[0].lhs.dtype)],
         grid=(tokens // tiles["TILE_M"] * (columns // tiles["TILE_N"]),),
         num_warps=8 if tiles["TILE_M"] * tiles["TILE_N"] >= 128 * 128 else 4,

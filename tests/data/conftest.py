@@ -25,7 +25,7 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def gpt_folder(tmp_path_factory) -> Path:
-    """Byte-level BPE, no BOS, ChatML template: the Qwen way."""
+    """A tokenizer like Qwen's: byte-level BPE, no BOS, ChatML template."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def gpt_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory) -> Path:
-    """Metaspace BPE that puts a BOS before every text, no chat template: the Llama 2 way."""
+    """A tokenizer like Llama 2's: BPE over metaspaces, a BOS before every text, no template."""
     core = Tokenizer(models.BPE(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     core.decoder = decoders.Metaspace(prepend_scheme="first")

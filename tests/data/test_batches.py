@@ -1,4 +1,4 @@
-"""Global batches are a function of (seed, k): every epoch whole, each in its own order."""
+"""Global batches depend on (seed, k) alone, and every epoch holds each sample exactly once."""
 
 from itertools import islice
 

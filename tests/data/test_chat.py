@@ -1,4 +1,4 @@
-"""Chat records learn what the assistant generates, with any template that allows to find it."""
+"""In chat records the targets are the tokens that the assistant generates."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ GENERATION_TEMPLATE = (
     "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
 )
-# As Qwen3 does with reasoning: only the last turn keeps what the model thought.
+# Like the template of Qwen3, which keeps the reasoning of the last turn only.
 FORGETFUL_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
@@ -36,7 +36,7 @@ def record(messages) -> Record:
 
 
 def learned(rendered) -> list[str]:
-    return [rendered.text[start:end] for start, end in rendered.target_spans]
+    return [rendered.text[start:end] for start, end in rendered.target_ranges]
 
 
 def test_assistant_turns_are_found_by_rendering_prefixes(gpt):
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_chat_template_alone(gpt, write_jsonl, template)
 
 
 @pytest.mark.parametrize("bos", ["", "{{ bos_token }}"])
-def test_chat_has_the_special_tokens_of_its_template_only(llama, write_jsonl, bos):
+def test_chat_has_only_the_special_tokens_of_its_template(llama, write_jsonl, bos):
     llama.chat_template = bos + (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -73,7 +73,7 @@ def test_chat_has_the_special_tokens_of_its_template_only(llama, write_jsonl, bo
     assert sample.target_mask[-1]
 
 
-def test_loss_on_all_needs_no_spans(gpt, write_jsonl):
+def test_loss_on_all_needs_no_ranges(gpt, write_jsonl):
     gpt.chat_template = FORGETFUL_TEMPLATE
     source = Source(write_jsonl({"messages": TURNS}), loss_on="all")
     (sample,) = load_samples(source, gpt, max_length=512).samples

@@ -1,4 +1,4 @@
-"""Prefetch hands items on in order, ahead of the consumer, and ends cleanly."""
+"""Prefetch yields items in order, computes them ahead of the consumer, and ends cleanly."""
 
 import threading
 import time
@@ -8,11 +8,12 @@ import pytest
 
 from jaxmux.data import Prefetch
 
-SOON = 5.0
+# Seconds that a test waits for the other thread before it fails.
+TIMEOUT = 5.0
 
 
 def wait_until(condition) -> bool:
-    end = time.monotonic() + SOON
+    end = time.monotonic() + TIMEOUT
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
     return condition()
@@ -26,14 +27,14 @@ def test_items_arrive_in_order_and_end(depth):
         next(items)
 
 
-def test_nothing_to_iterate_ends_at_once():
+def test_an_empty_iterable_ends_at_once():
     assert list(Prefetch([])) == []
 
 
-def test_items_are_computed_before_they_are_asked_for_and_no_further_than_depth():
+def test_at_most_depth_items_are_computed_ahead():
     computed = []
     items = Prefetch((computed.append(i) for i in count()), depth=3)
-    # Three wait in the queue, one more in the thread's hand.
+    # Three items are in the queue, and the thread holds a fourth one.
     assert wait_until(lambda: len(computed) == 4)
     time.sleep(0.02)
     assert len(computed) == 4
@@ -48,7 +49,7 @@ def test_the_work_happens_in_another_thread():
 
 
 def test_the_consumer_overlaps_with_the_producer():
-    both_busy = threading.Barrier(2, timeout=SOON)
+    both_busy = threading.Barrier(2, timeout=TIMEOUT)
 
     def produce():
         yield "first"
@@ -61,14 +62,14 @@ def test_the_consumer_overlaps_with_the_producer():
     assert next(items) == "second"
 
 
-def failing():
+def failing_items():
     yield 1
     yield 2
     raise ValueError("train.jsonl:7: malformed")
 
 
 def test_an_exception_is_raised_where_its_item_would_have_come():
-    items = Prefetch(failing(), depth=1)
+    items = Prefetch(failing_items(), depth=1)
     assert [next(items), next(items)] == [1, 2]
     for _ in range(2):
         with pytest.raises(ValueError, match="train.jsonl:7"):

@@ -1,4 +1,4 @@
-"""Sources yield records in order, each with its place; a bad source is refused by file and line."""
+"""Sources yield records in order with their places; errors name the file and the line."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_blank_lines_are_skipped_but_counted_as_lines(write_jsonl):
     assert [(r.index, r.where) for r in read(path)] == [(0, f"{path}:1"), (1, f"{path}:4")]
 
 
-def test_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
+def test_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(RECORDS[0]), encoding="utf-8-sig")
     assert read(str(path))[0].fields == RECORDS[0]

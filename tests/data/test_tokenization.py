@@ -1,16 +1,13 @@
-"""Samples are the whole text's tokens, with the learned tokens marked and nothing else."""
+"""Samples hold all tokens of the text, and their masks mark exactly the tokens to learn."""
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import processors
 
 from jaxmux.data import DataError, Source, load_samples, load_tokenizer
-
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 PROMPT, COMPLETION = "What is the capital of France?", " The capital is Paris."
 PAIR = {"prompt": PROMPT, "completion": COMPLETION}
@@ -83,7 +80,7 @@ def test_eos_that_the_tokenizer_appends_is_a_target_and_not_doubled(llama, write
     np.testing.assert_array_equal(sample.target_mask, expected.target_mask)
 
 
-def test_sample_id_is_the_record_index_whatever_is_dropped(gpt, write_jsonl):
+def test_sample_id_is_the_record_index_even_if_records_are_dropped(gpt, write_jsonl):
     long = {**PAIR, "completion": COMPLETION * 20}
     samples, read, truncated, dropped = load(
         write_jsonl(PAIR, long, PAIR), gpt, max_length=60, overlong="drop"
@@ -190,27 +187,24 @@ def test_tokenizer_folder_errors_name_the_folder(tmp_path):
 
 
 @pytest.fixture
-def stories260k():
-    folder = SHARED / "models" / "stories260k"
-    if not folder.is_dir():
-        pytest.skip("shared models are not here")
-    return load_tokenizer(folder)
+def stories260k(shared_dir):
+    return load_tokenizer(shared_dir / "models" / "stories260k")
 
 
-def test_stories260k_tokenizer_gives_the_golden_ids(stories260k):
-    golden = json.loads((SHARED / "models" / "stories260k" / "golden.json").read_text())
+def test_stories260k_tokenizer_gives_the_golden_ids(stories260k, shared_dir):
+    golden = json.loads((shared_dir / "models" / "stories260k" / "golden.json").read_text())
     for case in golden:
         assert stories260k(case["prompt"])["input_ids"] == case["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["instruct_small", "gsm8k"])
-def test_real_data_trains_on_completion_and_eos_only(stories260k, name):
-    path = SHARED / "data" / name / "test.jsonl"
+def test_real_data_trains_on_completion_and_eos_only(stories260k, shared_dir, name):
+    path = shared_dir / "data" / name / "test.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     samples = load(path, stories260k, max_length=4096).samples
     for record, sample in zip(records, samples, strict=True):
         prompt_ids = stories260k(record["prompt"])["input_ids"]
-        # The prompt's last token may merge with the completion's first.
+        # The last token of the prompt and the first one of the completion may be one token.
         first_target = int(sample.target_mask.argmax())
         assert len(prompt_ids) - 2 <= first_target <= len(prompt_ids)
         assert sample.target_mask[first_target:].all()

@@ -4,6 +4,8 @@ Every test builds its engines with the same few shapes, so that few programs are
 """
 
 import dataclasses
+import logging
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task
 
@@ -64,7 +67,7 @@ def make_task():
         return PreparedTask(
             task=task,
             targets=masks,
-            adapter=initial_adapter(adapter, masks, CONFIG, task.seed),
+            make_adapter=partial(initial_adapter, adapter, masks, CONFIG, task.seed),
             samples=Samples(drawn, len(drawn), 0, 0),
             batches=GlobalBatches(drawn, task.batch_size, task.seed),
             steps=task.steps,
@@ -88,8 +91,16 @@ def random_samples(seed: int, count: int, lengths: tuple[int, int]) -> list[Samp
 def make_engine(backbone):
     """Makes an engine in which the given tasks are registered, in this order."""
 
-    def make(*tasks: PreparedTask, shape: ShapeClass = SHAPE, **options) -> Engine:
-        engine = Engine(backbone, EngineOptions(shape, **{"slots": SLOTS, "rank": RANK} | options))
+    def make(
+        *tasks: PreparedTask,
+        shape: ShapeClass = SHAPE,
+        slots: int = SLOTS,
+        rank: int = RANK,
+        modules: tuple[str, ...] = (),
+        **options,
+    ) -> Engine:
+        reserved = PoolSpec(slots, rank, modules)
+        engine = Engine(backbone, EngineOptions(shape, reserved, **options))
         engine.register_tasks(tasks)
         return engine
 
@@ -134,7 +145,25 @@ def replace_adapter():
     """A prepared task that begins with other factors: `change` maps each array of the old ones."""
 
     def replace(prepared: PreparedTask, change) -> PreparedTask:
-        adapter = {m: type(f)(*(change(x) for x in f)) for m, f in prepared.adapter.items()}
-        return dataclasses.replace(prepared, adapter=adapter)
+        return dataclasses.replace(
+            prepared, make_adapter=lambda: jax.tree.map(change, prepared.make_adapter())
+        )
 
     return replace
+
+
+@pytest.fixture
+def compiles():
+    """Names of the functions that are compiled during the test, in order."""
+    names = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if record.getMessage().startswith("Compiling "):
+                names.append(record.getMessage().split()[1])
+
+    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Handler()
+    logger.addHandler(handler)
+    with jax.log_compiles():
+        yield names
+    logger.removeHandler(handler)

@@ -22,13 +22,13 @@ def make_guarded(backbone, make_engine):
 
     def make(*tasks) -> Engine:
         shape = make_engine(tasks[0]).options.shape
-        size = size_of(backbone.config, backbone.dtype)
+        size = size_of(backbone.config, backbone.compute_dtype)
         memory, pool = estimated_memory(size), merge_pool_specs([t.pool for t in tasks], RESERVED)
         needed = memory.peak(shape, pool, "full")
         memory = dataclasses.replace(memory, memory=int(needed / 0.97) + 1)
         costs = ReplicaCosts(estimated_times(size), memory, pool, Replica())
-        guard = Admission(costs, shape, reserved=RESERVED, mesh_may_grow=False)
-        return Engine(backbone, EngineOptions(shape, slots=4, rank=8), guard)
+        guard = Admission(costs, shape, more_stages=False)
+        return Engine(backbone, EngineOptions(shape, RESERVED), guard)
 
     return make
 

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine.programs import update
-from jaxmux.engine.train_state import read_slot
 from jaxmux.optimizers import SGD, AdamW, Lion
-from jaxmux.peft import slot_arrays
 
 DECAYING = {
     "adamw": AdamW(1e-2, weight_decay=0.5),
@@ -18,11 +16,17 @@ DECAYING = {
 }
 
 
-def hyperparameters(optimizers, **overrides):
+def hyperparameters(optimizers):
     """The hyperparameters of slots of one optimizer kind, as `update` takes them."""
-    overrides = {"learning_rate": 0.1, "loraplus_ratio": 1.0} | overrides
-    rows = [o.hyperparameters() | overrides for o in optimizers]
+    rows = [o.hyperparameters() for o in optimizers]
     return {name: np.asarray([row[name] for row in rows], np.float32) for name in rows[0]}
+
+
+def same_rates(layout):
+    """The rate 0.1 for every leaf, layer and slot."""
+    specs = jax.tree.leaves(layout.tree.accumulators)
+    layers, slots = specs[0].shape[:2]
+    return np.full((len(specs), layers, slots), 0.1, np.float32)
 
 
 def of_slot(state, slot):
@@ -38,13 +42,16 @@ def idle_case(request, make_task, make_engine, train):
     train(engine, rounds=2)
     fill = np.nan if request.param == "nan" else 0.25
     state = engine.state._replace(
-        grads=jax.tree.map(lambda g: g.at[:, 1:].set(fill).at[:, 0].set(0.01), engine.state.grads),
+        accumulators=jax.tree.map(
+            lambda g: g.at[:, 1:].set(fill).at[:, 0].set(0.01), engine.state.accumulators
+        ),
         loss=engine.state.loss.at[1:].set(fill).at[0].set(1.0),
     )
     before = jax.device_get(state)
     hyper = {kind: hyperparameters([o]) for kind, o in DECAYING.items()}
-    kinds = {kind: np.asarray([i], np.int32) for i, kind in enumerate(DECAYING)}
-    after, stats = update(state, np.asarray([True, False, False, False]), hyper, kinds)
+    members = {kind: np.asarray([i], np.int32) for i, kind in enumerate(DECAYING)}
+    due, layout = np.asarray([True, False, False, False]), engine._slots.layout
+    after, stats = update(state, layout, due, same_rates(layout), hyper, members)
     return before, jax.device_get(after), jax.device_get(stats)
 
 
@@ -56,7 +63,8 @@ def test_an_idle_slot_is_unchanged_by_weight_decay(idle_case, assert_same_bits):
 
 @pytest.fixture
 def filled(make_task, make_engine):
-    """Makes a state of four slots full of random finite values; `update` donates it."""
+    """Makes a state of four slots full of random finite values, which `update` donates; and the
+    layout of the state."""
     engine = make_engine(*(make_task(k, optimizer=o) for k, o in DECAYING.items()))
     shapes = jax.tree.map(lambda x: x.shape, engine.state)
 
@@ -69,7 +77,7 @@ def filled(make_task, make_engine):
         )
         return state._replace(count=np.full(4, 2, np.int32))
 
-    return make
+    return make, engine._slots.layout
 
 
 @pytest.mark.parametrize("kind", DECAYING)
@@ -77,15 +85,20 @@ def test_an_update_does_not_depend_on_the_others(kind, filled, assert_same_bits)
     """Neither on how many are due, nor on how many share the optimizer, nor on other optimizers."""
     other = next(k for k in DECAYING if k != kind)
     optimizers = DECAYING[kind], dataclasses.replace(DECAYING[kind], weight_decay=0.0)
+    make, layout = filled
     alone, _ = update(
-        filled(),
+        make(),
+        layout,
         np.asarray([False, True, False, False]),
+        same_rates(layout),
         {kind: hyperparameters(optimizers[:1])},
         {kind: np.asarray([1], np.int32)},
     )
     beside, stats = update(
-        filled(),
+        make(),
+        layout,
         np.ones(4, bool),
+        same_rates(layout),
         {
             other: hyperparameters([DECAYING[other]] * 2),
             kind: hyperparameters(optimizers[::-1]),
@@ -99,16 +112,19 @@ def test_an_update_does_not_depend_on_the_others(kind, filled, assert_same_bits)
 @pytest.mark.parametrize("kind", DECAYING)
 def test_parameters_that_would_overflow_stay_with_moments_and_count(kind, filled, assert_same_bits):
     """Loss and gradient are finite: only the new parameters tell."""
-    before = filled()
+    make, layout = filled
+    before = make()
     members = np.asarray([0, 1, 2], np.int32)
     hyper = hyperparameters([DECAYING[kind]] * 3)
-    hyper["learning_rate"][1] = 3e38
+    rates = same_rates(layout)
+    rates[:, :, 1] = 3e38
     hyper["weight_decay"][1] = 3e38
-    after, stats = update(filled(), np.ones(4, bool), {kind: hyper}, {kind: members})
+    due = np.ones(4, bool)
+    after, stats = update(make(), layout, due, rates, {kind: hyper}, {kind: members})
     np.testing.assert_array_equal(stats.applied, [True, False, True, False])
     assert np.isfinite(stats.grad_norm).all() and np.isfinite(stats.loss).all()
     cleared = before._replace(
-        grads=jax.tree.map(lambda g: 0 * g, before.grads), loss=0 * before.loss
+        accumulators=jax.tree.map(lambda g: 0 * g, before.accumulators), loss=0 * before.loss
     )
     assert_same_bits(tuple(of_slot(cleared, 1)), tuple(of_slot(after, 1)))
     for slot in (0, 2):
@@ -122,7 +138,7 @@ def test_the_due_slot_is_updated_and_its_accumulators_are_cleared(idle_case):
         jax.tree.leaves(before.adapters), jax.tree.leaves(after.adapters), strict=True
     ):
         assert (one[:, 0] != other[:, 0]).any()
-    assert not any(g[:, 0].any() for g in jax.tree.leaves(after.grads))
+    assert not any(g[:, 0].any() for g in jax.tree.leaves(after.accumulators))
     assert after.loss[0] == 0
 
 
@@ -148,7 +164,7 @@ def test_frozen_weights_keep_their_bits(backbone, make_task, make_engine, train,
 def test_slots_without_a_task_stay_zero(make_task, make_engine, train):
     engine = make_engine(make_task("only", dropout=0.1))
     train(engine)
-    for leaf in jax.tree.leaves((engine.state.adapters, engine.state.grads)):
+    for leaf in jax.tree.leaves((engine.state.adapters, engine.state.accumulators)):
         assert not np.asarray(leaf)[:, 1:].any()
 
 
@@ -251,7 +267,7 @@ def test_a_skipped_update_advances_the_step_but_not_the_optimizer(
 
 
 def test_the_state_of_a_task_holds_nothing_of_its_neighbours(make_task, make_engine):
-    """`slot_arrays` of one slot has the task's own rank and modules only."""
+    """The arrays of a task have its own rank and modules only."""
     engine = make_engine(
         make_task("narrow", rank=2, targets=("q_proj",)), make_task("wide", rank=8)
     )
@@ -259,5 +275,6 @@ def test_the_state_of_a_task_holds_nothing_of_its_neighbours(make_task, make_eng
     factors = {k: v.shape for k, v in arrays.items() if v.ndim == 3}
     assert factors and all("q_proj" in k for k in factors)
     assert set(factors.values()) == {(2, 32, 2), (2, 2, 32)}
-    slot = read_slot(engine.state, "adamw", 0)
-    assert set(arrays) == set(slot_arrays(slot, ["self_attn.q_proj"], rank=2))
+    parts = ("adapter", "accumulators", "optimizer/0/mu", "optimizer/0/nu")
+    expected = {f"{part}/self_attn.q_proj/{factor}" for part in parts for factor in "ab"}
+    assert set(arrays) == expected | {"loss", "optimizer/0/count"}

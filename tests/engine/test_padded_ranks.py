@@ -47,7 +47,7 @@ def factors_of(tree):
 def test_padding_stays_exactly_zero(padded):
     state = padded[0].state
     seen = 0
-    for factor, leaf in factors_of((state.adapters, state.grads, state.moments)):
+    for factor, leaf in factors_of((state.adapters, state.accumulators, state.moments)):
         own, padding = (
             (leaf[..., :RANK], leaf[..., RANK:])
             if factor == "a"

@@ -1,4 +1,4 @@
-"""What the engine keeps for the backward pass depends on the memory it may use."""
+"""The remat policies that the engine chooses depend on the memory that it may use."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
 def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, room: int):
-    """The choice for four rows of two tasks."""
+    """The policies chosen for four rows of two tasks."""
     shape = (4, row_len)
     integers = jax.ShapeDtypeStruct(shape, jnp.int32)
     microbatch = Microbatch(
@@ -37,11 +37,11 @@ def test_less_memory_recomputes_more():
     assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
 
 
-def test_seats_of_packed_rows_take_memory():
-    """cuDNN's, which a CPU does not have: what it takes is counted all the same."""
+def test_sequences_of_packed_rows_take_memory():
+    """The memory of cuDNN's attention is counted, also on a CPU, which does not have it."""
 
-    def chosen(attention: str, seats: int) -> tuple[str, ...]:
-        options = ForwardOptions(attention, max_sequences=seats)
+    def chosen(attention: str, max_sequences: int) -> tuple[str, ...]:
+        options = ForwardOptions(attention, max_sequences=max_sequences)
         return remat_of(options, ("self_attn.q_proj",), 256, room=8 * 2**20)
 
     assert chosen("cudnn", 1) == chosen("xla", 1) == chosen("xla", 16) == ("norms",) * 4
@@ -52,7 +52,7 @@ def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     make_engine, make_task, train, backbone
 ):
     def memory_for(kept: int) -> int:
-        """So much that layers may keep about `kept` bytes."""
+        """Bytes of memory in which layers may keep about `kept` bytes."""
         engine = make_engine(make_task("one"), modules=MODULES)
         weights, adapters = (
             sum(x.nbytes for x in jax.tree.leaves(tree))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -86,6 +87,51 @@ def test_a_task_that_outgrows_the_pool_enlarges_it(tasks, make_task, make_engine
     assert engine.adapter("wide")["self_attn.q_proj"].a.shape == (2, 32, 16)
 
 
+def test_slot_numbers_stay_and_a_free_one_is_taken_again(tasks, make_task, make_engine, train):
+    engine = make_engine(make_task("first"), *tasks.values(), shape=SMALL)
+    train(engine, rounds=1)
+    numbers = {name: engine._slots.number(name) for name in engine.names}
+    assert list(numbers.values()) == [0, 1, 2]
+    engine.release("early")
+    assert {name: engine._slots.number(name) for name in engine.names} == {"first": 0, "late": 2}
+    engine.register_tasks([make_task("new"), make_task("newer")])
+    assert {name: engine._slots.number(name) for name in ("new", "newer")} == {"new": 1, "newer": 3}
+
+
+def test_a_change_of_tasks_touches_no_other_slot_and_moves_no_array(tasks, make_task, make_engine):
+    """The state's arrays are donated and written in place: nothing is copied to the host."""
+    engine = make_engine(*tasks.values(), shape=SMALL)
+    engine._slots.state = jax.tree.map(lambda x: x + x.dtype.type(3), engine.state)
+    before = jax.device_get(engine.state)
+    with jax.transfer_guard_device_to_host("disallow"):
+        engine.release("early")
+        engine.register_tasks([make_task("new")])
+    after = jax.device_get(engine.state)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        axis = 0 if old.ndim == 1 else 1
+        others = [1, 2, 3]
+        np.testing.assert_array_equal(np.take(old, others, axis), np.take(new, others, axis))
+        assert (np.take(old, 0, axis) != np.take(new, 0, axis)).any()
+
+
+def test_nothing_compiles_while_tasks_fit_the_pool(tasks, make_task, make_engine, train, compiles):
+    engine = make_engine(*tasks.values(), shape=SMALL)
+    train(engine, rounds=2)
+    engine.release("late")
+    engine.register_tasks([make_task("late", rank=8, batch_size=4, steps=9)])
+    train(engine, rounds=1)
+    engine.restore_task("late", engine.task_arrays("late"), engine.progress("late"))
+    before = len(compiles)
+    engine.release("early")
+    engine.register_tasks([make_task("next", rank=4, dropout=0.1, batch_size=3)])
+    train(engine, rounds=3)
+    engine.restore_task("next", engine.task_arrays("next"), engine.progress("next"))
+    train(engine, rounds=1)
+    # Cropping to another rank is the only thing that may compile: a slice for each shape.
+    assert not [name for name in compiles[before:] if "slice" not in name]
+    assert engine._forward is not None
+
+
 def test_restored_tasks_continue_with_the_same_bits(tasks, make_engine, train, assert_unchanged):
     first = make_engine(*tasks.values(), shape=SMALL)
     updates = train(first, rounds=2)
@@ -107,14 +153,16 @@ def test_a_round_stopped_in_its_middle_resumes_in_another_engine(
     updates = train(first, rounds=1)
     counted = iter(range(1, 100))
     stopped = first.train_round(stop=lambda: next(counted) == stop_after)
-    assert stopped == [] and first.microbatches_done == stop_after
+    assert stopped == []
+    accumulated = {name: first.accumulated(name) for name in tasks}
+    samples = sum(len(tasks[name].batches[1]) for name in tasks)
+    assert 0 < sum(map(len, accumulated.values())) < samples
     assert all(first.progress(name).step == 1 for name in tasks)
 
     second = make_engine(*tasks.values(), shape=SMALL)
     for name in tasks:
         progress = dataclasses.replace(first.progress(name))
-        second.restore_task(name, first.task_arrays(name), progress)
-    second.microbatches_done = first.microbatches_done
+        second.restore_task(name, first.task_arrays(name), progress, accumulated[name])
     rest = train(second)
     for name in tasks:
         assert_unchanged(name, second, updates[name] + rest[name])

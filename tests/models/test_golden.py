@@ -35,7 +35,7 @@ def logits_of(model_dir):
         hidden, _, finite = hidden_states(
             backbone.config, weights, {}, None, microbatch, slots, options
         )
-        return hidden @ head_kernel(weights), finite
+        return head_kernel(weights).matmul(hidden), finite
 
     def logits(ids: list[int]) -> np.ndarray:
         tokens = np.zeros((1, ROW), np.int32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.models import chunk_losses
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 WIDTH, VOCAB = 16, 97
 
@@ -22,7 +23,7 @@ def case(tokens: int, seed=0):
 @jax.jit
 def losses_and_gradient(hidden, head, targets, weight, chunk_slot, cotangent):
     def function(hidden):
-        return chunk_losses(hidden, head, targets, weight, chunk_slot)
+        return chunk_losses(hidden, FrozenWeight.of(head), targets, weight, chunk_slot)
 
     losses, vjp = jax.vjp(function, hidden)
     return losses, *vjp(cotangent)

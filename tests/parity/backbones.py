@@ -1,4 +1,4 @@
-"""Tiny random backbones of every architecture, made and saved by transformers."""
+"""Tiny random backbones of every architecture, created and saved by transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **_SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
 }
-# By case, the same model without the feature that the case is about.
+# By case, the configuration without the feature that the case tests.
 WITHOUT_FEATURE: dict[str, PreTrainedConfig] = {
     "llama-llama3-rope": CONFIGS["llama"],
     "mistral-window": CONFIGS["mistral"],
@@ -78,8 +78,11 @@ STORIES260K_SHAPE = LlamaConfig(
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A float32 model in which everything matters: attention far from uniform, logits of standard
-    deviation about 2, norms that scale, biases that shift."""
+    """A float32 model with random weights, scaled so that every part changes the logits.
+
+    Attention is far from uniform, logits have a standard deviation of about 2, and the weights of
+    norms and the biases are not trivial.
+    """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -99,14 +102,17 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def logits(model: torch.nn.Module, prompt: Sequence[int]) -> torch.Tensor:
-    """Logits of one unpadded sequence by itself, [tokens, vocabulary]."""
+    """Logits of a single sequence without padding, [tokens, vocabulary]."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([prompt])).logits[0]
 
 
 def random_prompts(vocabulary: int) -> list[list[list[int]]]:
-    """Prompts of three slots; the first two slots share a row of 128 tokens, the third fills
-    another."""
+    """Two prompts (token ids) for each of three slots.
+
+    Packing puts the prompts of the first two slots into one row of 128 tokens, and those of the
+    third slot into another.
+    """
     generator = torch.Generator().manual_seed(1)
     lengths = [[40, 20], [25, 37], [70, 45]]
     return [
@@ -116,8 +122,7 @@ def random_prompts(vocabulary: int) -> list[list[list[int]]]:
 
 
 def save_tokenizer(folder: Path, corpus: Sequence[str]) -> None:
-    """Trains a byte-level BPE tokenizer of at most `VOCABULARY` tokens and saves it beside a
-    model."""
+    """Trains a byte-level BPE tokenizer of at most `VOCABULARY` tokens and saves it in `folder`."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Fixtures of the comparison with Hugging Face: jaxmux runs in a process of the main environment.
+"""Fixtures of the comparison with Hugging Face; jaxmux runs in a process of the main environment.
 
 `make test-peft` names that environment's interpreter in JAXMUX_PYTHON.
 """
@@ -14,28 +14,29 @@ from typing import Any, NamedTuple
 import pytest
 
 HERE = Path(__file__).resolve().parent
-# The helpers beside the tests; pytest's importlib mode adds no folder by itself.
+# For the modules beside the tests; pytest's importlib mode does not add their folder.
 sys.path.insert(0, str(HERE))
 
 from backbones import random_prompts  # noqa: E402
 from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, make_backbone, vocabulary, write_tasks  # noqa: E402
 
-SHARED = HERE.parent.parent.parent / "shared"
-FIGURES = pytest.StashKey[dict[str, tuple[float, float, str]]]()
+# By name: the largest error, its limit, and the test in which it occurred.
+LARGEST_ERRORS = pytest.StashKey[dict[str, tuple[float, float, str]]]()
 
 Jaxmux = Callable[[str, Path, dict[str, Any]], None]
 
 
 class Trained(NamedTuple):
-    """What jaxmux made of tasks that it trained together on one backbone.
+    """The results of tasks that jaxmux trained together on one backbone.
 
     Attributes:
-      folder: holds `backbone` and all that `jaxmux_side.train` writes.
-      tasks: their specifications, by name.
+      folder: contains `backbone` and everything that `jaxmux_side.train` writes.
+      tasks: by name, the specification of the task.
       batches: by task, the global batches of all steps.
-      updates: by task, the lines of metrics.
-      microbatches: by round and microbatch, the tasks in it.
-      prompts: by task, token ids whose logits through the trained adapter `logits/final.npz` holds.
+      updates: by task, the metrics of every update.
+      microbatches: for every round and every microbatch of it, the names of its tasks.
+      prompts: by task, the prompts (token ids) whose logits with the trained adapter are in
+        `logits/final.npz`.
     """
 
     folder: Path
@@ -48,7 +49,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="session")
 def jaxmux() -> Jaxmux:
-    """Runs a command of jaxmux_side.py on a request, in the folder where its results will lie."""
+    """Runs a command of jaxmux_side.py on a request; the results are written into `folder`."""
     python = os.environ.get("JAXMUX_PYTHON")
     if not python:
         pytest.fail("JAXMUX_PYTHON should name the main environment's Python; run make test-peft")
@@ -64,22 +65,22 @@ def jaxmux() -> Jaxmux:
 
 @pytest.fixture(scope="session", params=["stories260k", "qwen2", "qwen3"])
 def trained(request, tmp_path_factory, jaxmux) -> Trained:
-    """The three parity tasks, trained together on one of the backbones."""
+    """The three parity tasks, trained together on one of three backbones."""
     folder = tmp_path_factory.mktemp(request.param)
     return train_together(jaxmux, folder, request.param, PARITY_TASKS)
 
 
 @pytest.fixture(scope="session")
 def trained_by_other_optimizers(tmp_path_factory, jaxmux) -> Trained:
-    """SGD and LoRA+ side by side, the one from an adapter made by PEFT."""
+    """A task with SGD, which starts from an adapter of PEFT, trained together with one of LoRA+."""
     folder = tmp_path_factory.mktemp("other-optimizers")
     return train_together(jaxmux, folder, "llama", OTHER_OPTIMIZER_TASKS)
 
 
 def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Trained:
-    make_backbone(backbone, folder / "backbone", SHARED)
+    make_backbone(backbone, folder / "backbone", os.environ.get("JAXMUX_SHARED"))
     requested = write_tasks(tasks, folder)
-    # Prompts of slots behind the last task go through the bare backbone.
+    # There may be fewer tasks than prompts; the slots without a task have no adapter.
     prompts = random_prompts(vocabulary(folder / "backbone"))
     jaxmux("train", folder, {"backbone": "backbone", "tasks": requested, "prompts": prompts})
     results = {
@@ -99,18 +100,19 @@ def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Traine
 
 @pytest.fixture
 def at_most(request) -> Callable[[str, float, float], None]:
-    """Asserts that a figure keeps its limit. The worst one of each name is printed at the end."""
-    figures = request.config.stash.setdefault(FIGURES, {})
+    """Asserts that an error is at most `limit`. The largest error of every name is printed at the
+    end of the test session."""
+    largest = request.config.stash.setdefault(LARGEST_ERRORS, {})
 
-    def check(name: str, figure: float, limit: float) -> None:
-        figures[name] = max(figures.get(name, (0.0, limit, "")), (figure, limit, request.node.name))
-        assert figure <= limit, f"{name}: {figure:.2e}, at most {limit:.0e}"
+    def check(name: str, error: float, limit: float) -> None:
+        largest[name] = max(largest.get(name, (0.0, limit, "")), (error, limit, request.node.name))
+        assert error <= limit, f"{name}: {error:.2e}, at most {limit:.0e}"
 
     return check
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if figures := config.stash.get(FIGURES, {}):
-        terminalreporter.section("worst figures")
-        for name, (figure, limit, test) in figures.items():
-            terminalreporter.write_line(f"{name}: {figure:.2e} of {limit:.0e} ({test})")
+    if largest := config.stash.get(LARGEST_ERRORS, {}):
+        terminalreporter.section("largest errors")
+        for name, (error, limit, test) in largest.items():
+            terminalreporter.write_line(f"{name}: {error:.2e}, at most {limit:.0e} ({test})")

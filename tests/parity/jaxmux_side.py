@@ -1,9 +1,9 @@
-"""jaxmux's half of the comparison, run by the interpreter of the main environment.
+"""jaxmux's side of the comparison; the interpreter of the main environment runs it.
 
     python jaxmux_side.py forward|train FOLDER
 
-reads FOLDER/request.json and writes its results into FOLDER: adapter folders, .npz, .json. Paths in
-requests are absolute or relative to FOLDER.
+It reads FOLDER/request.json and writes adapter folders, .npz and .json files into FOLDER. The paths
+in a request are absolute or relative to FOLDER.
 """
 
 import json
@@ -43,18 +43,18 @@ from jaxmux.peft import (
 from jaxmux.planner.packing import ShapeClass, pack_round
 from jaxmux.tasks import Task
 
-# Two rows, so small that a global batch of the test tasks does not fit into one microbatch.
+# Two short rows, so that a global batch of the test tasks does not fit into one microbatch.
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
 
 Request = dict[str, Any]
 
 
 def forward(folder: Path, request: Request) -> None:
-    """Logits of every case's prompts, packed together: `logits/<case>.npz`.
+    """Writes `logits/<case>.npz`, the logits of every case's prompts, packed into one microbatch.
 
-    A case names a `backbone` folder to load, or a `random` configuration to make and save there.
-    Slot i runs through the imported adapter `adapters[i]`, if any, whose tensors go to
-    `tensors/<case>-<i>.npz`.
+    A case names a `backbone` folder to load. If it has a `random` configuration, a random backbone
+    is created and saved there first. The prompts of slot i use the adapter folder `adapters[i]`, if
+    there is one, and its imported tensors are written to `tensors/<case>-<i>.npz`.
     """
     for name, case in request["cases"].items():
         where = folder / case["backbone"]
@@ -72,12 +72,15 @@ def forward(folder: Path, request: Request) -> None:
 
 
 def train(folder: Path, request: Request) -> None:
-    """Trains the tasks together, from files to exported adapters.
+    """Trains the tasks together, from their files to exported adapters.
 
-    Writes `batches.json` (by task, step and sample: token ids and target mask), `updates.json`,
-    `microbatches.json` (by round and microbatch, the tasks in it), the adapters `initial/<task>`,
-    `final/<task>` and `serving/<task>`, and `logits/final.npz`: those of every task's prompts
-    through its final adapter, packed beside the other tasks'.
+    Writes:
+      batches.json: for every task, step and sample, the token ids and the target mask.
+      updates.json: the metrics of every update.
+      microbatches.json: for every round and microbatch, the names of its tasks.
+      initial/<task>, final/<task>, serving/<task>: the adapters.
+      logits/final.npz: the logits of every task's prompts with its final adapter. The prompts of
+        all tasks are packed into one microbatch.
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
@@ -106,8 +109,10 @@ def train(folder: Path, request: Request) -> None:
 
 
 def random_backbone(config: BackboneConfig) -> Backbone:
-    """`Backbone.random` with weights that all matter: its own are small, its norms 1, its biases
-    0."""
+    """A random backbone with large enough weights that every part changes the logits.
+
+    `Backbone.random` alone has small weights, norms of 1 and biases of 0.
+    """
     backbone = Backbone.random(config)
     rng = np.random.default_rng(0)
 
@@ -129,8 +134,11 @@ def packed_logits(
     adapters: Sequence[tuple[LoRA, Adapter]],
     prompts: Sequence[Sequence[Sequence[int]]],
 ) -> dict[str, np.ndarray]:
-    """Logits of the prompts of all slots, packed into one microbatch, by "slot-prompt"."""
-    # A sample is read up to its last token but one.
+    """Logits of the prompts of all slots, packed into one microbatch.
+
+    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>".
+    """
+    # The model does not read the last token of a sample, so one is appended.
     batches = {
         slot: [Sample(np.asarray([*ids, 0]), np.arange(len(ids) + 1) > 0, 0) for ids in sequences]
         for slot, sequences in enumerate(prompts)
@@ -152,7 +160,7 @@ def packed_logits(
     lora = stack_adapters(backbone.config, adapters, len(prompts))
     hidden, _, finite = run(backbone.weights, lora, None, microbatch, slots)
     assert finite.all()
-    logits = np.asarray(hidden @ head_kernel(backbone.weights))
+    logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
     logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
     return {
         f"{p.slot}-{p.sample}": logits[p.row, p.offset : p.offset + lengths[p.slot][p.sample]]
@@ -163,7 +171,7 @@ def packed_logits(
 def stack_adapters(
     config: BackboneConfig, adapters: Sequence[tuple[LoRA, Adapter]], slots: int
 ) -> Adapters:
-    """The adapters of slots 0, 1, …, padded to the largest rank."""
+    """The pool of the adapters in slots 0, 1, …, padded to the largest rank."""
     modules = sorted({module for _, adapter in adapters for module in adapter})
     rank = max((spec.rank for spec, _ in adapters), default=1)
     stacked = {}
@@ -177,7 +185,7 @@ def stack_adapters(
 
 
 def hf_tensors(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> dict[str, np.ndarray]:
-    """The factors by PEFT's names and in its layout."""
+    """The factors in PEFT's layout, by PEFT's names."""
     tensors = {}
     for module, layers in resolve_targets(spec.target_modules, config).items():
         for layer in np.flatnonzero(layers):

@@ -1,4 +1,4 @@
-"""One task trained alone by PEFT and torch, the way a user of theirs would write it."""
+"""Trains one task alone with PEFT and torch, in the way that their documentation describes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +12,20 @@ from torch.nn.functional import cross_entropy
 from transformers import get_scheduler
 
 Tensors = dict[str, torch.Tensor]
-# Samples that go through the model at once; a global batch is accumulated over several of them.
-MICRO_BATCH = 4
+# Samples of one forward pass. Gradients are accumulated over the forward passes of a global batch.
+SAMPLES_PER_PASS = 4
 
 
-class PeftRun(NamedTuple):
-    """Attributes:
-    scaling: of the low-rank product, as PEFT understands the adapter's configuration.
-    losses, grad_norms, rates: of every update; norms before clipping.
-    initial, final: the adapter's tensors.
+class PeftTraining(NamedTuple):
+    """The course and the result of training one task with PEFT.
+
+    Attributes:
+      scaling: the factors by which PEFT's layers scale the low-rank product.
+      losses: by update, the mean loss per target token.
+      grad_norms: by update, the gradient's norm before clipping.
+      rates: by update, the learning rate.
+      initial: the tensors of the adapter before training.
+      final: the tensors of the adapter after training.
     """
 
     scaling: set[float]
@@ -33,12 +38,14 @@ class PeftRun(NamedTuple):
 
 def train_alone(
     backbone: Path, adapter: Path, task: dict[str, Any], batches: Sequence[Sequence[dict]]
-) -> PeftRun:
+) -> PeftTraining:
     """Trains the adapter in the folder `adapter` on the given global batches.
 
     Args:
-      task: jaxmux's specification; its optimizer is translated into torch's terms.
-      batches: by update, samples with token `ids` and whether each is a `target`.
+      backbone: folder of the frozen model.
+      adapter: folder of the initial adapter.
+      task: the task's specification for jaxmux; torch's optimizer is created from it.
+      batches: by update, samples with their token `ids` and the mask `target`.
     """
     model = PeftModel.from_pretrained(load_model(backbone), adapter, is_trainable=True).train()
     initial = adapter_tensors(model)
@@ -61,7 +68,7 @@ def train_alone(
         scheduler.step()
         optimizer.zero_grad()
     scaling = {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
-    return PeftRun(scaling, losses, grad_norms, rates, initial, adapter_tensors(model))
+    return PeftTraining(scaling, losses, grad_norms, rates, initial, adapter_tensors(model))
 
 
 def make_optimizer(model: PeftModel, task: dict[str, Any]) -> torch.optim.Optimizer:
@@ -82,17 +89,17 @@ def make_optimizer(model: PeftModel, task: dict[str, Any]) -> torch.optim.Optimi
 
 
 def accumulate_gradients(model: PeftModel, batch: Sequence[dict]) -> float:
-    """Adds the gradients of the batch's mean loss per target token; returns the loss."""
+    """Adds the gradients of the batch's mean loss per target token, and returns this loss."""
     targets = sum(sum(sample["target"]) for sample in batch)
     total = 0.0
-    for start in range(0, len(batch), MICRO_BATCH):
-        micro = batch[start : start + MICRO_BATCH]
+    for start in range(0, len(batch), SAMPLES_PER_PASS):
+        samples = batch[start : start + SAMPLES_PER_PASS]
         ids, attention, target = (
             torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
             for rows in (
-                [s["ids"] for s in micro],
-                [[1] * len(s["ids"]) for s in micro],
-                [s["target"] for s in micro],
+                [s["ids"] for s in samples],
+                [[1] * len(s["ids"]) for s in samples],
+                [s["target"] for s in samples],
             )
         )
         logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1]

@@ -1,4 +1,4 @@
-"""What the training tests train: backbones, tasks and their data, plain values for both sides."""
+"""The backbones, tasks and data of the training tests, as plain values for both sides."""
 
 import json
 import random
@@ -12,8 +12,8 @@ from backbones import CONFIGS, STORIES260K_SHAPE, load_model, random_model, save
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoTokenizer
 
-# The arguments of jaxmux's `Task`, nested ones as dicts. In place of `data` stands `words`, the
-# range of a sample's words.
+# The arguments of jaxmux's `Task`, with dicts for nested objects. Instead of `data` it has `words`:
+# the smallest and the largest number of words in a sample.
 TaskFields = dict[str, Any]
 WORDS = (
     "once upon a time there was little girl boy who loved to play with big red ball in the park "
@@ -35,7 +35,8 @@ def _adamw(learning_rate: float, warmup_steps: int, clip_norm: float) -> dict[st
     }
 
 
-# Ranks, scales, rates, batch sizes and lengths all differ; no batch fits into one microbatch.
+# Ranks, scales, learning rates, batch sizes and lengths differ between the tasks, and no global
+# batch fits into one microbatch.
 PARITY_TASKS = [
     _task(
         "short",
@@ -109,11 +110,16 @@ OTHER_OPTIMIZER_TASKS = [
 ]
 
 
-def make_backbone(name: str, folder: Path, shared: Path) -> None:
-    """Writes a checkpoint with a tokenizer. "stories260k" is the real model where the folder
-    `shared` has it, else a random one of its shape; other names are those of `CONFIGS`."""
-    trained = shared / "models" / "stories260k"
-    if name == "stories260k" and trained.is_dir():
+def make_backbone(name: str, folder: Path, shared: str | None) -> None:
+    """Writes a checkpoint with a tokenizer into `folder`.
+
+    Args:
+      name: a key of `CONFIGS`, for a random model, or "stories260k".
+      shared: the folder with the trained stories260K model, which is copied. Without it,
+        "stories260k" is a random model of the same shape.
+    """
+    if name == "stories260k" and shared:
+        trained = Path(shared) / "models" / "stories260k"
         shutil.copytree(trained, folder, copy_function=shutil.copyfile)
         return
     config = STORIES260K_SHAPE if name == "stories260k" else CONFIGS[name]
@@ -122,13 +128,15 @@ def make_backbone(name: str, folder: Path, shared: Path) -> None:
 
 
 def write_tasks(specifications: Sequence[TaskFields], folder: Path) -> list[TaskFields]:
-    """Writes the tasks' data and the adapters they resume from, made by PEFT; returns the tasks as
-    jaxmux_side.py takes them."""
+    """Writes the data of the tasks and the PEFT adapters from which they resume.
+
+    Returns the specifications of the tasks for jaxmux_side.py.
+    """
     tasks = []
     for specification in specifications:
         task = dict(specification, data=f"{specification['name']}.jsonl")
         words = task.pop("words")
-        # Two and a half epochs, each with a short last batch.
+        # The steps are two and a half epochs, and the last batch of an epoch is short.
         count = int(task["batch_size"] * (task["steps"] / 2.5 - 0.5))
         write_records(folder / task["data"], words, count, task.get("seed", 0))
         if "resume_from" in task:
@@ -154,7 +162,7 @@ def save_peft_adapter(
     settings: dict[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """A LoRA adapter with random A and B, made and saved by PEFT."""
+    """Saves a LoRA adapter with random A and B that PEFT created."""
     torch.manual_seed(0)
     config = LoraConfig(
         **{"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}

@@ -1,4 +1,4 @@
-"""Adapter folders mean the same to jaxmux, PEFT and servers such as vLLM."""
+"""Adapter folders can be exchanged between jaxmux, PEFT and servers such as vLLM."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ REQUIRED_KEYS = set(
     "peft_type task_type base_model_name_or_path r lora_alpha lora_dropout bias target_modules "
     "use_rslora rank_pattern alpha_pattern inference_mode".split()
 )
-# Adapters made by PEFT, as arguments of `save_peft_adapter`.
+# By name, the arguments of `save_peft_adapter`.
 MADE_BY_PEFT = {
     "all-linear": {"settings": {"r": 4, "lora_alpha": 8}},
     "rslora": {"settings": {"r": 6, "lora_alpha": 3, "use_rslora": True}},
@@ -35,13 +35,13 @@ PROMPTS = random_prompts(VOCABULARY)
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", TASKS)
-def test_an_exported_adapter_gives_jaxmuxs_logits_in_peft(task, form, trained, at_most):
+def test_an_exported_adapter_has_the_same_logits_in_peft(task, form, trained, at_most):
     check_exported_logits(trained, task, form, at_most)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", [task["name"] for task in OTHER_OPTIMIZER_TASKS])
-def test_so_does_one_that_targets_some_layers_or_began_in_peft(
+def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
     task, form, trained_by_other_optimizers, at_most
 ):
     check_exported_logits(trained_by_other_optimizers, task, form, at_most)
@@ -54,7 +54,7 @@ def test_an_exported_adapter_passes_vllms_checks(task, form, trained):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_exported_configuration_is_that_of_the_task(task, trained):
+def test_the_exported_configuration_has_the_values_of_the_task(task, trained):
     spec = trained.tasks[task]["adapter"]
     config = read_config(trained.folder / "final" / task)
     assert REQUIRED_KEYS <= config.keys()
@@ -65,7 +65,7 @@ def test_the_exported_configuration_is_that_of_the_task(task, trained):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_an_adapter_for_serving_carries_its_scale_in_b(task, trained):
+def test_an_adapter_for_serving_has_its_scale_folded_into_b(task, trained):
     spec = trained.tasks[task]["adapter"]
     scale = spec["alpha"] / spec["rank"] ** (0.5 if spec.get("rslora") else 1)
     config = read_config(trained.folder / "serving" / task)
@@ -105,13 +105,13 @@ def test_the_vllm_check_refuses_what_vllm_refuses(change, trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory, jaxmux) -> Path:
-    """Adapters made by PEFT, and what jaxmux reads from them and computes with them."""
+    """Adapters that PEFT created, and the tensors and logits that jaxmux gets from them."""
     folder = tmp_path_factory.mktemp("imported")
     random_model(CONFIGS["qwen3"]).save_pretrained(folder / "backbone")
     for name, arguments in MADE_BY_PEFT.items():
         save_peft_adapter(folder / "backbone", folder / name, **arguments)
     names = list(MADE_BY_PEFT)
-    # Each case's own adapter is in slot 0, beside two others.
+    # The adapter of the case is in slot 0, and two others are in slots 1 and 2.
     cases = {
         name: {
             "backbone": "backbone",
@@ -135,7 +135,7 @@ def test_jaxmux_reads_the_tensors_that_peft_wrote(name, imported):
 
 
 @pytest.mark.parametrize("name", MADE_BY_PEFT)
-def test_an_adapter_made_by_peft_gives_its_logits_in_jaxmux(name, imported, at_most):
+def test_an_adapter_of_peft_has_the_same_logits_in_jaxmux(name, imported, at_most):
     model = PeftModel.from_pretrained(load_model(imported / "backbone"), imported / name).eval()
     found = np.load(imported / "logits" / f"{name}.npz")
     error = largest_difference(found, 0, PROMPTS[0], model)
@@ -164,7 +164,7 @@ def largest_difference(found, slot: int, prompts, model) -> float:
 
 
 def linears(backbone: Path) -> dict[str, torch.nn.Linear]:
-    """The linears that vLLM can put an adapter on: those of the decoder layers."""
+    """The linears that can have an adapter in vLLM: those of the decoder layers."""
     modules = load_model(backbone).named_modules()
     return {
         name: module

@@ -1,4 +1,4 @@
-"""transformers and jaxmux compute the same logits from the same checkpoint, whoever wrote it."""
+"""transformers and jaxmux compute the same logits from a checkpoint that either of them wrote."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ _SHAPE = {
     "num_kv_heads": 2,
     "head_dim": 12,
 }
-# Configurations in jaxmux's terms.
+# Arguments of jaxmux's `BackboneConfig`.
 MADE_BY_JAXMUX = {
     "llama": {"architecture": "LlamaForCausalLM", **_SHAPE},
     "llama-biases-tied": {
@@ -53,7 +53,7 @@ MADE_BY_JAXMUX = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, jaxmux) -> Path:
-    """Checkpoints of both sides, and jaxmux's logits for all of them."""
+    """Checkpoints of both libraries, and jaxmux's logits for all of them."""
     folder = tmp_path_factory.mktemp("logits")
     cases = {}
     for name, config in CONFIGS.items():
@@ -69,7 +69,7 @@ def folder(tmp_path_factory, jaxmux) -> Path:
 
 
 def difference(folder: Path, case: str, model) -> float:
-    """Largest difference of a logit, over all prompts, each alone in transformers."""
+    """Largest difference of a logit over all prompts; transformers computes each prompt alone."""
     found = np.load(folder / "logits" / f"{case}.npz")
     return max(
         np.abs(found[f"{slot}-{i}"] - logits(model, prompt).numpy()).max()
@@ -79,13 +79,13 @@ def difference(folder: Path, case: str, model) -> float:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_packed_sequences_get_the_logits_of_transformers(case, folder, at_most):
+def test_packed_sequences_have_the_logits_of_transformers(case, folder, at_most):
     at_most(
         "logits of loaded backbones", difference(folder, case, load_model(folder / case)), LIMIT
     )
 
 
-def test_a_sharded_checkpoint_loads_as_the_whole_one(folder, at_most):
+def test_a_sharded_checkpoint_loads_like_a_single_file(folder, at_most):
     assert len(list((folder / "sharded").glob("model-*.safetensors"))) > 2
     model = load_model(folder / "sharded")
     at_most("logits of loaded backbones", difference(folder, "sharded", model), LIMIT)
@@ -100,8 +100,8 @@ def test_a_backbone_saved_by_jaxmux_loads_in_transformers(case, folder, at_most)
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_the_comparison_sees_the_whole_context(case, folder):
-    """The backbones are not trivial: logits vary, and the last one depends on distant tokens."""
+def test_logits_depend_on_the_whole_context(case, folder):
+    """Checks that the comparison is not trivial: logits vary and depend on distant tokens."""
     model = load_model(folder / case)
     prompt = PROMPTS[2][0]
     before = logits(model, prompt)
@@ -111,6 +111,6 @@ def test_the_comparison_sees_the_whole_context(case, folder):
 
 
 @pytest.mark.parametrize("case", WITHOUT_FEATURE)
-def test_the_comparison_sees_rope_scaling_and_sliding_windows(case, folder):
+def test_rope_scaling_and_sliding_windows_change_the_logits(case, folder):
     model = random_model(WITHOUT_FEATURE[case])
     assert difference(folder, case, model) > 0.01

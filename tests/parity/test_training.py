@@ -1,13 +1,13 @@
-"""Tasks that jaxmux trains together become what PEFT and torch make of each alone.
+"""Tasks that jaxmux trains together get the same adapters as tasks that PEFT trains alone.
 
-Both sides start from the same initial adapter and see the same batches; neither uses dropout.
+Both sides start from the same initial adapter and train on the same batches without dropout.
 """
 
 from typing import NamedTuple
 
 import pytest
 import torch
-from peft_training import PeftRun, train_alone
+from peft_training import PeftTraining, train_alone
 from safetensors.torch import load_file
 from scenarios import FROM_PEFT, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
 
@@ -16,12 +16,12 @@ OTHERS = [task["name"] for task in OTHER_OPTIMIZER_TASKS]
 
 
 class Pair(NamedTuple):
-    """One task, trained by both."""
+    """One task, trained by jaxmux and by PEFT."""
 
     task: dict
     updates: list[dict]
     final: dict[str, torch.Tensor]
-    peft: PeftRun
+    peft: PeftTraining
 
 
 def pair(trained, name: str) -> Pair:
@@ -44,11 +44,11 @@ def other(request, trained_by_other_optimizers) -> Pair:
 def test_the_tasks_share_microbatches_and_accumulate_gradients(trained):
     assert any(len(tasks) > 1 for a_round in trained.microbatches for tasks in a_round)
     for name in trained.tasks:
-        spans = [sum(name in tasks for tasks in a_round) for a_round in trained.microbatches]
-        assert sum(span > 1 for span in spans) >= 0.8 * len(spans), f"{name}: {spans}"
+        counts = [sum(name in tasks for tasks in a_round) for a_round in trained.microbatches]
+        assert sum(count > 1 for count in counts) >= 0.8 * len(counts), f"{name}: {counts}"
 
 
-def test_clipping_bites(adamw):
+def test_most_gradients_are_clipped(adamw):
     clipped = [u["grad_norm"] > adamw.task["optimizer"]["clip_norm"] for u in adamw.updates]
     assert sum(clipped) >= 0.8 * len(clipped)
 
@@ -59,27 +59,27 @@ def test_peft_reads_the_scale_of_the_task(adamw):
     assert adamw.peft.scaling == {spec["alpha"] / spec["rank"] ** root}
 
 
-def test_losses_are_those_of_peft(adamw, at_most):
+def test_losses_equal_those_of_peft(adamw, at_most):
     assert len(adamw.updates) == 30
     check_losses(adamw, at_most)
 
 
-def test_adapters_are_those_of_peft(adamw, at_most):
+def test_adapters_equal_those_of_peft(adamw, at_most):
     check_adapters(adamw, at_most)
 
 
-def test_learning_rates_and_gradient_norms_are_those_of_torch(adamw, at_most):
+def test_learning_rates_and_gradient_norms_equal_those_of_torch(adamw, at_most):
     check_rates_and_norms(adamw, at_most)
 
 
-def test_sgd_and_loraplus_are_those_of_torch_and_peft(other, at_most):
+def test_sgd_and_loraplus_train_like_torch_and_peft(other, at_most):
     assert len(other.updates) == 10
     check_losses(other, at_most)
     check_adapters(other, at_most)
     check_rates_and_norms(other, at_most)
 
 
-def test_an_adapter_made_by_peft_trains_on(trained_by_other_optimizers):
+def test_training_can_start_from_an_adapter_of_peft(trained_by_other_optimizers):
     folder = trained_by_other_optimizers.folder
     made = load_file(folder / FROM_PEFT / "adapter_model.safetensors")
     begun = load_file(folder / "initial" / "sgd" / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""What vLLM demands of a LoRA adapter folder, as strict as its loader and without vLLM.
+"""Checks an adapter folder with the rules of vLLM's LoRA loader, without needing vLLM.
 
 The rules are those of vLLM's `lora/peft_helper.py` (configuration), `lora/utils.py` (names) and
 `lora/lora_model.py` (modules, tensors).
@@ -17,19 +17,21 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.w
 
 
 class RefusedError(ValueError):
-    """vLLM would not serve this adapter, or would serve another one."""
+    """vLLM would refuse this adapter, or would serve it with wrong values."""
 
 
 def check_adapter(
     folder: Path, linears: Mapping[str, torch.nn.Linear], max_lora_rank: int = 16
 ) -> None:
-    """Raises `RefusedError` unless vLLM loads the adapter as it is meant.
+    """Raises `RefusedError` if vLLM would refuse the adapter or serve it with wrong values.
 
     Args:
-      linears: of the base model, by full name.
+      folder: folder of the adapter.
+      linears: by full name, the linears of the base model that can have an adapter.
+      max_lora_rank: vLLM's option of this name; one of `RANKS`.
     """
     if max_lora_rank not in RANKS:
-        raise ValueError(f"vLLM knows no max_lora_rank={max_lora_rank}")
+        raise ValueError(f"vLLM does not accept max_lora_rank={max_lora_rank}")
     config = json.loads((folder / "adapter_config.json").read_text())
     _check_config(config, max_lora_rank)
     factors: dict[str, dict[str, torch.Tensor]] = {}
@@ -66,7 +68,7 @@ def _check_config(config: dict, max_lora_rank: int) -> None:
         raise RefusedError("only modules_to_save None is supported")
     if config.get("use_dora"):
         raise RefusedError("DoRA is not supported")
-    # Not looked at by vLLM, which would serve such adapters with wrong scales.
+    # vLLM ignores these fields and would serve such adapters with wrong scales.
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise RefusedError("ranks and scales per module are ignored")
     targets = config["target_modules"]

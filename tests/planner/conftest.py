@@ -1,5 +1,5 @@
-"""Real sequence lengths for the planner's tests; `packings` and scripts/planner_parts
-are imported by bare name."""
+"""Real sequence lengths for the planner's tests, and the folders of the modules that they import by
+bare name: packing (`packings`, `exact_rows`) and scripts (`planner_parts`)."""
 
 import json
 import sys
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts")]
+sys.path[:0] = [str(HERE / "packing"), str(HERE.parents[1] / "scripts")]
 
-# Their samples are longer than the rows of the tests.
+# The samples of these data sets are longer than the rows of the tests.
 _TOO_LONG = {"qmsum", "squality"}
 
 
 @pytest.fixture(scope="session")
 def real_lengths(shared_dir) -> dict[str, list[int]]:
-    """By data set, tokens of its samples; skips where the file is absent."""
+    """By data set, the tokens of its samples; skips the test where the file is absent."""
     file = shared_dir / "data" / "lengths.json"
     if not file.is_file():
         pytest.skip(f"no {file}")

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxmux import AdamW, Backbone, LoRA, Schedule, Task, fine_tune, save_backbone
+from jaxmux import AdamW, Backbone, LoRA, RunOptions, Schedule, Task, fine_tune, save_backbone
 from jaxmux.data import Microbatch
 from jaxmux.models import (
     BackboneConfig,
@@ -25,6 +25,7 @@ from jaxmux.models import (
     hidden_states,
     load_backbone,
 )
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 CHAT = (
@@ -190,12 +191,15 @@ def make_task(data):
 
 @pytest.fixture(scope="session")
 def train(backbone):
-    """`fine_tune` on the tiny backbone with the shared shape."""
+    """`fine_tune` on the tiny backbone with the shared shape. Keyword arguments are those of
+    `RunOptions`, or of `fine_tune`."""
+    names = {field.name for field in dataclasses.fields(RunOptions)}
 
-    def run(run_dir, *tasks: Task, **options):
-        return fine_tune(
-            **({"backbone": backbone, "tasks": tasks, "run_dir": run_dir} | RUN | options)
-        )
+    def run(run_dir, *tasks: Task, **keywords):
+        options = RunOptions(**RUN | {k: v for k, v in keywords.items() if k in names})
+        others = {k: v for k, v in keywords.items() if k not in names}
+        arguments = {"backbone": backbone, "tasks": tasks, "options": options} | others
+        return fine_tune(run_dir=run_dir, **arguments)
 
     return run
 
@@ -221,7 +225,7 @@ def logits_of(backbone):
         slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
         options = ForwardOptions("xla", remat="none", max_sequences=1)
         hidden, _, _ = hidden_states(loaded.config, weights, {}, None, microbatch, slots, options)
-        return hidden @ head_kernel(weights)
+        return head_kernel(weights).matmul(hidden)
 
     def logits(ids: list[int], spec: LoRA | None = None, adapter=None) -> np.ndarray:
         tokens = np.zeros((1, ROW), np.int32)
@@ -236,8 +240,8 @@ def _merged(weights, spec, adapter):
     layers = {group: dict(modules) for group, modules in weights["layers"].items()}
     for module, (a, b) in adapter.items():
         group, name = module.split(".")
-        kernel = layers[group][name]["kernel"] + spec.scale * jnp.matmul(a, b)
-        layers[group][name] = layers[group][name] | {"kernel": kernel}
+        merged = layers[group][name]["kernel"].decoded() + spec.scale * jnp.matmul(a, b)
+        layers[group][name] = layers[group][name] | {"kernel": FrozenWeight.of(merged)}
     return weights | {"layers": layers}
 
 

@@ -1,7 +1,7 @@
 """`python -m jaxmux.train`: arguments, configs, run directories and exit codes."""
 
+import dataclasses
 import fcntl
-import inspect
 import json
 import subprocess
 import sys
@@ -10,7 +10,6 @@ from pathlib import Path
 import gin
 import pytest
 
-from jaxmux import fine_tune
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.train_command import main
 
@@ -61,7 +60,7 @@ def test_config_in_the_help_names_real_parameters(capsys, tmp_path):
     path.write_text("\n".join(line.strip() for line in example.splitlines()))
     support = ["support/Task.name='support'", "support/Task.data='s.jsonl'", "support/Task.steps=1"]
     gin_bindings.parse([str(path)], support)
-    names = [task.name for task in gin_bindings.fine_tune_arguments()["tasks"]]
+    names = [task.name for task in gin_bindings.run_config().tasks]
     assert names == ["billing", "support"]
 
 
@@ -125,7 +124,7 @@ def test_later_file_overrides_an_earlier_one(write_config, tmp_path):
     override = tmp_path / "longer.gin"
     override.write_text("tiny/Task.steps = 4\n")
     gin_bindings.parse([write_config(), str(override)], [])
-    assert gin_bindings.fine_tune_arguments()["tasks"][0].steps == 4
+    assert gin_bindings.run_config().tasks[0].steps == 4
 
 
 def test_resolved_config_means_the_same(write_config, tmp_path):
@@ -135,13 +134,14 @@ def test_resolved_config_means_the_same(write_config, tmp_path):
     config = write_config("tiny/AdamW.schedule = @Schedule()", "Schedule.kind = 'linear'")
     assert main([f"--gin_file={config}", binding, f"--run_dir={tmp_path}"]) == 0
     gin_bindings.parse([config], [binding.removeprefix("--gin.")])
-    expected = gin_bindings.fine_tune_arguments()
+    expected = gin_bindings.run_config()
     gin_bindings.parse([str(tmp_path / "config.gin")], [])
-    resolved = gin_bindings.fine_tune_arguments()
-    assert {name: resolved[name] for name in expected} == expected
-    defaults = inspect.signature(fine_tune).parameters
-    assert all(resolved[n] == defaults[n].default for n in resolved.keys() - expected.keys())
-    assert expected["tasks"][0].sample_prompt == prompt
+    resolved = gin_bindings.run_config()
+    assert resolved == expected
+    assert expected.tasks[0].sample_prompt == prompt
+    text = (tmp_path / "config.gin").read_text()
+    for field in dataclasses.fields(gin_bindings.RunConfig):
+        assert text.count(f"fine_tune.{field.name} = ") == 1
     # And so the directory is that of the resolved config, too.
     resolved = tmp_path / "config.gin"
     assert main([f"--gin_file={resolved}", f"--run_dir={tmp_path}"]) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import gin
 import pytest
 
-from jaxmux import load_backbone
+from jaxmux import Task, load_backbone
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.train_command import DEMO_CONFIG, main
 from jaxmux.data import load_tokenizer
@@ -26,13 +26,12 @@ def clean_gin():
 
 
 @pytest.fixture
-def arguments() -> dict:
+def tasks() -> list[Task]:
     gin_bindings.parse([resolve_path(DEMO_CONFIG)], [])
-    return gin_bindings.fine_tune_arguments()
+    return gin_bindings.run_config().tasks
 
 
-def test_four_tasks_differ_in_length_rank_rate_and_batch_size(arguments):
-    tasks = arguments["tasks"]
+def test_four_tasks_differ_in_length_rank_rate_and_batch_size(tasks):
     assert sorted(task.name for task in tasks) == list(NAMES)
     assert len({task.max_length for task in tasks}) > 2
     assert len({task.adapter.rank for task in tasks}) > 2
@@ -67,15 +66,15 @@ def test_held_out_prompts_are_not_in_the_training_data(name):
     assert not set(prompts["train"]) & set(prompts["eval"])
 
 
-def test_sample_prompts_are_not_in_the_training_data(arguments):
-    for task in arguments["tasks"]:
+def test_sample_prompts_are_not_in_the_training_data(tasks):
+    for task in tasks:
         with open(resolve_path(task.data.path)) as lines:
             assert task.sample_prompt not in {json.loads(line)["prompt"] for line in lines}
 
 
-def test_no_sample_of_the_demo_is_truncated(arguments):
+def test_no_sample_of_the_demo_is_truncated(tasks):
     tokenizer = load_tokenizer(resolve_path("jaxmux:demo/base"))
-    for task in arguments["tasks"]:
+    for task in tasks:
         with open(resolve_path(task.data.path)) as lines:
             records = [json.loads(line) for line in lines]
         encoded = tokenizer([r["prompt"] + r["completion"] for r in records])["input_ids"]

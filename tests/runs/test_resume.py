@@ -14,9 +14,9 @@ import pytest
 
 from jaxmux import Interrupted
 from jaxmux.cli.train_command import main
-from jaxmux.engine import engine
-from jaxmux.planner import PlanningError
-from jaxmux.runs import checkpoints
+from jaxmux.engine import EngineOptions, engine
+from jaxmux.engine.rounds import pack_tightly
+from jaxmux.runs import RunDirectoryError
 
 pytestmark = pytest.mark.xdist_group("resume")
 
@@ -165,9 +165,13 @@ def test_run_stopped_within_a_round_goes_on_within_it(
     assert interruption.value.signal_number == number
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (saved,) = (tmp_path / "stopped" / "checkpoints").glob("*/run/metadata")
-    position = json.loads(saved.read_text())["position"]
-    # Three microbatches a round.
-    assert position["rounds"] == 2 and position["microbatches_done"] == 2
+    saved = json.loads(saved.read_text())
+    # Three microbatches a round, of which two are done; the samples of the third are missing.
+    assert saved["position"]["rounds"] == 2 and saved["position"]["microbatches"] == 8
+    accumulated = [saved["tasks"][task.name]["accumulated"] for task in tasks]
+    for samples, task in zip(accumulated, tasks, strict=True):
+        assert samples == sorted(set(samples)) and set(samples) <= set(range(task.batch_size))
+    assert 0 < sum(map(len, accumulated)) < sum(task.batch_size for task in tasks)
 
     train(tmp_path / "stopped", *tasks, **options)
     assert_same_result(tmp_path / "stopped", tmp_path / "whole", adapter_bytes)
@@ -193,15 +197,45 @@ def test_second_signal_acts_at_once(train, make_task, tmp_path, monkeypatch):
     assert train(tmp_path, make_task(steps=4)).tasks["tiny"]["steps"] == 4
 
 
-def test_a_round_packed_otherwise_is_not_taken_up_in_its_middle(
+def test_a_round_packed_otherwise_is_taken_up_in_its_middle(
     train, make_task, tmp_path, monkeypatch
 ):
-    task = make_task("a", steps=3, batch_size=14)
+    """A checkpoint names the samples that the accumulators hold, not how they were packed."""
+    tasks = [make_task("a", steps=3, batch_size=14), make_task("b", steps=3, batch_size=9)]
     options = {"tokens_per_microbatch": 128}
-    raise_signal_at_microbatch(1, signal.SIGTERM, monkeypatch)
+    whole = train(tmp_path / "whole", *tasks, **options)
+    raise_signal_at_microbatch(5, signal.SIGTERM, monkeypatch)
     with pytest.raises(Interrupted):
-        train(tmp_path, task, **options)
-    monkeypatch.setattr(checkpoints, "PACKING", 1 + checkpoints.PACKING)
-    with pytest.raises(PlanningError, match="1 microbatches into a round.*packs differently"):
-        train(tmp_path, task, **options)
-    assert train(tmp_path, task, restart=True, **options).succeeded
+        train(tmp_path / "stopped", *tasks, **options)
+    monkeypatch.undo()
+
+    def backwards(lengths, shape):
+        return list(reversed(pack_tightly(lengths, shape)))
+
+    monkeypatch.setattr(EngineOptions.__init__, "__defaults__", defaults_with(backwards))
+    resumed = train(tmp_path / "stopped", *tasks, **options)
+    for name, task in whole.tasks.items():
+        for field in ("train_loss_first", "train_loss_last"):
+            assert resumed.tasks[name][field] == pytest.approx(task[field], rel=1e-5)
+        assert resumed.tasks[name]["tokens"] == task["tokens"]
+
+
+def defaults_with(packing):
+    """The defaults of `EngineOptions` with another packing, the last of them."""
+    return (*EngineOptions.__init__.__defaults__[:-1], packing)
+
+
+@pytest.mark.parametrize("record", ["checkpoint", "run.json"])
+def test_records_of_an_older_format_are_refused(record, train, make_task, tmp_path):
+    train(tmp_path, make_task(), checkpoint_every=1)
+    (tmp_path / "summary.json").unlink()
+    if record == "run.json":
+        path = tmp_path / "run.json"
+    else:
+        path = max(tmp_path.glob("checkpoints/*/run/metadata"), key=lambda p: int(p.parts[-3]))
+    fields = json.loads(path.read_text())
+    del fields["format"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(RunDirectoryError, match="has format 1, .* reads format 2; .* restart"):
+        train(tmp_path, make_task())
+    assert train(tmp_path, make_task(), restart=True).succeeded

@@ -25,7 +25,7 @@ def test_every_layer_has_results_of_its_own_weights():
     results = frozen_program(frozen)()
     assert len(results) == LAYERS
     for layer, (outputs, dx) in enumerate(results):
-        weights = [np.asarray(kernel[layer], np.float32) for kernel in frozen.kernels]
+        weights = [np.asarray(w.at_layer(layer).decoded(), np.float32) for w in frozen.weights]
         x, *dys = (np.asarray(array, np.float32) for array in (frozen.x, *frozen.gradients))
         for output, weight in zip(outputs, weights, strict=True):
             np.testing.assert_allclose(output.astype(jnp.float32), x @ weight, atol=2e-2)

@@ -1,18 +1,24 @@
-"""Plans which tasks share microbatches and which microbatch runs when on a pipeline's stages.
+"""Plans which tasks share microbatches and when each stage of a pipeline runs each microbatch.
 
-In go the tasks' global batches, limits of the shape class and the costs on a replica. Out comes a
-`Plan`: the shape class, tasks fused into hTasks, hTasks in buckets, every microbatch with its
-samples, a schedule of all stages and the predicted times.
+`make_plan` takes the lengths of the tasks' samples (`TaskLoad`), limits of the shape class and the
+costs on a replica. It returns a `Plan`: the shape class, tasks fused into hTasks, hTasks grouped
+into buckets, every microbatch with its samples, a schedule of all stages and the predicted times.
+
+The parts, in the order in which `make_plan` uses them:
+
+- `groupings` lists ways to group the tasks; it uses `fusion` (hTasks), `buckets` and
+  `adapter_groups`. `grouping_estimates` chooses those that are worth simulating.
+- `bubble_lemma` puts the packed microbatches of all groups in a row such that every task waits for
+  its updates; `schedules` makes, checks and simulates the schedule.
+- `pipeline_plan` does both for several groupings, and `pipeline_choice` also for more recomputation.
+- `smaller_microbatches` tries whether fewer tokens per microbatch would be faster.
+
+`subgraphs` and `interleaving` order the operators of a bucket's hTasks within a stage.
 """
 
-from .make_plan import (
-    SmallerMicrobatches,
-    TaskLoad,
-    make_plan,
-    shared_pool,
-    try_smaller_microbatches,
-)
+from .make_plan import TaskLoad, make_plan, shared_pool
 from .plan_value import Plan
+from .smaller_microbatches import SmallerMicrobatches, try_smaller_microbatches
 
 __all__ = [
     "Plan",

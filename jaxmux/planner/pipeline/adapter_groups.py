@@ -1,4 +1,4 @@
-"""Groups tasks that are packed together; the groups take turns (LoRAFusion 5.2)."""
+"""Divides tasks into groups that are packed together and take turns (LoRAFusion 5.2)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,17 +10,17 @@ from ..errors import PlanningError
 def pair_head_with_tail(
     lengths: Mapping[int, Sequence[int]], groups: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups of tasks with about the same load, short samples beside long ones.
+    """Divides tasks into groups of similar load, each with short samples beside long ones.
 
-    Tasks are sorted by the mean length of their samples and paired, shortest with longest, second
-    shortest with second longest, and so on. Each pair goes, the heaviest first, to the group that
-    is least loaded among those with the fewest pairs.
+    The tasks are sorted by the mean length of their samples and paired: the shortest with the
+    longest, the second shortest with the second longest, and so on. The pairs are then added to
+    groups in descending order of tokens, each to the group with the fewest tokens among those with
+    the fewest pairs.
 
     Args:
-      lengths: by slot, lengths in tokens of samples of the task: of a global batch, for its tokens
-        are the task's load.
-      groups: number of groups. Two suffice for the bubble lemma where a group's global batch takes
-        at least S - 1 microbatches.
+      lengths: by slot, lengths in tokens of the samples of a global batch of the task.
+      groups: number of groups. Two groups keep the bubble lemma without no-ops if each group's
+        global batches take at least S - 1 microbatches.
 
     Returns:
       The slots of each group, ascending.
@@ -30,23 +30,24 @@ def pair_head_with_tail(
     """
     for slot, sizes in lengths.items():
         if not len(sizes):
-            raise PlanningError(f"slot {slot}: no samples, expected some to tell its mean length")
+            raise PlanningError(f"slot {slot}: no samples, so their mean length is unknown")
     if not 1 <= groups <= len(lengths):
         raise PlanningError(f"{len(lengths)} tasks cannot be divided into {groups} groups")
-    load = {slot: int(np.sum(sizes)) for slot, sizes in lengths.items()}
+    tokens = {slot: int(np.sum(sizes)) for slot, sizes in lengths.items()}
     pairs = _pairs(sorted(lengths, key=lambda slot: (np.mean(lengths[slot]), slot)), groups)
     members: list[list[int]] = [[] for _ in range(groups)]
+    # For each group, its number of pairs and of tokens.
     held = [(0, 0)] * groups
-    for pair in sorted(pairs, key=lambda pair: -sum(load[slot] for slot in pair)):
+    for pair in sorted(pairs, key=lambda pair: -sum(tokens[slot] for slot in pair)):
         lightest = held.index(min(held))
         members[lightest] += pair
-        count, tokens = held[lightest]
-        held[lightest] = (count + 1, tokens + sum(load[slot] for slot in pair))
+        pair_count, token_count = held[lightest]
+        held[lightest] = (pair_count + 1, token_count + sum(tokens[slot] for slot in pair))
     return tuple(tuple(sorted(group)) for group in members)
 
 
 def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
-    """Head with tail; with fewer than two tasks a group, the longest ones stay single."""
+    """Pairs from both ends; the longest tasks stay single if there are less than two per group."""
     singles = max(0, 2 * groups - len(ascending))
     paired, rest = ascending[: len(ascending) - singles], ascending[len(ascending) - singles :]
     half = len(paired) // 2
@@ -58,14 +59,18 @@ def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
 def take_turns[Batch](
     rounds: Sequence[Mapping[int, Batch]], groups: Sequence[Sequence[int]]
 ) -> list[dict[int, Batch]]:
-    """The global batches in the order of execution: of each round, one group after another.
+    """Returns the turns of the groups: in each round, the global batches of one group after another.
 
-    A group's batches are then separated by those of all other groups, which is the distance that
-    the bubble lemma asks for.
+    The turns of a group are separated by those of all other groups, which is the distance that the
+    bubble lemma requires (see `bubble_lemma`).
 
     Args:
       rounds: by slot, the task's global batch of the round; a task that has ended is left out.
       groups: slots of each group.
+
+    Returns:
+      For each turn, by slot, the global batches of the group's tasks. Turns without any are left
+      out.
     """
     turns = [
         {slot: batches[slot] for slot in group if slot in batches}

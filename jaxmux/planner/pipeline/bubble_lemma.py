@@ -1,13 +1,16 @@
-"""Strings packed global batches together for a pipeline, each task's in their order.
+"""Puts packed turns in a row for a pipeline so that every task waits for its updates.
 
-**Bubble lemma** (LoRAFusion 5.2). A task's update needs the gradients of its whole global batch. In
-a pipeline of S stages a microbatch has been through all of them forward, and may start backward,
-S - 1 microbatches later. So a microbatch with samples of a task's next global batch comes at least
-S microbatches after the last one with samples of its current batch. Microbatches of other tasks
-fill the distance; where there are none, *no-op* microbatches do.
+**Bubble lemma** (LoRAFusion 5.2). A task's update needs the gradients of a whole global batch. In a
+pipeline of S stages a microbatch has run forward on all stages, and may start its backward pass,
+S - 1 microbatches after it was launched. A microbatch with samples of a task's next global batch
+therefore comes at least S microbatches after the last one with samples of its current global batch.
+Microbatches of other tasks fill the distance. Where there are none, *no-op* microbatches fill it.
 
-LoRAFusion states the distance as S - 1, from a backward pass that ends within the clock in which
-the next forward pass begins; the update, too, must come between the two here.
+LoRAFusion requires the distance S - 1: its backward pass ends in the same clock in which the next
+forward pass begins. Here the update must come between the two as well.
+
+A *turn* is the part of a round that belongs to one group of tasks (see
+`adapter_groups.take_turns`).
 """
 
 from collections.abc import Sequence
@@ -24,183 +27,202 @@ class PlacedSpan(NamedTuple):
     """A span in a microbatch.
 
     Attributes:
-      batch: index, in the order of the schedule, of the packed batch whose sample indices it uses.
+      turn: index of the turn, in the order of execution, whose samples the span holds.
       slot: slot of the task.
+      span: the samples, as indices within the task's global batch of that turn.
     """
 
-    batch: int
+    turn: int
     slot: int
     span: Span
 
 
 class PackedMicrobatch(NamedTuple):
-    """The spans of a microbatch by row; without any it is a no-op."""
+    """The spans of a microbatch.
+
+    Attributes:
+      rows: for each row, its spans side by side; a microbatch without spans is a no-op.
+    """
 
     rows: tuple[tuple[PlacedSpan, ...], ...] = ()
 
     @property
     def is_noop(self) -> bool:
+        """Whether the microbatch holds no samples."""
         return not any(self.rows)
 
-    def batches(self) -> dict[int, int]:
-        """By slot, of which packed batch its samples are; the lemma leaves no task two."""
-        return {placed.slot: placed.batch for row in self.rows for placed in row}
+    def turns(self) -> dict[int, int]:
+        """By slot, the turn whose samples it holds; the lemma forbids two turns of one task."""
+        return {placed.slot: placed.turn for row in self.rows for placed in row}
 
     def placements(self, shape: ShapeClass) -> tuple[Placement, ...]:
-        """Where each sample lies; its index is within its task's global batch."""
+        """The placement of each sample; its index is within its task's global batch."""
         return place([[(placed.slot, placed.span) for placed in row] for row in self.rows], shape)
 
 
 class LemmaViolation(NamedTuple):
-    """A task's next global batch begins `distance` < S microbatches after its current one ends."""
+    """A microbatch that begins a task's next global batch too early.
+
+    Attributes:
+      slot: slot of the task.
+      turn: turn of the global batch that begins too early.
+      microbatch: index of the microbatch.
+      distance: microbatches since the last one with samples of the task's current global batch.
+    """
 
     slot: int
-    batch: int
+    turn: int
     microbatch: int
     distance: int
 
 
 def lemma_distance(stages: int, rule: TickRule = "single") -> int:
-    """Microbatches from the last one of a task's global batch to the first of its next: as many as
-    begin while a microbatch is in flight (see `schedules.layout`)."""
+    """Returns the least distance of a task's global batches in the stream, in microbatches.
+
+    It is counted from the last microbatch of one global batch to the first of the next one. It is
+    the number of microbatches that are launched while one is in flight (see
+    `schedules.tick_layout`).
+    """
     return {"single": stages, "paired": 2 * stages, "alternating": 2 * stages - 1}[rule]
 
 
-def schedule_batches(batches: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
-    """Microbatches of all batches, in their order, that keep the bubble lemma.
+def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
+    """Returns the microbatches of all turns, in their order, such that the bubble lemma holds.
 
-    Underfull last microbatches are merged with the next batch where that makes the whole shorter;
-    what is missing to the lemma's distance, no-ops fill (LoRAFusion Alg. 1, lines 12-15). How well
-    batches merge does not follow from how well each is packed, so the greedy packing of the same
-    spans is tried as well.
+    Each turn's underfull last microbatch is filled up with spans of the next turn if that makes the
+    whole shorter, and no-ops are added where the lemma needs them (LoRAFusion Alg. 1, lines 12 to
+    15). How well two turns merge does not follow from how well each is packed, so the greedy
+    packing of the same spans is tried as well. The shortest of the four results is returned.
 
     Args:
-      batches: in the order of execution. A task's batches are those that hold its slot. Groups of
-        tasks that take turns (see `adapter_groups.take_turns`) need few no-ops.
-      stages: S, of the pipeline.
+      turns: packed turns in the order of execution. Turns of groups that alternate (see
+        `adapter_groups.take_turns`) need few no-ops.
+      stages: least distance of a task's global batches: S, or `lemma_distance`.
     """
     schedules = []
-    for packed in (batches, [_pack_spans_greedily(batch) for batch in batches]):
-        apart = [microbatch for i, batch in enumerate(packed) for microbatch in _lay(i, batch)]
-        schedules += [insert_noops(apart, stages), merge_batches(packed, stages)]
+    for packed in (turns, [_repack_greedily(turn) for turn in turns]):
+        separate = [microbatch for i, turn in enumerate(packed) for microbatch in _lay(i, turn)]
+        schedules += [insert_noops(separate, stages), merge_turns(packed, stages)]
     return min(schedules, key=len)
 
 
 def lemma_violations(schedule: Sequence[PackedMicrobatch], stages: int) -> list[LemmaViolation]:
-    """Every place where the lemma, or the order of a task's global batches, is broken."""
+    """Returns every place where the lemma or the order of a task's global batches is broken."""
     ends: dict[int, tuple[int, int]] = {}
     violations = []
     for index, microbatch in enumerate(schedule):
         for row in microbatch.rows:
-            for batch, slot, _ in row:
-                current, last = ends.get(slot, (batch, index))
-                backwards = batch < current
-                if backwards or (batch > current and index - last < stages):
-                    violations.append(LemmaViolation(slot, batch, index, index - last))
-                ends[slot] = (batch, index)
+            for turn, slot, _ in row:
+                current, last = ends.get(slot, (turn, index))
+                backwards = turn < current
+                if backwards or (turn > current and index - last < stages):
+                    violations.append(LemmaViolation(slot, turn, index, index - last))
+                ends[slot] = (turn, index)
     return violations
 
 
 def insert_noops(microbatches: Sequence[PackedMicrobatch], stages: int) -> list[PackedMicrobatch]:
-    """The microbatches in their order, each as early as the lemma lets it, no-ops between them."""
+    """Returns the microbatches in their order, with the fewest no-ops that keep the lemma."""
     timeline = _Timeline(stages)
     for microbatch in microbatches:
         timeline.append(microbatch)
     return timeline.microbatches
 
 
-def merge_batches(batches: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
-    """The batches one after another, each filling what the one before left free in its last
-    microbatch, and no-ops where the lemma needs them.
+def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
+    """Returns the turns one after another, each filling up the last microbatch of the one before.
 
-    Runs move forward in the order of their task, and only of tasks whose previous global batch
-    ended S microbatches before. The rest is packed anew, and the move given up if that needs more
-    microbatches than before.
+    Spans move to the earlier microbatch in the order of their task, and only spans of tasks whose
+    previous global batch ended at least S microbatches before. The rest of the turn is packed
+    again, and nothing is moved if that needs more microbatches than the turn did. No-ops are added
+    where the lemma needs them.
     """
     timeline = _Timeline(stages)
-    for index, batch in enumerate(batches):
-        moved, remaining = _fill_up(timeline, index, batch)
-        if moved is not None and remaining.count <= batch.count:
-            timeline.replace_last(moved)
-            batch = remaining
-        for microbatch in _lay(index, batch):
+    for index, turn in enumerate(turns):
+        filled, remaining = _fill_last(timeline, index, turn)
+        if filled is not None and remaining.count <= turn.count:
+            timeline.replace_last(filled)
+            turn = remaining
+        for microbatch in _lay(index, turn):
             timeline.append(microbatch)
     return timeline.microbatches
 
 
 class _Timeline:
-    """Microbatches in the order of execution, and where each task's current batch ends."""
+    """Microbatches in the order of execution, and the end of each task's current global batch."""
 
     def __init__(self, stages: int):
         self.stages = stages
         self.microbatches: list[PackedMicrobatch] = []
+        # By slot, the turn of its current global batch and the last microbatch with samples of it.
         self._ends: dict[int, tuple[int, int]] = {}
 
-    def earliest(self, slot: int, batch: int) -> int:
-        """The first microbatch that may hold samples of this batch of the task."""
-        current, last = self._ends.get(slot, (batch, 0))
-        return last if current == batch else last + self.stages
+    def earliest(self, slot: int, turn: int) -> int:
+        """Index of the first microbatch that may hold samples of this turn of the task."""
+        current, last = self._ends.get(slot, (turn, 0))
+        return last if current == turn else last + self.stages
 
     def append(self, microbatch: PackedMicrobatch) -> None:
-        batches = microbatch.batches()
-        start = max((self.earliest(*item) for item in batches.items()), default=0)
+        turns = microbatch.turns()
+        start = max((self.earliest(*item) for item in turns.items()), default=0)
         while len(self.microbatches) < start:
             self.microbatches.append(PackedMicrobatch())
         self.microbatches.append(microbatch)
-        self._note(batches)
+        self._record_ends(turns)
 
     def replace_last(self, microbatch: PackedMicrobatch) -> None:
         self.microbatches[-1] = microbatch
-        self._note(microbatch.batches())
+        self._record_ends(microbatch.turns())
 
-    def _note(self, batches: dict[int, int]) -> None:
+    def _record_ends(self, turns: dict[int, int]) -> None:
         at = len(self.microbatches) - 1
-        self._ends.update({slot: (batch, at) for slot, batch in batches.items()})
+        self._ends.update({slot: (turn, at) for slot, turn in turns.items()})
 
 
-def _pack_spans_greedily(batch: PackedRound) -> PackedRound:
-    queues = {slot: spans for slot, spans in batch.spans.items() if spans}
-    return batch._replace(rows=fill_rows_greedily(queues, RowShape.of(batch.shape)))
+def _repack_greedily(turn: PackedRound) -> PackedRound:
+    queues = {slot: spans for slot, spans in turn.spans.items() if spans}
+    return turn._replace(rows=fill_rows_greedily(queues, RowShape.of(turn.shape)))
 
 
-def _lay(index: int, batch: PackedRound) -> list[PackedMicrobatch]:
+def _lay(index: int, turn: PackedRound) -> list[PackedMicrobatch]:
+    """The microbatches of a turn alone."""
     return [
         PackedMicrobatch(
             tuple(tuple(PlacedSpan(index, slot, span) for slot, span in row) for row in rows)
         )
-        for rows in batch.contents()
+        for rows in turn.contents()
     ]
 
 
-def _fill_up(
-    timeline: _Timeline, index: int, batch: PackedRound
+def _fill_last(
+    timeline: _Timeline, index: int, turn: PackedRound
 ) -> tuple[PackedMicrobatch | None, PackedRound]:
-    """The timeline's last microbatch with spans of the next batch added, and what is left of it."""
+    """The timeline's last microbatch filled up with spans of the turn, and the rest of the turn."""
     end = len(timeline.microbatches) - 1
     ready = {
         slot: spans
-        for slot, spans in batch.spans.items()
+        for slot, spans in turn.spans.items()
         if spans and end >= 0 and timeline.earliest(slot, index) <= end
     }
     if not ready:
-        return None, batch
-    shape = RowShape.of(batch.shape)
+        return None, turn
+    shape, height = RowShape.of(turn.shape), rows_of_microbatch(turn.shape)
     rows = list(timeline.microbatches[-1].rows)
-    rows += [()] * (rows_of_microbatch(batch.shape) - len(rows))
-    position = dict.fromkeys(ready, 0)
+    rows += [()] * (height - len(rows))
+    moved = dict.fromkeys(ready, 0)
     for i, row in enumerate(rows):
-        room = shape.chunks - sum(placed.span.chunks for placed in row)
-        sequences = shape.sequences - sum(placed.span.sequences for placed in row)
-        if not room or not sequences:
+        chunks = shape.chunks - sum(placed.span.chunks for placed in row)
+        sequences = shape.max_sequences - sum(placed.span.sequences for placed in row)
+        if not chunks or not sequences:
             continue
-        for slot, count in fullest_row(ready, position, room, sequences).items():
-            start = position[slot]
-            position[slot] += count
-            rows[i] += tuple(PlacedSpan(index, slot, r) for r in ready[slot][start : start + count])
-    if not any(position.values()):
-        return None, batch
-    left = {slot: spans[position.get(slot, 0) :] for slot, spans in batch.spans.items()}
+        for slot, count in fullest_row(ready, moved, chunks, sequences).items():
+            spans = ready[slot][moved[slot] : moved[slot] + count]
+            rows[i] += tuple(PlacedSpan(index, slot, span) for span in spans)
+            moved[slot] += count
+    if not any(moved.values()):
+        return None, turn
+    left = {slot: spans[moved.get(slot, 0) :] for slot, spans in turn.spans.items()}
     queues = {slot: spans for slot, spans in left.items() if spans}
-    packed = fill_rows(queues, shape, rows_of_microbatch(batch.shape)) if queues else []
-    remaining = batch._replace(spans=left, rows=packed, bound=0, isolated_bound=0)
+    packed = fill_rows(queues, shape, height) if queues else []
+    remaining = turn._replace(spans=left, rows=packed, bound=0, isolated_bound=0)
     return PackedMicrobatch(tuple(rows)), remaining

@@ -1,10 +1,10 @@
-"""Interleaves the hTasks of a bucket within a stage so that their collectives are hidden (MuxTune
-3.4.2, Alg. 1).
+"""Interleaves the hTasks of a bucket within a stage to hide collectives (MuxTune 3.4.2, Alg. 1).
 
-hTasks do not depend on each other: while one waits for an all-reduce, the stage computes another.
-The model is one compute stream and one communication stream. The compute stream takes whole
-subgraphs in a given order; the collective at the end of a subgraph runs on the other stream, in the
-order in which collectives are issued; what depends on the subgraph waits for both.
+hTasks do not depend on each other, so a stage can compute one hTask while another waits for its
+all-reduce. The model of a stage is a compute stream and a communication stream. The compute stream
+runs whole subgraphs in a given order. The collective at the end of a subgraph runs on the
+communication stream, in the order in which collectives are issued. A subgraph starts when all
+subgraphs that it depends on have ended, including their collectives.
 """
 
 import heapq
@@ -14,17 +14,18 @@ from typing import NamedTuple
 from ..errors import PlanningError
 from .subgraphs import Subgraph
 
-# Beginnings of an order that the search keeps, and subgraphs up to which it takes well below 1 s.
+# The beam search keeps this many partial orders. It is used for at most this many subgraphs, with
+# which it takes well below a second.
 _BEAM_WIDTH = 16
 _SEARCHED_SUBGRAPHS = 128
 
 
 class Overlap(NamedTuple):
-    """What an order of subgraphs takes.
+    """The time of an order of subgraphs.
 
     Attributes:
-      seconds: until the last subgraph and the last collective have ended.
-      exposed: seconds of these in which the compute stream has nothing to do.
+      seconds: time until the last subgraph and the last collective have ended.
+      exposed: part of these seconds in which the compute stream is idle.
     """
 
     seconds: float
@@ -35,9 +36,9 @@ class Interleaving(NamedTuple):
     """The order in which a stage launches the subgraphs of a bucket.
 
     Attributes:
-      order: every subgraph once.
-      overlap: what it takes.
-      sequential: what one hTask after another takes.
+      order: index of every subgraph once.
+      overlap: time of this order.
+      sequential: time of one hTask after another, for comparison.
     """
 
     order: tuple[int, ...]
@@ -46,10 +47,11 @@ class Interleaving(NamedTuple):
 
 
 def interleave(subgraphs: Sequence[Subgraph]) -> Interleaving:
-    """The best of Alg. 1's order, the one of a beam search, and the sequential one.
+    """Returns the fastest of three orders: Alg. 1's, a beam search's and the sequential one.
 
-    Alg. 1 goes by depth and does not see how long a collective still takes: it is nearly optimal
-    where hTasks are alike. The beam search, for up to 128 subgraphs, is for those that are not.
+    Alg. 1 considers depth and computation but not how long a collective still takes. It is nearly
+    optimal where the hTasks are alike; where they are not, the beam search is better. The search is
+    left out for more than 128 subgraphs.
 
     Raises:
       PlanningError: the dependencies have a cycle.
@@ -64,7 +66,7 @@ def interleave(subgraphs: Sequence[Subgraph]) -> Interleaving:
 
 
 def run_order(subgraphs: Sequence[Subgraph], order: Sequence[int]) -> Overlap:
-    """Runs the subgraphs in this order on the two streams.
+    """Simulates the two streams for one order of the subgraphs.
 
     Raises:
       PlanningError: a subgraph comes before one that it depends on.
@@ -80,85 +82,100 @@ def run_order(subgraphs: Sequence[Subgraph], order: Sequence[int]) -> Overlap:
 
 
 def sequential_order(subgraphs: Sequence[Subgraph]) -> list[int]:
-    """One hTask after another, as far as dependencies between hTasks permit."""
-    return _kahn(subgraphs, lambda index: (subgraphs[index].htask, index))
+    """Returns one hTask after another, except where hTasks depend on each other.
+
+    Raises:
+      PlanningError: the dependencies have a cycle.
+    """
+    return _topological_order(subgraphs, lambda index: (subgraphs[index].htask, index))
 
 
 def priority_order(subgraphs: Sequence[Subgraph]) -> list[int]:
-    """Alg. 1: of the subgraphs with in-degree zero, those of least depth, the longest one first."""
+    """Returns the order of Alg. 1: of the subgraphs whose dependencies are done, one of least depth
+    comes next, and of those the one with the longest computation.
+
+    Raises:
+      PlanningError: the dependencies have a cycle.
+    """
     depth = _depths(subgraphs)
-    return _kahn(subgraphs, lambda index: (depth[index], -subgraphs[index].compute, index))
+    return _topological_order(
+        subgraphs, lambda index: (depth[index], -subgraphs[index].compute, index)
+    )
 
 
 def beam_order(subgraphs: Sequence[Subgraph], width: int = _BEAM_WIDTH) -> list[int]:
-    """The order of a beam search: of all beginnings of as many subgraphs it keeps the `width` from
-    which the end may come soonest.
+    """Returns the order that a beam search finds.
 
-    A beginning's end is bounded from below by the computation that is left, and by the longest way
-    from each subgraph that may come next.
+    Of all partial orders of n subgraphs the search keeps the `width` with the smallest lower bound
+    on the time of a full order. The bound is the largest of: the time at which the compute stream
+    is free plus all computation that is left; the time at which the communication stream is free;
+    and, for each subgraph that may come next, the time at which it can start plus the longest chain
+    of dependent subgraphs from there.
     """
     tail = _longest_tails(subgraphs)
 
-    def soonest_end(streams: _Streams) -> float:
+    def least_seconds(streams: _Streams) -> float:
         left = sum(s.compute for i, s in enumerate(subgraphs) if i not in streams.done)
-        ways = (streams.ready(subgraphs[i]) + tail[i] for i in _open(subgraphs, streams))
-        return max([streams.compute_free + left, streams.communication_free, *ways])
+        chains = (streams.start(subgraphs[i]) + tail[i] for i in _launchable(subgraphs, streams))
+        return max([streams.compute_free + left, streams.communication_free, *chains])
 
     beam = [_Streams(0.0, 0.0, {})]
     for _ in subgraphs:
         grown = {}
         for streams in beam:
-            for index in _open(subgraphs, streams):
+            for index in _launchable(subgraphs, streams):
                 after = streams.launch(index, subgraphs[index])
                 grown[frozenset(after.done), *after[:2]] = after
-        beam = heapq.nsmallest(width, grown.values(), key=soonest_end)
+        beam = heapq.nsmallest(width, grown.values(), key=least_seconds)
     return list(beam[0].done)
 
 
-def _open(subgraphs: Sequence[Subgraph], streams: "_Streams") -> list[int]:
-    """The subgraphs that may come next."""
+def _launchable(subgraphs: Sequence[Subgraph], streams: "_Streams") -> list[int]:
+    """The subgraphs that are not launched and depend only on launched ones."""
     done = streams.done.keys()
     return [i for i, s in enumerate(subgraphs) if i not in done and done >= set(s.after)]
 
 
 class _Streams(NamedTuple):
-    """The two streams after some subgraphs.
+    """The state of the two streams after some subgraphs are launched.
 
     Attributes:
-      compute_free: when the compute stream is free.
-      communication_free: when the communication stream is.
-      done: by subgraph launched, in their order, when its results are there.
+      compute_free: time in seconds at which the compute stream is free.
+      communication_free: time in seconds at which the communication stream is free.
+      done: by launched subgraph, in the order of launches, the time at which its result is there.
     """
 
     compute_free: float
     communication_free: float
     done: dict[int, float]
 
-    def ready(self, subgraph: Subgraph) -> float:
-        """When the compute stream could start it."""
+    def start(self, subgraph: Subgraph) -> float:
+        """The time at which the compute stream could start a subgraph."""
         return max([self.compute_free, *(self.done[i] for i in subgraph.after)])
 
     def launch(self, index: int, subgraph: Subgraph) -> "_Streams":
-        end = self.ready(subgraph) + subgraph.compute
+        end = self.start(subgraph) + subgraph.compute
         if not subgraph.communication:
             return _Streams(end, self.communication_free, self.done | {index: end})
         arrival = max(end, self.communication_free) + subgraph.communication
         return _Streams(end, arrival, self.done | {index: arrival})
 
 
-def _kahn(subgraphs: Sequence[Subgraph], key: Callable[[int], tuple]) -> list[int]:
-    """Kahn's order over all graphs at once, from a queue by key."""
-    waits = [len(subgraph.after) for subgraph in subgraphs]
+def _topological_order(
+    subgraphs: Sequence[Subgraph], key: Callable[[int], tuple]
+) -> list[int]:
+    """Kahn's algorithm over all graphs at once: the launchable subgraph of least key comes next."""
+    missing = [len(subgraph.after) for subgraph in subgraphs]
     followers = _followers(subgraphs)
-    queue = [(key(index), index) for index, count in enumerate(waits) if not count]
+    queue = [(key(index), index) for index, count in enumerate(missing) if not count]
     heapq.heapify(queue)
     order = []
     while queue:
         _, index = heapq.heappop(queue)
         order.append(index)
         for follower in followers[index]:
-            waits[follower] -= 1
-            if not waits[follower]:
+            missing[follower] -= 1
+            if not missing[follower]:
                 heapq.heappush(queue, (key(follower), follower))
     if len(order) < len(subgraphs):
         stuck = sorted(set(range(len(subgraphs))) - set(order))
@@ -167,6 +184,7 @@ def _kahn(subgraphs: Sequence[Subgraph], key: Callable[[int], tuple]) -> list[in
 
 
 def _followers(subgraphs: Sequence[Subgraph]) -> list[list[int]]:
+    """For each subgraph, those that depend on it directly."""
     followers: list[list[int]] = [[] for _ in subgraphs]
     for index, subgraph in enumerate(subgraphs):
         for source in subgraph.after:
@@ -175,6 +193,7 @@ def _followers(subgraphs: Sequence[Subgraph]) -> list[list[int]]:
 
 
 def _depths(subgraphs: Sequence[Subgraph]) -> list[int]:
+    """For each subgraph, the length of the longest chain of dependencies before it."""
     depth = [0] * len(subgraphs)
     for index in sequential_order(subgraphs):
         depth[index] = max((depth[i] + 1 for i in subgraphs[index].after), default=0)
@@ -182,7 +201,7 @@ def _depths(subgraphs: Sequence[Subgraph]) -> list[int]:
 
 
 def _longest_tails(subgraphs: Sequence[Subgraph]) -> list[float]:
-    """Seconds from the start of each subgraph to the end of all that depends on it."""
+    """For each subgraph, the seconds of the longest chain of dependent subgraphs from its start."""
     followers = _followers(subgraphs)
     tail = [0.0] * len(subgraphs)
     for index in reversed(sequential_order(subgraphs)):

@@ -1,19 +1,20 @@
-"""Plans a stream of global batches for a pipeline: groups, microbatches, order and ticks.
+"""Plans a stream of rounds for a pipeline: groups of tasks, microbatches, their order and ticks.
 
-In lockstep a tick is as long as its slowest stage. Three things keep the others from waiting:
+In lockstep a tick takes as long as its slowest stage. Three choices keep the other stages busy:
 
-- Every microbatch has the same N tokens, so that only attention tells them apart; and what costs
-  alike comes together, because a group's tasks are packed together and groups come in descending
-  order of cost (MuxTune's template, 3.4.1).
-- A backward takes longer than a forward. With *paired* or *alternating* ticks (see
-  `schedules.layout`) every stage takes F + B. A microbatch is then in flight for 2S others, or one
-  less, and so a task's next global batch begins as many microbatches after its current one ends,
-  where one op a tick needs S.
-- Tasks that wait for their update need others to fill the distance. More groups give more of them,
-  fewer groups fuller microbatches.
+- **The order of the groups.** All microbatches have N tokens, so only attention makes their times
+  differ. The tasks of a group are packed together, and groups take turns in descending order of
+  time (rule 1 of MuxTune's template, 3.4.1), so that microbatches of similar time follow each
+  other.
+- **The tick rule.** A backward pass takes longer than a forward pass. With paired or alternating
+  ticks (see `schedules.tick_layout`) a microbatch takes F + B of every stage's time instead of
+  2 max(F, B). But a task's next global batch begins 2S or 2S - 1 microbatches after its current
+  one ends, where single ticks need S.
+- **The number of groups.** While a task waits for its update, microbatches of other groups fill the
+  distance. More groups provide more of them, fewer groups fill microbatches better.
 
-What is best of groups and ticks depends on the lengths: those that are most promising by a quick
-estimate are tried in the simulator.
+The best choice depends on the lengths of the samples. A quick estimate chooses the most promising
+groupings, and the simulator compares these.
 """
 
 from collections import defaultdict
@@ -26,8 +27,9 @@ import numpy as np
 from ..packing.microbatches import PackedRound, RoundLengths, cut_batches, pack_cut
 from ..packing.shape_class import ShapeClass
 from .adapter_groups import take_turns
-from .bubble_lemma import PackedMicrobatch, lemma_distance, schedule_batches
-from .groupings import CutRound, Grouping, Groups, candidate_groupings, most_promising
+from .bubble_lemma import PackedMicrobatch, lemma_distance, schedule_turns
+from .grouping_estimates import most_promising
+from .groupings import CutRound, Grouping, Groups, candidate_groupings
 from .schedules import (
     PipelineSchedule,
     ScheduledMicrobatch,
@@ -38,8 +40,8 @@ from .schedules import (
     simulate_lockstep,
 )
 
-# Forward and backward seconds of each stage, float64 [S], of a microbatch with sequences of these
-# lengths in tokens.
+# Takes the lengths in tokens of the sequences of a microbatch; returns its forward and its backward
+# seconds on each stage, float64 [S] each.
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
 
@@ -48,32 +50,32 @@ class PipelinePlan(NamedTuple):
 
     Attributes:
       grouping: the hTasks and buckets that the groups come from.
-      groups: the tasks that are packed together.
-      rule: of the schedule's ticks.
-      microbatches: in the order of the jobs of the schedule; their spans name by index the turns of
+      groups: for each group, the slots of its tasks, in the order of the turns.
+      rule: the tick rule of the schedule.
+      microbatches: in the order of the schedule. Their spans refer by index to the turns of
         `take_turns(rounds, groups)`.
-      load: the jobs and their times.
-      schedule: what each stage does in each tick.
-      simulation: when, in lockstep.
+      workload: the same microbatches with their times.
+      schedule: what each stage runs in each tick.
+      simulation: the times of the schedule in lockstep.
     """
 
     grouping: Grouping
     groups: Groups
     rule: TickRule
     microbatches: list[PackedMicrobatch]
-    load: Workload
+    workload: Workload
     schedule: PipelineSchedule
     simulation: Simulation
 
 
 class PipelineCosts(NamedTuple):
-    """What a pipeline takes, and has room for.
+    """The time that microbatches take in a pipeline, and the memory that it has for them.
 
     Attributes:
       shape: shape class of the microbatches.
-      stage_seconds: what a microbatch takes on each stage.
-      permute_seconds: of the messages at the end of a tick.
-      buffer_limit: residual slots of each stage; None for no limit.
+      stage_seconds: returns the time of a microbatch on each stage.
+      permute_seconds: time of the messages at the end of a tick.
+      buffer_limit: number of buffers for residuals on each stage; None for no limit.
     """
 
     shape: ShapeClass
@@ -82,44 +84,44 @@ class PipelineCosts(NamedTuple):
     buffer_limit: tuple[int, ...] | None = None
 
 
-def plan_pipeline(
-    rounds: Sequence[RoundLengths],
-    costs: PipelineCosts,
-) -> PipelinePlan:
-    """The grouping and the ticks of least makespan in lockstep, as far as a search finds it.
+def plan_pipeline(rounds: Sequence[RoundLengths], costs: PipelineCosts) -> PipelinePlan:
+    """Returns the plan of least lockstep makespan among the most promising groupings.
 
-    As long as the tasks stay, the plan's grouping will do for the next rounds, too: see
-    `plan_grouping`.
+    As long as the tasks stay the same, the grouping suits later rounds too (see `plan_grouping`).
 
     Args:
       rounds: global batches of every task, round after round; there is no flush between them.
+      costs: times and memory of the pipeline.
 
     Raises:
       PlanningError: there are no samples, or one is longer than a row.
     """
     packings = _Packings(rounds, costs.shape)
-    forward, backward = _mean_stages(packings, costs.stage_seconds)
+    everything = tuple(sorted({slot for batches in rounds for slot in batches}))
+    forward, backward = packings.mean_seconds(everything, costs.stage_seconds)
     candidates = candidate_groupings(packings.cut, costs.shape, (forward + backward) / 2)
-    stages = (forward, backward, costs.permute_seconds)
     depth = costs.buffer_limit[0] if costs.buffer_limit else None
-    found = most_promising(candidates, packings.cut, costs.shape, *stages, depth)
+    found = most_promising(
+        candidates, packings.cut, costs.shape, forward, backward, costs.permute_seconds, depth
+    )
     plans = (_plan(packings, grouping, rule, costs) for _, grouping, rule in found)
     return min(plans, key=lambda plan: plan.simulation.makespan)
 
 
 def plan_grouping(
-    rounds: Sequence[RoundLengths],
-    grouping: Grouping,
-    costs: PipelineCosts,
+    rounds: Sequence[RoundLengths], grouping: Grouping, costs: PipelineCosts
 ) -> PipelinePlan:
-    """The plan with this grouping and the ticks of least makespan; as `plan_pipeline` otherwise."""
+    """Returns the plan with this grouping and the tick rule of least lockstep makespan.
+
+    The other arguments, and errors, are those of `plan_pipeline`.
+    """
     packings = _Packings(rounds, costs.shape)
     plans = [_plan(packings, grouping, rule, costs) for rule in get_args(TickRule)]
     return min(plans, key=lambda plan: plan.simulation.makespan)
 
 
 class _Packings:
-    """The packed turns of groups of tasks, each packed once for all groupings that it is in."""
+    """The packed turns of groups, each packed once for all groupings that contain the group."""
 
     def __init__(self, rounds: Sequence[RoundLengths], shape: ShapeClass):
         self.rounds = rounds
@@ -129,14 +131,14 @@ class _Packings:
         self._seconds: dict[tuple[int, ...], np.ndarray] = {}
 
     def of_group(self, group: tuple[int, ...]) -> list[PackedRound]:
-        """By round in which it has a turn."""
+        """The group's packed turns, for each round in which it has one."""
         if group not in self._packed:
             turns = take_turns(self.cut, [group])
             self._packed[group] = [self._pack(turn) for turn in turns]
         return self._packed[group]
 
     def take_turns(self, groups: Groups) -> list[PackedRound]:
-        """In the order of `adapter_groups.take_turns`."""
+        """The packed turns in the order of `adapter_groups.take_turns`."""
         following = {group: iter(self.of_group(group)) for group in groups}
         return [
             next(following[group])
@@ -146,7 +148,11 @@ class _Packings:
         ]
 
     def mean_seconds(self, group: tuple[int, ...], stage_seconds: StageSeconds) -> np.ndarray:
-        """Forward and backward of the group's microbatches in its first turn: float64 [2, S]."""
+        """Mean forward and backward seconds of the microbatches of the group's first turn.
+
+        Returns:
+          float64 [2, S].
+        """
         if group not in self._seconds:
             (lengths, *_) = take_turns(self.rounds, [group])
             seconds = [
@@ -157,25 +163,19 @@ class _Packings:
         return self._seconds[group]
 
 
-def _mean_stages(packings: _Packings, stage_seconds: StageSeconds) -> np.ndarray:
-    """As if all tasks were packed together."""
-    everything = tuple(sorted({slot for batches in packings.rounds for slot in batches}))
-    return packings.mean_seconds(everything, stage_seconds)
-
-
 def _plan(
     packings: _Packings, grouping: Grouping, rule: TickRule, costs: PipelineCosts
 ) -> PipelinePlan:
     groups = _longest_first(grouping.groups, packings, costs.stage_seconds)
     turns, packed = take_turns(packings.rounds, groups), packings.take_turns(groups)
     stages = len(costs.stage_seconds([costs.shape.row_len])[0])
-    stream = schedule_batches(packed, lemma_distance(stages, rule))
-    # The schedule waits by itself where the lemma would have a no-op.
-    microbatches = [m for m in stream if not m.is_noop]
-    load = stream_workload(microbatches, turns, costs.stage_seconds, costs.buffer_limit)
-    schedule = one_forward_one_backward(load, rule)
-    simulation = simulate_lockstep(schedule, load, costs.permute_seconds)
-    return PipelinePlan(grouping, groups, rule, microbatches, load, schedule, simulation)
+    stream = schedule_turns(packed, lemma_distance(stages, rule))
+    # The schedule itself makes a task wait where the stream has a no-op.
+    microbatches = [microbatch for microbatch in stream if not microbatch.is_noop]
+    workload = stream_workload(microbatches, turns, costs.stage_seconds, costs.buffer_limit)
+    schedule = one_forward_one_backward(workload, rule)
+    simulation = simulate_lockstep(schedule, workload, costs.permute_seconds)
+    return PipelinePlan(grouping, groups, rule, microbatches, workload, schedule, simulation)
 
 
 def _longest_first(groups: Groups, packings: _Packings, stage_seconds: StageSeconds) -> Groups:
@@ -193,38 +193,40 @@ def stream_workload(
     stage_seconds: StageSeconds,
     buffer_limit: Sequence[int] | None = None,
 ) -> Workload:
-    """The jobs of microbatches, none of them a no-op, and what they take.
+    """Returns microbatches with their times as a workload for schedule generators.
 
     Args:
-      microbatches: in the order of the stream.
-      turns: the global batches that were packed, in the order of their turns (see `take_turns`); a
-        span's `batch` is an index of it. A task's n-th turn is its step n.
-      stage_seconds: what a microbatch takes on each stage.
-      buffer_limit: residual slots of each stage.
+      microbatches: the stream, without no-ops.
+      turns: for each turn, by slot, the lengths in tokens of the global batches that were packed. A
+        span's `turn` is an index of it. The n-th turn of a task is its step n.
+      stage_seconds: returns the time of a microbatch on each stage.
+      buffer_limit: number of buffers for residuals on each stage; None for no limit.
     """
     steps = _steps(turns)
-    bucket = {slots: i for i, slots in enumerate(dict.fromkeys(tuple(sorted(t)) for t in turns))}
-    jobs, seconds = [], []
+    groups = dict.fromkeys(tuple(sorted(turn)) for turn in turns)
+    bucket_of = {slots: i for i, slots in enumerate(groups)}
+    scheduled, seconds = [], []
     for microbatch in microbatches:
-        batches = microbatch.batches()
-        first = min(batches.values())
-        jobs.append(
+        turn_of = microbatch.turns()
+        first = min(turn_of.values())
+        scheduled.append(
             ScheduledMicrobatch(
-                tasks=tuple(batches),
-                steps=tuple(steps[turn][slot] for slot, turn in batches.items()),
-                bucket=bucket[tuple(sorted(turns[first]))],
+                tasks=tuple(turn_of),
+                steps=tuple(steps[turn][slot] for slot, turn in turn_of.items()),
+                bucket=bucket_of[tuple(sorted(turns[first]))],
             )
         )
         seconds.append(stage_seconds(sequence_lengths(microbatch, turns)))
     forward, backward = (np.array(times) for times in zip(*seconds, strict=True))
     limit = None if buffer_limit is None else tuple(buffer_limit)
-    return Workload(tuple(jobs), forward, backward, limit)
+    return Workload(tuple(scheduled), forward, backward, limit)
 
 
 def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:
-    """Tokens of each sequence of a microbatch."""
+    """Returns the length in tokens of each sequence of a microbatch; arguments as of
+    `stream_workload`."""
     return [
-        turns[placed.batch][placed.slot][sample]
+        turns[placed.turn][placed.slot][sample]
         for row in microbatch.rows
         for placed in row
         for sample, _, _ in placed.span.samples
@@ -232,7 +234,7 @@ def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]
 
 
 def _steps(turns: Sequence[RoundLengths]) -> list[dict[int, int]]:
-    """By turn and slot, how many global batches the task has had before."""
+    """For each turn, by slot, how many global batches the task has had before."""
     before: dict[int, int] = defaultdict(int)
     steps = []
     for turn in turns:

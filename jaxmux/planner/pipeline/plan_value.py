@@ -1,29 +1,27 @@
-"""A plan as a value: what is trained together, in which microbatches, when, and what it takes.
+"""The plan as a value: hTasks, buckets, microbatches, their schedule and the predicted times.
 
-`Plan.to_json` is what `plan.json` holds, one key for each attribute of the classes below:
+`Plan.to_json` returns the content of `plan.json`, with a key for each attribute of the classes
+below:
 
-  {"format": "jaxmux.plan/1",
+  {"format": "jaxmux.plan/2",
    "costs": {"kind": "estimated" or "measured", "text": "…", "device": "NVIDIA H200",
              "memory_bytes": 150754820096, "notes": ["…"]},
    "backbone": "LlamaForCausalLM",
    "replica": "pp4,tp2",
    "tasks": [{"name": "mood", "rank": 4, "batch_size": 16, "steps": 80, "samples": 400,
-              "tokens": 9000, "longest": 31}, …],    a task's slot is its index here
+              "tokens": 9000, "longest": 31}, …],
    "shape": {"rows": 20, "row_len": 128, "chunk_len": 128, "max_sequences": 8},
-   "remat": ["dots", …],                             by layer
-   "rounds": 8,                                      that the schedule covers
-   "htasks": [[0, 1], …], "buckets": [[0], …],       slots of each hTask, hTasks of each bucket
+   "remat": ["dots", …],
+   "rounds": 8,
+   "htasks": [[0, 1], …], "buckets": [[0], …],
    "microbatches": [[[slot, step, sample, row, offset, tokens], …], …],
-   "forward_seconds": [0.01, …], "backward_seconds": [0.01, …],        of a microbatch, by stage
-   "permute_seconds": 0.0,                           between ticks
-   "schedule": {"format": "jaxmux.schedule/1", …},   see `schedules.Schedule`
-   "prediction": {"step_seconds": 0.1, "update_seconds": 0.001, "bubble_ratio": 0.04,
+   "forward_seconds": [0.01, …], "backward_seconds": [0.01, …],
+   "permute_seconds": 0.0,
+   "schedule": {"format": "jaxmux.schedule/2", …},
+   "prediction": {"round_seconds": 0.1, "update_seconds": 0.001, "bubble_ratio": 0.04,
                   "microbatches": 3.5, "memory_bytes": 1e9},
-   "baselines": [{"name": "1F1B per task", "step_seconds": 0.2, "bubble_ratio": 0.5,
+   "baselines": [{"name": "1F1B per task", "round_seconds": 0.2, "bubble_ratio": 0.5,
                   "microbatches": 4.0}, …]}
-
-Microbatch i is job i of the schedule. A sample is the index within the task's global batch of that
-step; it lies in that row of the microbatch, `tokens` from `offset` on.
 """
 
 import dataclasses
@@ -37,15 +35,20 @@ from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
 from .schedules import PipelineSchedule, Simulation, Workload, simulate_lockstep
 
-FORMAT = "jaxmux.plan/1"
+FORMAT = "jaxmux.plan/2"
 
 
 class PlannedTask(NamedTuple):
-    """A task of the plan; `tokens` and `longest` are those of all its samples, as a stream.
+    """A task of the plan.
 
     Attributes:
-      steps: that it trains.
-      samples: that it has.
+      name: name of the task.
+      rank: rank of its adapter.
+      batch_size: samples of a global batch.
+      steps: steps that the task trains for.
+      samples: number of its training samples.
+      tokens: tokens of all its training samples.
+      longest: tokens of its longest training sample.
     """
 
     name: str
@@ -58,7 +61,16 @@ class PlannedTask(NamedTuple):
 
 
 class PlacedSample(NamedTuple):
-    """Where a sample of a task's global batch lies in its microbatch, and its tokens there."""
+    """A sample and its place in a microbatch.
+
+    Attributes:
+      slot: slot of the task.
+      step: step of the task to whose global batch the sample belongs.
+      sample: index of the sample in that global batch.
+      row: row of the microbatch.
+      offset: first token of the sample in the row.
+      tokens: length of the sample in tokens.
+    """
 
     slot: int
     step: int
@@ -69,17 +81,18 @@ class PlacedSample(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a step, a global batch of every task, is predicted to take.
+    """The predicted costs of a round, that is, of one global batch of every task.
 
     Attributes:
-      step_seconds: all in all.
-      update_seconds: of these, what is not the microbatches'.
-      bubble_ratio: of the schedule, warm-up and drain included.
-      microbatches: of a step, the mean over the rounds.
-      memory_bytes: peak, of a device.
+      round_seconds: time of a round, its update included.
+      update_seconds: part of it in which no microbatch runs: the optimizer update and the overhead
+        of a round.
+      bubble_ratio: bubble ratio of the schedule, including warm-up and drain.
+      microbatches: number of microbatches, the mean over the rounds.
+      memory_bytes: peak memory of a device.
     """
 
-    step_seconds: float
+    round_seconds: float
     update_seconds: float
     bubble_ratio: float
     microbatches: float
@@ -87,17 +100,41 @@ class Prediction(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """Another way to train the same rounds on the same mesh; fields as in `Prediction`."""
+    """Another way to train the same rounds on the same replica, for comparison.
+
+    Attributes:
+      name: name of the method.
+      round_seconds, bubble_ratio, microbatches: as in `Prediction`.
+    """
 
     name: str
-    step_seconds: float
+    round_seconds: float
     bubble_ratio: float
     microbatches: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A plan; the module tells the meaning of the fields."""
+    """A plan for some rounds of tasks on one replica.
+
+    Attributes:
+      costs: the origin of the predicted costs.
+      backbone: architecture of the backbone.
+      replica: the devices.
+      tasks: the tasks; a task's slot is its index here.
+      shape: shape class of the microbatches.
+      remat: remat policy of each layer.
+      rounds: number of rounds that the schedule covers.
+      htasks: for each hTask, the slots of its tasks.
+      buckets: for each bucket, the indices of its hTasks.
+      microbatches: for each microbatch of the schedule, in its order, the samples that it holds.
+      forward_seconds: for each stage, the time of a microbatch's forward pass.
+      backward_seconds: for each stage, the time of a microbatch's backward pass.
+      permute_seconds: time of the messages between stages at the end of a tick.
+      schedule: what each stage runs in each tick.
+      prediction: the predicted costs of a round.
+      baselines: the predicted costs of other methods.
+    """
 
     costs: CostSource
     backbone: str
@@ -118,7 +155,7 @@ class Plan:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The slots of each bucket."""
+        """For each bucket, the slots of its tasks."""
         return tuple(
             tuple(sorted(slot for htask in bucket for slot in self.htasks[htask]))
             for bucket in self.buckets
@@ -126,19 +163,25 @@ class Plan:
 
     @property
     def tokens_by_microbatch(self) -> tuple[int, ...]:
-        """Tokens of the samples in each, without padding."""
+        """For each microbatch, the tokens of its samples, without padding."""
         return tuple(sum(sample.tokens for sample in placed) for placed in self.microbatches)
 
     def simulate(self, unit: float = 1.0) -> Simulation:
-        """When every op of the schedule runs, in units of so many seconds."""
-        times = (self.forward_seconds, self.backward_seconds)
-        jobs = self.schedule.jobs
-        forward, backward = (np.tile(seconds, (len(jobs), 1)) / unit for seconds in times)
-        load = Workload(jobs, forward, backward)
-        return simulate_lockstep(self.schedule, load, self.permute_seconds / unit)
+        """Returns the times at which every op of the schedule runs in lockstep.
+
+        Args:
+          unit: seconds of one unit of the returned times; 1e-3 for milliseconds.
+        """
+        count = len(self.schedule.microbatches)
+        forward, backward = (
+            np.tile(seconds, (count, 1)) / unit
+            for seconds in (self.forward_seconds, self.backward_seconds)
+        )
+        workload = Workload(self.schedule.microbatches, forward, backward)
+        return simulate_lockstep(self.schedule, workload, self.permute_seconds / unit)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for `json.dump`."""
+        """Returns a plain dict for `json.dump`; the module's docstring shows its keys."""
         fields = {name: getattr(self, name) for name in _NAMES}
         fields |= {
             "costs": self.costs._asdict(),
@@ -153,7 +196,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
-        """The inverse of `to_json`, also of what went through a file.
+        """Returns the plan that `to_json` was called on, also after the dict was in a file.
 
         Raises:
           PlanningError: the dict is of another format, or lacks a key.
@@ -164,22 +207,20 @@ class Plan:
             raise PlanningError(f"the plan lacks {missing[0]!r}")
         fields = {name: _as_tuples(data[name]) for name in _NAMES}
         costs = data["costs"]
-        return cls(
-            **fields
-            | {
-                "costs": CostSource(**costs | {"notes": tuple(costs["notes"])}),
-                "replica": Replica.parse(data["replica"]),
-                "tasks": tuple(PlannedTask(**task) for task in data["tasks"]),
-                "shape": ShapeClass(**data["shape"]),
-                "microbatches": tuple(
-                    tuple(PlacedSample(*sample) for sample in microbatch)
-                    for microbatch in data["microbatches"]
-                ),
-                "schedule": PipelineSchedule.from_json(data["schedule"]),
-                "prediction": Prediction(**data["prediction"]),
-                "baselines": tuple(Baseline(**baseline) for baseline in data["baselines"]),
-            }
-        )
+        fields |= {
+            "costs": CostSource(**costs | {"notes": tuple(costs["notes"])}),
+            "replica": Replica.parse(data["replica"]),
+            "tasks": tuple(PlannedTask(**task) for task in data["tasks"]),
+            "shape": ShapeClass(**data["shape"]),
+            "microbatches": tuple(
+                tuple(PlacedSample(*sample) for sample in microbatch)
+                for microbatch in data["microbatches"]
+            ),
+            "schedule": PipelineSchedule.from_json(data["schedule"]),
+            "prediction": Prediction(**data["prediction"]),
+            "baselines": tuple(Baseline(**baseline) for baseline in data["baselines"]),
+        }
+        return cls(**fields)
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Plan))

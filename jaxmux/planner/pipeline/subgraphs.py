@@ -1,6 +1,7 @@
-"""Cuts the graphs of hTasks into subgraphs, the units of orchestration (MuxTune 3.4.2)."""
+"""Cuts the computational graphs of hTasks into subgraphs, MuxTune's units of orchestration (3.4.2).
+"""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,13 +9,13 @@ from ..errors import PlanningError
 
 
 class Operator(NamedTuple):
-    """A node of the computational graph of an hTask on one device.
+    """An operator of the computational graph of an hTask on one device.
 
     Attributes:
       seconds: its latency.
-      after: indices of the operators whose results it takes, all of them before it.
-      is_collective: it runs on the communication stream.
-      is_adapter: it belongs to a small-scale adapter.
+      after: indices of the operators whose results it takes, all of them smaller than its own.
+      is_collective: whether it runs on the communication stream.
+      is_adapter: whether it belongs to an adapter, which MuxTune isolates in a subgraph.
     """
 
     seconds: float
@@ -28,8 +29,8 @@ class Block(NamedTuple):
 
     Attributes:
       projection: seconds of the norm and the frozen column-parallel linears.
-      adapter: seconds of their adapters, which take the same input.
-      rest: seconds from there through the row-parallel linear.
+      adapter: seconds of the adapters of these linears, which take the same input.
+      rest: seconds of all that follows, through the row-parallel linear.
       all_reduce: seconds of the collective at the end; 0 without tensor parallelism.
     """
 
@@ -45,9 +46,9 @@ class Subgraph(NamedTuple):
     Attributes:
       htask: index of the hTask whose graph it belongs to.
       compute: seconds on the compute stream.
-      communication: seconds of the collective on the communication stream; 0 for none.
-      after: indices of the subgraphs that it depends on, their collectives included. They may be
-        of another hTask, where adapters are fused across hTasks (3.4.3).
+      communication: seconds of the collective on the communication stream; 0 for no collective.
+      after: indices of the subgraphs that it depends on, including their collectives. They belong
+        to another hTask where adapters are fused across hTasks (MuxTune 3.4.3).
     """
 
     htask: int
@@ -57,14 +58,14 @@ class Subgraph(NamedTuple):
 
 
 def graph_of(blocks: Sequence[Block]) -> list[Operator]:
-    """The graph of an hTask that goes through these blocks one after another."""
+    """Returns the graph of an hTask that passes through the blocks one after another."""
     operators: list[Operator] = []
     for block in blocks:
-        before = (len(operators) - 1,) if operators else ()
+        previous = (len(operators) - 1,) if operators else ()
         first = len(operators)
         operators += [
-            Operator(block.projection, before),
-            Operator(block.adapter, before, is_adapter=True),
+            Operator(block.projection, previous),
+            Operator(block.adapter, previous, is_adapter=True),
             Operator(block.rest, (first, first + 1)),
             Operator(block.all_reduce, (first + 2,), is_collective=True),
         ]
@@ -72,17 +73,21 @@ def graph_of(blocks: Sequence[Block]) -> list[Operator]:
 
 
 def segment(graphs: Sequence[Sequence[Operator]]) -> list[Subgraph]:
-    """Cuts the graph of each hTask into subgraphs, as large as its dependencies let them be.
+    """Cuts the graph of each hTask into subgraphs, each as large as the dependencies allow.
 
-    Consecutive compute operators are clustered and a collective is appended to the operator that it
-    depends on, which ends the cluster. An adapter's operators are a subgraph by themselves.
+    Consecutive compute operators become one subgraph. A collective is added to the subgraph of the
+    operator that it depends on and ends that subgraph. The operators of an adapter become a
+    subgraph of their own.
 
     Args:
-      graphs: for each hTask its operators, each after those that it depends on.
+      graphs: for each hTask, its operators in an order that keeps the dependencies.
+
+    Returns:
+      The subgraphs of all hTasks, each after those that it depends on.
 
     Raises:
-      PlanningError: an operator depends on a later one, a collective not on exactly one compute
-        operator, or two collectives on the same one.
+      PlanningError: an operator depends on a later one, a collective does not depend on exactly one
+        compute operator, or two collectives depend on the same one.
     """
     subgraphs: list[Subgraph] = []
     for htask, operators in enumerate(graphs):
@@ -91,45 +96,48 @@ def segment(graphs: Sequence[Sequence[Operator]]) -> list[Subgraph]:
 
 
 def _append_graph(subgraphs: list[Subgraph], htask: int, operators: Sequence[Operator]) -> None:
-    consumers = defaultdict(int)
-    for operator in operators:
-        for source in operator.after:
-            consumers[source] += 1
-    home: list[int] = []
+    consumers = Counter(source for operator in operators for source in operator.after)
+    # For each operator, the index of its subgraph.
+    subgraph_of: list[int] = []
     for index, operator in enumerate(operators):
         where = f"hTask {htask}, operator {index}"
         if any(not 0 <= source < index for source in operator.after):
             raise PlanningError(f"{where}: takes {operator.after}, expected operators before it")
         if operator.is_collective:
-            home.append(_append_collective(subgraphs, operators, home, index, where))
+            subgraph_of.append(
+                _append_collective(subgraphs, operators, subgraph_of, index, where)
+            )
             continue
         if len(operator.after) == 1 and consumers[operator.after[0]] == 1:
-            source = operator.after[0]
-            joined = subgraphs[home[source]]
-            alike = operators[source].is_adapter == operator.is_adapter
-            if alike and not joined.communication:
-                subgraphs[home[source]] = joined._replace(compute=joined.compute + operator.seconds)
-                home.append(home[source])
+            (source,) = operator.after
+            previous = subgraphs[subgraph_of[source]]
+            same_kind = operators[source].is_adapter == operator.is_adapter
+            if same_kind and not previous.communication:
+                subgraphs[subgraph_of[source]] = previous._replace(
+                    compute=previous.compute + operator.seconds
+                )
+                subgraph_of.append(subgraph_of[source])
                 continue
-        after = tuple(sorted({home[source] for source in operator.after}))
-        home.append(len(subgraphs))
+        after = tuple(sorted({subgraph_of[source] for source in operator.after}))
+        subgraph_of.append(len(subgraphs))
         subgraphs.append(Subgraph(htask, operator.seconds, 0.0, after))
 
 
 def _append_collective(
     subgraphs: list[Subgraph],
     operators: Sequence[Operator],
-    home: Sequence[int],
+    subgraph_of: Sequence[int],
     index: int,
     where: str,
 ) -> int:
+    """Adds a collective to the subgraph that it depends on; returns the subgraph's index."""
     sources = operators[index].after
     if len(sources) != 1 or operators[sources[0]].is_collective:
         raise PlanningError(
             f"{where}: a collective takes {sources}, expected exactly one compute operator"
         )
-    found = subgraphs[home[sources[0]]]
-    if found.communication:
+    target = subgraph_of[sources[0]]
+    if subgraphs[target].communication:
         raise PlanningError(f"{where}: operator {sources[0]} already has a collective")
-    subgraphs[home[sources[0]]] = found._replace(communication=operators[index].seconds)
-    return home[sources[0]]
+    subgraphs[target] = subgraphs[target]._replace(communication=operators[index].seconds)
+    return target

@@ -1,8 +1,10 @@
-"""Chooses replicas of unlike size and divides the samples of a round among them (LobRA).
+"""Chooses replicas of different sizes and divides the samples of a round among them (LobRA).
 
-In go the lengths of a round's samples, the kinds of replicas to choose from and the time that each
-takes for a sequence of each length. Out come length bins, how many replicas of each kind to deploy,
-and, round by round, the samples that each replica takes.
+The input is the lengths of the samples, the parallel configurations to choose from and the time
+that each takes for a sequence of each length (`SequenceCosts`). `choose_length_bins` sorts
+sequences into length bins. `plan_replicas` and `choose_replicas` decide how many replicas of each
+configuration to deploy, and `replan` whether to change them when tasks arrive or leave.
+`dispatch_samples` divides the samples of each round among the deployed replicas.
 """
 
 from .cost_table import SequenceCosts

@@ -1,4 +1,8 @@
-"""What a replica of each parallel configuration takes for sequences of each length (LobRA 2.2)."""
+"""The time that a replica of each parallel configuration takes per sequence (LobRA 2.2).
+
+A *parallel configuration* S_i is a `Replica`: its pipeline stages and tensor-parallel degrees. A
+deployment has p_i equal replicas of it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -12,29 +16,31 @@ from ..errors import PlanningError
 class SequenceCosts(Protocol):
     """LobRA's cost model of one replica, linear in the number of sequences.
 
-    A replica that serves x_j sequences padded to s_j tokens, for each bucket j, takes
-    T(x; S) = `constant_seconds`(S) + Σ_j `sequence_seconds`(S, s_j) · x_j
-    for a step, forward and backward; every deployed replica takes the constant.
+    A replica that serves x_j sequences padded to s_j tokens, for each length bin j, takes
+
+        T(x; S_i) = constant_seconds(S_i) + Σ_j sequence_seconds(S_i, s_j) · x_j
+
+    for a round, forward and backward. Every deployed replica takes the constant.
     """
 
     def longest(self, configuration: Replica) -> int:
-        """Tokens of the longest sequence that a replica has the memory for; 0 for none."""
+        """Tokens of the longest sequence that fits into the replica's memory; 0 for none."""
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
         """Seconds that a replica takes for one more sequence of `length` tokens."""
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Seconds of a step whatever a replica serves: filling the pipeline, the update."""
+        """Seconds of a round that do not depend on the sequences: pipeline fill and update."""
 
 
 class CostTable(NamedTuple):
-    """The cost model for S configurations and R buckets.
+    """The cost model for S configurations and R length bins.
 
     Attributes:
-      configurations: S of them.
-      lengths: tokens that the sequences of each bucket are padded to, [R].
-      constant: seconds of a step whatever a replica serves, float64 [S].
-      per_sequence: seconds of a sequence, float64 [S, R]; inf where memory does not suffice.
+      configurations: the S configurations.
+      lengths: for each of R bins, the tokens that its sequences are padded to.
+      constant: float64 [S], seconds of a round that do not depend on the sequences.
+      per_sequence: float64 [S, R], seconds of one sequence; infinite where memory does not suffice.
     """
 
     configurations: tuple[Replica, ...]
@@ -43,29 +49,37 @@ class CostTable(NamedTuple):
     per_sequence: np.ndarray
 
     @property
-    def gpus(self) -> np.ndarray:
-        """n_i, the GPUs of a replica, int64 [S]."""
+    def devices(self) -> np.ndarray:
+        """int64 [S]: n_i, the devices of a replica of each configuration."""
         return np.array([configuration.devices for configuration in self.configurations], np.int64)
 
     @property
     def alone(self) -> np.ndarray:
-        """Seconds of a step in which a replica serves one sequence, [S, R]."""
+        """float64 [S, R]: seconds of a round in which a replica serves a single sequence."""
         return self.constant[:, None] + self.per_sequence
 
-    def of(self, rows: Sequence[int]) -> "CostTable":
-        """The costs of some of the configurations."""
-        configurations = tuple(self.configurations[i] for i in rows)
-        return CostTable(configurations, self.lengths, self.constant[rows], self.per_sequence[rows])
+    def of(self, indices: Sequence[int]) -> "CostTable":
+        """Returns the costs of the configurations with these indices."""
+        configurations = tuple(self.configurations[i] for i in indices)
+        constant, per_sequence = self.constant[indices], self.per_sequence[indices]
+        return CostTable(configurations, self.lengths, constant, per_sequence)
 
-    def loads(self, counts: np.ndarray) -> np.ndarray:
-        """Seconds of the sequences `counts` [..., S, R], without the constant: [..., S]."""
+    def seconds_of(self, counts: np.ndarray) -> np.ndarray:
+        """Returns the seconds of all sequences of each configuration, without the constant.
+
+        Args:
+          counts: [..., S, R], number of sequences of each bin.
+
+        Returns:
+          float64 [..., S].
+        """
         return (np.where(counts > 0, self.per_sequence, 0) * counts).sum(axis=-1)
 
 
 def tabulate_costs(
     configurations: Sequence[Replica], lengths: Sequence[int], model: SequenceCosts
 ) -> CostTable:
-    """Evaluates the cost model for every configuration and bucket length."""
+    """Returns the cost model's values for every configuration and length in tokens."""
     per_sequence = [
         [
             model.sequence_seconds(configuration, length)
@@ -83,42 +97,42 @@ def tabulate_costs(
     )
 
 
-def drop_dominated(
-    costs: CostTable,
-) -> tuple[CostTable, dict[Replica, Replica]]:
-    """Leaves out configurations that another one makes needless (LobRA 4.2).
+def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]:
+    """Removes configurations that another one makes unnecessary (LobRA 4.2).
 
-    The paper drops a configuration that is slower than another of as many GPUs. So does this, and
-    one that is no faster than another of fewer GPUs: whatever plan had it is as good without.
+    The paper removes a configuration that is slower than another with as many devices. This also
+    removes one that is no faster than another with fewer devices: replacing the first by the second
+    makes no plan slower.
 
     Returns:
-      The costs of the others, and for each configuration left out the one that dominates it.
+      The costs of the remaining configurations; and by removed configuration, one that dominates
+      it.
     """
-    table = np.column_stack([costs.gpus, costs.constant, costs.per_sequence])
+    table = np.column_stack([costs.devices, costs.constant, costs.per_sequence])
     kept: list[int] = []
     dominated = {}
-    # In this order a configuration comes behind every one that dominates it.
-    for row in np.lexsort(table.T[::-1]):
-        better = next((k for k in kept if (table[k] <= table[row]).all()), None)
+    # In this order every configuration comes after all that dominate it.
+    for index in np.lexsort(table.T[::-1]):
+        better = next((k for k in kept if (table[k] <= table[index]).all()), None)
         if better is None:
-            kept.append(int(row))
+            kept.append(int(index))
         else:
-            dominated[costs.configurations[row]] = costs.configurations[better]
+            dominated[costs.configurations[index]] = costs.configurations[better]
     return costs.of(sorted(kept)), dominated
 
 
-def require_service(costs: CostTable, gpus: int) -> None:
-    """Checks that every bucket has a configuration that serves it on `gpus` GPUs.
+def require_service(costs: CostTable, devices: int) -> None:
+    """Checks that for every length bin some configuration of at most `devices` devices serves it.
 
     Raises:
-      PlanningError: one has none; the message says what would serve it.
+      PlanningError: there is none for some bin; the message names the change that would help.
     """
     if not len(costs.configurations):
         raise PlanningError("no parallel configurations to choose from")
     if not len(costs.lengths):
         raise PlanningError("no sequences to plan for")
     serves = np.isfinite(costs.per_sequence)
-    unserved = ~serves[costs.gpus <= gpus].any(axis=0)
+    unserved = ~serves[costs.devices <= devices].any(axis=0)
     if not unserved.any():
         return
     column = int(np.flatnonzero(unserved)[np.asarray(costs.lengths)[unserved].argmax()])
@@ -130,12 +144,12 @@ def require_service(costs: CostTable, gpus: int) -> None:
         least = min(able, key=lambda c: c.devices)
         raise PlanningError(
             f"sequences of {length} tokens need tp*pp >= {least.devices} ({least}), "
-            f"the mesh has {gpus} GPUs"
+            f"there are {devices} devices"
         )
-    lengths = np.where(serves & (costs.gpus <= gpus)[:, None], costs.lengths, 0)
+    lengths = np.where(serves & (costs.devices <= devices)[:, None], costs.lengths, 0)
     longest, best = int(lengths.max()), costs.configurations[int(lengths.max(axis=1).argmax())]
     shorten = f"shorten them to {longest} tokens, which {best} serves, or " if longest else ""
     raise PlanningError(
         f"sequences of {length} tokens fit no configuration: {shorten}"
-        f"offer a larger one than tp*pp = {int(costs.gpus.max())}"
+        f"offer a larger one than tp*pp = {int(costs.devices.max())}"
     )

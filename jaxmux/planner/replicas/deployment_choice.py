@@ -1,43 +1,47 @@
-"""Chooses replicas by steps as they come: Eq. 2's, unless like ones do better on whole
-sequences."""
+"""Chooses between the deployment of Eq. 2 and like replicas by simulating whole sequences."""
 
 from collections.abc import Sequence
 
 from .cost_table import Replica, SequenceCosts
 from .deployment_plan import DeploymentPlan, evaluate_replicas, plan_replicas
 from .length_bins import LengthBins
-from .like_replicas import measure
+from .like_replicas import simulate_rounds
 
 
 def choose_replicas(
-    gpus: int,
+    devices: int,
     configurations: Sequence[Replica],
-    buckets: LengthBins,
-    steps: Sequence[LengthBins],
+    bins: LengthBins,
+    rounds: Sequence[LengthBins],
     model: SequenceCosts,
-    batches: int = 1,
+    sampled_rounds: int = 1,
     gap: float = 1e-3,
-    seconds: float = 60.0,
+    time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """The deployment of Eq. 2, or one of like replicas if it takes less for the given steps.
+    """Returns the deployment of Eq. 2, or like replicas if they are faster in the given rounds.
 
-    Eq. 2 divides expected sequences as it likes. Where a step has only a few long ones, which are
-    whole, it may choose replicas among which they cannot be evened out.
+    Eq. 2 divides expected sequences into fractions. Where a round has only a few long sequences,
+    which are whole, its replicas may not be able to share them evenly.
 
     Args:
-      steps: the sequences of some steps each, of the sample.
+      rounds: the sequences of some rounds of the sample, each by itself.
 
-    The other arguments, and errors, are those of `plan_replicas`; the bound is Eq. 2's.
+    Returns:
+      The deployment; its bound is Eq. 2's.
+
+    The other arguments, and errors, are those of `plan_replicas`.
     """
-    best = plan_replicas(gpus, configurations, buckets, model, batches, gap, seconds)
+    best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]
-    longest = max(buckets.boundaries)
+    longest = max(bins.boundaries)
     for configuration in configurations:
-        if configuration.devices <= gpus and longest <= model.longest(configuration):
-            choices.append({configuration: gpus // configuration.devices})
-    measured = [measure(replicas, gpus, steps, model).gpu_seconds for replicas in choices]
-    chosen = choices[measured.index(min(measured))]
+        if configuration.devices <= devices and longest <= model.longest(configuration):
+            choices.append({configuration: devices // configuration.devices})
+    simulated = [
+        simulate_rounds(replicas, devices, rounds, model).device_seconds for replicas in choices
+    ]
+    chosen = choices[simulated.index(min(simulated))]
     if chosen == best.replicas:
         return best
-    like = evaluate_replicas(chosen, buckets, model, batches, gap, seconds)
-    return like._replace(bound=min(best.bound, like.seconds), dominated=best.dominated)
+    like = evaluate_replicas(chosen, bins, model, sampled_rounds, gap, time_limit)
+    return like._replace(bound=min(best.bound, like.round_seconds), dominated=best.dominated)

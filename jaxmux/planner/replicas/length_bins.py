@@ -1,4 +1,4 @@
-"""Buckets of sequence lengths that leave the least padding (LobRA 4.3, dynamic bucketing)."""
+"""Length bins that leave the least padding (dynamic bucketing, LobRA 4.3, Eq. 4)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,14 @@ from ..errors import PlanningError
 
 
 class LengthBins(NamedTuple):
-    """Lengths that sequences are padded to.
+    """Sequences sorted into length bins.
+
+    A length bin is an interval of sequence lengths. Its sequences are padded to its upper boundary.
 
     Attributes:
-      boundaries: length in tokens of each bucket, ascending.
-      counts: sequences of each bucket.
-      padding: tokens of padding over all sequences, within the intervals included.
+      boundaries: upper boundary of each bin in tokens, ascending.
+      counts: number of sequences in each bin.
+      padding: tokens of padding of all sequences together.
     """
 
     boundaries: tuple[int, ...]
@@ -23,66 +25,72 @@ class LengthBins(NamedTuple):
 
 
 def choose_length_bins(
-    lengths: Sequence[int], boundaries: Sequence[int], buckets: int
+    lengths: Sequence[int], boundaries: Sequence[int], most_bins: int
 ) -> LengthBins:
-    """The at most `buckets` boundaries that pad a batch least.
+    """Returns the length bins that pad the given sequences least.
 
-    State_{i,j}, the least padding when the first i intervals make j buckets, follows Eq. 4:
-    State_{i,j} = min_{i' < i} State_{i',j-1} + Σ_{i' < i'' ≤ i} |I_{i''}| (u_i - u_{i''}).
-    With prefix sums the inner sum takes constant time, and everything O(B log U + R U²). Intervals
-    without sequences take no part, as in the paper.
+    The candidate boundaries u_1 ... u_U divide the lengths into U intervals, and I_i is the set of
+    sequences in interval i. State_{i,j} is the least padding with which the first i intervals form
+    j bins (Eq. 4, with the index of the last interval of a bin as i):
+
+        State_{i,j} = min_{i' < i} State_{i',j-1} + Σ_{i' < i'' ≤ i} |I_{i''}| (u_i - u_{i''}).
+
+    Prefix sums give the inner sum in constant time, so B sequences in at most R bins take
+    O(B log U + R U²). Intervals without sequences are left out.
 
     Args:
-      lengths: tokens of each of the B sequences.
-      boundaries: u_1 < ... < u_U, the lengths to choose from.
-      buckets: R.
+      lengths: length in tokens of each of the B sequences.
+      boundaries: u_1 < ... < u_U in tokens, the boundaries to choose from.
+      most_bins: R, the most length bins.
 
     Raises:
-      PlanningError: a sequence is longer than every boundary, or there is nothing to choose.
+      PlanningError: a sequence is longer than every boundary, the boundaries do not ascend, or
+        `most_bins` is less than 1.
     """
     candidates, sizes = np.asarray(boundaries, np.int64), np.asarray(lengths, np.int64)
     if not len(candidates) or (np.diff(candidates) <= 0).any():
-        raise PlanningError(f"bucket boundaries {list(boundaries)} are not ascending")
-    if buckets < 1:
-        raise PlanningError(f"{buckets} buckets: at least one is needed")
+        raise PlanningError(f"boundaries of length bins {list(boundaries)} are not ascending")
+    if most_bins < 1:
+        raise PlanningError(f"{most_bins} length bins: at least one is needed")
     if not len(sizes):
         return LengthBins((), (), 0)
     if sizes.max() > candidates[-1]:
         raise PlanningError(
-            f"sequence {int(sizes.argmax())} has {int(sizes.max())} tokens, the longest bucket "
-            f"holds {int(candidates[-1])}"
+            f"sequence {int(sizes.argmax())} has {int(sizes.max())} tokens, the longest length bin "
+            f"ends at {int(candidates[-1])}"
         )
     per_interval = np.bincount(np.searchsorted(candidates, sizes), minlength=len(candidates))
     used = np.flatnonzero(per_interval)
     ends, per_interval = candidates[used], per_interval[used]
-    number = np.concatenate([[0], np.cumsum(per_interval)])
-    padded = np.concatenate([[0], np.cumsum(per_interval * ends)])
-    chosen = _cut(_paddings(ends, number, padded), min(buckets, len(ends)))
-    tops = [int(ends[end - 1]) for end in chosen]
-    counts = np.diff(number[[0, *chosen]])
+    # Sequences, and tokens after padding within the intervals, in the first i intervals.
+    sequences = np.concatenate([[0], np.cumsum(per_interval)])
+    tokens = np.concatenate([[0], np.cumsum(per_interval * ends)])
+    last = _last_intervals(_paddings(ends, sequences, tokens), min(most_bins, len(ends)))
+    tops = [int(ends[end - 1]) for end in last]
+    counts = np.diff(sequences[[0, *last]])
     return LengthBins(
         tuple(tops), tuple(int(n) for n in counts), int(np.dot(tops, counts) - sizes.sum())
     )
 
 
-def _paddings(ends, number, padded) -> np.ndarray:
-    """[i', i]: padding when the intervals behind the first i', up to the i-th, make a bucket."""
+def _paddings(ends: np.ndarray, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Entry [i', i]: the padding of a bin of the intervals i' + 1 to i; infinite unless i' < i."""
     intervals = len(ends)
     table = np.full((intervals + 1, intervals + 1), np.inf)
-    table[:, 1:] = ends * (number[1:] - number[:, None]) - (padded[1:] - padded[:, None])
+    table[:, 1:] = ends * (sequences[1:] - sequences[:, None]) - (tokens[1:] - tokens[:, None])
     return np.where(np.tri(intervals + 1, dtype=bool), np.inf, table)
 
 
-def _cut(paddings: np.ndarray, buckets: int) -> list[int]:
-    """For each bucket, up to which interval it reaches, in the best division."""
+def _last_intervals(paddings: np.ndarray, bins: int) -> list[int]:
+    """The last interval of each bin in the best division into `bins` bins."""
     state = np.full(len(paddings), np.inf)
     state[0] = 0
     came_from = []
-    for _ in range(buckets):
+    for _ in range(bins):
         through = state[:, None] + paddings
         came_from.append(through.argmin(axis=0))
         state = through.min(axis=0)
-    chosen = [len(paddings) - 1]
+    last = [len(paddings) - 1]
     for before in reversed(came_from):
-        chosen.append(int(before[chosen[-1]]))
-    return chosen[-2::-1]
+        last.append(int(before[last[-1]]))
+    return last[-2::-1]

@@ -1,4 +1,8 @@
-"""The plans that LobRA is compared with (5.1): all replicas alike, for all tasks or for each."""
+"""The plans that LobRA is compared with (5.1): replicas that are all alike.
+
+*Task-Fused* trains all tasks on the same like replicas; *Task-Sequential* trains one task after
+another, each on the like replicas that suit it best. Their time is simulated round by round.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,94 +14,113 @@ from .length_bins import LengthBins
 from .sample_dispatch import dispatch_samples
 
 
-class MeasuredPlan(NamedTuple):
-    """Replicas, and what simulated steps take with them.
+class SimulatedReplicas(NamedTuple):
+    """Replicas, and the time of simulated rounds with them.
 
     Attributes:
-      replicas: by configuration, how many.
-      gpu_seconds: of a step, mean over steps: all GPUs of the mesh times the slowest replica.
+      replicas: by configuration, the number of replicas.
+      device_seconds: mean over the rounds of the number of devices, idle ones included, times the
+        seconds of the slowest replica.
     """
 
     replicas: dict[Replica, int]
-    gpu_seconds: float
+    device_seconds: float
 
 
-def measure(
+def simulate_rounds(
     replicas: Mapping[Replica, int],
-    gpus: int,
-    steps: Sequence[LengthBins],
+    devices: int,
+    rounds: Sequence[LengthBins],
     model: SequenceCosts,
-) -> MeasuredPlan:
-    """Dispatches every step to the replicas of a mesh of `gpus` GPUs."""
-    seconds = sum(dispatch_samples(replicas, buckets, model).seconds for buckets in steps)
-    return MeasuredPlan(dict(replicas), gpus * seconds / len(steps))
-
-
-def plan_fused(
-    gpus: int,
-    configurations: Sequence[Replica],
-    steps: Sequence[LengthBins],
-    model: SequenceCosts,
-    rng: np.random.Generator | None = None,
-) -> MeasuredPlan:
-    """Task-Fused: the batches of all tasks as one, on replicas that all serve the longest sequence.
-
-    Every configuration is tried on the steps themselves, so that none would have done better.
-    LobRA's competitors dispatch uniformly; so does this with `rng`. Without, like replicas have the
-    balanced dispatch, too.
+) -> SimulatedReplicas:
+    """Dispatches every round to the replicas with `dispatch_samples`.
 
     Args:
-      gpus: of the mesh, shared out to as many replicas as it has room for.
-      configurations: to choose from.
-      steps: the sequences of each simulated step.
+      replicas: by configuration, the number of replicas; they may differ.
+      devices: number of devices, including those that no replica uses.
+      rounds: for each round, its sequences.
       model: times and memory of a replica.
-      rng: shuffles the sequences of uniform dispatching; None for balanced dispatching.
-
-    Raises:
-      PlanningError: no configuration on `gpus` GPUs serves the longest sequence.
     """
-    longest = max(length for buckets in steps for length in buckets.boundaries)
-    costs = tabulate_costs(configurations, [longest], model)
-    require_service(costs, gpus)
-    plans = [
-        measure({configuration: gpus // configuration.devices}, gpus, steps, model)
-        if rng is None
-        else measure_uniform(configuration, gpus, steps, model, rng)
-        for configuration in configurations
-        if configuration.devices <= gpus and longest <= model.longest(configuration)
-    ]
-    return min(plans, key=lambda plan: plan.gpu_seconds)
+    seconds = sum(dispatch_samples(replicas, bins, model).round_seconds for bins in rounds)
+    return SimulatedReplicas(dict(replicas), devices * seconds / len(rounds))
 
 
-def plan_sequential(
-    gpus: int,
-    configurations: Sequence[Replica],
-    steps: Mapping[str, Sequence[LengthBins]],
-    model: SequenceCosts,
-    rng: np.random.Generator | None = None,
-) -> dict[str, MeasuredPlan]:
-    """Task-Sequential: one task after the other, each with the replicas that suit it best.
-
-    A step of all tasks takes the sum of their GPU seconds. Arguments are as of `plan_fused`, with
-    the steps by task.
-    """
-    return {task: plan_fused(gpus, configurations, own, model, rng) for task, own in steps.items()}
-
-
-def measure_uniform(
+def simulate_uniform_dispatch(
     configuration: Replica,
-    gpus: int,
-    steps: Sequence[LengthBins],
+    devices: int,
+    rounds: Sequence[LengthBins],
     model: SequenceCosts,
     rng: np.random.Generator,
-) -> MeasuredPlan:
-    """Deals every step, shuffled, to like replicas in equal numbers, whatever the lengths."""
-    replicas = gpus // configuration.devices
+) -> SimulatedReplicas:
+    """Shuffles every round and gives each replica the same number of sequences.
+
+    Args:
+      configuration: configuration of all replicas, as many as `devices` allows.
+      rng: shuffles the sequences.
+
+    The other arguments are those of `simulate_rounds`.
+    """
+    replicas = devices // configuration.devices
     seconds = 0.0
-    for buckets in steps:
-        costs = tabulate_costs([configuration], buckets.boundaries, model)
-        sequences = np.repeat(costs.per_sequence[0], buckets.counts)
+    for bins in rounds:
+        costs = tabulate_costs([configuration], bins.boundaries, model)
+        sequences = np.repeat(costs.per_sequence[0], bins.counts)
         rng.shuffle(sequences)
         busiest = max(sequences[replica::replicas].sum() for replica in range(replicas))
         seconds += float(costs.constant[0] + busiest)
-    return MeasuredPlan({configuration: replicas}, gpus * seconds / len(steps))
+    return SimulatedReplicas({configuration: replicas}, devices * seconds / len(rounds))
+
+
+def plan_fused(
+    devices: int,
+    configurations: Sequence[Replica],
+    rounds: Sequence[LengthBins],
+    model: SequenceCosts,
+    rng: np.random.Generator | None = None,
+) -> SimulatedReplicas:
+    """Returns the best Task-Fused plan: like replicas that all serve the longest sequence.
+
+    Every configuration is simulated with the rounds themselves, so no other one would be faster.
+
+    Args:
+      devices: number of devices, divided into as many replicas as possible.
+      configurations: configurations to choose from.
+      rounds: for each round, the sequences of all tasks.
+      model: times and memory of a replica.
+      rng: shuffles the sequences for uniform dispatch, as in LobRA's comparison; None for the
+        balanced dispatch of `dispatch_samples`.
+
+    Raises:
+      PlanningError: no configuration of at most `devices` devices serves the longest sequence.
+    """
+    longest = max(length for bins in rounds for length in bins.boundaries)
+    require_service(tabulate_costs(configurations, [longest], model), devices)
+    plans = [
+        simulate_rounds({configuration: devices // configuration.devices}, devices, rounds, model)
+        if rng is None
+        else simulate_uniform_dispatch(configuration, devices, rounds, model, rng)
+        for configuration in configurations
+        if configuration.devices <= devices and longest <= model.longest(configuration)
+    ]
+    return min(plans, key=lambda plan: plan.device_seconds)
+
+
+def plan_sequential(
+    devices: int,
+    configurations: Sequence[Replica],
+    rounds: Mapping[str, Sequence[LengthBins]],
+    model: SequenceCosts,
+    rng: np.random.Generator | None = None,
+) -> dict[str, SimulatedReplicas]:
+    """Returns the best Task-Sequential plan: for each task, the like replicas that suit it best.
+
+    A round of all tasks takes the sum of their device seconds.
+
+    Args:
+      rounds: by task, the sequences of its global batch in each round.
+
+    The other arguments, and errors, are those of `plan_fused`.
+    """
+    return {
+        task: plan_fused(devices, configurations, own, model, rng) for task, own in rounds.items()
+    }

@@ -1,4 +1,4 @@
-"""LobRA's cost model of a replica (2.2), from the time and memory models."""
+"""LobRA's cost model of a replica (2.2), made of the planner's time and memory models."""
 
 import dataclasses
 
@@ -10,28 +10,30 @@ from ..devices import Replica
 from ..numbers import power_of_two
 from ..packing.shape_class import MIN_CHUNK_LEN, ShapeClass
 
-# Longest row that is considered.
+# Tokens of the longest row that is considered.
 _LONGEST_ROW = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelledSequenceCosts:
-    """The `replica_costs.SequenceCosts` of fitted or estimated costs.
+    """`cost_table.SequenceCosts` from fitted or estimated cost models.
 
-    A replica cuts its sequences into microbatches, each of sequences of one length, and pipelines
-    them, 1F1B. A sequence of s tokens is its part of a microbatch of ⌈s⌉ tokens a row, on the
-    slowest stage; the constant is the pipeline's warm-up and drain, the update and the round's
-    overhead. Nothing hides the communication of the one batch that a stage works on: tensor
-    parallelism adds two all-reduces of the stream to each pass of a layer, a pipeline a permute to
-    each pass of a stage.
+    A replica packs its sequences into microbatches, each of sequences of one length, and pipelines
+    them with 1F1B. A sequence costs its share of a microbatch on the slowest stage, in rows whose
+    length is the next power of two. The constant is the pipeline's warm-up and drain, the update
+    and the overhead of a round. No communication is hidden, because a stage works on one microbatch
+    at a time: tensor parallelism adds two all-reduces to each pass of a layer, and a pipeline adds
+    a permute to each pass of a stage.
 
     Attributes:
-      times, memory: of one device.
-      pool: that every replica holds.
-      tokens: of a microbatch, or fewer where more do not fit; a longer sequence has one of its own.
+      times: time model of one device.
+      memory: memory model of one device.
+      pool: the pool that every replica holds.
+      tokens: tokens of a microbatch; less where this many do not fit. A longer sequence is a
+        microbatch of its own.
       chunk_len: tokens of a chunk.
-      remat: rematerialisation policy of all layers; "auto" for what the engine picks, which fits
-        longer sequences and takes longer for those that need it.
+      remat: remat policy of all layers; "auto" for the policies that the engine picks, which fit
+        longer sequences and take longer for those that need recomputation.
     """
 
     times: TimeModel
@@ -42,7 +44,7 @@ class ModelledSequenceCosts:
     remat: str = AUTO
 
     def longest(self, configuration: Replica) -> int:
-        """Tokens of the longest sequence, a power of two, that a replica has the memory for."""
+        """Tokens of the longest sequence, a power of two, that fits into memory; 0 for none."""
         longest, row_len = 0, max(MIN_CHUNK_LEN, self.chunk_len)
         while row_len <= _LONGEST_ROW and self._fits(configuration, self._shape(row_len, 1)):
             longest, row_len = row_len, 2 * row_len
@@ -54,16 +56,16 @@ class ModelledSequenceCosts:
         while tokens > length and not self._fits(configuration, self._shape(length, tokens)):
             tokens //= 2
         shape = self._shape(length, tokens)
-        return self._slowest_stage(configuration, shape) * length / shape.tokens
+        return self._slowest_stage_seconds(configuration, shape) * length / shape.tokens
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Seconds of a step whatever a replica serves."""
+        """Seconds of a round that do not depend on the sequences: pipeline fill and update."""
         shortest = self._shape(self.chunk_len, self.tokens)
-        fill = (configuration.pp - 1) * self._slowest_stage(configuration, shortest)
+        fill = (configuration.pp - 1) * self._slowest_stage_seconds(configuration, shortest)
         return fill + self._costs(configuration).update()
 
     def _shape(self, length: int, tokens: int) -> ShapeClass:
-        """Rows that hold the length, as many as make so many tokens."""
+        """The shape class of rows that hold `length` tokens, about `tokens` tokens together."""
         row_len = max(MIN_CHUNK_LEN, power_of_two(length))
         unit = max(row_len, self.chunk_len)
         rows = max(1, tokens // unit) * (unit // row_len)
@@ -75,7 +77,7 @@ class ModelledSequenceCosts:
     def _costs(self, configuration: Replica) -> ReplicaCosts:
         return ReplicaCosts(self.times, self.memory, self.pool, configuration, self.remat)
 
-    def _slowest_stage(self, configuration: Replica, shape: ShapeClass) -> float:
-        """Seconds of a full microbatch, both passes."""
+    def _slowest_stage_seconds(self, configuration: Replica, shape: ShapeClass) -> float:
+        """Seconds of both passes of a full microbatch on the slowest stage, with their permutes."""
         costs = self._costs(configuration)
         return float(sum(costs.stages(shape)).max()) + 2 * costs.permute(shape)

@@ -1,4 +1,4 @@
-"""Tasks are admitted as far as memory goes, and refused with what would make them fit."""
+"""Tasks are admitted while memory lasts, and refused with the changes that would make them fit."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from jaxmux.planner.costs.device_profile import BackboneSize
 from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import ShapeClass
 
 GIB = 2**30
@@ -36,11 +36,10 @@ def llama_8b() -> BackboneSize:
     return BackboneSize("Llama", 32, d, 128256, linears, weights, outside, 2, {}, 2**29, packed)
 
 
-def admission(memory: int, mesh: Replica = Replica(), **given) -> Admission:  # noqa: B008
+def admission(memory: int, replica: Replica = ONE_DEVICE, **given) -> Admission:
     size = llama_8b()
-    costs = ReplicaCosts(
-        estimated_times(size), estimated_memory(size, memory), PoolSpec(1, 1), mesh
-    )
+    times, memory_model = estimated_times(size), estimated_memory(size, memory)
+    costs = ReplicaCosts(times, memory_model, PoolSpec(1, 1), replica)
     return Admission(costs, SHAPE, **given)
 
 
@@ -49,14 +48,15 @@ def named(ranks) -> dict[str, PoolSpec]:
 
 
 def fits(memory: int, ranks, shape: ShapeClass = SHAPE) -> bool:
-    """Straight from the formula: weights, 16 bytes a parameter, layers' inputs, and what a pass is
-    known to need, within 97%."""
+    """Whether weights, 16 bytes per parameter, the inputs of the layers and the model's working
+    memory take at most 97% of the memory."""
     costs = admission(memory).costs
     size = costs.memory.backbone
     parameters = 32 * len(ranks) * max(ranks) * sum(k + n for k, n in size.linears.values())
     kept = 32 * shape.tokens * 2 * 4096
     working = costs.memory.working.predict(np.array([1.0, shape.tokens, 0.0]))
-    needed = size.weight_bytes + 16 * parameters + kept + working
+    weights = 32 * size.layer_bytes + size.outside_bytes
+    needed = weights + 16 * parameters + kept + working
     return needed <= 0.97 * memory
 
 
@@ -82,10 +82,10 @@ def test_tasks_are_admitted_until_the_first_that_does_not_fit(memory):
     assert 2 < count < len(ranks)
 
 
-def test_the_changes_that_are_named_are_the_smallest():
+def test_the_proposed_changes_are_the_smallest():
     ranks = [64] * 8
     memory = 38 * GIB
-    message = refusal(admission(memory, mesh_may_grow=False), named(ranks))
+    message = refusal(admission(memory, more_stages=False), named(ranks))
     slots, rank, tokens = (
         int(re.search(pattern, message)[1])
         for pattern in (r"at most (\d+) slots", r"of at most (\d+)", r"at most (\d+) tokens")
@@ -98,7 +98,7 @@ def test_the_changes_that_are_named_are_the_smallest():
     assert "stages" not in message
 
 
-def test_on_a_mesh_that_may_grow_more_stages_are_proposed():
+def test_more_stages_are_proposed_where_messages_may():
     message = refusal(admission(16 * GIB), named([16]))
     assert message.startswith("task 'task0' does not fit even alone on pp1,tp1")
     stages = int(re.search(r"(\d+) pipeline stages", message)[1])
@@ -106,7 +106,7 @@ def test_on_a_mesh_that_may_grow_more_stages_are_proposed():
     refusal(admission(16 * GIB, Replica.uniform(stages - 1, 1)), named([16]))
 
 
-def test_where_a_row_is_too_long_shorter_samples_are_proposed():
+def test_shorter_samples_are_proposed_where_a_row_is_too_long():
     shape = ShapeClass(rows=1, row_len=32768, chunk_len=128, max_sequences=1)
     guard = dataclasses.replace(admission(26 * GIB), shape=shape, tokens=4096)
     longest = int(re.search(r"max_length=(\d+)", refusal(guard, named([16])))[1])
@@ -114,12 +114,12 @@ def test_where_a_row_is_too_long_shorter_samples_are_proposed():
     assert not fits(26 * GIB, [16], dataclasses.replace(shape, row_len=2 * longest))
 
 
-def test_a_later_task_that_fits_nowhere_is_named_itself():
+def test_a_later_task_that_does_not_fit_alone_is_named():
     message = refusal(admission(28 * GIB), named([16, 16, 4096]))
     assert message.startswith("task 'task2' does not fit even alone")
 
 
-def test_tasks_that_train_already_are_not_to_blame():
+def test_tasks_that_train_already_are_not_refused():
     live = named([16, 16, 16])
     message = refusal(admission(2**34), {"late": PoolSpec(1, 16)})
     assert message.startswith("task 'late' does not fit even alone")
@@ -135,7 +135,7 @@ def test_reserved_slots_and_ranks_count():
     refusal(admission(28 * GIB, reserved=PoolSpec(64, 64)), tasks)
 
 
-def test_what_steps_were_seen_to_need_decides():
+def test_observed_peaks_decide():
     guard, tasks = admission(26 * GIB), named([16, 16])
     guard.require(tasks)
     pools = list(tasks.values())
@@ -147,7 +147,7 @@ def test_what_steps_were_seen_to_need_decides():
     refusal(guard, tasks)
 
 
-def test_pools_are_merged_to_the_highest_rank_and_the_neediest_optimizer():
+def test_pools_are_merged_to_the_highest_rank_and_the_optimizer_with_most_moments():
     one = PoolSpec(1, 8, ("a",), False, "lion")
     two = PoolSpec(1, 64, ("b", "a"), True, "sgd")
     assert merge_pool_specs([one]) == one

@@ -1,4 +1,5 @@
-"""A profile that ships is the source of costs where it fits, and estimates are elsewhere."""
+"""Costs come from a profile that ships for the device and the backbone, and otherwise from
+estimates."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +34,7 @@ SHAPE = ShapeClass(4, 256, 64, 1)
 
 
 def price(point) -> float:
-    """A layer takes 1 ms a token, all else next to nothing."""
+    """A layer takes 1 ms per token, every other point 1 ns."""
     return 1e-3 * point.tokens if isinstance(point, LayerPoint) else 1e-9
 
 
@@ -66,7 +67,7 @@ def test_the_profile_of_device_and_backbone_is_taken(ship, models, tmp_path):
     found = models()
     assert found.source.kind == "measured" and str(tmp_path / "shipped.json") in found.source.text
     assert found.times.layer(SHAPE, (), PoolSpec(1, 8), total=512).total == pytest.approx(0.512)
-    # Another number of layers is the same backbone.
+    # The number of layers may differ.
     deep = models(dataclasses.replace(SIZE, layers=40))
     assert deep.source.kind == "measured" and deep.times.backbone.layers == 40
 
@@ -81,12 +82,12 @@ def test_the_profile_of_device_and_backbone_is_taken(ship, models, tmp_path):
     ],
     ids=["device", "dtype", "backbone", "other device"],
 )
-def test_the_profile_of_another_device_or_backbone_is_passed_over(profile, asked, ship, models):
+def test_the_profile_of_another_device_or_backbone_is_not_taken(profile, asked, ship, models):
     ship(**profile)
     assert models(**asked).source.kind == "estimated"
 
 
-def test_an_incomplete_profile_is_refused_not_passed_over(ship, models):
+def test_an_incomplete_profile_is_refused(ship, models):
     ship(UpdatePoint)
     with pytest.raises(ProfileError, match="measures no 'update'"):
         models()

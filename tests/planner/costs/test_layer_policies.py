@@ -1,4 +1,4 @@
-"""How layers share the memory that there is."""
+"""Layers and stages share the memory for kept values."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from jaxmux.planner.costs.layer_policies import fill_layers, fill_stages, split_stages
 
 
-def test_layers_get_the_first_policy_that_fits_and_fill_up_with_the_one_before():
+def test_layers_get_the_first_policy_that_fits_and_some_get_the_one_before_it():
     sizes = {"dots": 10, "lean": 6, "full": 1}
     assert fill_layers(sizes, 4, 40) == ("dots",) * 4
     assert fill_layers(sizes, 4, 39) == ("lean",) + ("dots",) * 3
@@ -16,7 +16,7 @@ def test_layers_get_the_first_policy_that_fits_and_fill_up_with_the_one_before()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_filling_fits_and_one_more_would_not(seed):
+def test_the_policies_fit_and_no_further_layer_can_recompute_less(seed):
     rng = np.random.default_rng(seed)
     sizes = dict(zip(("dots", "lean", "full"), sorted(rng.integers(1, 50, 3))[::-1], strict=True))
     layers = int(rng.integers(1, 30))
@@ -29,7 +29,7 @@ def test_the_filling_fits_and_one_more_would_not(seed):
     assert not gains or total + gains[0] > room or gains[0] == 0
 
 
-def test_stages_are_filled_alike_and_a_shorter_one_lacks_what_recomputes_most():
+def test_stages_are_filled_alike_and_a_shorter_stage_lacks_layers_that_recompute_most():
     sizes = {"dots": 10, "lean": 6, "full": 1}
     assert fill_stages(sizes, [3, 3, 2], 26) == (
         *("lean", "dots", "dots"),

@@ -1,10 +1,9 @@
-"""The memory model: counted parts, the online fit, and admission."""
+"""The memory model: its counted parts, its learnt part, and what fits."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from scipy.optimize import nnls
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.attention_memory import PackedBytes
@@ -18,10 +17,9 @@ from jaxmux.planner.costs.device_profile import (
     ProfileError,
 )
 from jaxmux.planner.costs.layer_policies import split_stages
-from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, Placement, fit_memory_model
-from jaxmux.planner.costs.online_fit import OnlineFit
+from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, fit_memory_model
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.costs.time_model import Pipeline
+from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 
 GIB = 2**30
@@ -38,6 +36,7 @@ BACKBONE = BackboneSize(
     head_block_bytes=GIB // 16,
     packed=PackedBytes.of(4, 2, 64, itemsize=2),
 )
+WEIGHT_BYTES = 8 * BACKBONE.layer_bytes + BACKBONE.outside_bytes
 BETA = np.array([3e7, 9e3, 2.5])
 SHAPE, POOL = ShapeClass(8, 512, 128, 1), PoolSpec(4, 16)
 
@@ -61,50 +60,7 @@ def model() -> MemoryModel:
     return fit_memory_model(Profile("test", 4 * GIB, "bfloat16", {}, BACKBONE, measured))
 
 
-def rows_of(rng: np.random.Generator, count: int) -> np.ndarray:
-    tokens = rng.integers(1, 64, count) * 512
-    return np.stack([np.ones(count), tokens, tokens * 2.0 ** rng.integers(6, 14, count)], axis=1)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_online_fit_is_the_batch_fit(seed):
-    rng = np.random.default_rng(seed)
-    x = rows_of(rng, 12)
-    # Signs such that some coefficients end at zero.
-    y = x @ (BETA * rng.choice([-1, 1, 1], 3)) + rng.normal(0, 1e8, 12)
-    fit = OnlineFit.of_features(3)
-    for i, (row, value) in enumerate(zip(x, y, strict=True), start=1):
-        fit = fit.observe(row, value)
-        if i >= 6:
-            size = np.linalg.norm(x[:i], axis=0)
-            batch = nnls(x[:i] / size, y[:i])[0] / size
-            np.testing.assert_allclose(
-                fit.coefficients(), batch, rtol=1e-5, atol=1e-9 * batch.max()
-            )
-    assert fit.observations == 12 and (fit.coefficients() >= 0).all()
-
-
-def test_online_fit_recovers_its_model_and_weighs_observations():
-    rng = np.random.default_rng(0)
-    fit = OnlineFit.of_features(3)
-    for row in rows_of(rng, 8):
-        fit = fit.observe(row, BETA @ row)
-    np.testing.assert_allclose(fit.coefficients(), BETA, rtol=1e-6)
-    one = np.ones(1)
-    mean = OnlineFit.of_features(1).observe(one, 1.0, weight=3.0).observe(one, 5.0)
-    assert mean.predict(one) == pytest.approx(2)
-
-
-def test_features_that_cannot_be_told_apart_are_of_the_lowest_order():
-    fit = OnlineFit.of_features(3)
-    for tokens in (512, 1024, 4096):
-        fit = fit.observe(np.array([1.0, tokens, tokens * 512]), 100.0 * tokens)
-    constant, linear, square = fit.coefficients()
-    assert linear == pytest.approx(100, rel=0.02) and square < 0.02 * 100 / 512
-    assert OnlineFit.of_features(3).predict(np.ones(3)) == 0
-
-
-def test_fit_recovers_what_passes_need(model):
+def test_fit_recovers_the_working_memory(model):
     np.testing.assert_allclose(model.working.coefficients(), BETA, rtol=1e-5)
 
 
@@ -113,26 +69,22 @@ def test_peak_is_weights_state_kept_values_and_workspace(model, remat):
     parameters = 8 * 4 * 16 * (512 + 768)
     of_token, of_rank = BACKBONE.kept[remat]
     expected = (
-        BACKBONE.weight_bytes
-        + 16 * parameters
-        + 8 * 4096 * (of_token + 16 * of_rank)
-        + working(8, 512)
+        WEIGHT_BYTES + 16 * parameters + 8 * 4096 * (of_token + 16 * of_rank) + working(8, 512)
     )
     assert model.peak(SHAPE, POOL, remat) == pytest.approx(expected, rel=1e-5)
 
 
-def test_stages_divide_all_but_what_a_pass_needs(model):
+def test_stages_divide_everything_but_the_working_memory(model):
     whole = model.peak(SHAPE, POOL, "dots")
-    staged = model.peak(SHAPE, POOL, "dots", Placement(stages=4, in_flight=4))
+    stages = Replica.uniform(pp=4)
+    staged = model.peak(SHAPE, POOL, "dots", stages, in_flight=4)
     kept = 8 * model.kept(4096, 16, "dots")
     assert whole - staged == pytest.approx(0.75 * model.resident(POOL))
-    assert model.peak(SHAPE, POOL, "dots", Placement(stages=4)) == pytest.approx(
-        staged - 0.75 * kept
-    )
+    assert model.peak(SHAPE, POOL, "dots", stages) == pytest.approx(staged - 0.75 * kept)
 
 
-def test_tensor_parallelism_divides_what_lies_between_the_linears(model):
-    """Of what layers keep, the stream before and behind attention is whole on every device."""
+def test_tensor_parallelism_divides_all_kept_values_but_the_stream_and_the_intermediates(model):
+    """Every device keeps the whole stream before and after attention."""
     tokens, rank = 4096, 16
     size = model.backbone
     one, four = (model.kept(tokens, rank, "dots", tp) for tp in (1, 4))
@@ -143,8 +95,9 @@ def test_tensor_parallelism_divides_what_lies_between_the_linears(model):
     assert model.kept(tokens, rank, "full", 4) == model.kept(tokens, rank, "full")
 
 
-def test_norms_of_the_stream_are_whole_on_every_device(model):
-    """They are the inputs of column-parallel linears: two a layer, of 256 values of 2 bytes."""
+def test_every_device_keeps_the_whole_norms_of_the_stream(model):
+    """The norms are the inputs of column-parallel linears: two per layer, 256 values of 2 bytes
+    each."""
     kept = {"norms": (41024.0, 100.0), **BACKBONE.kept}
     model = dataclasses.replace(model, backbone=dataclasses.replace(BACKBONE, kept=kept))
     for tp in (1, 2, 8):
@@ -153,35 +106,35 @@ def test_norms_of_the_stream_are_whole_on_every_device(model):
     assert dots == pytest.approx(4096 * (1024 + (40000 - 1024) / 8 + 16 * 100))
 
 
-def test_uneven_stages_need_what_the_fullest_needs(model):
-    """Eight layers on three stages: 3, 3 and 2."""
+def test_memory_of_uneven_stages_is_that_of_the_fullest(model):
+    """Eight layers on three stages are 3, 3 and 2."""
     of_layer = GIB / 8 + 16 * 4 * 16 * (512 + 768)
     resident = (3 * of_layer + GIB / 4 / 3) / 2
-    placement = Placement(stages=3, tp=2, in_flight=5)
-    assert model.resident(POOL, placement) == pytest.approx(resident)
+    replica = Replica.uniform(pp=3, tp=2)
+    assert model.resident(POOL, replica) == pytest.approx(resident)
     dots, full = (model.kept(4096, 16, remat, tp=2) for remat in ("dots", "full"))
     needed = resident + working(8, 512)
-    peak = model.peak(SHAPE, POOL, "dots", placement)
+    peak = model.peak(SHAPE, POOL, "dots", replica, in_flight=5)
     assert peak == pytest.approx(needed + 5 * 3 * dots, rel=1e-5)
     mixed = ("full", "full", "dots", "dots", "full", "dots", "full", "full")
-    peak = model.peak(SHAPE, POOL, mixed, placement)
+    peak = model.peak(SHAPE, POOL, mixed, replica, in_flight=5)
     assert peak == pytest.approx(needed + 5 * (2 * dots + full), rel=1e-5)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_stage_has_the_same_mixture_of_policies(model, stages):
-    placement = Placement(stages=stages, in_flight=stages)
+    replica = Replica.uniform(pp=stages)
     dots, lean = (model.kept(4096, 16, remat) for remat in ("dots", "lean"))
     fullest = -(-8 // stages)
     room = stages * (fullest * lean + 1.5 * (dots - lean))
-    memory = (model.resident(POOL, placement) + 1.25 * dots + room) / USABLE
+    memory = (model.resident(POOL, replica) + 1.25 * dots + room) / USABLE
     tight = dataclasses.replace(model, memory=int(memory))
-    policies = tight.policies(SHAPE, POOL, placement)
-    split = split_stages(policies, Pipeline(stages).layers(8))
+    policies = tight.policies(SHAPE, POOL, replica, in_flight=stages)
+    split = split_stages(policies, replica.stage_layers(8))
     assert all(stage == split[0][-len(stage) :] for stage in split)
     assert split[0] == ("lean",) * (fullest - 1) + ("dots",)
-    assert [len(stage) for stage in split] == Pipeline(stages).layers(8)
-    assert tight.peak(SHAPE, POOL, policies, placement) <= USABLE * tight.memory
+    assert [len(stage) for stage in split] == replica.stage_layers(8)
+    assert tight.peak(SHAPE, POOL, policies, replica, in_flight=stages) <= USABLE * tight.memory
 
 
 def test_engine_policies_fill_the_memory(model):
@@ -206,7 +159,7 @@ def test_observations_correct_the_model(model):
     assert after < 0.02 < before
 
 
-def test_what_fits_is_admitted(model):
+def test_a_round_that_fits_is_not_refused(model):
     assert model.fits(SHAPE, POOL)
     model.require(SHAPE, POOL)
     assert model.peak(SHAPE, POOL, "full") <= USABLE * model.memory
@@ -220,7 +173,7 @@ def test_error_names_the_smallest_change_that_fits(model):
         model.require(shape, pool)
     slots = max(t for t in range(1, 64) if model.fits(shape, pool._replace(slots=t)))
     ranks = max(r for r in range(1, 256) if model.fits(shape, pool._replace(rank=r)))
-    stages = min(s for s in range(2, 9) if model.fits(shape, pool, Placement(stages=s)))
+    stages = min(s for s in range(2, 9) if model.fits(shape, pool, Replica.uniform(pp=s)))
     text = str(error.value)
     assert f"at most {slots} slots or ranks of at most {ranks}" in text
     assert f"{stages} pipeline stages" in text
@@ -230,13 +183,13 @@ def test_error_names_the_smallest_change_that_fits(model):
         model.require(long, POOL)
 
 
-def test_hopeless_demand_says_so(model):
+def test_error_says_where_no_single_change_fits(model):
     tiny = dataclasses.replace(model, memory=1000)
     with pytest.raises(PlanningError, match="no single change"):
         tiny.require(SHAPE, POOL)
 
 
-def test_head_counts_where_it_needs_more(model):
+def test_working_memory_is_the_heads_where_that_needs_more(model):
     head = Measurement(HeadPoint(2048), 1.0, 5 * GIB)
     profile = Profile("test", GIB, "bfloat16", {}, BACKBONE, (layer(4, 512), head))
     shape = ShapeClass(4, 512, 128, 1)
@@ -262,45 +215,47 @@ def test_unknown_policy_and_optimizer_are_named(model):
         model.peak(SHAPE, POOL._replace(optimizer="adafactor"), "dots")
 
 
-def test_rows_of_several_sequences_need_room_for_every_seat():
-    """As cuDNN takes it: measured in rows from 512 tokens on, not in shorter ones."""
+def test_rows_of_several_sequences_need_memory_for_every_sequence():
+    """As measured of cuDNN: only rows of at least 512 tokens take memory for every sequence."""
     packed = BACKBONE.packed
 
-    def attention(row_len: int, seats: int) -> Measurement:
-        taken = packed.needed_by(2048, seats) if row_len >= 512 else 0
-        return Measurement(AttentionPoint(2048, row_len, 128, seats, True), 1.0, int(1e6 + taken))
+    def attention(row_len: int, max_sequences: int) -> Measurement:
+        taken = packed.needed_by(2048, max_sequences) if row_len >= 512 else 0
+        point = AttentionPoint(2048, row_len, 128, max_sequences, True)
+        return Measurement(point, 1.0, int(1e6 + taken))
 
-    points = [attention(row_len, seats) for row_len in (128, 512, 1024) for seats in (1, 16)]
+    points = [attention(row_len, most) for row_len in (128, 512, 1024) for most in (1, 16)]
     measured = (layer(4, 512), layer(16, 512), *points)
     model = fit_memory_model(Profile("test", 16 * GIB, "bfloat16", {}, BACKBONE, measured))
-    # What there is between 128 and 512 was not measured.
+    # Rows between 128 and 512 tokens were not measured.
     assert model.packed_from == 256
 
-    def peak(row_len: int, seats: int, remat: str) -> float:
-        return model.peak(ShapeClass(8192 // row_len, row_len, 128, seats), POOL, remat)
+    def peak(row_len: int, max_sequences: int, remat: str) -> float:
+        shape = ShapeClass(8192 // row_len, row_len, 128, max_sequences)
+        return model.peak(shape, POOL, remat)
 
     assert peak(128, 32, "dots") == peak(128, 1, "dots")
-    kept = 8 * 8192 * (packed.kept + 32 * packed.kept_seat)
-    # Large enough that nothing else that a pass needs counts.
-    needed = 8192 * 32 * packed.working_seat - working(16, 512)
+    kept = 8 * 8192 * (packed.kept + 32 * packed.kept_sequence)
+    # Attention needs more working memory than the rest of the pass.
+    needed = 8192 * 32 * packed.working_sequence - working(16, 512)
     for remat, extra in (("dots", kept + needed), ("full", needed)):
         more = peak(512, 32, remat) - peak(512, 1, remat)
         assert more == pytest.approx(extra, rel=1e-3)
 
 
-def test_a_peak_of_packed_attention_says_nothing_of_other_rows(model):
+def test_a_peak_of_packed_attention_does_not_change_the_prediction_for_other_rows(model):
     packed = dataclasses.replace(model, packed_from=512)
     shape, alone = ShapeClass(8, 512, 128, 64), ShapeClass(8, 512, 128, 1)
     predicted, before = (packed.peak(s, POOL, "dots") for s in (shape, alone))
     for nearly in (0.99, 1.005):
         same = packed.observe(shape, POOL, "dots", int(nearly * predicted))
         assert same.peak(alone, POOL, "dots") == before
-    # More than attention needs was something else.
+    # A higher peak has another cause, from which the model learns.
     more = packed.observe(shape, POOL, "dots", int(1.2 * predicted))
     assert more.peak(shape, POOL, "dots") > predicted
 
 
-def test_less_is_kept_where_attention_takes_memory(model):
+def test_layers_keep_less_where_attention_takes_memory(model):
     shape = ShapeClass(8, 512, 128, 64)
     little = dataclasses.replace(model, memory=3 * GIB)
     packed = dataclasses.replace(little, packed_from=512)

@@ -1,4 +1,4 @@
-"""Costs on a mesh: what is kept and how many microbatches are in flight are one choice."""
+"""Costs on a replica: remat policies and the number of microbatches in flight are one choice."""
 
 import dataclasses
 import math
@@ -14,7 +14,6 @@ from jaxmux.planner.costs.memory_model import USABLE, MemoryModel
 from jaxmux.planner.costs.online_fit import OnlineFit
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
-from jaxmux.planner.costs.time_model import Pipeline
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 
@@ -24,8 +23,8 @@ FEATURES = np.array([1.0, SHAPE.tokens, SHAPE.tokens * SHAPE.row_len])
 
 
 def random_costs(rng: np.random.Generator) -> ReplicaCosts:
-    """Of a few layers on a few stages, in memory between too little and too much."""
-    mesh = Replica.uniform(int(rng.integers(1, 5)), int(rng.choice([1, 2])))
+    """Costs of a few layers on a few stages, with too little memory, plenty, or some between."""
+    replica = Replica.uniform(int(rng.integers(1, 5)), int(rng.choice([1, 2])))
     kept = np.sort(rng.uniform(2e3, 2e5, 4))[::-1].tolist()
     linears = {
         "q_proj": (256, 256),
@@ -35,7 +34,7 @@ def random_costs(rng: np.random.Generator) -> ReplicaCosts:
     }
     size = BackboneSize(
         name="Llama",
-        layers=mesh.pp + int(rng.integers(0, 6)),
+        layers=replica.pp + int(rng.integers(0, 6)),
         hidden_size=256,
         vocab_size=1000,
         linears=linears,
@@ -48,13 +47,13 @@ def random_costs(rng: np.random.Generator) -> ReplicaCosts:
     )
     recompute = dict(zip(POLICIES, np.sort(rng.uniform(-0.1, 0.5, 4)).tolist(), strict=True))
     times = dataclasses.replace(estimated_times(size), recompute=recompute)
-    times, _ = with_estimated_collectives(times, mesh.pp, mesh.tp)
+    times, _ = with_estimated_collectives(times, replica.pp, replica.tp)
     memory = MemoryModel(size, 2**40, OnlineFit.of_features(3), math.inf)
-    working = 1.25 * memory.kept(SHAPE.tokens, POOL.rank, "norms", mesh.tp)
+    working = 1.25 * memory.kept(SHAPE.tokens, POOL.rank, "norms", replica.tp)
     fit = memory.working.observe(FEATURES, working, weight=1e9)
-    costs = ReplicaCosts(times, dataclasses.replace(memory, working=fit), POOL, mesh)
+    costs = ReplicaCosts(times, dataclasses.replace(memory, working=fit), POOL, replica)
     least = costs.peak(SHAPE, ("full",) * size.layers, 1)
-    most = costs.peak(SHAPE, ("norms",) * size.layers, 2 * mesh.pp)
+    most = costs.peak(SHAPE, ("norms",) * size.layers, 2 * replica.pp)
     return with_memory(costs, (least + rng.uniform(-0.02, 1) * (most - least)) / USABLE)
 
 
@@ -68,12 +67,12 @@ def fits(costs: ReplicaCosts, policies: tuple[str, ...], in_flight: int) -> bool
 
 
 def stage_layers(costs: ReplicaCosts) -> list[int]:
-    return Pipeline(costs.mesh.pp).layers(costs.times.backbone.layers)
+    return costs.replica.stage_layers(costs.times.backbone.layers)
 
 
 def mixtures(costs: ReplicaCosts) -> list[tuple[str, ...]]:
-    """All that give some layers of a stage one policy and the others the next, alike in every
-    stage."""
+    """Every choice of policies that gives some layers of a stage one policy and its other layers
+    the next policy, the same in every stage."""
     stages = stage_layers(costs)
     found = []
     for more, less in zip(POLICIES, POLICIES[1:], strict=False):
@@ -84,11 +83,11 @@ def mixtures(costs: ReplicaCosts) -> list[tuple[str, ...]]:
 
 
 def stage_seconds(costs: ReplicaCosts, policies: tuple[str, ...]) -> list[float]:
-    """Both passes of each stage, layer by layer."""
-    tp, size = costs.mesh.tp, costs.times.backbone
+    """Seconds of both passes of each stage, added up layer by layer."""
+    tp, size = costs.replica.tp, costs.times.backbone
     payload = SHAPE.tokens * size.hidden_size * size.stream_bytes
     reduced = 4 * costs.times.collective("psum", tp, payload)
-    head = costs.times.head(SHAPE.tokens) / tp / costs.mesh.pp
+    head = costs.times.head(SHAPE.tokens) / tp / costs.replica.pp
     return [
         head
         + sum(
@@ -102,7 +101,7 @@ def stage_seconds(costs: ReplicaCosts, policies: tuple[str, ...]) -> list[float]
 @pytest.mark.parametrize("seed", range(60))
 def test_microbatches_take_the_least_time_that_leaves_room_for_one_on_every_stage(seed):
     costs = random_costs(np.random.default_rng(seed))
-    stages = costs.mesh.pp
+    stages = costs.replica.pp
     found = [
         (in_flight, max(stage_seconds(costs, policies)))
         for policies in mixtures(costs)
@@ -132,7 +131,7 @@ def test_depth_policies_and_times_are_of_one_choice(seed):
 
 def test_more_memory_never_takes_longer():
     costs = random_costs(np.random.default_rng(3))
-    least = costs.peak(SHAPE, ("full",) * costs.times.backbone.layers, costs.mesh.pp)
+    least = costs.peak(SHAPE, ("full",) * costs.times.backbone.layers, costs.replica.pp)
     memories = np.linspace(least, 4 * least, 100) / USABLE
     seconds = [with_memory(costs, memory).microbatch(SHAPE) for memory in memories]
     assert (np.diff(seconds) <= 1e-12).all() and seconds[-1] < seconds[1] < np.inf
@@ -141,7 +140,7 @@ def test_more_memory_never_takes_longer():
 def test_given_policy_has_as_many_microbatches_in_flight_as_fit():
     costs = dataclasses.replace(random_costs(np.random.default_rng(3)), remat="dots")
     policies = ("dots",) * costs.times.backbone.layers
-    for wanted in range(1, 2 * costs.mesh.pp):
+    for wanted in range(1, 2 * costs.replica.pp):
         memory = costs.peak(SHAPE, policies, wanted) / USABLE + 2
         assert with_memory(costs, memory).depth(SHAPE) == wanted
         assert with_memory(costs, memory).policies(SHAPE) == policies

@@ -1,17 +1,15 @@
-"""The cost model of steps recovers what it is made of."""
+"""The time model recovers the times that its profile is made of."""
 
 import dataclasses
 import functools
 import math
-import time
 
 import numpy as np
 import pytest
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
+from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes
 from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.attention_times import fit_attention_times
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     BackboneSize,
@@ -27,16 +25,16 @@ from jaxmux.planner.costs.device_profile import (
 from jaxmux.planner.costs.memory_model import MemoryModel
 from jaxmux.planner.costs.online_fit import OnlineFit
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.costs.time_fit import fit_time_model
-from jaxmux.planner.costs.time_model import Pipeline, pipeline_latency
+from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.packing.shape_choice import (
     ShapeRequest,
     choose_shape,
     muxtune_shape,
 )
-from jaxmux.planner.pipeline.fusion import fuse_tasks
-from jaxmux.planner.replicas.cost_table import Replica, tabulate_costs
+from jaxmux.planner.replicas.cost_table import tabulate_costs
 from jaxmux.planner.replicas.sequence_costs import ModelledSequenceCosts
 
 BACKBONE = BackboneSize(
@@ -67,11 +65,13 @@ ROUND_OVERHEAD = 2e-3
 EMPTY_SHARE = 0.3
 
 
-def attention_per_token(row_len: int, seats: int) -> float:
-    return 20e-9 + 0.05e-9 * row_len + (2e-12 * seats * row_len + 10e-9 if seats > 1 else 0)
+def attention_per_token(row_len: int, max_sequences: int) -> float:
+    packed = 2e-12 * max_sequences * row_len + 10e-9 if max_sequences > 1 else 0
+    return 20e-9 + 0.05e-9 * row_len + packed
 
 
 def true_layer(point: LayerPoint) -> float:
+    """Seconds of a layer in the profile of these tests."""
     owned = point.tokens * (1 - point.padding)
     base = 0.2e-3 + 1.2e-6 * (owned + EMPTY_SHARE * (point.tokens - owned))
     rows = attention_per_token(point.row_len, 1) - attention_per_token(512, 1)
@@ -81,6 +81,10 @@ def true_layer(point: LayerPoint) -> float:
     if not point.backward:
         return 0.45 * adapted
     return adapted + point.tokens * rows + RECOMPUTED[point.remat] * base
+
+
+def plentiful_memory() -> MemoryModel:
+    return MemoryModel(BACKBONE, 2**50, OnlineFit.of_features(3), math.inf)
 
 
 def layer_point(tokens=8192, rank=16, tasks=4, slots=4, **changes) -> LayerPoint:
@@ -155,7 +159,7 @@ def model(profile):
 
 @pytest.fixture(scope="module")
 def frozen(model):
-    """The model of a backbone without adapters."""
+    """The time model of the backbone without adapters."""
     return dataclasses.replace(model, adapters=AdapterTimes.none())
 
 
@@ -187,34 +191,6 @@ def test_prediction_holds_at_shapes_that_were_not_measured(
     assert found == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_adapter_fit_recovers_its_coefficients(seed):
-    rng = np.random.default_rng(seed)
-    true = AdapterTimes(*rng.uniform(0.5, 2, 8) * np.array(TRUE_ADAPTERS))
-    loads = [
-        AdapterLoad(
-            tuple(rng.integers(64, 8192, rng.integers(1, 6))),
-            int(rng.integers(6, 32)),
-            int(rng.integers(4, 128)),
-            int(2 ** rng.integers(6, 10)),
-            bool(rng.integers(2)),
-        )
-        for _ in range(60)
-    ]
-    seconds = [true.seconds(load) for load in loads]
-    found = fit_adapter_times(loads, seconds, [1.0] * len(loads))
-    np.testing.assert_allclose(found, true, rtol=1e-4)
-
-
-def test_fused_adapters_are_bound_by_their_sum_or_by_the_longest():
-    times = AdapterTimes(10.0, 0, 1.0, 0, 0, 0, 0, 0)
-    load = AdapterLoad((1, 5), 2, 8, 64, False)
-    assert times.seconds(load) == 15  # The longest alone: its floor hides the other.
-    assert times.seconds(load._replace(tokens=(100, 50))) == 150
-    assert times.utilisation(load._replace(tokens=(10,))) == 0.5
-    assert times.seconds(load._replace(tokens=())) == 0
-
-
 def test_more_work_never_takes_less_time(model):
     pool = PoolSpec(8, 16)
     shapes = [ShapeClass(rows, 512, 128, 1) for rows in range(1, 50)]
@@ -224,7 +200,7 @@ def test_more_work_never_takes_less_time(model):
     assert ranks == sorted(ranks)
 
 
-def test_padding_costs_what_the_backbone_does_with_it(model, profile):
+def test_padding_takes_the_measured_part_of_the_backbones_time(model, profile):
     shape, pool = ShapeClass(16, 512, 128, 1), PoolSpec(2, 16)
     empty, half, full = (model.microbatch(shape, t, pool) for t in ((), (4096,), (4096, 4096)))
     assert empty < half < full
@@ -245,60 +221,40 @@ def test_layers_under_several_policies_add_up(model):
         model.microbatch(shape, tokens, pool, ("dots",) * 3)
 
 
-def test_pipeline_latency_is_that_of_equation_4():
-    assert pipeline_latency([1.0, 3.0, 2.0], microbatches=4) == 2 * (1 + 3) + 2 * 4 * 3
-    assert pipeline_latency([5.0], microbatches=2) == 20
+@pytest.mark.parametrize(("row_len", "max_sequences"), [(512, 1), (1024, 4), (2048, 9), (8192, 64)])
+def test_every_sequence_that_a_row_has_room_for_takes_time(model, row_len, max_sequences):
+    expected = attention_per_token(row_len, max_sequences)
+    assert model.attention(row_len, max_sequences) == pytest.approx(expected)
+    assert model.attention_forward(row_len, max_sequences) == pytest.approx(0.3 * expected)
 
 
-def test_stage_latency_is_that_of_equation_3(model):
-    shape, pool, tokens = ShapeClass(1, 512, 128, 1), PoolSpec(2, 16), (4096, 2048)
-    stages = model.stages(shape, tokens, pool, Pipeline(stages=4, tp=2, split_head=False))
+def test_layer_time_is_that_of_equation_3(model):
+    tokens = (4096, 2048)
+    passes = model.layer(ShapeClass(1, 512, 128, 1), tokens, PoolSpec(2, 16), tp=2)
     base = (0.2e-3 + 1.2e-6 * 6144) / 2
     adapters = TRUE_ADAPTERS.seconds(AdapterLoad(tokens, 2, 16, 128, False))
+    assert passes.total == pytest.approx(base + adapters, rel=0.01)
+
+
+def test_stages_have_equal_layers_with_their_all_reduces_and_equal_parts_of_the_head(model):
+    shape, pool = ShapeClass(12, 512, 128, 1), PoolSpec(2, 16)
+    costs = ReplicaCosts(model, plentiful_memory(), pool, Replica.uniform(pp=4, tp=2), "dots")
+    layer = model.layer(shape, (6144,), pool, tp=2).total
+    all_reduce = 2e-5 + 6144 * BACKBONE.hidden_size * BACKBONE.stream_bytes / 2e11
     head = (1e-3 + 2e-6 * 6144) / 2
-    assert [stage.total for stage in stages[:3]] == pytest.approx([8 * (base + adapters)] * 3, 0.01)
-    assert stages[3].total - stages[0].total == pytest.approx(head, rel=0.01)
-    even = model.stages(shape, tokens, pool, Pipeline(stages=4, tp=2))
-    assert sum(s.total for s in even) == pytest.approx(sum(s.total for s in stages))
+    expected = 8 * (layer + 4 * all_reduce) + head / 4
+    assert sum(costs.stages(shape)) == pytest.approx([expected] * 4)
 
 
-def test_one_stage_of_one_microbatch_takes_what_a_microbatch_takes(model):
-    shape, pool, tokens = ShapeClass(16, 512, 128, 1), PoolSpec(2, 16), (4096, 4096)
-    alone = model.htask_latency(shape, tokens, pool, Pipeline())
-    assert alone == pytest.approx(model.microbatch(shape, tokens, pool))
+def test_one_stage_takes_the_time_of_a_microbatch(model):
+    shape, pool = ShapeClass(16, 512, 128, 1), PoolSpec(1, 16)
+    costs = ReplicaCosts(model, plentiful_memory(), pool, Replica(), "dots")
+    assert costs.microbatch(shape) == pytest.approx(model.microbatch(shape, (8192,), pool))
+    half_empty = model.microbatch(shape, (4096,), pool)
+    assert costs.microbatch(shape, owned=4096) == pytest.approx(half_empty)
 
 
-def test_fusion_of_64_tasks_with_the_model_takes_under_a_second(model):
-    tokens = np.random.default_rng(0).integers(1, 64, 64) * 128
-    shape, pipeline = ShapeClass(1, 512, 128, 1), Pipeline(stages=4, microbatches=4)
-    latency = model.latency_of_htasks(shape, tokens.tolist(), PoolSpec(64, 16), pipeline)
-    start = time.process_time()
-    plan = fuse_tasks(tokens.tolist(), latency, stages=4)
-    assert time.process_time() - start < 1
-    assert sorted(task for htask in plan.htasks for task in htask) == list(range(64))
-
-
-@pytest.mark.parametrize(("row_len", "seats"), [(512, 1), (1024, 4), (2048, 9), (8192, 64)])
-def test_every_seat_of_a_packed_row_takes_its_time(model, row_len, seats):
-    expected = attention_per_token(row_len, seats)
-    assert model.attention(row_len, seats) == pytest.approx(expected)
-    assert model.attention_forward(row_len, seats) == pytest.approx(0.3 * expected)
-
-
-def test_seats_cost_from_the_first_row_length_that_another_kernel_takes():
-    """Measured at 128, where they cost nothing, and at 512."""
-    points = [
-        (row_len, seats, 1e-9 + (row_len >= 512) * 2e-10 * seats)
-        for row_len in (64, 128, 512, 2048)
-        for seats in (1, 4, 16)
-    ]
-    times = fit_attention_times(points)
-    assert times(128, 16) == pytest.approx(1e-9)
-    for row_len in (256, 512, 1024):
-        assert times(row_len, 16) - times(row_len, 4) == pytest.approx(12 * 2e-10)
-
-
-def test_alignment_takes_the_model_as_its_cost(model):
+def test_shape_choice_takes_the_model_as_its_cost(model):
     pool = PoolSpec(2, 16)
 
     def seconds(shape: ShapeClass, owned: float) -> float:
@@ -314,28 +270,25 @@ def test_replicas_take_longer_sequences_and_more_devices_into_account(model):
     working = OnlineFit.of_features(3).observe(np.array([1.0, 8192, 8192 * 512]), 3e9)
     memory = MemoryModel(BACKBONE, 30 * 10**9, working, math.inf)
     replicas = ModelledSequenceCosts(model, memory, PoolSpec(4, 16))
-    one, two, deep = (
-        Replica.uniform(tp=1, pp=1),
-        Replica.uniform(tp=2, pp=1),
-        Replica.uniform(tp=1, pp=2),
-    )
+    one, two, deep = Replica(), Replica.uniform(tp=2), Replica.uniform(pp=2)
     costs = tabulate_costs([one, two, deep], [512, 2048, 8192], replicas)
     assert (np.diff(costs.per_sequence) > 0).all()
     assert (costs.per_sequence[0] > costs.per_sequence[1:]).all()
-    # Two devices that share a layer exchange its stream, and adapters are not divided (Eq. 3).
+    # Two devices that share a layer exchange its stream, and adapters are not divided (MuxTune
+    # Eq. 3).
     assert (costs.per_sequence[1] > costs.per_sequence[0] / 2).all()
     assert costs.constant[2] > costs.constant[0] - replicas.constant_seconds(one) / 2
     longest = [replicas.longest(configuration) for configuration in (one, two)]
     assert longest[0] < longest[1]
     with pytest.raises(ProfileError, match=r"no psum over 4 devices .* measured: psum over 2"):
-        replicas.sequence_seconds(Replica.uniform(tp=4, pp=1), 512)
+        replicas.sequence_seconds(Replica.uniform(tp=4), 512)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda m, s: m.predict(s, 1, 8, remat="some"), "no remat policy 'some'; known: dots"),
-        (lambda m, s: m.step(s, [(512,)], PoolSpec(1, 8, optimizer="sgd")), "no update of 'sgd'"),
+        (lambda m, s: m.round(s, [(512,)], PoolSpec(1, 8, optimizer="sgd")), "no update of 'sgd'"),
         (
             lambda m, s: m.microbatch(s, (512,), PoolSpec(1, 8, ("lm_head",))),
             "'lm_head' is no linear",
@@ -363,8 +316,8 @@ def test_incomplete_profile_is_refused(profile, lacks, message):
 
 
 def test_adapters_of_some_modules_cost_their_share(model, frozen):
-    shape, step = ShapeClass(16, 512, 128, 1), functools.partial(model.layer, tokens=(8192,))
+    shape, layer = ShapeClass(16, 512, 128, 1), functools.partial(model.layer, tokens=(8192,))
     bare = frozen.layer(shape, (8192,), PoolSpec(1, 16)).total
-    all_of_them = step(shape, pool=PoolSpec(1, 16)).total - bare
-    some = step(shape, pool=PoolSpec(1, 16, ("q_proj",))).total - bare
+    all_of_them = layer(shape, pool=PoolSpec(1, 16)).total - bare
+    some = layer(shape, pool=PoolSpec(1, 16, ("q_proj",))).total - bare
     assert some == pytest.approx(all_of_them * 8192 / (8192 + 18432))

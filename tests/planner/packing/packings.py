@@ -1,4 +1,4 @@
-"""Random global batches, and what every packing of one must keep."""
+"""Random rounds, and assertions that hold for every packing of one."""
 
 from collections import defaultdict
 
@@ -18,7 +18,8 @@ SHAPES = [
 
 
 def random_batch(shape: ShapeClass, seed: int) -> dict[int, list[int]]:
-    """Some tasks with short samples, some with long ones, some with both."""
+    """By slot, the lengths of one to five tasks: some with short samples, some with long ones, some
+    with both."""
     rng = np.random.default_rng(seed)
     longest = [int(rng.choice([8, 40, shape.row_len])) for _ in range(rng.integers(1, 6))]
     return {
@@ -33,7 +34,8 @@ def assert_every_sample_is_placed_once(microbatches, lengths) -> None:
 
 
 def assert_capacity_is_kept(microbatches, lengths, shape: ShapeClass) -> None:
-    """No token belongs to two samples, no chunk to two tasks; seats suffice, rows are in order."""
+    """No token belongs to two samples, no chunk to two tasks, no row holds too many sequences, and
+    placements are in the order of the rows."""
     for placements in microbatches:
         tokens = np.zeros((shape.rows, shape.row_len), int)
         owners, sequences = defaultdict(set), defaultdict(int)
@@ -52,7 +54,8 @@ def assert_capacity_is_kept(microbatches, lengths, shape: ShapeClass) -> None:
 
 
 def chunks_of(microbatches, lengths, shape: ShapeClass) -> dict[int, list[tuple]]:
-    """By slot, its tokens in stream order: (place in the chunk, sample, its part, chunk border)."""
+    """By slot, its tokens in the order of the stream, each as (offset in its chunk, sample, offset
+    in the sample, whether a chunk begins there)."""
     tokens = defaultdict(list)
     for number, placements in enumerate(microbatches):
         for slot, sample, row, offset in placements:

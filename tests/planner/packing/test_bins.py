@@ -1,4 +1,4 @@
-"""Bin packing beside brute force, and its lower bound."""
+"""Bin packing and its lower bound, compared with brute force."""
 
 import time
 from functools import cache
@@ -15,7 +15,7 @@ from jaxmux.planner.packing.bins import (
 )
 
 
-def fewest_bins(sizes: list[int], capacity: int, seats: int | None) -> int:
+def fewest_bins(sizes: list[int], capacity: int, most_items: int | None) -> int:
     @cache
     def needed(items: frozenset[int]) -> int:
         if not items:
@@ -26,7 +26,7 @@ def fewest_bins(sizes: list[int], capacity: int, seats: int | None) -> int:
             for count in range(len(rest) + 1)
             for others in combinations(rest, count)
             if sizes[first] + sum(sizes[i] for i in others) <= capacity
-            and (seats is None or count < seats)
+            and (most_items is None or count < most_items)
         )
 
     return needed(frozenset(range(len(sizes))))
@@ -37,33 +37,34 @@ def test_bound_is_at_most_the_optimum_and_packings_at_least(seed):
     rng = np.random.default_rng(seed)
     capacity = 100
     sizes = rng.integers(1, rng.choice([30, 60, 101]), rng.integers(1, 9)).tolist()
-    seats = int(rng.integers(1, 5)) if seed % 3 == 0 else None
-    optimum = fewest_bins(sizes, capacity, seats)
-    assert least_bins(sizes, capacity, seats) <= optimum
+    most_items = int(rng.integers(1, 5)) if seed % 3 == 0 else None
+    optimum = fewest_bins(sizes, capacity, most_items)
+    assert least_bins(sizes, capacity, most_items) <= optimum
     for pack in (first_fit_decreasing, fullest_bins):
-        bins = pack(sizes, capacity, seats)
+        bins = pack(sizes, capacity, most_items)
         assert optimum <= len(bins)
         assert sorted(i for each in bins for i in each) == list(range(len(sizes)))
         assert all(sum(sizes[i] for i in each) <= capacity for each in bins)
-        assert seats is None or all(len(each) <= seats for each in bins)
+        assert most_items is None or all(len(each) <= most_items for each in bins)
 
 
 def test_bound_counts_what_cannot_share_a_bin():
     assert least_bins([51] * 7, 100) == 7
     assert least_bins([70, 70, 40, 40, 40], 100) == 4
-    assert least_bins([10] * 10, 100, seats=3) == 4
+    assert least_bins([10] * 10, 100, most_items=3) == 4
     assert least_bins([], 100) == 0
 
 
-def test_fullest_bins_close_where_first_fit_leaves_room():
+def test_fullest_bins_leave_no_room_where_first_fit_does():
     sizes = [44, 29, 26, 22, 18, 14, 13, 10]
     assert len(first_fit_decreasing(sizes, 60)) == 4
     assert len(fullest_bins(sizes, 60)) == 3 == least_bins(sizes, 60)
 
 
-def fullest_choice(sizes: list[int], capacity: int, seats: int | None) -> list[int]:
-    """Sizes, ascending, of the largest sum; then the fewest; then with the shortest the longest."""
-    most = len(sizes) if seats is None else min(seats, len(sizes))
+def fullest_choice(sizes: list[int], capacity: int, most_items: int | None) -> list[int]:
+    """The sizes, ascending, with the largest sum; of those with equal sums the fewest sizes; of
+    those the ones whose shortest size is longest."""
+    most = len(sizes) if most_items is None else min(most_items, len(sizes))
     choices = [sorted(chosen) for count in range(most + 1) for chosen in combinations(sizes, count)]
     fitting = [chosen for chosen in choices if sum(chosen) <= capacity]
     return max(fitting, key=lambda chosen: (sum(chosen), -len(chosen), chosen))
@@ -73,23 +74,25 @@ def fullest_choice(sizes: list[int], capacity: int, seats: int | None) -> list[i
 def test_fullest_subset_has_the_largest_sum_and_then_the_fewest_items(seed):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 40, 9).tolist()
-    capacity, seats = 70, [None, 3][seed % 2]
-    found = fullest_subset(sizes, capacity, seats)
+    capacity, most_items = 70, [None, 3][seed % 2]
+    found = fullest_subset(sizes, capacity, most_items)
     assert found == sorted(set(found))
-    assert sorted(sizes[i] for i in found) == fullest_choice(sizes, capacity, seats)
+    assert sorted(sizes[i] for i in found) == fullest_choice(sizes, capacity, most_items)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_fullest_bins_hold_the_longest_item_left_and_the_best_choice_beside_it(seed):
     rng = np.random.default_rng(seed)
-    # Of few different sizes, bins of the same content follow each other.
+    # With few different sizes, bins of the same content follow each other.
     different = rng.integers(1, rng.choice([20, 40, 61]), rng.choice([2, 4, 10]))
     sizes = rng.choice(different, 10).tolist()
-    capacity, seats = 60, [None, 1, 3][seed % 3]
+    capacity, most_items = 60, [None, 1, 3][seed % 3]
     left = sorted(sizes, reverse=True)
-    for each in fullest_bins(sizes, capacity, seats):
+    for each in fullest_bins(sizes, capacity, most_items):
         first, *others = left
-        best = fullest_choice(others, capacity - first, None if seats is None else seats - 1)
+        best = fullest_choice(
+            others, capacity - first, None if most_items is None else most_items - 1
+        )
         assert [sizes[i] for i in each] == [first, *reversed(best)]
         for i in each:
             left.remove(sizes[i])
@@ -102,14 +105,14 @@ def test_items_of_one_size_are_taken_in_their_order():
 
 
 @pytest.mark.parametrize("pack", [first_fit_decreasing, fullest_bins])
-@pytest.mark.parametrize("seats", [4, 64])
-def test_packing_a_large_batch_stays_far_below_1_ms_an_item(pack, seats):
+@pytest.mark.parametrize("most_items", [4, 64])
+def test_packing_a_large_batch_stays_far_below_1_ms_an_item(pack, most_items):
     count = 4000
     lengths = np.random.default_rng(0).lognormal(np.log(150), 0.5, count)
     sizes = np.clip(lengths, 1, 1024).astype(int).tolist()
     start = time.process_time()
-    bins = pack(sizes, 1024, seats)
+    bins = pack(sizes, 1024, most_items)
     seconds = time.process_time() - start
     print(f"{len(bins)} bins, {1e3 * seconds / count:.3f} ms an item")
-    assert len(bins) <= 1.05 * least_bins(sizes, 1024, seats)
+    assert len(bins) <= 1.05 * least_bins(sizes, 1024, most_items)
     assert seconds / count < 0.5e-3

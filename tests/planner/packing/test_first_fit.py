@@ -32,7 +32,7 @@ def test_capacity_is_kept_and_every_chunk_has_one_owner(packed):
 
 
 def test_every_microbatch_but_the_last_fills_its_rows(packed):
-    """Or, where a chunk spans several rows, its chunks."""
+    """Where a chunk covers several rows, it fills its chunks."""
     shape, _, microbatches = packed
     unit = max(1, shape.chunk_len // shape.row_len)
     for placements in microbatches[:-1]:
@@ -40,17 +40,17 @@ def test_every_microbatch_but_the_last_fills_its_rows(packed):
 
 
 def test_rows_are_close_to_a_lower_bound(packed):
-    """No packing needs fewer rows than the chunks, nor than the seats; ours needs few more than
-    both."""
+    """No packing needs fewer rows than the chunks fill, nor than the sequences fill."""
     shape, lengths, microbatches = packed
     row_count = sum(len({p.row for p in placements}) for placements in microbatches)
     sizes = [size for of_task in lengths.values() for size in of_task]
     chunks = sum(-(-sum(of_task) // shape.chunk_len) for of_task in lengths.values())
     more_than_half = sum(size > shape.row_len / 2 for size in sizes)
     for_tokens = max(-(-chunks * shape.chunk_len // shape.row_len), more_than_half)
-    for_seats = -(-len(sizes) // shape.max_sequences)
-    # First fit decreasing needs 11/9 of the optimum; two such stages one after the other, more.
-    assert row_count <= 1.4 * for_tokens + for_seats
+    for_sequences = -(-len(sizes) // shape.max_sequences)
+    # First fit decreasing needs up to 11/9 of the optimum, and here it is applied twice: to
+    # samples, then to spans.
+    assert row_count <= 1.4 * for_tokens + for_sequences
 
 
 def test_chunks_of_a_task_do_not_depend_on_the_other_tasks(packed):

@@ -1,11 +1,11 @@
-"""Rows of runs in turn: heuristics and the mixed-integer program beside exhaustive search."""
+"""Spans laid into rows: the heuristics and the exact program, compared with exhaustive search."""
 
 from itertools import product
 
 import numpy as np
 import pytest
+from exact_rows import solve_rows
 
-from jaxmux.planner.packing.exact_rows import solve_rows
 from jaxmux.planner.packing.rows import (
     RowShape,
     fill_rows,
@@ -16,11 +16,12 @@ from jaxmux.planner.packing.rows import (
 )
 from jaxmux.planner.packing.spans import Span
 
-ROW = RowShape(chunks=8, seats=6, block=1)
+ROW = RowShape(chunks=8, max_sequences=6, block=1)
 
 
 def random_queues(seed: int) -> dict[int, tuple[Span, ...]]:
-    """Up to four tasks; some of runs of one length, some with crowded ones."""
+    """Spans of up to four tasks; some tasks have spans of one length, some have spans with several
+    sequences."""
     rng = np.random.default_rng(seed)
     queues = {}
     for slot in range(rng.integers(1, 5)):
@@ -38,20 +39,22 @@ def random_queues(seed: int) -> dict[int, tuple[Span, ...]]:
 
 
 def next_states(queues, state, shape) -> set[tuple[int, ...]]:
-    """All that may have been laid down after one more row."""
+    """The states that one more row can lead to; a state is the number of spans of each task that
+    are laid down."""
     choices = [range(at, len(queue) + 1) for at, queue in zip(state, queues.values(), strict=True)]
     found = []
-    # Whoever has laid down more of every task has no less to choose from: leave the others out.
+    # A state with no more spans of any task than another one leads to nothing better: leave it out.
     for then in sorted(product(*choices), key=sum, reverse=True):
         if any(all(map(int.__le__, then, other)) for other in found):
             continue
         taken = [
-            run
+            span
             for at, to, queue in zip(state, then, queues.values(), strict=True)
-            for run in queue[at:to]
+            for span in queue[at:to]
         ]
-        chunks, seats = sum(run.chunks for run in taken), sum(run.seats for run in taken)
-        if chunks <= shape.chunks and seats <= shape.seats:
+        chunks = sum(span.chunks for span in taken)
+        sequences = sum(span.sequences for span in taken)
+        if chunks <= shape.chunks and sequences <= shape.max_sequences:
             found.append(then)
     return set(found)
 
@@ -87,8 +90,8 @@ def assert_legal(queues, rows, shape):
         for slot, count in row.items():
             taken += queues[slot][position[slot] : position[slot] + count]
             position[slot] += count
-        assert sum(run.chunks for run in taken) <= shape.chunks
-        assert sum(run.seats for run in taken) <= shape.seats
+        assert sum(span.chunks for span in taken) <= shape.chunks
+        assert sum(span.sequences for span in taken) <= shape.max_sequences
     assert position == {slot: len(queue) for slot, queue in queues.items()}
 
 
@@ -104,7 +107,7 @@ def test_rows_lie_between_the_bound_and_greedy_and_close_to_the_optimum(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_program_finds_the_fewest_rows_and_the_least_full_last_ones(seed):
+def test_exact_program_finds_the_fewest_rows_and_the_least_full_last_rows(seed):
     queues = random_queues(seed)
     optimum = fewest_rows(queues, ROW)
     for last in {optimum - 1, max(0, optimum - 2)}:
@@ -118,8 +121,8 @@ def test_program_finds_the_fewest_rows_and_the_least_full_last_ones(seed):
         assert refused.rows is None and refused.infeasible
 
 
-def test_equal_runs_of_a_task_are_one_group_for_the_solver():
-    """Thousands of assignments, a handful of variables: solved in no time."""
+def test_equal_spans_of_a_task_are_one_group_for_the_exact_program():
+    """Groups leave few variables, so the program is solved within its time limit."""
     queues = {0: (Span((), 3, 1),) * 40, 1: (Span((), 2, 1),) * 20}
     answer = solve_rows(queues, ROW, 20, 19, seconds=20)
     assert_legal(queues, answer.rows, ROW)

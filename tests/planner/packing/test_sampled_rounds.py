@@ -1,10 +1,10 @@
-"""Rounds that stand for a run: spread over it, and of bounded size."""
+"""A sample of rounds is spread over the training run and of bounded size."""
 
 from jaxmux.planner.packing.sampled_rounds import sample_rounds
 
 
 def steps(count: int, samples: int = 16) -> list[list[int]]:
-    """Global batches whose samples are as long as their step, from 1 on."""
+    """Global batches; every sample of step i has i + 1 tokens."""
     return [[step + 1] * samples for step in range(count)]
 
 
@@ -19,7 +19,7 @@ def test_rounds_are_sampled_from_first_to_last_with_the_tasks_that_are_live():
     assert sample_rounds([steps(1, samples=4)]) == [{0: [1] * 4}]
 
 
-def test_of_large_rounds_a_part_is_looked_at():
+def test_large_rounds_are_sampled_in_part():
     rounds = sample_rounds([steps(100, samples=256)] * 16)
     assert len(rounds) == 2
     assert [len(lengths) for lengths in rounds[0].values()] == [64] * 16

@@ -9,11 +9,11 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import ShapeClass, pack_round
 from jaxmux.planner.packing.shape_choice import (
     ShapeRequest,
-    align,
     choose_shape,
-    plain_shape,
-    muxtune_shape,
     muxtune_chunk_len,
+    muxtune_shape,
+    plain_shape,
+    price_shape,
 )
 
 
@@ -22,15 +22,23 @@ def seconds_of(
     per_chunk: float,
     packed: float = 1.0,
     each: float = 0.0,
-    per_seat: float = 0.0,
+    per_sequence: float = 0.0,
 ):
-    """A cost model: matrix products by tokens, half of them skipped where chunks are empty,
-    attention by row length and more where rows hold several sequences, kernels by chunk, and what a
-    microbatch takes however small."""
+    """A cost model, in seconds of a microbatch.
+
+    Matrix products take time by tokens, half as much where chunks are empty.
+
+    Args:
+      per_row_len: seconds of attention per token and token of the row.
+      per_chunk: seconds of a chunk.
+      packed: factor of attention's time in rows of several sequences.
+      each: seconds of a microbatch, however small.
+      per_sequence: seconds of attention per token and sequence that a row has room for.
+    """
 
     def seconds(shape: ShapeClass, owned: float) -> float:
         attention = per_row_len * shape.row_len * (packed if shape.max_sequences > 1 else 1)
-        attention += per_seat * shape.max_sequences
+        attention += per_sequence * shape.max_sequences
         products = 20e-6 * (owned + shape.tokens)
         return each + products + shape.tokens * attention + per_chunk * shape.chunks
 
@@ -69,8 +77,8 @@ def test_choice_never_loses_to_a_simple_rule(seed, fewer_tokens):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_not_packed_could_not_have_been_the_best(seed):
-    """Every shape class with two rows or more, packed, against the choice by bounds."""
+def test_a_shape_class_that_is_not_packed_is_never_the_best(seed):
+    """The choice by bounds is no worse than any of these shape classes, packed and priced."""
     rounds = random_rounds(seed)
     longest = max(size for batches in rounds for sizes in batches.values() for size in sizes)
     seconds = seconds_of(1e-7, 1e-4, 1.5, 0.01)
@@ -82,64 +90,66 @@ def test_what_is_not_packed_could_not_have_been_the_best(seed):
                     if longest <= row_len <= tokens and chunk_len <= row_len:
                         shape = ShapeClass(tokens // row_len, row_len, chunk_len, max_sequences)
                         if not shape.tokens % 512:
-                            assert chosen.seconds <= price_shape(rounds, shape, seconds).seconds + 1e-12
+                            priced = price_shape(rounds, shape, seconds)
+                            assert chosen.seconds <= priced.seconds + 1e-12
 
 
-def test_dear_attention_shortens_rows_and_dear_chunks_lengthen_chunks():
+def test_expensive_attention_shortens_rows_and_expensive_chunks_lengthen_chunks():
     rng = np.random.default_rng(0)
     rounds = [{slot: rng.integers(100, 480, 64).tolist() for slot in range(4)}]
     request = ShapeRequest(8192, fewer_tokens=False)
-    dear_rows = choose_shape(rounds, request, seconds_of(1e-6, 0)).shape
-    free_rows = choose_shape(rounds, request, seconds_of(0, 0)).shape
-    dear_chunks = choose_shape(rounds, request, seconds_of(0, 1e-2)).shape
-    assert dear_rows.row_len < free_rows.row_len
-    assert dear_chunks.chunk_len > free_rows.chunk_len
+    short_rows = choose_shape(rounds, request, seconds_of(1e-6, 0)).shape
+    long_rows = choose_shape(rounds, request, seconds_of(0, 0)).shape
+    long_chunks = choose_shape(rounds, request, seconds_of(0, 1e-2)).shape
+    assert short_rows.row_len < long_rows.row_len
+    assert long_chunks.chunk_len > long_rows.chunk_len
 
 
-def test_rows_hold_one_sequence_where_packed_attention_is_dear():
+def test_rows_hold_one_sequence_where_packed_attention_is_expensive():
     rounds = [{0: [90, 100, 110, 60] * 8, 1: [50, 120, 100, 110] * 8}]
     request = ShapeRequest(1024)
-    dear = choose_shape(rounds, request, seconds_of(1e-6, 0, packed=3)).shape
-    assert (dear.row_len, dear.max_sequences) == (128, 1)
+    dense = choose_shape(rounds, request, seconds_of(1e-6, 0, packed=3)).shape
+    assert (dense.row_len, dense.max_sequences) == (128, 1)
     assert choose_shape(rounds, request, seconds_of(1e-8, 0)).shape.max_sequences > 1
 
 
 def test_microbatches_are_as_large_as_the_rounds_need():
-    """A little more than one microbatch: two of half the size, or one where each is dear."""
+    """Rounds a little larger than one microbatch get two of half the size, or one larger microbatch
+    where every microbatch takes long."""
     rounds = [{0: [256] * 36}, {0: [256] * 35}]
     request = ShapeRequest(8192)
     assert choose_shape(rounds, request, seconds_of(0, 0)).padding == pytest.approx(0, abs=0.03)
     small = [{0: [256] * 9}]
-    dear = choose_shape(small, request, seconds_of(0, 0, each=1.0))
-    assert dear.microbatches == 1 and dear.shape.tokens == 2560
+    single = choose_shape(small, request, seconds_of(0, 0, each=1.0))
+    assert single.microbatches == 1 and single.shape.tokens == 2560
     fixed = choose_shape(small, request._replace(fewer_tokens=False), seconds_of(0, 0))
     assert fixed.shape.tokens == 8192
 
 
-def test_room_for_sequences_is_what_rows_need():
+def test_rows_have_room_for_few_more_sequences_than_they_hold():
     rounds = [{0: [100] * 20, 1: [300] * 6}]
     chosen = choose_shape(rounds, ShapeRequest(2048), seconds_of(1e-8, 0)).shape
     most = max(
-        sum(len(run.samples) for _, run in row)
-        for rows in pack_round(rounds[0], chosen, solver_seconds=0).contents()
+        sum(len(span.samples) for _, span in row)
+        for rows in pack_round(rounds[0], chosen).contents()
         for row in rows
     )
     assert most <= chosen.max_sequences < 2 * most
 
 
-def test_short_sequences_are_spread_over_rows_where_seats_are_dear():
+def test_short_sequences_are_spread_over_rows_where_room_for_sequences_is_expensive():
     rng = np.random.default_rng(0)
     rounds = [{0: [20] * 64, 1: rng.integers(300, 1000, 16).tolist()} for _ in range(4)]
     request = ShapeRequest(8192)
-    free, dear = (
-        choose_shape(rounds, request, seconds_of(1e-8, 0, per_seat=each)).shape
+    many, few = (
+        choose_shape(rounds, request, seconds_of(1e-8, 0, per_sequence=each)).shape
         for each in (0.0, 1e-6)
     )
-    assert free.row_len == dear.row_len
-    assert free.max_sequences >= 32 > 8 >= dear.max_sequences > 1
+    assert many.row_len == few.row_len
+    assert many.max_sequences >= 32 > 8 >= few.max_sequences > 1
 
 
-def test_what_is_given_is_kept():
+def test_given_lengths_are_kept():
     rounds, seconds = random_rounds(3), seconds_of(1e-7, 1e-5)
     given = ShapeRequest(4096, row_len=1024)
     assert choose_shape(rounds, given, seconds).shape.row_len == 1024
@@ -160,7 +170,7 @@ def test_rows_hold_the_longest_sample_of_all():
         choose_shape(rounds, ShapeRequest(4096, row_len=1024), seconds, [3000, 10])
 
 
-def test_where_nothing_fits_what_needs_least_memory_remains():
+def test_where_no_shape_class_fits_the_one_that_needs_least_memory_is_returned():
     rounds, request = random_rounds(0), ShapeRequest(4096)
     never = seconds_of(0, 0, each=np.inf)
     plain = plain_shape(rounds, request, never).shape
@@ -168,7 +178,7 @@ def test_where_nothing_fits_what_needs_least_memory_remains():
     assert chosen == dataclasses.replace(plain, max_sequences=1)
 
 
-def test_seats_are_given_up_until_it_fits():
+def test_room_for_sequences_is_reduced_until_the_shape_class_fits():
     rounds, request = [{0: [60] * 80, 1: [500] * 4}], ShapeRequest(4096)
     plenty = seconds_of(0, 0)
 

@@ -1,18 +1,22 @@
 """Pipeline schedules as values: made, proven legal and simulated without any device.
 
-workload = uniform_workload(round_robin_microbatches(tasks=4, steps=10), [1] * 4, [1] * 4)
-schedule = template(workload)
-validate(schedule)
-print(schedule, simulate_lockstep(schedule, workload).bubble_ratio())
+A generator takes a `Workload`, the stream of microbatches with their times on every stage, and
+returns a `PipelineSchedule`:
+
+    microbatches = round_robin_microbatches(tasks=4, steps=10)
+    workload = uniform_workload(microbatches, forward=[1] * 4, backward=[1] * 4)
+    schedule = one_forward_one_backward(workload)
+    validate(schedule)
+    print(schedule, simulate_lockstep(schedule, workload).bubble_ratio())
 """
 
-from .bounds import least_makespan, least_paired_ticks
-from .classic import gpipe, interleaved, one_forward_one_backward
-from .layout import TickRule
+from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_backward
 from .lorapp import batch_lora, lorapp, split_minibatches
+from .lower_bounds import least_makespan, least_paired_ticks
+from .muxtune_template import template, template_order
 from .schedule import PipelineSchedule, Update
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
-from .template import template, template_order
+from .tick_layout import TickRule
 from .validate import IllegalSchedule, validate
 from .workload import ScheduledMicrobatch, Workload, round_robin_microbatches, uniform_workload
 
@@ -30,6 +34,7 @@ __all__ = [
     "least_makespan",
     "least_paired_ticks",
     "lorapp",
+    "one_f_one_b_depth",
     "one_forward_one_backward",
     "round_robin_microbatches",
     "simulate_asynchronous",

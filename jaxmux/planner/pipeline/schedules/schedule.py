@@ -1,4 +1,4 @@
-"""The pipeline schedule as a value: what every stage does in every tick."""
+"""The pipeline schedule as a value: a table of what every stage runs in every tick."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,12 +7,18 @@ import numpy as np
 
 from .workload import ScheduledMicrobatch
 
-FORMAT = "jaxmux.schedule/1"
+FORMAT = "jaxmux.schedule/2"
 NONE = -1
 
 
 class Update(NamedTuple):
-    """A task's optimizer step: stage s applies it to its adapters at the end of tick `ticks[s]`."""
+    """The optimizer update of a task after one step.
+
+    Attributes:
+      task: index of the task.
+      step: the step whose global batch is complete.
+      ticks: for each stage, the tick at whose end the stage updates its part of the adapters.
+    """
 
     task: int
     step: int
@@ -21,87 +27,74 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelineSchedule:
-    """A pipeline schedule of M jobs (microbatches) over S stages and T ticks.
+    """A schedule of M microbatches over S stages and T ticks.
 
-    The contract with the executor. All stages go through the ticks in lockstep. In a tick a stage
-    first takes in what its neighbours sent at the end of the tick before, then runs its backward,
-    then its forward (either may be missing), then sends the activation right and the gradient left,
-    both around the ring. So whatever an op produces can be used one tick later at the earliest, and
-    a forward can take the residual slot that a backward of the same tick frees. The loss of a job
-    is computed between the tick of its last forward and the next one: its gradient reaches the last
-    virtual stage like any other message.
+    A stage runs at most one forward and one backward pass in a tick, the backward pass first. The
+    output of a pass can be used one tick later at the earliest. A stage that runs its row of the
+    table in order, at its own pace, therefore finds all its inputs sooner or later. The loss of a
+    microbatch is part of its forward pass on the last virtual stage.
 
-    Virtual stage v = chunk · S + stage is a chunk of consecutive layers (see `Workload`). In the
-    ordinary case chunk is 0 everywhere and the virtual stages are the stages.
+    The residuals of a microbatch take `ScheduledMicrobatch.buffers` buffers on a stage from its
+    forward to its backward pass there. A forward pass can take the buffers that the backward pass
+    of the same tick frees.
 
-    Slots say where a job waits on a virtual stage, in three rings that each stage has: residuals
-    from forward to backward, an activation or gradient from its arrival to the op that consumes it.
-    A job takes the slots from its own to its own + `ScheduledMicrobatch.buffers` − 1.
+    Virtual stage v lies on stage v mod S (see `Workload`). In an ordinary pipeline the virtual
+    stages are the stages.
 
     Attributes:
-      jobs: the microbatches; ticks refer to them by index.
-      forward_mb: int32[S, T], the job that runs forward, −1 for none.
-      backward_mb: int32[S, T], the job that runs backward, −1 for none.
-      forward_chunk: int32[S, T], the chunk whose layers run forward; 0 where nothing runs.
-      backward_chunk: int32[S, T], likewise.
-      residual_slot: int32[V, M].
-      activation_slot: int32[V, M], −1 on virtual stage 0, whose input is the token ids.
-      gradient_slot: int32[V, M].
-      updates: one for each global batch of each task, in order of time.
+      microbatches: the M microbatches; the tables refer to them by index.
+      forward_microbatch: int32 [S, T], the microbatch that runs forward, -1 for none.
+      backward_microbatch: int32 [S, T], the microbatch that runs backward, -1 for none.
+      forward_virtual_stage: int32 [S, T], the virtual stage on which it runs forward, -1 for none.
+      backward_virtual_stage: int32 [S, T], the virtual stage on which it runs backward, -1 for
+        none.
+      updates: one update for each global batch of each task, in order of time.
+      virtual_per_stage: number of virtual stages of one stage.
     """
 
-    jobs: tuple[ScheduledMicrobatch, ...]
-    forward_mb: np.ndarray
-    backward_mb: np.ndarray
-    forward_chunk: np.ndarray
-    backward_chunk: np.ndarray
-    residual_slot: np.ndarray
-    activation_slot: np.ndarray
-    gradient_slot: np.ndarray
+    microbatches: tuple[ScheduledMicrobatch, ...]
+    forward_microbatch: np.ndarray
+    backward_microbatch: np.ndarray
+    forward_virtual_stage: np.ndarray
+    backward_virtual_stage: np.ndarray
     updates: tuple[Update, ...]
+    virtual_per_stage: int = 1
 
     @property
     def stages(self) -> int:
-        return self.forward_mb.shape[0]
+        """S, the number of pipeline stages."""
+        return self.forward_microbatch.shape[0]
 
     @property
     def ticks(self) -> int:
-        return self.forward_mb.shape[1]
+        """T, the number of ticks."""
+        return self.forward_microbatch.shape[1]
 
     @property
     def virtual_stages(self) -> int:
-        return self.residual_slot.shape[0]
-
-    @property
-    def chunks(self) -> int:
-        return self.virtual_stages // self.stages
+        """V, the number of virtual stages of all stages together."""
+        return self.stages * self.virtual_per_stage
 
     def forward_ticks(self) -> np.ndarray:
-        """int32[V, M]: the tick in which a job runs forward on a virtual stage."""
-        return self._ticks(self.forward_mb, self.forward_chunk)
+        """int32 [V, M]: the tick in which each microbatch runs forward on each virtual stage."""
+        return self._ticks(self.forward_microbatch, self.forward_virtual_stage)
 
     def backward_ticks(self) -> np.ndarray:
-        """int32[V, M]: the tick in which a job runs backward on a virtual stage."""
-        return self._ticks(self.backward_mb, self.backward_chunk)
+        """int32 [V, M]: the tick in which each microbatch runs backward on each virtual stage."""
+        return self._ticks(self.backward_microbatch, self.backward_virtual_stage)
 
-    def _ticks(self, table: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        ticks = np.full((self.virtual_stages, len(self.jobs)), NONE, np.int32)
-        stage, tick = np.nonzero(table != NONE)
-        ticks[chunk[stage, tick] * self.stages + stage, table[stage, tick]] = tick
+    def _ticks(self, microbatch: np.ndarray, virtual_stage: np.ndarray) -> np.ndarray:
+        ticks = np.full((self.virtual_stages, len(self.microbatches)), NONE, np.int32)
+        stage, tick = np.nonzero(microbatch != NONE)
+        ticks[virtual_stage[stage, tick], microbatch[stage, tick]] = tick
         return ticks
 
-    def ring_sizes(self) -> tuple[int, int, int]:
-        """Slots that the residual, activation and gradient rings need, the same on all stages."""
-        buffers = np.array([job.buffers for job in self.jobs])
-        rings = (self.residual_slot, self.activation_slot, self.gradient_slot)
-        return tuple(int(np.max(np.where(ring == NONE, 0, ring + buffers))) for ring in rings)
-
     def peak_buffers(self) -> np.ndarray:
-        """int64[S]: most residual slots in use at a time on each stage."""
+        """int64 [S]: the most buffers for residuals that are in use at a time on each stage."""
         change = np.zeros((self.stages, self.ticks), int)
         stage = np.arange(self.virtual_stages)[:, None] % self.stages
-        buffers = np.array([job.buffers for job in self.jobs])
-        # The backward comes first in its tick: what it frees is free within the tick.
+        buffers = np.array([microbatch.buffers for microbatch in self.microbatches])
+        # The backward pass comes first in its tick, so its buffers are free within the tick.
         np.add.at(change, (stage, self.forward_ticks()), buffers)
         np.subtract.at(change, (stage, self.backward_ticks()), buffers)
         return np.max(np.cumsum(change, axis=1), axis=1)
@@ -110,7 +103,11 @@ class PipelineSchedule:
         return isinstance(other, PipelineSchedule) and self.to_json() == other.to_json()
 
     def __str__(self) -> str:
-        """The grid: a row a stage, a column a tick, `F3` or `B0` or both; chunk after a dot."""
+        """The table as text: a row for each stage, a column for each tick.
+
+        `F3` is the forward pass of microbatch 3, `B0` the backward pass of microbatch 0. In an
+        interleaved pipeline `F3.1` runs on the second virtual stage of its stage.
+        """
         cells = [
             [self._cell(stage, tick) for tick in range(self.ticks)] for stage in range(self.stages)
         ]
@@ -122,59 +119,58 @@ class PipelineSchedule:
 
     def _cell(self, stage: int, tick: int) -> str:
         parts = []
-        for letter, table, chunk in (
-            ("B", self.backward_mb, self.backward_chunk),
-            ("F", self.forward_mb, self.forward_chunk),
+        for letter, microbatch, virtual_stage in (
+            ("B", self.backward_microbatch, self.backward_virtual_stage),
+            ("F", self.forward_microbatch, self.forward_virtual_stage),
         ):
-            if table[stage, tick] != NONE:
-                suffix = f".{chunk[stage, tick]}" if self.chunks > 1 else ""
-                parts.append(f"{letter}{table[stage, tick]}{suffix}")
+            if microbatch[stage, tick] != NONE:
+                part = virtual_stage[stage, tick] // self.stages
+                suffix = f".{part}" if self.virtual_per_stage > 1 else ""
+                parts.append(f"{letter}{microbatch[stage, tick]}{suffix}")
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for `json.dump`: the attributes under their own names, arrays as lists."""
-        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        """Returns a plain dict for `json.dump`: each attribute under its name, arrays as lists."""
         return {
             "format": FORMAT,
-            "jobs": [
-                {
-                    "tasks": list(job.tasks),
-                    "steps": list(job.steps),
-                    "bucket": job.bucket,
-                    "buffers": job.buffers,
-                }
-                for job in self.jobs
+            "microbatches": [
+                microbatch._asdict()
+                | {"tasks": list(microbatch.tasks), "steps": list(microbatch.steps)}
+                for microbatch in self.microbatches
             ],
-            **arrays,
+            **{name: getattr(self, name).tolist() for name in _TABLES},
             "updates": [
-                {"task": u.task, "step": u.step, "ticks": list(u.ticks)} for u in self.updates
+                update._asdict() | {"ticks": list(update.ticks)} for update in self.updates
             ],
+            "virtual_per_stage": self.virtual_per_stage,
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Schedule":
-        """The inverse of `to_json`. It does not validate: see `validate`.
+    def from_json(cls, data: dict[str, Any]) -> "PipelineSchedule":
+        """Returns the schedule that `to_json` was called on; it does not `validate` it.
 
         Raises:
           ValueError: the dict is of another format.
         """
         if data.get("format") != FORMAT:
             raise ValueError(f"not a schedule: format is {data.get('format')!r}, not {FORMAT!r}")
-        jobs = tuple(
-            ScheduledMicrobatch(tuple(j["tasks"]), tuple(j["steps"]), j["bucket"], j["buffers"])
-            for j in data["jobs"]
+        microbatches = tuple(
+            ScheduledMicrobatch(tuple(m["tasks"]), tuple(m["steps"]), m["bucket"], m["buffers"])
+            for m in data["microbatches"]
         )
-        arrays = {name: np.array(data[name], np.int32) for name in _ARRAYS}
+        tables = {name: np.array(data[name], np.int32) for name in _TABLES}
         updates = tuple(Update(u["task"], u["step"], tuple(u["ticks"])) for u in data["updates"])
-        return cls(jobs=jobs, updates=updates, **arrays)
+        return cls(
+            microbatches=microbatches,
+            updates=updates,
+            virtual_per_stage=data["virtual_per_stage"],
+            **tables,
+        )
 
 
-_ARRAYS = (
-    "forward_mb",
-    "backward_mb",
-    "forward_chunk",
-    "backward_chunk",
-    "residual_slot",
-    "activation_slot",
-    "gradient_slot",
+_TABLES = (
+    "forward_microbatch",
+    "backward_microbatch",
+    "forward_virtual_stage",
+    "backward_virtual_stage",
 )

@@ -1,4 +1,4 @@
-"""How long a schedule takes: in lockstep, as the executor runs it, or with free-running stages."""
+"""Predicts the time of a schedule: in lockstep, or with stages that run at their own pace."""
 
 import dataclasses
 
@@ -10,16 +10,18 @@ from .workload import Workload
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """When every op of a schedule runs. V virtual stages, S stages, M jobs; times in the unit of
-    the workload.
+    """The times at which the ops of a schedule start and end, in the unit of the workload.
+
+    S is the number of stages, V of virtual stages, M of microbatches.
 
     Attributes:
-      forward_start: float64[V, M].
-      forward_end: float64[V, M].
-      backward_start: float64[V, M].
-      backward_end: float64[V, M].
-      makespan: time from the start to the end of the last op, with a last permute in lockstep.
-      peak_buffers: int64[S], most residual slots in use at a time.
+      forward_start: float64 [V, M].
+      forward_end: float64 [V, M].
+      backward_start: float64 [V, M].
+      backward_end: float64 [V, M].
+      makespan: time from the start of the first op to the end of the last one; in lockstep it
+        includes the messages after the last tick.
+      peak_buffers: int64 [S], the most buffers for residuals that are in use at a time.
     """
 
     forward_start: np.ndarray
@@ -31,10 +33,15 @@ class Simulation:
 
     @property
     def stages(self) -> int:
+        """S, the number of pipeline stages."""
         return len(self.peak_buffers)
 
     def busy(self, window: tuple[float, float] | None = None) -> np.ndarray:
-        """float64[S]: time that each stage computes, within the window or altogether."""
+        """float64 [S]: the time for which each stage computes.
+
+        Args:
+          window: begin and end of the time that counts; None for the whole makespan.
+        """
         begin, end = window or (0.0, self.makespan)
         time = np.zeros(len(self.forward_start))
         for start, stop in (
@@ -45,32 +52,43 @@ class Simulation:
         return time.reshape(-1, self.stages).sum(axis=0)
 
     def bubble_ratio(self, window: tuple[float, float] | None = None) -> float:
-        """1 − busy / (stages × time), over the window or the makespan."""
+        """The part of the stages' time in which they compute nothing: 1 - Σ busy / (S · time).
+
+        Args:
+          window: begin and end of the time that counts; None for the whole makespan.
+        """
         begin, end = window or (0.0, self.makespan)
         return 1.0 - float(self.busy(window).sum()) / (self.stages * (end - begin))
 
     def steady_window(self) -> tuple[float, float]:
-        """From the first backward on stage 0 to the last forward there: the pipeline without its
-        warm-up and drain."""
+        """The time without warm-up and drain: from the first backward pass on the first stage to
+        the start of the last forward pass there."""
         return float(self.backward_start[0].min()), float(self.forward_start[0].max())
 
 
 def simulate_lockstep(
-    schedule: PipelineSchedule, load: Workload, permute_time: float = 0.0
+    schedule: PipelineSchedule, workload: Workload, permute_time: float = 0.0
 ) -> Simulation:
-    """A tick lasts as long as its slowest stage, a stage its backward plus its forward; then
-    `permute_time` for the messages."""
-    forward, backward = _times(schedule, load)
+    """Simulates stages that start every tick together, when the slowest has ended the tick before.
+
+    Args:
+      schedule: the schedule.
+      workload: the times of its microbatches, in the schedule's order; per stage, or per virtual
+        stage of an interleaved schedule.
+      permute_time: time of the messages between stages at the end of every tick.
+    """
+    forward, backward = _times(schedule, workload)
     forward_tick, backward_tick = schedule.forward_ticks(), schedule.backward_ticks()
     stage = np.arange(schedule.virtual_stages)[:, None] % schedule.stages
-    first = np.zeros((schedule.stages, schedule.ticks))
-    first[stage, backward_tick] = backward
-    work = first.copy()
+    # A stage runs the backward pass of a tick before the forward pass.
+    backward_work = np.zeros((schedule.stages, schedule.ticks))
+    backward_work[stage, backward_tick] = backward
+    work = backward_work.copy()
     work[stage, forward_tick] += forward
     tick_end = np.cumsum(work.max(axis=0) + permute_time)
     tick_start = np.concatenate([[0.0], tick_end[:-1]])
     backward_start = tick_start[backward_tick]
-    forward_start = tick_start[forward_tick] + first[stage, forward_tick]
+    forward_start = tick_start[forward_tick] + backward_work[stage, forward_tick]
     return Simulation(
         forward_start,
         forward_start + forward,
@@ -82,27 +100,32 @@ def simulate_lockstep(
 
 
 def simulate_asynchronous(
-    schedule: PipelineSchedule, load: Workload, hop_time: float = 0.0
+    schedule: PipelineSchedule, workload: Workload, hop_time: float = 0.0
 ) -> Simulation:
-    """Every stage runs its ops in the order of the table (backward before forward in a tick), each
-    as soon as its input has arrived, `hop_time` after the neighbour has produced it."""
-    forward, backward = (time.tolist() for time in _times(schedule, load))
+    """Simulates stages that run their rows of the table in order, each op as soon as possible.
+
+    Args:
+      schedule: the schedule.
+      workload: as of `simulate_lockstep`.
+      hop_time: time from the end of an op until its output is on the neighbouring stage.
+    """
+    forward, backward = (time.tolist() for time in _times(schedule, workload))
     stages, last = schedule.stages, schedule.virtual_stages - 1
-    forward_end = np.zeros((last + 1, len(schedule.jobs))).tolist()
-    backward_end = np.zeros((last + 1, len(schedule.jobs))).tolist()
-    # One stage alone sends itself nothing.
+    forward_end = np.zeros((last + 1, len(schedule.microbatches))).tolist()
+    backward_end = np.zeros((last + 1, len(schedule.microbatches))).tolist()
+    # A pipeline of one stage sends no messages.
     hop_time = hop_time if stages > 1 else 0.0
     free = [0.0] * stages
-    for is_backward, v, j in _ops_by_tick(schedule):
+    for is_backward, v, m in _ops_by_tick(schedule):
         stage = v % stages
         if is_backward:
-            ready = forward_end[v][j] if v == last else backward_end[v + 1][j] + hop_time
-            free[stage] = max(free[stage], ready) + backward[v][j]
-            backward_end[v][j] = free[stage]
+            ready = forward_end[v][m] if v == last else backward_end[v + 1][m] + hop_time
+            free[stage] = max(free[stage], ready) + backward[v][m]
+            backward_end[v][m] = free[stage]
         else:
-            ready = forward_end[v - 1][j] + hop_time if v else 0.0
-            free[stage] = max(free[stage], ready) + forward[v][j]
-            forward_end[v][j] = free[stage]
+            ready = forward_end[v - 1][m] + hop_time if v else 0.0
+            free[stage] = max(free[stage], ready) + forward[v][m]
+            forward_end[v][m] = free[stage]
     forward_end, backward_end = np.array(forward_end), np.array(backward_end)
     return Simulation(
         forward_end - forward,
@@ -115,22 +138,21 @@ def simulate_asynchronous(
 
 
 def _ops_by_tick(schedule: PipelineSchedule) -> list[tuple[bool, int, int]]:
-    """(is backward, virtual stage, job) by tick, backwards first."""
+    """(is backward, virtual stage, microbatch) of all ops by tick, backward passes first."""
     ops = []
-    for is_backward, table, chunk in (
-        (True, schedule.backward_mb, schedule.backward_chunk),
-        (False, schedule.forward_mb, schedule.forward_chunk),
+    for is_backward, microbatch, virtual_stage in (
+        (True, schedule.backward_microbatch, schedule.backward_virtual_stage),
+        (False, schedule.forward_microbatch, schedule.forward_virtual_stage),
     ):
-        stage, tick = np.nonzero(table != NONE)
-        virtual = chunk[stage, tick] * schedule.stages + stage
-        keys = zip(tick, virtual, table[stage, tick], strict=True)
-        ops += [(int(t), is_backward, int(v), int(j)) for t, v, j in keys]
+        at = np.nonzero(microbatch != NONE)
+        keys = zip(at[1], virtual_stage[at], microbatch[at], strict=True)
+        ops += [(int(tick), is_backward, int(v), int(m)) for tick, v, m in keys]
     ops.sort(key=lambda op: (op[0], not op[1]))
     return [op[1:] for op in ops]
 
 
-def _times(schedule: PipelineSchedule, load: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """float64[V, M] forward and backward times."""
-    if schedule.chunks != load.chunks:
-        load = load.split_layers(schedule.chunks)
-    return load.forward.T, load.backward.T
+def _times(schedule: PipelineSchedule, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward times, float64 [V, M] each."""
+    if schedule.virtual_per_stage != workload.virtual_per_stage:
+        workload = workload.with_virtual_stages(schedule.virtual_per_stage)
+    return workload.forward.T, workload.backward.T

@@ -1,4 +1,4 @@
-"""What a schedule generator is given: the microbatches to pipeline and what they cost."""
+"""The input of every schedule generator: the microbatches to pipeline and their times."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from ...errors import PlanningError
 
 
 class ScheduledMicrobatch(NamedTuple):
-    """One microbatch as the pipeline sees it.
+    """The facts about a microbatch that its order in the pipeline depends on.
 
     Attributes:
       tasks: indices of the tasks that have samples in it; empty for a no-op microbatch.
-      steps: for each of `tasks`, which of its global batches those samples belong to. All the jobs
-        of one (task, step) together are that global batch.
-      bucket: the MuxTune bucket or hTask it was made from. Groups jobs of one shape.
-      buffers: consecutive ring-buffer slots that its residuals take between forward and backward.
+      steps: for each of `tasks`, the step whose global batch these samples belong to. All
+        microbatches with the same (task, step) make up that global batch.
+      bucket: index of the bucket that it was packed from.
+      buffers: number of buffers that its residuals take on a stage, from its forward to its
+        backward pass.
     """
 
     tasks: tuple[int, ...]
@@ -26,44 +27,51 @@ class ScheduledMicrobatch(NamedTuple):
     buffers: int = 1
 
     @property
-    def batches(self) -> tuple[tuple[int, int], ...]:
+    def global_batches(self) -> tuple[tuple[int, int], ...]:
         """The (task, step) pairs that have samples in it."""
         return tuple(zip(self.tasks, self.steps, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """Jobs in the order of the stream, with their times on every stage.
+    """A stream of microbatches with their times on every virtual stage.
 
-    A virtual stage is one chunk of consecutive layers. The ordinary pipeline has one chunk a stage,
-    and the two are the same. With more, virtual stage v lies on stage v % S, as in Megatron's
-    interleaved schedule, so that activations always go to the right neighbour.
+    In an ordinary pipeline a stage is one virtual stage. In an interleaved pipeline (Narayanan et
+    al. 2021, 2.2) a stage holds several parts of the model, each of them a virtual stage. Virtual
+    stage v lies on stage v mod S, so that activations always go to the next stage.
 
     Attributes:
-      jobs: the microbatches.
-      forward: float64[jobs, virtual stages], forward time of a job, any unit.
-      backward: float64[jobs, virtual stages], backward time, in the same unit.
-      buffer_limit: residual slots that each stage has; None for no limit.
-      chunks: virtual stages of one stage.
+      microbatches: M microbatches in the order of the stream.
+      forward: float64 [M, V], forward time of each microbatch on each virtual stage, in any unit.
+      backward: float64 [M, V], backward time in the same unit.
+      buffer_limit: number of buffers for residuals on each of the S stages; None for no limit.
+      virtual_per_stage: virtual stages of one stage: V = S · virtual_per_stage.
+
+    Raises:
+      PlanningError: there are no microbatches, an array has another shape, a time is not positive,
+        or a microbatch takes less than one buffer or more than a stage has.
     """
 
-    jobs: tuple[ScheduledMicrobatch, ...]
+    microbatches: tuple[ScheduledMicrobatch, ...]
     forward: np.ndarray
     backward: np.ndarray
     buffer_limit: tuple[int, ...] | None = None
-    chunks: int = 1
+    virtual_per_stage: int = 1
 
     def __post_init__(self):
-        shape = np.shape(self.forward)
-        if not self.jobs:
-            raise PlanningError("a workload needs at least one job")
-        if len(shape) != 2 or shape != np.shape(self.backward) or shape[0] != len(self.jobs):
+        count, shape = len(self.microbatches), np.shape(self.forward)
+        if not count:
+            raise PlanningError("a workload needs at least one microbatch")
+        if len(shape) != 2 or shape != np.shape(self.backward) or shape[0] != count:
             raise PlanningError(
                 f"forward times {shape} and backward times {np.shape(self.backward)} must both be "
-                f"[jobs={len(self.jobs)}, virtual stages]"
+                f"[microbatches={count}, virtual stages]"
             )
-        if shape[1] == 0 or shape[1] % self.chunks:
-            raise PlanningError(f"{shape[1]} virtual stages do not make {self.chunks} equal chunks")
+        if shape[1] == 0 or shape[1] % self.virtual_per_stage:
+            raise PlanningError(
+                f"{shape[1]} virtual stages cannot be divided into stages of "
+                f"{self.virtual_per_stage}"
+            )
         if min(np.min(self.forward), np.min(self.backward)) <= 0:
             raise PlanningError("stage times must be positive")
         if self.buffer_limit is not None and len(self.buffer_limit) != self.stages:
@@ -73,64 +81,79 @@ class Workload:
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        for j, job in enumerate(self.jobs):
-            if job.buffers < 1:
-                raise PlanningError(f"job {j} takes {job.buffers} buffers, expected at least 1")
+        for index, microbatch in enumerate(self.microbatches):
+            if microbatch.buffers < 1:
+                raise PlanningError(
+                    f"microbatch {index} takes {microbatch.buffers} buffers, expected at least 1"
+                )
             for stage, limit in enumerate(self.buffer_limit or ()):
-                if job.buffers > limit:
+                if microbatch.buffers > limit:
                     raise PlanningError(
-                        f"job {j} takes {job.buffers} buffers, stage {stage} has {limit}"
+                        f"microbatch {index} takes {microbatch.buffers} buffers, stage {stage} "
+                        f"has {limit}"
                     )
 
     @property
     def stages(self) -> int:
-        return np.shape(self.forward)[1] // self.chunks
+        """S, the number of pipeline stages."""
+        return np.shape(self.forward)[1] // self.virtual_per_stage
 
     @property
     def virtual_stages(self) -> int:
+        """V, the number of virtual stages of all stages together."""
         return np.shape(self.forward)[1]
 
     def reorder(self, order: Sequence[int]) -> "Workload":
-        """The same jobs as another stream: job i of the result is job `order[i]` of this one."""
+        """Returns the same microbatches as another stream.
+
+        Args:
+          order: every index once; microbatch i of the result is microbatch `order[i]` of this one.
+        """
         order = np.asarray(order)
         return dataclasses.replace(
             self,
-            jobs=tuple(self.jobs[j] for j in order),
+            microbatches=tuple(self.microbatches[index] for index in order),
             forward=self.forward[order],
             backward=self.backward[order],
         )
 
-    def split_layers(self, chunks: int) -> "Workload":
-        """The same jobs with the layers of every stage cut into `chunks` equally long chunks."""
-        if self.chunks != 1:
-            raise PlanningError(f"the layers are already split into {self.chunks} chunks")
+    def with_virtual_stages(self, virtual_per_stage: int) -> "Workload":
+        """Returns the workload with every stage divided into equally long virtual stages.
+
+        Raises:
+          PlanningError: the stages are divided already.
+        """
+        if self.virtual_per_stage != 1:
+            raise PlanningError(
+                f"every stage is already divided into {self.virtual_per_stage} virtual stages"
+            )
         return dataclasses.replace(
             self,
-            forward=np.tile(self.forward / chunks, chunks),
-            backward=np.tile(self.backward / chunks, chunks),
-            chunks=chunks,
+            forward=np.tile(self.forward / virtual_per_stage, virtual_per_stage),
+            backward=np.tile(self.backward / virtual_per_stage, virtual_per_stage),
+            virtual_per_stage=virtual_per_stage,
         )
 
 
 def uniform_workload(
-    jobs: Sequence[ScheduledMicrobatch],
+    microbatches: Sequence[ScheduledMicrobatch],
     forward: Sequence[float],
     backward: Sequence[float],
     buffer_limit: Sequence[int] | None = None,
 ) -> Workload:
-    """A workload whose jobs all take the same times.
+    """Returns a workload in which all microbatches take the same times.
 
     Args:
-      jobs: the microbatches.
-      forward: forward time of each stage. A last stage that also holds the head is longer than the
-        others; a head split over the stages adds its share to each.
-      backward: backward time of each stage.
-      buffer_limit: residual slots of each stage.
+      microbatches: the stream.
+      forward: forward time of each stage, in any unit. The head lengthens the stages that hold a
+        part of it.
+      backward: backward time of each stage, in the same unit.
+      buffer_limit: number of buffers for residuals on each stage; None for no limit.
     """
     return Workload(
-        tuple(jobs),
-        np.tile(np.asarray(forward, float), (len(jobs), 1)),
-        np.tile(np.asarray(backward, float), (len(jobs), 1)),
+        tuple(microbatches),
+        np.tile(np.asarray(forward, float), (len(microbatches), 1)),
+        np.tile(np.asarray(backward, float), (len(microbatches), 1)),
         None if buffer_limit is None else tuple(buffer_limit),
     )
 
@@ -138,8 +161,13 @@ def uniform_workload(
 def round_robin_microbatches(
     tasks: int, steps: int, microbatches: int = 1
 ) -> tuple[ScheduledMicrobatch, ...]:
-    """The stream in which every task in turn contributes one global batch of `microbatches` jobs,
-    `steps` times over: the order of mLoRA's pipeline."""
+    """Returns a stream in which the tasks take turns, as in mLoRA's pipeline (3.2.1).
+
+    Args:
+      tasks: number of tasks; each is a bucket of its own.
+      steps: global batches of each task.
+      microbatches: microbatches of each global batch.
+    """
     return tuple(
         ScheduledMicrobatch((task,), (step,), bucket=task)
         for step in range(steps)
@@ -148,16 +176,26 @@ def round_robin_microbatches(
     )
 
 
-def microbatch_groups(load: Workload, longest: int | None = None) -> list[list[int]]:
-    """The stream cut, as late as possible, into runs of at most `longest` consecutive jobs of which
-    none needs the update of a task in the same run."""
-    runs: list[list[int]] = [[]]
+def independent_series(workload: Workload, longest: int | None = None) -> list[list[int]]:
+    """Cuts the stream, as late as possible, into series of independent microbatches.
+
+    Microbatches are independent if none of them needs an update that another one of the series
+    contributes to.
+
+    Args:
+      workload: the stream.
+      longest: most microbatches of a series; None for no limit.
+
+    Returns:
+      The indices of the consecutive microbatches of each series.
+    """
+    series: list[list[int]] = [[]]
     steps: dict[int, int] = {}
-    for j, job in enumerate(load.jobs):
-        needs_update = any(steps.get(task, step) != step for task, step in job.batches)
-        if needs_update or len(runs[-1]) == longest:
-            runs.append([])
+    for index, microbatch in enumerate(workload.microbatches):
+        needs_update = any(steps.get(task, step) != step for task, step in microbatch.global_batches)
+        if needs_update or len(series[-1]) == longest:
+            series.append([])
             steps = {}
-        runs[-1].append(j)
-        steps.update(job.batches)
-    return runs
+        series[-1].append(index)
+        steps.update(microbatch.global_batches)
+    return series

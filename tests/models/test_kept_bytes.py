@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, beside what the compiler reserves for it."""
+"""The bytes kept for the backward pass are those of the values that the remat policy names."""
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,9 @@ def kept(inputs, policy: str, unroll: bool) -> int:
 @pytest.mark.parametrize("unroll", [False, True], ids=["scan", "unrolled"])
 def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
     stream, wide, low = 4 * TOKENS * WIDTH, 4 * TOKENS * WIDE, 4 * TOKENS * RANK
-    # x; the stream in the middle; attention's output; gate and up; q, k and v of half q's width;
-    # an intermediate for each module.
+    # "full" keeps the layer's input. "lean" adds the stream between attention and MLP, the output
+    # of attention, q, k and v (k and v have half of q's width), and one rank-r intermediate per
+    # module. "dots" adds gate and up, and "norms" the two norms.
     assert kept(inputs, "full", unroll) == stream
     assert kept(inputs, "lean", unroll) == 5 * stream + len(MODULES) * low
     assert kept(inputs, "dots", unroll) == 5 * stream + 2 * wide + len(MODULES) * low

@@ -1,4 +1,4 @@
-"""Record forms: how a record's fields become one text with the spans that are to be learned."""
+"""Record forms: which fields a record has, and how they become one text with its target ranges."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from .errors import DataError
 from .sources import Form, LossOn, Record
 
-# Alphabetical order would not do: of the forms that fit a record the first is taken, and public
-# Alpaca sets carry a rendered `text` beside their own fields.
+# By form, the fields that a record needs. `detect_form` takes the first form that fits, and "text"
+# comes last because public Alpaca data sets also have a field `text` with the rendered record.
 REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -16,8 +16,8 @@ REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
 }
 
 
-class Span(NamedTuple):
-    """Characters start (included) to end (excluded) of a text."""
+class TextRange(NamedTuple):
+    """The characters of a text from `start` (included) to `end` (excluded)."""
 
     start: int
     end: int
@@ -27,22 +27,22 @@ class RenderedText(NamedTuple):
     """The text of one record.
 
     Attributes:
-      text: what is tokenized.
-      target_spans: the parts to be predicted; None stands for every token.
-      has_special_tokens: True where the text already spells its BOS and EOS tokens, as chat
-        templates do; otherwise the tokenization adds them.
+      text: the text to tokenize.
+      target_ranges: the parts of the text to predict; None for the whole text.
+      has_special_tokens: True if the text already contains its BOS and EOS tokens, as the texts of
+        chat templates do; otherwise the tokenization adds them.
     """
 
     text: str
-    target_spans: tuple[Span, ...] | None
+    target_ranges: tuple[TextRange, ...] | None
     has_special_tokens: bool = False
 
 
 def detect_form(record: Record) -> Form:
-    """The first form of `REQUIRED_FIELDS` whose fields the record has.
+    """The first form in `REQUIRED_FIELDS` whose fields the record has.
 
     Raises:
-      DataError: no form fits.
+      DataError: the record has the fields of no form.
     """
     for form, names in REQUIRED_FIELDS.items():
         if all(name in record.fields for name in names):
@@ -55,7 +55,7 @@ def detect_form(record: Record) -> Form:
 
 
 def render(record: Record, form: Form, loss_on: LossOn) -> RenderedText:
-    """Renders a record of any form but "messages", which needs a chat template (see `chat`).
+    """Renders a record of any form except "messages", which `chat.render_chat` renders.
 
     Raises:
       DataError: a field is missing or not a string.
@@ -68,16 +68,16 @@ def render(record: Record, form: Form, loss_on: LossOn) -> RenderedText:
             prompt = _alpaca_prompt(record)
             completion = string_field(record, form, "output")
         case "text":
-            return RenderedText(string_field(record, form, "text"), target_spans=None)
+            return RenderedText(string_field(record, form, "text"), target_ranges=None)
         case _:
             raise ValueError(f"form {form!r} has no plain rendering")
     text = prompt + completion
-    spans = None if loss_on == "all" else (Span(len(prompt), len(text)),)
-    return RenderedText(text, spans)
+    ranges = None if loss_on == "all" else (TextRange(len(prompt), len(text)),)
+    return RenderedText(text, ranges)
 
 
 def required_field(record: Record, form: Form, name: str) -> Any:
-    """A field's value; DataError where it is missing or null."""
+    """The value of a field. Raises DataError if the field is missing or null."""
     if (value := record.fields.get(name)) is None:
         problem = f"null in field {name!r}" if name in record.fields else f"no field {name!r}"
         raise DataError(
@@ -88,25 +88,25 @@ def required_field(record: Record, form: Form, name: str) -> Any:
 
 
 def string_field(record: Record, form: Form, name: str) -> str:
-    """A field's text; DataError where it is missing or not a valid string."""
+    """The text of a field. Raises DataError if the field is missing or not a valid string."""
     return valid_text(record, f"field {name!r}", required_field(record, form, name))
 
 
-def valid_text(record: Record, what: str, value: Any) -> str:
-    """`value` itself; DataError naming `what` where it is no string or not encodable."""
+def valid_text(record: Record, name: str, value: Any) -> str:
+    """Returns `value`. Raises DataError with `name` if it is not a string of valid Unicode."""
     if not isinstance(value, str):
-        raise DataError(f"{record.where}: {what} must be a string, found {type(value).__name__}")
+        raise DataError(f"{record.where}: {name} must be a string, found {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{record.where}: {what} is not valid Unicode: {error}") from error
+        raise DataError(f"{record.where}: {name} is not valid Unicode: {error}") from error
     return value
 
 
 def _alpaca_prompt(record: Record) -> str:
     instruction = string_field(record, "alpaca", "instruction")
     prompt = f"### Instruction:\n{instruction}\n\n"
-    # Published sets leave `input` out, null or empty alike.
+    # In public data sets an unused `input` is missing, null or empty.
     if record.fields.get("input") not in (None, ""):
         prompt += f"### Input:\n{string_field(record, 'alpaca', 'input')}\n\n"
     return prompt + "### Response:\n"

@@ -1,11 +1,11 @@
-"""Record forms render to one text whose target spans are exactly the learned part."""
+"""Every record form renders to one text whose target ranges cover exactly the part to learn."""
 
 import re
 
 import pytest
 
 from jaxmux.data import DataError, Record
-from jaxmux.data.records import detect_form, render
+from jaxmux.data.record_forms import detect_form, render
 
 
 def record(**fields) -> Record:
@@ -13,7 +13,7 @@ def record(**fields) -> Record:
 
 
 def learned(rendered) -> list[str]:
-    return [rendered.text[start:end] for start, end in rendered.target_spans]
+    return [rendered.text[start:end] for start, end in rendered.target_ranges]
 
 
 def test_prompt_completion_learns_the_completion():
@@ -42,7 +42,7 @@ def test_alpaca_without_input_has_no_input_section(empty):
     ],
 )
 def test_loss_on_all_learns_every_token(fields, form):
-    assert render(record(**fields), form, "all").target_spans is None
+    assert render(record(**fields), form, "all").target_ranges is None
 
 
 def test_text_learns_every_token():

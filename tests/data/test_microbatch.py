@@ -7,12 +7,12 @@ from jaxmux.data import Sample, fill_microbatch
 from jaxmux.planner.packing import ShapeClass, pack_round
 
 ROWS, ROW_LEN, CHUNK = 2, 256, 64
-# (slot, index in its batch, row, offset); slot 5's sample 1 lies in another microbatch.
+# (slot, index in its global batch, row, offset). Sample 1 of slot 5 is in another microbatch.
 PLACEMENTS = [(3, 1, 0, 0), (3, 0, 0, 30), (5, 0, 0, 128), (3, 2, 1, 64)]
 
 
 def sample(rng, length: int, sample_id: int, prompt: int) -> Sample:
-    """`length` is the stream length: one less than the tokens."""
+    """A random sample of `length` + 1 tokens, whose stream length is `length`."""
     ids = rng.integers(1, 100, length + 1).astype(np.int32)
     return Sample(ids, np.arange(length + 1) > prompt, sample_id)
 
@@ -33,19 +33,19 @@ def microbatch(batches):
 
 @pytest.fixture(scope="module")
 def covered():
-    """True on the tokens of some sequence."""
+    """True at the positions that a sequence covers, False on padding."""
     mask = np.zeros((ROWS, ROW_LEN), bool)
     mask[0, :80] = mask[0, 128:192] = mask[1, 64:194] = True
     return mask
 
 
-def places(batches):
+def placed_samples(batches):
     for slot, index, row, offset in PLACEMENTS:
         own = batches[slot][index]
         yield slot, own, (row, slice(offset, offset + own.stream_length))
 
 
-def test_shapes_and_dtypes_are_those_of_the_design(microbatch):
+def test_shapes_and_dtypes_are_those_of_the_docstring(microbatch):
     expected = {
         "tokens": np.int32,
         "targets": np.int32,
@@ -62,14 +62,14 @@ def test_shapes_and_dtypes_are_those_of_the_design(microbatch):
 
 
 def test_tokens_are_inputs_and_targets_are_the_tokens_after_them(microbatch, batches):
-    for _, own, at in places(batches):
-        np.testing.assert_array_equal(microbatch.tokens[at], own.input_ids[:-1])
-        np.testing.assert_array_equal(microbatch.targets[at], own.input_ids[1:])
+    for _, own, place in placed_samples(batches):
+        np.testing.assert_array_equal(microbatch.tokens[place], own.input_ids[:-1])
+        np.testing.assert_array_equal(microbatch.targets[place], own.input_ids[1:])
 
 
 def test_positions_restart_in_every_sequence(microbatch, batches):
-    for _, own, at in places(batches):
-        np.testing.assert_array_equal(microbatch.positions[at], range(own.stream_length))
+    for _, own, place in placed_samples(batches):
+        np.testing.assert_array_equal(microbatch.positions[place], range(own.stream_length))
 
 
 def test_segments_count_the_sequences_of_a_row(microbatch, covered):
@@ -80,8 +80,8 @@ def test_segments_count_the_sequences_of_a_row(microbatch, covered):
 
 
 def test_every_token_carries_the_identity_of_its_sample(microbatch, batches):
-    for _, own, at in places(batches):
-        assert (microbatch.sample_id[at] == own.sample_id).all()
+    for _, own, place in placed_samples(batches):
+        assert (microbatch.sample_id[place] == own.sample_id).all()
 
 
 def test_chunks_belong_to_the_task_whose_tokens_they_hold(microbatch):
@@ -89,14 +89,14 @@ def test_chunks_belong_to_the_task_whose_tokens_they_hold(microbatch):
 
 
 def test_loss_weight_is_one_over_the_target_tokens_of_the_whole_batch(microbatch, batches, covered):
-    for slot, own, at in places(batches):
+    for slot, own, place in placed_samples(batches):
         total = sum(np.count_nonzero(s.target_mask) for s in batches[slot])
         expected = np.where(own.target_mask[1:], np.float32(1 / total), 0)
-        np.testing.assert_array_equal(microbatch.loss_weight[at], expected)
+        np.testing.assert_array_equal(microbatch.loss_weight[place], expected)
     assert not microbatch.loss_weight[~covered].any()
 
 
-def test_padding_holds_harmless_values(microbatch, covered):
+def test_padding_holds_zeros(microbatch, covered):
     for name in ("tokens", "targets", "positions"):
         assert not getattr(microbatch, name)[~covered].any(), name
 

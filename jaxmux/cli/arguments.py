@@ -1,0 +1,245 @@
+"""The options of every command. This module does not import JAX, so that `--help` is fast."""
+
+import argparse
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+DEMO_CONFIG = "jaxmux:configs/demo.gin"
+# Rounds of a plan if --rounds is not given and no global batch is large.
+DEFAULT_ROUNDS = 8
+
+_TRAIN = """\
+Trains the tasks of a gin config together on one frozen backbone, and exports a
+Hugging Face PEFT adapter for each task. Without a config it runs the bundled
+demo.
+
+If training is interrupted, the same command continues it.
+
+Exit code 0: all tasks succeeded. 1: a task failed and the others are finished.
+2: the config or the data was refused and nothing was trained.
+"""
+_CONFIG = """\
+a config:
+  fine_tune.backbone = "/models/Llama-3.2-1B"
+  fine_tune.tasks = [@billing/Task(), @support/Task()]
+
+  billing/Task.name = "billing"
+  billing/Task.data = "billing.jsonl"
+  billing/Task.epochs = 3
+  billing/Task.adapter = @billing/LoRA()
+  billing/LoRA.rank = 8
+  ...
+
+Paths are relative to the working directory. `python -c "import jaxmux;
+help(jaxmux.Task)"` shows the parameters of a task and their defaults; likewise
+jaxmux.fine_tune, RunOptions, LoRA, AdamW, SGD, Lion, Schedule and Source.
+"""
+_PLAN = """\
+Plans the training of a gin config's tasks without training anything, and shows
+which tasks share microbatches, the shape of the microbatches, and the predicted
+time of a round. The devices need not exist. It reads and tokenizes the data; of
+the backbone it reads config.json and the tokenizer. Without a config it plans
+the bundled demo.
+
+Exit code 2: the config, the data or an option was refused.
+"""
+_PROFILE = """\
+Measures the time and the memory of layers, attention, head, optimizer updates,
+rounds and collectives on this machine's devices, for one backbone with random
+weights, and writes the profile to which the planner's cost models are fitted.
+If it is interrupted, the same command continues it.
+
+With --check it measures training steps that are not in a profile and compares
+them with the predictions of the cost models.
+"""
+
+
+def train_options(arguments: Sequence[str], prog: str = "jaxmux train") -> argparse.Namespace:
+    """Options of the training command; `bindings` has the config's parameters as NAME=VALUE."""
+    parser = _parser(prog, _TRAIN, epilog=_CONFIG)
+    _add_config(parser)
+    parser.add_argument("--run_dir", metavar="DIR", help="default: runs/NAME of the last config")
+    parser.add_argument(
+        "--restart", action="store_true", help="delete the files of earlier training first"
+    )
+    return _parse_with_bindings(parser, arguments)
+
+
+def plan_options(arguments: Sequence[str], prog: str = "jaxmux plan") -> argparse.Namespace:
+    """Options of the planning command; `bindings` has the config's parameters as NAME=VALUE."""
+    parser = _parser(prog, _PLAN)
+    _add_config(parser)
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the same as --gin.NAME=VALUE",
+    )
+    parser.add_argument(
+        "--mesh",
+        default="pp1",
+        help="pipeline stages and tensor parallelism, e.g. pp4,tp2; default: one device",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="a profile of `jaxmux profile`; default: the profile that ships for this backbone "
+        "on an H200, or an estimate for an H200",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"rounds to plan; default: {DEFAULT_ROUNDS}, or fewer for large global batches",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"
+    )
+    options = _parse_with_bindings(parser, arguments)
+    options.bindings = options.gin_param + options.bindings
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds should be at least 1, found {options.rounds}")
+    options.gin_file = options.gin_file or [DEMO_CONFIG]
+    return options
+
+
+def profile_options(arguments: Sequence[str], prog: str = "jaxmux profile") -> argparse.Namespace:
+    """Options of the profiling command."""
+    parser = _parser(prog, _PROFILE)
+    backbone = parser.add_mutually_exclusive_group(required=True)
+    backbone.add_argument(
+        "--backbone", metavar="DIR", help="checkpoint folder; only its config.json is read"
+    )
+    backbone.add_argument("--config", metavar="FILE", help="a config.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the profile to write, or with --check the comparison; required without --check",
+    )
+    parser.add_argument(
+        "--check", type=Path, metavar="PROFILE", help="compare predictions of this profile"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="duration of one measurement; default: 0.5"
+    )
+    parser.add_argument("--dtype", help="default: bfloat16 on an accelerator, float32 on a CPU")
+    grid = parser.add_argument_group("values to measure", "The default depends on the device.")
+    for name, meaning in (
+        ("tokens", "tokens of a microbatch"),
+        ("row_lens", "tokens of a row"),
+        ("chunk_lens", "tokens of a chunk"),
+        ("ranks", "ranks of the pool"),
+        ("slots", "slots of the pool, all with a task"),
+    ):
+        grid.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=meaning)
+    check = parser.add_argument_group("options of --check")
+    check.add_argument(
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="CASE",
+        help="TASKSxLENGTHxRANKxTOKENS[xROW_LENGTH], e.g. 3x2048x32x6144",
+    )
+    check.add_argument("--layers", type=int, metavar="N", help="default: all layers")
+    options = parser.parse_args(arguments)
+    if not options.check and not options.out:
+        parser.error("--out is required: the file for the profile")
+    return options
+
+
+def generate_options(arguments: Sequence[str], prog: str = "jaxmux generate") -> argparse.Namespace:
+    """Options of the command that completes prompts."""
+    parser = _parser(prog, "Completes prompts with a backbone and a Hugging Face PEFT adapter.")
+    parser.add_argument(
+        "--backbone",
+        required=True,
+        metavar="DIR",
+        help="checkpoint folder; jaxmux:demo/base is the bundled one",
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter folder; default: none")
+    parser.add_argument("--prompt", required=True, action="append", help="may be repeated")
+    parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 always takes the most likely token; default: 0",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default: 0")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
+    )
+    options = parser.parse_args(arguments)
+    if options.max_new_tokens < 1 or options.temperature < 0:
+        parser.error("--max_new_tokens should be at least 1, --temperature not negative")
+    return options
+
+
+def export_options(arguments: Sequence[str], prog: str = "jaxmux export") -> argparse.Namespace:
+    """Options of the command that exports adapters."""
+    parser = _parser(prog, "Writes Hugging Face PEFT adapters from the checkpoints of training.")
+    parser.add_argument(
+        "--run_dir", required=True, metavar="DIR", help="run directory of `jaxmux train`"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="a folder for each task is written here"
+    )
+    parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="the checkpoint, a folder of checkpoints/; default: the newest one of each task",
+    )
+    parser.add_argument(
+        "--serving",
+        action="store_true",
+        help="fold the scale into B and set lora_alpha to the rank, for servers without rsLoRA",
+    )
+    return parser.parse_args(arguments)
+
+
+# By command. Each takes the arguments and the name of the program that the help shows.
+OPTIONS: dict[str, Callable[[Sequence[str], str], argparse.Namespace]] = {
+    "train": train_options,
+    "plan": plan_options,
+    "profile": profile_options,
+    "generate": generate_options,
+    "export": export_options,
+}
+
+
+def _parser(prog: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    width = min(100, shutil.get_terminal_size().columns)
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width),
+        allow_abbrev=False,
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
+    )
+    parser.add_argument(
+        "--gin.NAME",
+        dest="_",
+        metavar="VALUE",
+        help="set one parameter, e.g. --gin.Task.max_length=512",
+    )
+
+
+def _parse_with_bindings(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
+    options, others = parser.parse_known_args(arguments)
+    if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
+        parser.error(f"unknown argument {unknown[0]}; a parameter is set by --gin.NAME=VALUE")
+    options.bindings = [other.removeprefix("--gin.") for other in others]
+    return options

@@ -1,0 +1,242 @@
+"""The order in which each stage runs its ops, made by a greedy simulation of all stages.
+
+A schedule is made in two parts. This module orders the ops of every stage; `tick_layout` then puts
+them into ticks. GPipe's order is fixed; all other generators are settings of this simulation.
+"""
+
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import PlanningError
+from .workload import Workload, independent_series
+
+
+class Op(NamedTuple):
+    """The forward or backward pass of one microbatch on one virtual stage.
+
+    Attributes:
+      backward: whether it is the backward pass.
+      virtual_stage: index of the virtual stage.
+      microbatch: index of the microbatch in the workload.
+    """
+
+    backward: bool
+    virtual_stage: int
+    microbatch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchRule:
+    """The rule by which a free stage chooses its next op.
+
+    Attributes:
+      in_flight: for each stage, the most ops whose forward pass has started and whose backward pass
+        has not ended; None for no such limit. The workload's buffer limit holds in either case.
+      unit_times: whether every op takes one unit of time, which gives an order for stages that run
+        in lockstep. With False the workload's times give an order for stages that run at their own
+        pace.
+      skip_blocked: whether to launch a later microbatch of the stream where the next one waits for
+        a task's update.
+      forward_first: number of stages, counted from the first, that prefer a forward pass to a
+        backward pass if both could start.
+    """
+
+    in_flight: Sequence[int] | None = None
+    unit_times: bool = True
+    skip_blocked: bool = False
+    forward_first: int = 0
+
+
+def greedy_orders(workload: Workload, rule: LaunchRule) -> list[list[Op]]:
+    """Returns the ops of each stage in the order in which greedy stages start them.
+
+    A free stage runs the earliest backward pass that is ready, else its next forward pass if enough
+    buffers are free; the stages that `rule.forward_first` names prefer the forward pass. A
+    microbatch is launched, that is, runs forward on virtual stage 0, only when each of its tasks
+    has finished the backward passes of its previous global batch there. The other virtual stages
+    have then finished them too, because virtual stage 0 runs backward last. This is LoRAFusion's
+    bubble lemma (5.2) for each stage.
+
+    Raises:
+      PlanningError: too few buffers bring the pipeline to a standstill.
+    """
+    simulation = _GreedyStages(workload, rule)
+    simulation.run()
+    return simulation.orders
+
+
+class _GreedyStages:
+    """All stages at one moment of the simulation.
+
+    A microbatch's rank is its place in the order of launches. In Megatron's interleaved order, a
+    series of S microbatches goes through one virtual stage of a stage, then the same microbatches
+    through the next one. A series ends early where an update must come in between.
+    """
+
+    def __init__(self, workload: Workload, rule: LaunchRule):
+        self.workload = workload
+        self.rule = rule
+        self.orders: list[list[Op]] = [[] for _ in range(workload.stages)]
+        self._durations = _whole_durations(workload, rule.unit_times)
+        # A heap of the ops that are running, by the time at which they end.
+        self._running: list[tuple[int, Op]] = []
+        self._busy = [False] * workload.stages
+        self._free_buffers = list(workload.buffer_limit or [np.inf] * workload.stages)
+        self._in_flight = [0] * workload.stages
+        all_series = independent_series(workload, workload.stages)
+        # By rank, the number of the series and the place in it.
+        self._place = [(n, i) for n, series in enumerate(all_series) for i in range(len(series))]
+        # Forward passes in the order in which every stage runs them: (sort key, rank, part), where
+        # part p of a stage is virtual stage p · S + stage.
+        self._forwards = sorted(
+            ((series, part, i), rank, part)
+            for rank, (series, i) in enumerate(self._place)
+            for part in range(workload.virtual_per_stage)
+        )
+        # For each stage, how many of its forward passes have started.
+        self._forwards_started = [0] * workload.stages
+        self._launched: list[int] = []
+        self._rank: dict[int, int] = {}
+        self._waiting = list(range(len(workload.microbatches)))
+        # For each global batch, the microbatches that have not finished their last backward pass.
+        self._unfinished = Counter(
+            batch for microbatch in workload.microbatches for batch in microbatch.global_batches
+        )
+        self._previous = _previous_global_batches(self._unfinished)
+        # Forward passes, beyond those of virtual stage 0, whose input is there.
+        self._ready_forwards: set[Op] = set()
+        # For each stage, a heap of the backward passes whose input is there.
+        self._ready_backwards: list[list[tuple[tuple[int, int, int], Op]]] = [
+            [] for _ in self._busy
+        ]
+
+    def run(self) -> None:
+        now = 0
+        while True:
+            for stage in range(self.workload.stages):
+                if not self._busy[stage]:
+                    self._start_next(stage, now)
+            if not self._running:
+                break
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                self._finish(heapq.heappop(self._running)[1])
+        done = sum(map(len, self.orders))
+        if done < 2 * self.workload.virtual_stages * len(self.workload.microbatches):
+            raise PlanningError(
+                f"the pipeline stops with {done} ops done: buffer_limit="
+                f"{self.workload.buffer_limit} is too small for {self.workload.virtual_per_stage} "
+                "virtual stages per stage"
+            )
+
+    def _start_next(self, stage: int, now: int) -> None:
+        op = self._next_forward(stage) if stage < self.rule.forward_first else None
+        if op is None and self._ready_backwards[stage]:
+            op = self._ready_backwards[stage][0][1]
+        if op is None:
+            op = self._next_forward(stage)
+        if op is None:
+            return
+        if op.backward:
+            heapq.heappop(self._ready_backwards[stage])
+        else:
+            self._start_forward(stage, op)
+        self._busy[stage] = True
+        self.orders[stage].append(op)
+        duration = self._durations[op.backward][op.microbatch][op.virtual_stage]
+        heapq.heappush(self._running, (now + duration, op))
+
+    def _next_forward(self, stage: int) -> Op | None:
+        if self._forwards_started[stage] == len(self._forwards):
+            return None
+        limit = self.rule.in_flight
+        if limit is not None and self._in_flight[stage] >= limit[stage]:
+            return None
+        _, rank, part = self._forwards[self._forwards_started[stage]]
+        virtual_stage = part * self.workload.stages + stage
+        if virtual_stage == 0:
+            microbatch = self._next_to_launch()
+            op = None if microbatch is None else Op(False, 0, microbatch)
+        elif rank < len(self._launched):
+            op = Op(False, virtual_stage, self._launched[rank])
+            op = op if op in self._ready_forwards else None
+        else:
+            op = None
+        if op is None or self._buffers(op) > self._free_buffers[stage]:
+            return None
+        return op
+
+    def _next_to_launch(self) -> int | None:
+        for microbatch in self._waiting:
+            if not self._needs_update(microbatch):
+                return microbatch
+            if not self.rule.skip_blocked:
+                return None
+        return None
+
+    def _needs_update(self, microbatch: int) -> bool:
+        batches = self.workload.microbatches[microbatch].global_batches
+        previous = (self._previous.get(batch) for batch in batches)
+        return any(self._unfinished[batch] for batch in previous if batch is not None)
+
+    def _start_forward(self, stage: int, op: Op) -> None:
+        self._forwards_started[stage] += 1
+        self._in_flight[stage] += 1
+        self._free_buffers[stage] -= self._buffers(op)
+        if op.virtual_stage == 0:
+            self._waiting.remove(op.microbatch)
+            self._rank[op.microbatch] = len(self._launched)
+            self._launched.append(op.microbatch)
+
+    def _finish(self, op: Op) -> None:
+        stage = op.virtual_stage % self.workload.stages
+        self._busy[stage] = False
+        if not op.backward:
+            if op.virtual_stage + 1 < self.workload.virtual_stages:
+                self._ready_forwards.add(Op(False, op.virtual_stage + 1, op.microbatch))
+            else:
+                self._add_ready_backward(op.virtual_stage, op.microbatch)
+            return
+        self._in_flight[stage] -= 1
+        self._free_buffers[stage] += self._buffers(op)
+        if op.virtual_stage:
+            self._add_ready_backward(op.virtual_stage - 1, op.microbatch)
+        else:
+            self._unfinished.subtract(self.workload.microbatches[op.microbatch].global_batches)
+
+    def _add_ready_backward(self, virtual_stage: int, microbatch: int) -> None:
+        series, i = self._place[self._rank[microbatch]]
+        stages = self.workload.stages
+        # Backward passes go through the virtual stages of a stage in descending order.
+        key = (series, -(virtual_stage // stages), i)
+        op = Op(True, virtual_stage, microbatch)
+        heapq.heappush(self._ready_backwards[virtual_stage % stages], (key, op))
+
+    def _buffers(self, op: Op) -> int:
+        return self.workload.microbatches[op.microbatch].buffers
+
+
+def _whole_durations(workload: Workload, unit: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """Forward and backward times as whole numbers, so that ops that end together compare equal."""
+    if unit:
+        ones = np.ones(np.shape(workload.forward), int).tolist()
+        return ones, ones
+    times = workload.forward, workload.backward
+    scale = 2.0**30 / max(np.max(time) for time in times)
+    forward, backward = (np.maximum(np.rint(time * scale).astype(int), 1) for time in times)
+    return forward.tolist(), backward.tolist()
+
+
+def _previous_global_batches(batches: Counter) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each (task, step), the task's previous global batch; a task's first one is left out."""
+    ordered = sorted(batches)
+    return {
+        batch: previous
+        for previous, batch in zip(ordered, ordered[1:], strict=False)
+        if previous[0] == batch[0]
+    }
