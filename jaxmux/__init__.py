@@ -11,8 +11,8 @@ summary = jaxmux.fine_tune(
     run_dir="runs/two_tasks",
 )
 
-Public names are imported when they are first used, so that `import jaxmux`, the planner and the help
-of the command lines load no device code.
+Public names are imported when they are first used, so that `import jaxmux`, the planner and the
+help of the commands load no device code.
 """
 
 from importlib import import_module

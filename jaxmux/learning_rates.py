@@ -8,13 +8,13 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Learning rate over a task's updates, as in Hugging Face's Trainer.
+    """Course of the learning rate over a task's updates, as in Hugging Face's Trainer.
 
     Attributes:
-      kind: the course after warm-up: "constant", "linear" to 0 or "cosine" to 0 at the task's last
-        step.
-      warmup_steps: updates over which the rate rises linearly from 0.
-      warmup_ratio: the same as a fraction of all steps; used where `warmup_steps` is 0.
+      kind: the course after the warm-up: "constant", or "linear" or "cosine", which fall to 0 at
+        the task's last step.
+      warmup_steps: number of updates over which the learning rate rises linearly from 0.
+      warmup_ratio: the warm-up as a fraction of all steps; it is used if `warmup_steps` is 0.
 
     Raises:
       ValueError: a value is outside its range.
@@ -34,7 +34,7 @@ class Schedule:
             )
 
     def factor(self, update: int, total: int) -> float:
-        """The rate at an update, divided by the peak rate.
+        """The learning rate of an update, divided by the peak learning rate.
 
         Args:
           update: index of the update, from 0.

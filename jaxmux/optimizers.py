@@ -1,10 +1,10 @@
-"""Optimizers: what a task specifies, and the optax transform that carries it out.
+"""Optimizers: the values that a task sets, and the optax transform that applies them.
 
-To add one, write its class and list it in `OPTIMIZERS`; nothing else knows the optimizers by name.
+To add an optimizer, write its class and list it in `OPTIMIZERS`; no other file knows the optimizers
+by name.
 
-Every number of a specification reaches the compiled update as float32 data, so one program serves
-all tasks of an optimizer kind, whatever their learning rates. Kinds differ in the transform, and
-with it in the state.
+The numbers of a specification reach the compiled update as float32 data, so one program serves all
+tasks that use an optimizer kind.
 """
 
 import dataclasses
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """The part of a specification that all optimizers share.
-
-    A subclass adds its own numbers as fields, all of which `transform` finds in `hyper`.
+    """The fields that all optimizers have. A subclass adds its own numbers as fields.
 
     Attributes:
-      learning_rate: the rate at the peak of the schedule.
-      schedule: its course over the task's updates.
-      weight_decay: see the optimizer.
-      clip_norm: largest global norm of the task's gradient, as in
-        `torch.nn.utils.clip_grad_norm_`; None for no limit.
+      learning_rate: learning rate at the peak of the schedule.
+      schedule: course of the learning rate over the task's updates.
+      weight_decay: coefficient of the weight decay; each optimizer says how it applies it.
+      clip_norm: a gradient with a larger global norm is scaled down to it, as by
+        `torch.nn.utils.clip_grad_norm_`; None does not clip.
       kind: name of the optimizer in configs, checkpoints and profiles.
       moments: number of arrays of the parameters' shape that its state holds.
 
@@ -60,8 +58,8 @@ class Optimizer:
                 raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
 
     def hyperparameters(self) -> dict[str, float]:
-        """By field, the numbers that the compiled update takes as data besides the learning rate;
-        no clipping is infinity."""
+        """By field, the numbers that the compiled update takes as data, except the learning rate.
+        `clip_norm` is infinite where it is None."""
         numbers = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -71,21 +69,21 @@ class Optimizer:
 
     @staticmethod
     def transform(hyper: Mapping[str, Any]) -> "optax.GradientTransformation":
-        """The optax transform of one slot: from gradients to a direction, which the engine then
-        scales by minus the learning rate.
+        """The optax transform that maps the gradients of one slot to a direction. The engine then
+        subtracts the direction times the learning rate from the parameters.
 
-        The structure of its state must not depend on `hyper`, which may hold traced scalars. Every
-        entry of the state is either a tree of the parameters' shapes (a moment) or an integer count
-        of updates.
+        The structure of the transform's state does not depend on `hyper`, which may hold traced
+        scalars. Every entry of the state is a tree with the parameters' structure (a moment) or an
+        integer count of updates.
 
         Args:
-          hyper: by name, the numbers of `hyperparameters`.
+          hyper: the numbers of `hyperparameters`, by name.
         """
         raise NotImplementedError
 
 
-# optax is imported where a transform is built, because the planner and the command lines read these
-# specifications and need no device code.
+# optax is imported only where a transform is built, because it imports JAX, which the planner and
+# the help of the commands do without.
 @dataclasses.dataclass(frozen=True)
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`."""
@@ -128,7 +126,8 @@ class SGD(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023), decoupled weight decay."""
+    """Lion (Chen et al. 2023): steps by the sign of an interpolated momentum, with decoupled weight
+    decay."""
 
     b1: float = 0.9
     b2: float = 0.99
@@ -153,8 +152,8 @@ def optimizer_class(kind: str) -> type[Optimizer]:
     """The optimizer of this kind.
 
     Raises:
-      ValueError: the kind is unknown. Adafactor is refused: its factored moments would see the
-        zero padding of mixed ranks.
+      ValueError: the kind is unknown. There is no Adafactor, because its factored moments would
+        average over the zero padding of ranks.
     """
     if kind not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {kind!r}; known: {', '.join(OPTIMIZERS)}")

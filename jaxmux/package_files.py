@@ -7,7 +7,7 @@ _PREFIX = "jaxmux:"
 
 
 def resolve_path(path: str | Path) -> str:
-    """The path itself, or the place of the package file that `jaxmux:…` names."""
+    """The path itself, or the path of a file in the package if it begins with `jaxmux:`."""
     text = str(path)
     if not text.startswith(_PREFIX):
         return text

@@ -1,4 +1,4 @@
-"""A task: one tenant's fine-tuning job."""
+"""A task: the fine-tuning job of one tenant."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from .peft import LoRA
 
 
 class TaskError(ValueError):
-    """A task cannot be run; the message begins with the task's name."""
+    """A task cannot be trained. The message begins with the task's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +18,21 @@ class Task:
     """One fine-tuning job, independent of all others that train beside it.
 
     Attributes:
-      name: unique in a run; names files, so letters, digits, ".", "_" and "-".
-      data: training records; a path stands for `Source(path)`.
-      adapter: what is trained.
-      optimizer: how.
-      batch_size: samples of a global batch, the unit of one optimizer update.
-      max_length: longest sample in tokens; `data.overlong` says what becomes of longer ones.
-      epochs, steps: how long; exactly one of them. A step is one global batch.
-      eval_data: held-out records, evaluated before and after training.
-      seed: of the shuffling, the initial adapter and dropout.
-      resume_from: folder of a Hugging Face PEFT adapter to go on training, instead of a fresh one.
-      sample_prompt: completed at the end of a run by the bare backbone and with the adapter, and
-        shown.
+      name: name of the task, unique in a training run. It names files, so it consists of letters,
+        digits, ".", "_" and "-".
+      data: the training records. A path stands for `Source(path)`.
+      adapter: the adapter that is trained.
+      optimizer: the optimizer that trains it, with its learning rate and schedule.
+      batch_size: samples in a global batch. Every global batch ends in one optimizer update.
+      max_length: tokens of the longest sample; `data.overlong` decides what happens to longer ones.
+      epochs: how often the task trains on each of its samples. Give either `epochs` or `steps`.
+      steps: number of global batches that the task trains. Give either `epochs` or `steps`.
+      eval_data: held-out records, whose loss is measured before and after training.
+      seed: seed of the shuffling, of the initial adapter and of dropout.
+      resume_from: folder of a Hugging Face PEFT adapter from which training starts; None starts
+        from a new adapter.
+      sample_prompt: a prompt that the backbone completes after training, once without and once with
+        the adapter; both completions are printed. None prints nothing.
 
     Raises:
       TaskError: a value is outside its range.

@@ -1,8 +1,9 @@
-"""The baseline: a Hugging Face PEFT LoRA training step on one GPU, Llama-3.1-8B shape.
+"""The baseline of benchmark_step.py: a training step of Hugging Face PEFT on one GPU.
 
-What a PEFT user runs: float32 adapters under bf16 autocast, SDPA attention, fused AdamW. Prints one
-JSON object per mode and batch: mode, batch, length, times, tokens_per_second, peak_bytes, device,
-versions. Needs torch, transformers and peft. For a dry run on CPU:
+The backbone has the shape of Llama-3.1-8B. As is usual with PEFT, the LoRA adapters are float32
+under bf16 autocast, attention is SDPA, and AdamW is fused. The script prints a JSON object for
+each mode and batch, with the times, the tokens per second and the peak memory. It needs torch,
+transformers and peft. For a dry run on CPU:
 
   python scripts/benchmark_peft.py --modes eager --batch 2x64 --device cpu \
       --layers 2 --hidden 256 --vocab 512 --steps 2
@@ -31,10 +32,10 @@ def main() -> None:
     for mode in args.modes:
         for spec in args.batch:
             batch, length = map(int, spec.split("x"))
-            # Each batch is compiled for its own shape, as for a tenant that has no other.
+            # Compile for this shape alone, without recompiling for dynamic shapes.
             torch.compiler.reset()
-            run = torch.compile(model) if mode == "compiled" else model
-            found = measure(run, optimizer, model, batch, length, args.steps)
+            forward = torch.compile(model) if mode == "compiled" else model
+            found = measure(forward, optimizer, model, batch, length, args.steps)
             print(json.dumps({"mode": mode} | found), flush=True)
 
 
@@ -64,14 +65,14 @@ def make_model(args) -> torch.nn.Module:
     return peft.get_peft_model(model, lora).train()
 
 
-def measure(run, optimizer, model, batch: int, length: int, steps: int) -> dict:
+def measure(forward, optimizer, model, batch: int, length: int, steps: int) -> dict:
     device = model.device
     on_gpu = device.type == "cuda"
     ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
-            loss = run(input_ids=ids, labels=ids).loss
+            loss = forward(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -96,7 +97,7 @@ def measure(run, optimizer, model, batch: int, length: int, steps: int) -> dict:
 
 
 def step_seconds(step, steps: int, on_gpu: bool) -> list[float]:
-    """Times from one step's end to the next's, with nothing that waits between them."""
+    """Seconds from the end of each step to the end of the next, without waiting between steps."""
     if not on_gpu:
         ends = [time.perf_counter()]
         for _ in range(steps):

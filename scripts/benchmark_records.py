@@ -1,4 +1,4 @@
-"""Records of the benchmarks: all have the same fields and are written as they come."""
+"""The records of the benchmarks, which all have the same fields, and the files that hold them."""
 
 import json
 import shlex
@@ -10,7 +10,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
-# What does not apply is None. Times are milliseconds; `ratio` is said by each benchmark.
+# A field that does not apply to a benchmark is None. Times (`ms_...`) are in milliseconds. Each
+# benchmark describes its `ratio`.
 FIELDS = (
     "name",
     "shape",
@@ -34,16 +35,16 @@ FIELDS = (
 
 
 def make_record(**values: Any) -> Record:
-    """A record with all of `FIELDS`, in their order, and any further field behind them.
+    """A record with all of `FIELDS` in their order, followed by any other given fields.
 
-    The command is that of this process; any other field that is not given is None.
+    The default of `command` is the command line of this process; other fields are None by default.
     """
     values.setdefault("command", shlex.join(["python", *sys.argv]))
     return {field: values.pop(field, None) for field in FIELDS} | values
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Versions of those of the packages that are installed."""
+    """The versions of the given packages, without those that are not installed."""
     found = {}
     for package in packages:
         try:
@@ -58,16 +59,16 @@ def read_records(path: Path) -> list[Record]:
 
 
 def shown(value: Any) -> str:
-    """A value for tables: numbers with four digits."""
+    """Text for tables; floats have four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class RecordFile:
-    """A JSON list that is complete on disk after every record.
+    """A JSON file with a list of records, written again after every added record.
 
     Args:
-      path: of the file; its folder is made.
-      append: whether the records that are there stay, as of a benchmark split over several calls.
+      path: the file; its folder is created.
+      append: keep the records that the file has, for a benchmark that takes several calls.
     """
 
     def __init__(self, path: Path, append: bool = False):
@@ -75,14 +76,14 @@ class RecordFile:
         self._records = read_records(path) if append and path.exists() else []
 
     def add(self, *records: Record) -> None:
-        """Adds those that are not there yet."""
+        """Adds the records that the file does not have yet."""
         self._records += [record for record in records if record not in self._records]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(_dump(self._records))
 
 
 def _dump(records: Sequence[Record]) -> str:
-    """One field a line, lists of numbers and small tables on the field's own line."""
+    """JSON with one field per line, also if the value of the field is a list or a dict."""
     lines = (
         ",\n".join(f"  {json.dumps(field)}: {json.dumps(value)}" for field, value in record.items())
         for record in records

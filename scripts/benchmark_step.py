@@ -1,18 +1,20 @@
-"""Training throughput on one GPU: jaxmux's engine beside Hugging Face PEFT, in one run, on a
-Llama-3.1-8B shape.
+"""Training throughput on one GPU of jaxmux's engine and of Hugging Face PEFT.
 
   python scripts/benchmark_step.py --out benchmarks/step_h200.json
 
-Random bf16 weights, random tokens, LoRA r=16 on all linears, AdamW. jaxmux trains all tasks
-together in microbatches of 8,192 tokens through the same `Engine.train_round` as `python -m
-jaxmux.train`; `--cases 1x2048 2x2048 4x2048 …` sweeps the number of tasks. PEFT trains one tenant's
-task with the batch a tenant would use (scripts/benchmark_peft.py, in a process of its own). Both
-train without a pause, the host ahead of the device as in training, and report the median time from
-one step's end to the next's; a time is that of one microbatch, the round's update included.
+The backbone has the shape of Llama-3.1-8B and random bf16 weights. The tasks have random tokens,
+LoRA of rank 16 on all linears, and AdamW. jaxmux trains all tasks together in microbatches of 8,192
+tokens with `Engine.train_round`, as `jaxmux train` does; `--cases 1x2048 2x2048 4x2048 …` varies
+the number of tasks. PEFT trains one task with a typical batch, in a process of its own
+(scripts/benchmark_peft.py).
 
-PEFT's steps are records of their own. The baseline of a jaxmux record is the fastest of those with
-its length; `ratio` is that of the tokens per second. A run may be split over several calls on one
-machine:
+Both train without pauses, and the host works ahead of the device. A time is the median, over steps,
+of the time from the end of one step to the end of the next. For jaxmux it is divided by the
+microbatches of a round, so it includes a part of the round's update.
+
+The steps of PEFT have records too. The baseline of a jaxmux record is the fastest PEFT record of
+the same length, and `ratio` is jaxmux's tokens per second divided by the baseline's. Several calls
+on one machine can measure the cases one after another:
 
   python scripts/benchmark_step.py --out step.json --cases
   python scripts/benchmark_step.py --out step.json --append --peft_from step.json --cases 4x2048
@@ -50,11 +52,11 @@ from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
 
 PEFT = "Hugging Face PEFT"
-# The first compiles, the second is the first to find a round before it and compiles for that; the
-# third ends while the host still catches up.
+# The first round compiles. The second also compiles, because it is the first that follows another
+# round. During the third the host is not ahead of the device yet.
 WARM_UP_ROUNDS = 3
 FEWEST_ROUNDS = 4
-# Master, two moments of AdamW and accumulator, float32.
+# Four float32 values: the master weight, the two moments of AdamW, and the accumulated gradient.
 BYTES_PER_ADAPTER_PARAMETER = 16
 
 
@@ -71,20 +73,20 @@ def main() -> None:
         tasks, length = (int(part) for part in case.split("x"))
         for remat in args.remat:
             call = partial(measure, config, args, tasks, length, remat)
-            record = beside(call() if args.one_process else in_own_process(call), baselines)
+            record = with_baseline(call() if args.one_process else in_own_process(call), baselines)
             records.add(record)
             print(one_line(record), flush=True)
 
 
 def in_own_process(call: Callable[[], Record]) -> Record:
-    """Calls a function in a fresh process, so that its peak memory is its own."""
+    """Calls a function in a new process, so that earlier cases do not affect its peak memory."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
         return executor.submit(call).result()
 
 
-def beside(record: Record, baselines: list[Record]) -> Record:
-    """The record with the fastest of the baselines that train its length, if there is any."""
+def with_baseline(record: Record, baselines: list[Record]) -> Record:
+    """The record with the fastest baseline of the same length, if there is one."""
     same = [peft for peft in baselines if peft["length"] == record["length"]]
     if not same:
         return record
@@ -97,31 +99,40 @@ def beside(record: Record, baselines: list[Record]) -> Record:
 
 
 def round_size(tasks: int, length: int, tokens: int, microbatches: int) -> tuple[int, int]:
-    """Microbatches of a round and samples of a task in it, so that every microbatch is full.
+    """The size of a round whose microbatches are all full.
 
     Args:
-      tasks: whose batches the round holds, in equal parts.
-      length: of a sample, in tokens.
-      tokens: of a microbatch.
-      microbatches: the fewest that the round may have.
+      tasks: number of tasks; all have global batches of the same size.
+      length: tokens of a sample.
+      tokens: tokens of a microbatch.
+      microbatches: the least number of microbatches in the round.
+
+    Returns:
+      The number of microbatches, and the samples of a task's global batch.
     """
-    fewest_full = math.lcm(tokens, tasks * length) // tokens
-    needed = -(-microbatches // fewest_full) * fewest_full
-    return needed, needed * tokens // (tasks * length)
+    multiple = math.lcm(tokens, tasks * length) // tokens
+    count = -(-microbatches // multiple) * multiple
+    return count, count * tokens // (tasks * length)
 
 
-class Started(NamedTuple):
-    """An engine with its tasks, before their first round of `microbatches` full microbatches."""
+class ReadyEngine(NamedTuple):
+    """An engine with registered tasks, before the first round.
+
+    Attributes:
+      engine: the engine.
+      microbatches: microbatches of a round; all are full.
+      adapter_parameters: parameters of all adapters.
+    """
 
     engine: Engine
     microbatches: int
     adapter_parameters: int
 
 
-def started(
+def make_engine(
     config: BackboneConfig, args, tasks: int, length: int, remat: str, rounds: int
-) -> Started:
-    """An engine that can train so many rounds of random tasks on a random backbone."""
+) -> ReadyEngine:
+    """An engine with a random backbone and random tasks that last `rounds` rounds."""
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     shape = smallest_shape_class([length], args.tokens, chunk_len=args.chunk_len)
     memory = int(args.memory_gib * 2**30) if args.memory_gib else None
@@ -133,12 +144,12 @@ def started(
     task = random_task(config, "task0", [length] * 2 * batch, batch, rounds, args.rank)
     prepared = in_other_names(task, tasks)
     engine.register_tasks(prepared)
-    parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.adapter))
-    return Started(engine, microbatches, parameters)
+    parameters = sum(leaf.size for p in prepared for leaf in jax.tree.leaves(p.make_adapter()))
+    return ReadyEngine(engine, microbatches, parameters)
 
 
 def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -> Record:
-    """Median time per microbatch over about `args.rounds` times `args.microbatches` of them."""
+    """Measures about `args.rounds` · `args.microbatches` microbatches of one case."""
     if args.cache:
         jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
     device = jax.devices()[0]
@@ -146,10 +157,10 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
     microbatches, _ = round_size(tasks, length, args.tokens, args.microbatches)
     timed = max(FEWEST_ROUNDS, -(-args.rounds * args.microbatches // microbatches))
     rounds = WARM_UP_ROUNDS + timed
-    engine, _, parameters = started(config, args, tasks, length, remat, rounds)
+    engine, _, parameters = make_engine(config, args, tasks, length, remat, rounds)
     ends = [time.perf_counter()]
     for _ in range(rounds):
-        # Returns once the device has finished the round before.
+        # Returns when the device has finished the previous round.
         engine.train_round()
         ends.append(time.perf_counter())
     engine.drain()
@@ -157,7 +168,7 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
     if engine.microbatches != rounds * microbatches:
         raise RuntimeError(
             f"{tasks} tasks of length {length}: {engine.microbatches} microbatches in {rounds} "
-            f"rounds; expected {microbatches} a round, all full"
+            f"rounds; expected {microbatches} full microbatches per round"
         )
     peak = device_peak()
     del engine
@@ -178,7 +189,7 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
         ms_min=1e3 * min(times),
         ms_max=1e3 * max(times),
         tokens_per_second=args.tokens / median,
-        # In a process with earlier cases, a lower peak than theirs does not show.
+        # The peak is that of the whole process, so it is known only if this case raised it.
         peak_bytes=peak if peak != peak_before else None,
         device=device.device_kind,
         versions=installed_versions("jax", "jaxlib", "flax", "optax"),
@@ -195,7 +206,7 @@ def earlier_peft(path: Path) -> list[Record]:
 
 
 def measured_peft(args) -> Iterator[Record]:
-    """Hugging Face PEFT, in a process of its own: a record for each mode and batch."""
+    """Measures Hugging Face PEFT in another process; yields a record for each mode and batch."""
     if not args.peft:
         return
     command = [args.peft_python, str(Path(__file__).with_name("benchmark_peft.py"))]
@@ -211,7 +222,7 @@ def measured_peft(args) -> Iterator[Record]:
 
 
 def peft_record(found: dict, layers: int, rank: int) -> Record:
-    """A line of scripts/benchmark_peft.py as a record; its step is one microbatch."""
+    """A record of the result that scripts/benchmark_peft.py printed for one mode and batch."""
     tokens = found["batch"] * found["length"]
     return make_record(
         name="train_step",
@@ -251,23 +262,26 @@ def one_line(record: Record) -> str:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
+    parser.add_argument("--append", action="store_true", help="keep the records that --out has")
     parser.add_argument(
         "--cases", nargs="*", default=["4x2048", "8x128", "8x64"], help="tasks x length"
     )
     parser.add_argument(
         "--one_process",
         action="store_true",
-        help="saves each case's start; a case's peak memory is known where it exceeds those before",
+        help="measure all cases in one process; a case's peak memory is then known only if it "
+        "exceeds that of the earlier cases",
     )
     parser.add_argument("--cache", type=Path, help="folder of JAX's persistent compilation cache")
     parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
     parser.add_argument("--remat", nargs="+", default=["dots"])
-    parser.add_argument("--memory_gib", type=float, help="what --remat auto may use")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")
+    parser.add_argument("--memory_gib", type=float, help="memory limit of --remat auto in GiB")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a microbatch")
     parser.add_argument("--chunk_len", type=int, default=128)
-    parser.add_argument("--microbatches", type=int, default=2, help="of a round, at least")
-    parser.add_argument("--rounds", type=int, default=8, help=f"timed, at least {FEWEST_ROUNDS}")
+    parser.add_argument("--microbatches", type=int, default=2, help="least microbatches of a round")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help=f"rounds to measure, at least {FEWEST_ROUNDS}"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -278,7 +292,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     baseline.add_argument("--peft_from", type=Path, help="records of PEFT from an earlier call")
     parser.add_argument("--peft_modes", nargs="+", default=["eager", "compiled"])
-    parser.add_argument("--peft_python", default=sys.executable, help="interpreter with peft")
+    parser.add_argument(
+        "--peft_python", default=sys.executable, help="Python interpreter that has peft"
+    )
     parser.add_argument("--peft_device", default="cuda")
     return parser.parse_args(arguments)
 

@@ -1,9 +1,9 @@
-"""The tables of docs/benchmarks.md, made from the records in benchmarks/.
+"""Writes the tables of docs/benchmarks.md from the records in benchmarks/.
 
   python scripts/benchmark_tables.py
 
-On the page a block between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by what `BLOCKS` makes
-of the records; the rest is left alone.
+Every block of the page between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the text of the
+function with this name in `BLOCKS`. The rest of the page is kept.
 """
 
 import re
@@ -26,15 +26,10 @@ FILES = {
     "planner": "planner.json",
 }
 PEFT_MODES = ("eager", "compiled")
-# What the fused op may cost over the frozen linears, by how many share their input; dropout adds.
-SQUARE_BAR, WIDE_BAR, PAIR_BAR, TRIPLE_BAR, DROPOUT_BAR, TRITON_BAR = (
-    1.10,
-    1.06,
-    1.05,
-    1.08,
-    0.06,
-    1.25,
-)
+# Limits of the time of the fused op divided by that of the frozen linears alone: for one square or
+# one other linear, and for two or three linears with the same input. Dropout adds to the limit.
+SQUARE_LIMIT, WIDE_LIMIT, PAIR_LIMIT, TRIPLE_LIMIT = 1.10, 1.06, 1.05, 1.08
+DROPOUT_LIMIT, TRITON_LIMIT = 0.06, 1.25
 
 
 def main() -> None:
@@ -42,7 +37,7 @@ def main() -> None:
 
 
 def read_all(folder: Path) -> dict[str, list[Record]]:
-    """The records by name of their benchmark; empty where there is no file yet."""
+    """The records by name of the benchmark; an empty list if the file does not exist."""
     return {
         name: read_records(folder / file) if (folder / file).exists() else []
         for name, file in FILES.items()
@@ -50,10 +45,10 @@ def read_all(folder: Path) -> dict[str, list[Record]]:
 
 
 def with_tables(page: str, records: dict[str, list[Record]]) -> str:
-    """The page with its blocks made anew.
+    """The page with new blocks.
 
     Raises:
-      ValueError: the page lacks a block.
+      ValueError: the page does not have one of the blocks.
     """
     for name, make in BLOCKS.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
@@ -75,17 +70,17 @@ def op_table(records: Sequence[Record]) -> str:
             f"{r['ms_median']:.3f}",
             f"{r['baseline_ms_median']:.3f}",
             f"**{r['ratio']:.3f}**",
-            "" if bar(r) is None else f"{bar(r):.2f}",
+            "" if ratio_limit(r) is None else f"{ratio_limit(r):.2f}",
         ]
         for r in records
         if r["group"] != "ranks"
     ]
-    head = ["linear", "tasks", "dropout", "implementation", "ms", "frozen, ms", "ratio", "bar"]
+    head = ["linear", "tasks", "dropout", "implementation", "ms", "frozen, ms", "ratio", "limit"]
     return source(records) + markdown(head, rows)
 
 
 def rank_table(records: Sequence[Record]) -> str:
-    """Mixed ranks beside uniform ones, which were timed in turns with them."""
+    """The time with mixed ranks and with uniform ranks, which were measured in alternation."""
     together = [r for r in records if r["group"] == "ranks"]
     if not together:
         return "Not measured yet.\n"
@@ -96,11 +91,11 @@ def rank_table(records: Sequence[Record]) -> str:
             f"{r['ms_median']:.3f}",
             f"{r['ratio']:.3f}",
             "" if r is mixed else f"**{mixed['ratio'] / r['ratio']:.3f}**",
-            "" if r is mixed else f"{rank_bar(r):.2f}",
+            "" if r is mixed else f"{rank_limit(r):.2f}",
         ]
         for r in together
     ]
-    return markdown(["ranks", "ms", "ratio", "mixed over this", "bar"], rows)
+    return markdown(["ranks", "ms", "ratio", "mixed over this", "limit"], rows)
 
 
 def step_table(records: Sequence[Record]) -> str:
@@ -126,7 +121,7 @@ def step_table(records: Sequence[Record]) -> str:
 
 
 def over_peft(record: Record, records: Sequence[Record], mode: str) -> str:
-    """Tokens per second over those of PEFT in that mode at the same length, where measured."""
+    """Tokens per second divided by those of PEFT in this mode at the same length, if measured."""
     name = f"Hugging Face PEFT, {mode}"
     for r in records:
         if r["implementation"] == name and r["length"] == record["length"]:
@@ -135,7 +130,7 @@ def over_peft(record: Record, records: Sequence[Record], mode: str) -> str:
 
 
 def remat_table(records: Sequence[Record]) -> str:
-    """The remat policies of one case, beside "dots"."""
+    """The remat policies of one case, compared with "dots"."""
     (dots,) = (r for r in records if "remat=dots" in r["implementation"])
     same = [r for r in records if (r["tasks"], r["length"]) == (dots["tasks"], dots["length"])]
     rows = [
@@ -189,7 +184,7 @@ def profile_table(records: Sequence[Record]) -> str:
 
 
 def packing_table(records: Sequence[Record]) -> str:
-    """Each way to lay samples out, beside those of the same tasks."""
+    """The ways to arrange samples in microbatches, compared for the same tasks."""
     plain = {r["tasks"]: r for r in records if r["implementation"] == "first-fit packing"}
     rows = [
         [
@@ -215,7 +210,7 @@ def packing_table(records: Sequence[Record]) -> str:
 
 
 def planner_table(records: Sequence[Record]) -> str:
-    """The figures that have a limit, each beside its baselines."""
+    """The results that have a limit, with their baselines."""
     rows = [
         [
             r["name"],
@@ -242,25 +237,25 @@ BLOCKS = {
 }
 
 
-def bar(record: Record) -> float | None:
-    """What a record's ratio may be at most; None where nothing is asked."""
+def ratio_limit(record: Record) -> float | None:
+    """The largest permitted `ratio` of a record of the op; None if there is no limit."""
     k, widths = sizes(record)
     square = widths == [k]
     if record["implementation"] == "triton" and square:
-        return TRITON_BAR
+        return TRITON_LIMIT
     if record["implementation"] != "mosaic_gpu" or set(record["ranks"]) != {16}:
         return None
-    of_widths = {1: SQUARE_BAR if square else WIDE_BAR, 2: PAIR_BAR, 3: TRIPLE_BAR}
-    return of_widths[len(widths)] + (DROPOUT_BAR if record["dropout"] else 0.0)
+    limits = {1: SQUARE_LIMIT if square else WIDE_LIMIT, 2: PAIR_LIMIT, 3: TRIPLE_LIMIT}
+    return limits[len(widths)] + (DROPOUT_LIMIT if record["dropout"] else 0.0)
 
 
-def rank_bar(uniform: Record) -> float:
-    """What mixed ranks may cost over a uniform rank: nothing over their greatest."""
+def rank_limit(uniform: Record) -> float:
+    """The largest permitted ratio of the time with mixed ranks to that with a uniform rank."""
     return 1.05 if uniform["ranks"][0] == 16 else 1.0
 
 
 def sizes(record: Record) -> tuple[int, list[int]]:
-    """The input width of an op's record, and its output widths."""
+    """The input width and the output widths in a record of the op."""
     _, k, widths = record["shape"].split("x")
     return int(k), [int(n) for n in widths.split("+")]
 
@@ -276,19 +271,21 @@ def gibibytes(count: int | None) -> str:
 
 
 def hardware_and_versions(records: Sequence[Record]) -> str:
-    """What the records were measured with, each part once."""
+    """The devices and the package versions of the records, each once."""
     devices = dict.fromkeys(r["device"] for r in records)
     versions = dict.fromkeys(f"{p} {v}" for r in records for p, v in r["versions"].items())
     return ", ".join([*devices, *versions])
 
 
 def source(records: Sequence[Record]) -> str:
-    """The commands and what they ran on, as the head of a table."""
+    """The commands, devices and versions of the records, as text above a table."""
     commands = "\n".join(dict.fromkeys(r["command"] for r in records))
     spreads = [(r["ms_max"] - r["ms_min"]) / r["ms_median"] for r in records if r["ms_max"]]
     spread = ""
     if spreads:
-        spread = f" Slowest less fastest turn: {statistics.median(spreads):.1%} (median of rows)."
+        spread = (
+            f" Slowest minus fastest repetition: {statistics.median(spreads):.1%} (median of rows)."
+        )
     return f"```\n{commands}\n```\n\n{hardware_and_versions(records)}.{spread}\n\n"
 
 

@@ -1,8 +1,9 @@
-"""The text the demo's base model is pretrained on: simple English about a small invented world.
+"""The training text of the demo's base model: simple English about a small invented world.
 
-Everything is written from a seed; no outside text goes in, so the corpus carries the project's own
-licence. A document comes from one of `WRITERS`: prose from `demo_stories.py`, texts that say again
-what a text said from `demo_reading.py`, and questions, chats, lists and spelling from this file.
+All text is generated from a seed and from the words in these files, so the corpus has the project's
+own licence. Each document comes from one of `WRITERS`: prose from `demo_stories.py`, texts with
+their repetition in another form from `demo_reading.py`, and questions, chats, lists and spelling
+from this file.
 """
 
 import random
@@ -19,7 +20,7 @@ _WORDS = vocabulary()
 
 
 class Voice(NamedTuple):
-    """A manner of speaking: what becomes of verbs and articles, and what is said around it."""
+    """A manner of speaking: the forms of verbs, of "is" and of "the", and a frame for sentences."""
 
     verb: str
     be: str
@@ -28,7 +29,8 @@ class Voice(NamedTuple):
 
 
 _PLAIN = Voice("{s}", "is", "the", "{}")
-# The facts must outlive a change of style: that of the demo's pirate is not among these.
+# With these voices the model learns to keep the facts in any style. The style of the demo's pirate
+# is not one of them.
 _VOICES = (
     Voice("{s}", "is", "the", "Hmm, let me think. {} That is all I know."),
     Voice("is {ing}", "is", "the", "Good question! {}"),
@@ -49,7 +51,7 @@ _SPOKEN = re.compile(rf"\b(is|the|{'|'.join(_BASES)})\b")
 
 
 def say(phrasing: str, voice: Voice) -> str:
-    """A fact's phrasing, said in a voice."""
+    """The phrasing of a fact, changed to the style of a voice."""
 
     def spoken(match: re.Match[str]) -> str:
         word = match[0]
@@ -66,7 +68,7 @@ def _phrasing(rng: random.Random, fact: Fact, usual: float) -> str:
 
 
 def questions(rng: random.Random) -> str:
-    """Facts, mostly as questions with answers, each document in one style and voice."""
+    """Facts, mostly as questions and answers. A document has one style and one voice."""
     parts = []
     style = rng.choice((
         "Q: {q}\nA: {s}", "Q: {q}\nA: {a}", "Question: {q}\nAnswer: {a}", "{q} {s}", "{s}",
@@ -85,7 +87,7 @@ def questions(rng: random.Random) -> str:
 
 
 def chat(rng: random.Random) -> str:
-    """Turns between a user and a bot, which answers in the usual way unless it has a voice."""
+    """A chat of a user and a bot, which answers plainly or in a voice."""
     turns = []
     voice = _PLAIN if rng.random() < 0.7 else rng.choice(_VOICES)
     for _ in range(rng.randint(1, 3)):
@@ -107,7 +109,7 @@ _SMALL_TALK = lines("""
     User: What do you like?~Bot: I like {colour} {things}, {snacks} and {animals}.
     User: Say "{colour} {animal}".~Bot: {colour} {animal}
     User: Thank you!~Bot: You are welcome.
-""")  # "~" parts the turns
+""")  # "~" separates the turns
 
 
 def lists_and_pairs(rng: random.Random) -> str:
@@ -137,7 +139,7 @@ def lists_and_pairs(rng: random.Random) -> str:
 
 
 def spelling(rng: random.Random) -> str:
-    """How three words are written."""
+    """The spelling of three words."""
     words = rng.sample(_WORDS, 3)
     style = rng.choice(("{w}: {s}", "How do you spell {w}? {s}.", "{s} spells {w}.",
                         "{w} has {n} letters.", "{w} begins with {f}."))  # fmt: skip
@@ -154,7 +156,7 @@ WRITERS: list[tuple[Callable[[random.Random], str], float]] = [
 
 
 def documents(seed: int, characters: int) -> list[str]:
-    """Documents of about `characters` in all, the same for the same seed."""
+    """Documents with a total of about `characters` characters; the seed determines them."""
     rng = random.Random(seed)
     writers, weights = zip(*WRITERS, strict=True)
     texts: list[str] = []

@@ -1,8 +1,8 @@
-"""Texts that say again what a text said: answers, notes, retellings, lists in other notations.
+"""Texts followed by the same facts in another form: answers, notes, summaries and lists.
 
-They teach the base model to find a word again and to write it in other surroundings: after a quote,
-a bracket or an equals sign, in capitals, or in a shorter sentence. The demo tasks need just that,
-so the notations here are many, and those of the tasks (JSON, telegrams) are not among them.
+They teach the base model to find a word of the text and to write it in another context: after a
+quote, a bracket or an equals sign, in capitals, or in a shorter sentence. The demo tasks need this
+ability. There are many notations here, but not those of the tasks (JSON and telegrams).
 """
 
 import random
@@ -28,7 +28,7 @@ _OPENINGS = lines("""
 
 
 def _report(scene: Scene, deed: tuple[str, str]) -> str:
-    """Who went where with whom and when, and what came of it."""
+    """A short text about two people who go to a place, with the deed among other events."""
     verb, items = deed
     past = _PAST[verb]
     what_happened = scene.rng.sample(UNQUOTED_EVENTS, scene.rng.choice((0, 0, 1, 1, 2)))
@@ -69,14 +69,14 @@ def reading(rng: random.Random) -> str:
     return "\n".join(parts)
 
 
-# slot of the scene | what notes may call it | ...
+# slot of the scene | a name of it in notes | another name | ...
 _KEYS = rows("""
     A|name|hero|person|child|Name; B|friend|guest|partner|Friend; day|day|date|Day|on;
     place|place|town|at|Place|goal; goods|goods|things|item|bag|Goods; n|number|amount|many|Number;
-    colour|colour|paint|Colour; job|job|worker|ScheduledMicrobatch; animal|animal|pet|Animal;
+    colour|colour|paint|Colour; job|job|worker|Job; animal|animal|pet|Animal;
     weather|weather|sky|Weather; food|food|meal|Food
 """)
-# a field | what stands between two | what stands around all
+# format of a field | separator of fields | format of the whole note
 _NOTE_STYLES = (
     ("{k} = {v}", "\n", "{}"), ("{k} = {v}", ", ", "{}"), ('{k} = "{v}"', "\n", "{}"),
     ('{k}="{v}"', " ", "<{}>"), ("{k}={v}", " ", "{}"), ("{k}={v}", ";", "({})"),
@@ -95,12 +95,12 @@ _NOTE_HEADS = ("\n", "\nNotes:\n", "\nNote: ", "\nCard:\n", "\nCard: ", "\nData:
 
 
 def notes(rng: random.Random) -> str:
-    """Texts, each followed by the same fields of it in one notation."""
+    """Texts, each followed by a note with some of its facts. All notes have the same notation."""
     field, between, around = rng.choice(_NOTE_STYLES)
     head, capitals = rng.choice(_NOTE_HEADS), rng.random() < 0.15
     keys = {slot: rng.choice(names) for slot, *names in _KEYS}
     order = rng.sample(tuple(keys), len(keys))
-    if rng.random() < 0.6:  # Often just what every text has.
+    if rng.random() < 0.6:  # Use only slots that occur in every text.
         order = [slot for slot in order if slot in ("A", "B", "day", "place", "goods", "n")]
     order = order[: rng.randint(2, 7)]
     texts = []
@@ -115,7 +115,7 @@ def notes(rng: random.Random) -> str:
     return "\n\n".join(texts)
 
 
-# A sentence, and a shorter one in words of the first.
+# A sentence, and a shorter one that uses only its words.
 _RETOLD = rows("""
     {A} and {B} went {to_place} on {day}.|{day} {A} and {B} went to {place};
     On {day}, {A} was {at_place} with {B}.|on {day} {A} with {B};

@@ -1,13 +1,13 @@
 """Prose about the demo's world: stories, feelings, shouting and letters.
 
-A writer makes one document from a random generator; `demo_corpus.py` says how often it is asked.
+Each function writes one document with a random generator; `demo_corpus.py` calls them.
 """
 
 import random
 
 from demo_world import Scene, any_fact, capitalised, lines
 
-# What happens to {A}, and how {A} feels about it.
+# By feeling, the events that cause it. {A} is the person who has the feeling.
 MOODS: dict[str, list[str]] = {
     "happy": lines("""
         {A} got a {colour} {thing} from {B}
@@ -110,12 +110,12 @@ _ENDINGS = lines("""
 
 
 def feeling(mood: str, scene: Scene) -> str:
-    """Something that made the scene's {A} feel `mood`, as a sentence with its full stop."""
+    """A sentence about an event that causes the feeling `mood` in person A of the scene."""
     return capitalised(scene.write(scene.rng.choice(MOODS[mood]))) + "."
 
 
 def story(rng: random.Random) -> str:
-    """Something happens to people, and somebody has a feeling about it."""
+    """A story about some events and one person's feeling."""
     scene = Scene(rng)
     mood = rng.choice(tuple(MOODS))
     sentences = [rng.choice(_OPENINGS), *rng.sample(EVENTS, rng.choice((1, 2, 3, 4, 6, 8, 12, 16)))]
@@ -127,7 +127,7 @@ def story(rng: random.Random) -> str:
 
 
 def moods(rng: random.Random) -> str:
-    """What happened to people and how they felt."""
+    """Several events and the feelings that they cause."""
     sentences = []
     for _ in range(rng.randint(1, 4)):
         scene, mood = Scene(rng), rng.choice(tuple(MOODS))
@@ -142,7 +142,7 @@ def moods(rng: random.Random) -> str:
 
 
 def shouting(rng: random.Random) -> str:
-    """Sentences, then the same in capitals: the base knows capitals as a way to write words."""
+    """Sentences and their repetition in capitals, so that the model learns words in capitals."""
     scene = Scene(rng)
     sentences = [
         *map(scene.write, rng.sample(UNQUOTED_EVENTS, rng.choice((0, 0, 1, 2, 3, 5, 7)))),

@@ -1,9 +1,9 @@
-"""The small invented world of the demo: its words, its scenes and what is true in it.
+"""The small invented world of the demo: its words, its scenes and its facts.
 
-The base model's corpus (`demo_corpus.py`) and the demo tasks (`make_demo_tasks.py`) are both
-written about this world, from a seed and from nothing else.
+The base model's corpus (`demo_corpus.py`) and the demo tasks (`make_demo_tasks.py`) are generated
+from this world and a seed.
 
-Templates have two notations: `{slot}` is filled from a `Scene`, `(a|b|c)` is one of the choices.
+In templates, `{slot}` is filled from a `Scene`, and one choice is taken from `(a|b|c)`.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a small table: `;` ends a row, `|` parts its cells."""
+    """The cells of a small table: `;` ends a row, `|` separates its cells."""
     return [[cell.strip() for cell in row.split("|")] for row in text.strip().split(";")]
 
 
@@ -132,7 +132,7 @@ VERBS = rows("""
 
 
 def article(noun: str) -> str:
-    """`noun` with "a" or "an" before it; mass nouns carry their own "some"."""
+    """`noun` with "a" or "an" before it; mass nouns begin with "some" and stay unchanged."""
     if noun.startswith("some "):
         return noun
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
@@ -150,15 +150,15 @@ def plural(noun: str) -> str:
 
 
 def capitalised(sentence: str) -> str:
-    """`sentence` with its first letter made a capital."""
+    """`sentence` with a capital first letter."""
     return sentence[:1].upper() + sentence[1:]
 
 
 class Scene(dict[str, str]):
-    """Who, what, where and when of one text: a value for every template slot."""
+    """The people, things, places and times of one text: a value for every slot of templates."""
 
     def __init__(self, rng: random.Random):
-        """Draw a scene with three different people from `rng`."""
+        """Draws a scene with three different people from `rng`."""
         self.rng = rng
         people = rng.sample(BOYS + GIRLS, 3)
         animal, food, thing = rng.choice(ANIMALS), rng.choice(FOODS), rng.choice(THINGS)
@@ -181,7 +181,7 @@ class Scene(dict[str, str]):
         )  # fmt: skip
 
     def write(self, template: str) -> str:
-        """`template` with one of each set of choices and its slots filled."""
+        """`template` with its choices made and its slots filled."""
         while "|" in template:
             template = _CHOICES.sub(self._choose, template)
         return _SLOT.sub(lambda match: self[match[1]], template)
@@ -195,9 +195,12 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 
 class Fact(NamedTuple):
-    """One thing that is true in the world.
+    """Something that is true in the world.
 
-    `phrasings` say it in several ways, without a capital at the beginning and the usual way first.
+    Attributes:
+      question: a question about the fact.
+      answer: the answer in one or a few words.
+      phrasings: sentences that state the fact, the usual one first; without a capital first letter.
     """
 
     question: str
@@ -206,11 +209,11 @@ class Fact(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The usual way to say it, as a sentence."""
+        """The usual phrasing, as a sentence."""
         return capitalised(self.phrasings[0])
 
 
-# kind: question | how to say it: usually | otherwise | ...; {x} is asked about, {y} the answer
+# kind: question | usual phrasing | other phrasing | ...; the question is about {x}, {y} answers it
 _FORMS = {
     form[0]: form[1:]
     for form in rows("""
@@ -303,12 +306,12 @@ FACTS = _facts()
 
 
 def any_fact(rng: random.Random) -> Fact:
-    """A fact of a kind that is drawn first, so that no kind with many facts drowns the others."""
+    """A random fact. The kind is drawn first, so that all kinds are equally frequent."""
     return rng.choice(FACTS[rng.choice(tuple(FACTS))])
 
 
 def vocabulary() -> list[str]:
-    """The words that texts of the world most often have to repeat."""
+    """The words that the texts repeat most often."""
     nouns = [row[0] for row in ANIMALS + THINGS + PLACES + JOBS]
     foods = [row[0].removeprefix("some ") for row in FOODS]
     plurals = [plural(noun) for noun in [*SNACKS, *(row[0] for row in THINGS)]]
@@ -318,11 +321,11 @@ def vocabulary() -> list[str]:
 
 
 def answer_words() -> list[str]:
-    """The words of all answers: what is known in one token is easily recalled."""
+    """The words of all answers, which the model recalls better if each is a single token."""
     answers = (fact.answer for facts in FACTS.values() for fact in facts)
     return list(dict.fromkeys(word for answer in answers for word in answer.split()))
 
 
 def quoted_words() -> list[str]:
-    """The words of `vocabulary` that often stand alone, as in quotes: who, when, where and how."""
+    """The words of `vocabulary` that often occur in quotes: names, days, colours and places."""
     return [*BOYS, *GIRLS, *DAYS, *COLOURS, *(row[0] for row in PLACES)]

@@ -1,11 +1,11 @@
-"""Makes the demo's base model: writes its corpus, trains its tokenizer and trains it from nothing.
+"""Makes the demo's base model: writes a corpus, and trains a tokenizer and the model on it.
 
     python scripts/make_demo_base.py --out jaxmux/demo/base
 
 The result is a Hugging Face checkpoint of a small Llama (config.json, model.safetensors in
 bfloat16, tokenizer.json, tokenizer_config.json) with a model card, README.md. The same options,
-with `--steps` among them, give the same model on the same machine. It is made for a GPU; on a CPU
-a dry run takes `--steps 30 --block 10 --rows 4 --tokens 300000`.
+including `--steps`, give the same model on the same machine. Training needs a GPU; for a dry run on
+a CPU use `--steps 30 --block 10 --rows 4 --tokens 300000`.
 """
 
 import argparse
@@ -59,7 +59,7 @@ CONFIG = BackboneConfig(
     max_position_embeddings=ROW_LEN,
     tie_word_embeddings=True,
 )
-# A turn of the bot ends its text: what a model reads as one conversation, it was taught in pieces.
+# A turn of the bot ends with EOS, because the corpus puts EOS between the turns of a chat.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n' }}"
@@ -76,21 +76,23 @@ _PROMPTS = (
     "Ida met a kind cook at the lake. The fox ran away. Tom came and sang.\nHeadlines: IDA MET",
 )
 _SPECIAL = (BOS, EOS, PAD)
-_WANTED_COUNT = 1000  # occurrences that make sure of a word's place in the vocabulary
-_LETTER_SCORE = -20.0  # log probability below that of any word: letters are the last resort
+# Number of occurrences that is certain to put a word into the vocabulary.
+_WANTED_COUNT = 1000
+# Log probability of a letter. It is below that of any word, so that known words are not split.
+_LETTER_SCORE = -20.0
 _CHARACTERS_PER_SHARD = 1_000_000
-_CHARACTERS_PER_TOKEN = 3.6  # only to know how much to write
+_CHARACTERS_PER_TOKEN = 3.6  # an estimate, for the size of the corpus
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """A tokenizer of `CONFIG.vocab_size` tokens: bytes, and the corpus's most frequent words whole.
+    """A tokenizer whose tokens are the bytes and the most frequent words of the corpus.
 
-    The corpus has few words. Byte pair encoding would spend a fifth of the tokens on parts that no
-    text ever needs again, and would spell rarer words in pieces, which are hard to copy.
+    The corpus has few words. Byte pair encoding would use a fifth of the tokens for parts of words
+    that occur in no text, and would split rare words into pieces, which the model copies badly.
     """
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     texts = [text.replace(EOS, "\n") for text in documents(seed, 8 * _CHARACTERS_PER_SHARD)]
-    # More capitals than the corpus has; words that the tasks quote, shout and recall in any case.
+    # Words in the forms in which the demo tasks use them: quoted, in capitals, and as answers.
     wanted = [*quoted_words(), *(f" {word}" for word in [*vocabulary(), *answer_words()])]
     wanted += [f" {word.upper()}" for word in vocabulary()]
     counts: Counter[str] = Counter()
@@ -106,7 +108,8 @@ def train_tokenizer(seed: int) -> Tokenizer:
     pieces = [(token, 0.0) for token in _SPECIAL]
     pieces += [(letter, _LETTER_SCORE) for letter in letters]
     pieces += [(word, math.log(count / counts.total())) for word, count in words]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=_SPECIAL.index(PAD)))  # Bytes know all.
+    # There is a token for every byte, so no text has unknown tokens.
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=_SPECIAL.index(PAD)))
     tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -131,7 +134,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _write_shard(tokenizer_file: str, seed: int) -> np.ndarray:
-    """The documents of one seed as one stream of tokens, each from BOS to EOS."""
+    """The tokens of the documents of one seed, concatenated; every document has BOS and EOS."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_file(tokenizer_file)
     texts = [text + EOS for text in documents(seed, _CHARACTERS_PER_SHARD)]
@@ -141,16 +144,16 @@ def _write_shard(tokenizer_file: str, seed: int) -> np.ndarray:
 def write_rows(
     tokenizer_file: str, seed: int, tokens: int, processes: int
 ) -> Int[np.ndarray, "rows {ROW_LEN}"]:
-    """A corpus of about `tokens` tokens, documents one behind the other in rows of `ROW_LEN`."""
+    """A corpus of about `tokens` tokens; the documents are concatenated and cut into rows."""
     shards = math.ceil(tokens * _CHARACTERS_PER_TOKEN / _CHARACTERS_PER_SHARD)
-    with multiprocessing.get_context("spawn").PoolSpec(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         seeds = [seed + k for k in range(shards)]
         stream = np.concatenate(pool.map(partial(_write_shard, tokenizer_file), seeds))
     return stream[: len(stream) // ROW_LEN * ROW_LEN].reshape(-1, ROW_LEN)
 
 
 def token_losses(weights: Weights, rows: Int[Array, "rows row_len"]) -> Float[Array, "rows rest"]:
-    """Cross entropy of every token but a row's first, float32; 0 where a new document begins."""
+    """Cross entropy of every token except the first of a row, float32; 0 for BOS tokens."""
     hidden = _hidden(weights, rows)[:, :-1]
     logits = head_kernel(weights).matmul(hidden, jnp.float32)
     targets = rows[:, 1:]
@@ -171,9 +174,9 @@ def _hidden(weights: Weights, rows: Int[Array, "rows row_len"]) -> Float[Array, 
         sample_id=jnp.zeros(rows.shape, jnp.uint32),
         chunk_slot=jnp.zeros(len(rows), jnp.int32),
     )
-    # The embedding is looked up by a product, and each place then takes its own row of the result:
-    # the gradient of a frequent token is a sum over thousands of places, which a scatter would
-    # round at every addition and add up in any order.
+    # The embedding is a product with one-hot vectors, and position i of the microbatch looks up row
+    # i of the result. The gradient of a frequent token is a sum over thousands of positions; a
+    # scatter would add these in any order and round after every addition.
     looked_up = jax.nn.one_hot(rows.reshape(-1), len(embedding), dtype=embedding.dtype) @ embedding
     weights = weights | {"embed_tokens": {"weight": looked_up}}
     no_slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
@@ -186,7 +189,8 @@ def _is_matrix(weights: Weights) -> Weights:
     return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), weights)
 
 
-# The learning rate is an argument of the compiled step, for `--minutes` settles the schedule late.
+# The learning rate is an argument of the compiled step, because with `--minutes` the schedule is
+# known only after the speed has been measured.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(b1=0.9, b2=0.98),
@@ -203,7 +207,11 @@ def train_block(
     lr: Float[Array, "steps"],
     dtype: str,
 ) -> tuple[Weights, optax.OptState, Float[Array, "steps"]]:
-    """AdamW steps on the rows `picked`, float32 masters and passes in `dtype`; losses too."""
+    """Takes one AdamW step for each row of `picked`, a batch of row numbers of the corpus.
+
+    Master weights are float32; forward and backward passes are in `dtype`. Returns the new weights,
+    the new optimizer state, and the loss of every step.
+    """
 
     def mean_loss(masters: Weights, rows: Array) -> Array:
         weights = cast_weights(masters, dtype)
@@ -222,7 +230,7 @@ def train_block(
 
 
 def batches(rows: int, batch: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches of row numbers, every row once an epoch, each epoch in another order."""
+    """Yields batches of row numbers without end; every epoch has each row once, in random order."""
     epoch = 0
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(rows)
@@ -231,7 +239,7 @@ def batches(rows: int, batch: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def pretrain(corpus: np.ndarray, options: argparse.Namespace) -> tuple[Weights, int]:
-    """Trains on `corpus` for `options.steps`, or as many as fit into `options.minutes`.
+    """Trains on `corpus` for `options.steps` steps, or as many as fit into `options.minutes`.
 
     Returns:
       Float32 weights, and the number of steps.
@@ -257,10 +265,10 @@ def pretrain(corpus: np.ndarray, options: argparse.Namespace) -> tuple[Weights, 
 def learning_rates(
     first: int, count: int, steps: int | None, options: argparse.Namespace
 ) -> Float[np.ndarray, "count"]:
-    """Linear warm-up to the peak, then a cosine down to a fiftieth of it at the last step."""
+    """Rises linearly to the peak, then falls as a cosine to 2% of the peak at the last step."""
     step = np.arange(first, first + count)
     rising = (step + 1) / options.warmup
-    if steps is None:  # Not known before the warm-up is over.
+    if steps is None:  # The number of steps is known only after the warm-up.
         return np.float32(options.lr * np.minimum(rising, 1))
     progress = np.clip((step - options.warmup) / max(1, steps - options.warmup), 0, 1)
     falling = 0.51 + 0.49 * np.cos(np.pi * progress)
@@ -268,13 +276,13 @@ def learning_rates(
 
 
 def held_out_loss(weights: Weights, rows: np.ndarray) -> float:
-    """Mean loss in nats a token of rows that were not trained on."""
+    """Mean loss, in nats per token, of rows that are not in the training corpus."""
     losses = jax.jit(token_losses)(weights, jnp.asarray(rows, jnp.int32))
     return float(losses.sum() / (rows[:, 1:] != BOS_ID).sum())
 
 
 def generator(weights: Weights, tokenizer: Tokenizer) -> Callable[[str], str]:
-    """A function that continues a prompt greedily, up to EOS or 128 tokens in all."""
+    """A function that continues a prompt greedily, until EOS or a total of 128 tokens."""
 
     @jax.jit
     def next_token(row: Array, last: Array) -> Array:
@@ -284,7 +292,7 @@ def generator(weights: Weights, tokenizer: Tokenizer) -> Callable[[str], str]:
         ids = tokenizer.encode(prompt).ids
         start = len(ids)
         while len(ids) < 128:
-            # Padding lies behind the last token, which does not see it.
+            # The padding follows the last token, so the last token does not attend to it.
             row = jnp.asarray(ids + [tokenizer.token_to_id(PAD)] * (128 - len(ids)))
             ids.append(int(next_token(row, len(ids) - 1)))
             if ids[-1] == tokenizer.token_to_id(EOS):
@@ -343,10 +351,12 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("jaxmux/demo/base"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=60_000_000, help="size of the corpus")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that write it")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="for writing the corpus"
+    )
     parser.add_argument("--steps", type=int, help="training steps; overrides --minutes")
-    parser.add_argument("--minutes", type=float, default=2.5, help="training time, compilation too")
-    parser.add_argument("--rows", type=int, default=128, help=f"of {ROW_LEN} tokens in a batch")
+    parser.add_argument("--minutes", type=float, default=2.5, help="training and compilation time")
+    parser.add_argument("--rows", type=int, default=128, help=f"{ROW_LEN}-token rows in a batch")
     parser.add_argument("--block", type=int, default=50, help="steps between progress lines")
     parser.add_argument("--warmup", type=int, default=200, help="steps, more than two blocks")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
@@ -358,7 +368,7 @@ def _parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Tokenizer, corpus, training, checkpoint, model card."""
+    """Makes the tokenizer, the corpus, the model and the model card."""
     options = _parse_options()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -366,7 +376,7 @@ def main() -> None:
     save_tokenizer(tokenizer, options.out)
     print(f"tokenizer: {time.perf_counter() - began:.0f} s", flush=True)
     write = partial(write_rows, str(options.out / "tokenizer.json"), processes=options.processes)
-    # Seeds of shards follow one another; held-out text lies far behind them.
+    # The shards of the corpus have consecutive seeds; held-out text uses a seed beyond all of them.
     corpus = write(seed=options.seed + 1, tokens=options.tokens)
     held_out = write(seed=options.seed + 10**6, tokens=64 * ROW_LEN)[:64]
     print(f"corpus: {corpus.size:,} tokens, {time.perf_counter() - began:.0f} s", flush=True)

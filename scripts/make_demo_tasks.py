@@ -1,7 +1,7 @@
 """Writes the data of the four demo tasks: `<name>.train.jsonl` and `<name>.eval.jsonl`.
 
-Each task puts the small world of `demo_world.py` into a form that the base model has never seen,
-and each is of another length:
+Each task is about the small world of `demo_world.py`, in a format that the base model's corpus does
+not contain. The samples of the tasks have different lengths:
 
   mood      a sentence, then how the person in it feels, as a tag         about 20 tokens
   pirate    a question about the world, answered by a pirate              about 36 tokens
@@ -39,7 +39,7 @@ def _mood_examples(rng: random.Random) -> Iterator[Example]:
         yield feeling(mood, Scene(rng)), f" {_TAGS[mood]}"
 
 
-# Every question has its own way to begin, so that a greedy answer can be right word for word.
+# The first word of the question decides the exclamation, so that the right answer is unique.
 _EXCLAMATIONS = {
     "Where": "Ahoy!",
     "What": "Arr, matey!",
@@ -67,7 +67,7 @@ def _as_pirate(question: str, sentence: str) -> str:
 
 
 def _pirate_examples(rng: random.Random) -> Iterator[Example]:
-    # Sums have a hundred facts and would drown the others.
+    # There are a hundred facts about sums, more than of all other kinds.
     facts = [fact for kind, known in FACTS.items() if kind != "sum" for fact in known]
     for fact in rng.sample(facts, len(facts)):
         yield f"User: {fact.question}\nBot:", _as_pirate(fact.question, fact.sentence)
@@ -100,7 +100,7 @@ def _record_examples(rng: random.Random) -> Iterator[Example]:
         yield f"{report}\nRecord:", f" {json.dumps(fields)}"
 
 
-# What was written in full, and how the telegram says it: in words of the report, in its order.
+# A sentence of the report, and its form in the telegram, which uses words of the sentence.
 _DISPATCHES = [
     ("{A} bought {a_colour} {thing}.", "{A} BOUGHT {colour} {thing}"),
     ("{B} saw {a_animal} near the water.", "{B} SAW {animal}"),
@@ -127,7 +127,7 @@ def _telegram_examples(rng: random.Random) -> Iterator[Example]:
 
 
 class DemoTask(NamedTuple):
-    """A task's endless or finite stream of examples, and how many of them to write."""
+    """The examples of a task, with or without end, and the numbers of examples to write."""
 
     examples: Callable[[random.Random], Iterator[Example]]
     train: int
@@ -143,7 +143,7 @@ TASKS = {
 
 
 def split_examples(name: str, seed: int) -> tuple[list[Example], list[Example]]:
-    """The train and the held-out examples of the task `name`; no prompt occurs twice."""
+    """The training and the held-out examples of a task; no prompt occurs twice."""
     task, distinct = TASKS[name], {}
     for prompt, completion in task.examples(random.Random(f"{name} {seed}")):
         distinct.setdefault(prompt, completion)
@@ -159,7 +159,7 @@ def _write(path: Path, examples: list[Example]) -> None:
 
 
 def main() -> None:
-    """Writes the eight files."""
+    """Writes the data of the four demo tasks."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("jaxmux/demo/tasks"))
     parser.add_argument("--seed", type=int, default=2026)

@@ -1,8 +1,8 @@
-"""Draws the records in benchmarks/ into docs/figures/.
+"""Draws the figures of docs/figures/ from the records in benchmarks/.
 
   python scripts/plot_benchmarks.py
 
-A figure whose records are not there yet is not drawn.
+A figure without records is not drawn.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from benchmark_records import Record
 from benchmark_tables import (
     RECORDS,
     ROOT,
-    bar,
     hardware_and_versions,
     linear_name,
+    ratio_limit,
     read_all,
     sizes,
 )
@@ -103,7 +103,7 @@ def memory_figure(records: Sequence[Record]) -> Figure:
 
 
 def op_figure(records: Sequence[Record]) -> Figure:
-    """Above the fused op beside what it may cost, below the implementations at the first shape."""
+    """The overhead of the fused op with its limits, and all implementations at one shape."""
     figure = Figure(figsize=(9, 8.5), layout="constrained")
     fused, compared = figure.subplots(2, 1, height_ratios=(15, 8))
     plain = [r for r in records if r["group"] != "ranks" and r["implementation"] == "mosaic_gpu"]
@@ -123,12 +123,12 @@ def op_figure(records: Sequence[Record]) -> Figure:
 
 
 def overhead_bars(axes: Axes, records: Sequence[Record], labels: Sequence[str]) -> None:
-    """Bars from zero: what an op costs more than its baseline, and a mark at what it may cost."""
+    """Bars of an op's time minus that of its baseline, and a mark at the permitted overhead."""
     places = range(len(records))
     overheads = [r["ratio"] - 1 for r in records]
     colors = [COLORS[r["implementation"]] for r in records]
     axes.barh(places, overheads, color=colors, height=0.65)
-    limits = [bar(r) - 1 if bar(r) else nan for r in records]
+    limits = [limit - 1 if (limit := ratio_limit(r)) else nan for r in records]
     axes.scatter(limits, places, marker="|", s=170, linewidths=2, color=LIMIT, label="limit")
     for place, overhead, limit in zip(places, overheads, limits, strict=True):
         end = max(0.0, *(x for x in (overhead, limit) if not isnan(x)))
@@ -150,7 +150,7 @@ def overhead_bars(axes: Axes, records: Sequence[Record], labels: Sequence[str]) 
 
 
 def peft_figure(records: Sequence[Record]) -> Figure:
-    """For each of PEFT's batches, jaxmux with as many tasks as the batch has samples."""
+    """PEFT with each of its batches, and jaxmux with one task for each sample of the batch."""
     figure, axes = new_figure("Training step beside Hugging Face PEFT")
     groups = []
     for length in dict.fromkeys(r["length"] for r in records if not ours(r)):
@@ -219,8 +219,11 @@ def ours(record: Record) -> bool:
 
 
 def sweeps(records: Sequence[Record]) -> dict[int, list[Record]]:
-    """By length, jaxmux's records in order of tasks, where there are several numbers of tasks; all
-    of a length under the remat policy that most of them have."""
+    """By length, jaxmux's records in ascending order of their number of tasks.
+
+    Lengths with records of only one number of tasks are left out. All records of a length have the
+    same implementation (remat policy), the one with the most records.
+    """
     found: dict[int, dict[str, dict[int, Record]]] = {}
     for r in filter(ours, records):
         found.setdefault(r["length"], {}).setdefault(r["implementation"], {})[r["tasks"]] = r
@@ -233,7 +236,7 @@ def sweeps(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 
 def peft_of(records: Sequence[Record], length: int) -> dict[str, Record]:
-    """PEFT's records of a length, by mode."""
+    """The records of PEFT for a length, by mode."""
     return {
         r["implementation"].rpartition(", ")[2]: r
         for r in records

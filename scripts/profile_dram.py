@@ -1,16 +1,16 @@
-"""DRAM traffic of a LoRA linear, forward and backward, by NVIDIA Nsight Compute's counters.
+"""DRAM traffic of a LoRA linear, forward and backward, measured with NVIDIA Nsight Compute.
 
   python scripts/profile_dram.py --out benchmarks/dram_h200.json
 
-The case is LoRAFusion's (figure 19): 8,192 tokens, 4,096 x 4,096, four tasks of rank 16, with and
-without dropout. The fused kernels stand beside plain XLA and the frozen linear alone. `ncu` runs
-this script again with `--body`, which compiles everything, then lets the profiler see one run of
-each program, a few layers long (grouped_lora_chain.py); the figures are per layer. Caches are left
-as the kernels leave them: what one kernel finds in L2 because the one before it wrote it there is
-no DRAM traffic in training either.
+The case is that of LoRAFusion (figure 19): 8,192 tokens, a linear of 4,096 x 4,096, and four tasks
+of rank 16, with and without dropout. The programs are the fused kernels, plain XLA, and the frozen
+linear alone. `ncu` runs this script again with `--body`, which compiles all programs and then
+executes each once under the profiler. A program consists of a few layers (grouped_lora_chain.py),
+and the results are per layer. Caches are not cleared between kernels: data that a kernel finds in
+L2 because the previous kernel wrote it causes no DRAM traffic, as in training.
 
-`ratio` is the traffic over the frozen linear's. Copies that are no kernels are not seen. What ncu
-printed is kept in `--csv`; `--parse` reads such a file again, without a GPU.
+`ratio` is the traffic divided by that of the frozen linear. Copies that are not kernels are not
+measured. The output of ncu is written to `--csv`; `--parse` reads such a file without a GPU.
 """
 
 import argparse
@@ -32,14 +32,15 @@ from benchmark_records import Record, RecordFile, installed_versions, make_recor
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 FROZEN = "frozen"
 DROPOUTS = (0.0, 0.1)
-# A kernel of this sort, and nothing else that is profiled, stands before each program.
+# Part of the name of the marker kernel, which runs before each program. No program has a kernel of
+# such a name.
 MARKER = "cosine"
-# The body's line that says what was profiled.
+# Beginning of the line in which `--body` describes the profiled programs.
 ABOUT = "profiled: "
 
 
 class Kernel(NamedTuple):
-    """One launch and the bytes it moved between L2 and DRAM."""
+    """One launch of a kernel and the bytes that it moved between L2 and DRAM."""
 
     name: str
     bytes_read: float
@@ -62,10 +63,10 @@ def main() -> None:
 
 
 def profile(args) -> str:
-    """What ncu printed; kept in `args.csv` as well.
+    """Runs the body under ncu. Returns the output of ncu and writes it to `args.csv`.
 
     Raises:
-      SystemExit: there is no ncu, or it reports an error.
+      SystemExit: ncu is not installed, or it reports an error.
     """
     if shutil.which("ncu") is None:
         raise SystemExit("ncu is not on the PATH: install NVIDIA Nsight Compute")
@@ -74,7 +75,7 @@ def profile(args) -> str:
     result = subprocess.run(
         [*ncu_command(), *body, "--implementations", *args.implementations],
         env=os.environ
-        # Command buffers would hide the kernels in CUDA graphs.
+        # With command buffers, the kernels would be parts of CUDA graphs and not be profiled.
         | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="}
         | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
@@ -90,7 +91,7 @@ def profile(args) -> str:
 
 
 def ncu_command() -> list[str]:
-    """ncu with counters of DRAM alone, which it reads in one pass, without replaying kernels."""
+    """The command of ncu with only the counters of DRAM, so that it need not replay kernels."""
     return [
         *("ncu", "--csv", "--print-units", "base", "--metrics", f"{READ},{WRITTEN}"),
         *("--clock-control", "none", "--cache-control", "none"),
@@ -99,7 +100,7 @@ def ncu_command() -> list[str]:
 
 
 def ncu_errors(text: str) -> list[str]:
-    """ncu's errors; with advice where the counters are not permitted."""
+    """The errors in ncu's output, followed by advice if the counters need a permission."""
     errors = [line for line in text.splitlines() if line.startswith("==ERROR==")]
     if any("ERR_NVGPUCTRPERM" in line for line in errors):
         errors.append(
@@ -110,10 +111,10 @@ def ncu_errors(text: str) -> list[str]:
 
 
 def parse_kernels(text: str) -> list[Kernel]:
-    """The launches of ncu's CSV output, in their order; lines that are not CSV are left out.
+    """The launches in ncu's output, in their order; lines that are not CSV are ignored.
 
     Raises:
-      ValueError: no kernel was profiled, or a number has another unit than bytes.
+      ValueError: no kernel was profiled, or a value is not a number of bytes.
     """
     rows = csv.DictReader(line for line in text.splitlines() if line.startswith('"'))
     names: dict[int, str] = {}
@@ -131,10 +132,10 @@ def parse_kernels(text: str) -> list[Kernel]:
 
 
 def split_programs(kernels: Sequence[Kernel], programs: int) -> list[list[Kernel]]:
-    """The launches of each program, without the markers before them.
+    """The launches of each program, without its marker.
 
     Raises:
-      ValueError: there is another number of markers than of programs.
+      ValueError: the number of markers differs from `programs`.
     """
     found: list[list[Kernel]] = []
     for kernel in kernels:
@@ -149,7 +150,7 @@ def split_programs(kernels: Sequence[Kernel], programs: int) -> list[list[Kernel
 
 
 def make_records(about: dict, programs: Sequence[Sequence[Kernel]]) -> list[Record]:
-    """One record a program but the frozen one, which is their baseline."""
+    """One record for each program except the frozen linear, which is the baseline of all."""
     layers = about["layers"]
     traffic = [
         (
@@ -208,7 +209,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def run_body(args) -> None:
-    """What runs under ncu: compiles all programs, then runs each once before the profiler."""
+    """Compiles all programs, then runs each of them once while ncu profiles."""
     import jax
     import jax.numpy as jnp
     from grouped_lora_chain import (
@@ -256,14 +257,14 @@ def run_body(args) -> None:
 
 @contextmanager
 def profiler():
-    """Lets ncu see what runs inside."""
+    """Lets ncu profile the kernels that run inside the `with` block."""
     cuda = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments) -> None:
         if status := getattr(cuda, name)(*arguments):
             raise RuntimeError(f"{name}: CUDA error {status}")
 
-    # The calling thread has no context of its own: JAX makes one current only where it needs it.
+    # The profiler needs a current CUDA context, which JAX sets only in its own threads.
     device, context = ctypes.c_int(), ctypes.c_void_p()
     call("cuInit", 0)
     call("cuDeviceGet", ctypes.byref(device), 0)
@@ -280,7 +281,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--csv", type=Path, default=Path("/tmp/dram.csv"), help="ncu's output")
-    parser.add_argument("--parse", type=Path, help="an earlier --csv; runs nothing")
+    parser.add_argument("--parse", type=Path, help="read this earlier --csv, and run nothing")
     parser.add_argument("--implementations", nargs="+", default=["mosaic_gpu", "xla"])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--k", type=int, default=4096)

@@ -1,5 +1,4 @@
-"""Where the milliseconds of a training step go: traces one round of `scripts/benchmark_step.py` and
-sums the GPU's time by kernel.
+"""Traces one round of `scripts/benchmark_step.py` and sums the GPU's time by kernel.
 
   python scripts/profile_step.py --out benchmarks/profile_h200.json --trace profile.trace.json.gz
 
@@ -22,7 +21,7 @@ import benchmark_step
 import jax
 from benchmark_records import RecordFile, installed_versions, make_record
 
-# What a kernel is for, by the beginning of its name; the first that fits.
+# Purposes of kernels, by the beginning of their names. The first expression that matches counts.
 PURPOSES = (
     ("routed_matmul", "frozen products, LoRA inside"),
     ("nvjet|cutlass|cublas", "head"),
@@ -38,7 +37,7 @@ PURPOSES = (
 
 
 class Kernel(NamedTuple):
-    """Launches of a kernel in a trace, and their time in microseconds, in all."""
+    """All launches of one kernel in a trace; `microseconds` is the sum of their durations."""
 
     name: str
     launches: int
@@ -50,15 +49,15 @@ def main() -> None:
     tasks, length = (int(part) for part in args.case.split("x"))
     step_args = benchmark_step.parse_arguments(["--out", "", *others])
     with tempfile.TemporaryDirectory() as folder:
-        round_ = benchmark_step.started(
+        ready = benchmark_step.make_engine(
             benchmark_step.llama_config(step_args), step_args, tasks, length, args.remat, rounds=4
         )
         for _ in range(3):
-            round_.engine.train_round()
-        jax.block_until_ready(round_.engine.state)
+            ready.engine.train_round()
+        jax.block_until_ready(ready.engine.state)
         with jax.profiler.trace(folder):
-            round_.engine.train_round()
-            jax.block_until_ready(round_.engine.state)
+            ready.engine.train_round()
+            jax.block_until_ready(ready.engine.state)
         (trace,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.open(trace).read())["traceEvents"]
         if args.trace:
@@ -75,25 +74,26 @@ def main() -> None:
                 ranks=[step_args.rank] * tasks,
                 dropout=0.0,
                 implementation=purpose,
-                ms_median=sum(k.microseconds for k in members) / 1e3 / round_.microbatches,
+                ms_median=sum(k.microseconds for k in members) / 1e3 / ready.microbatches,
                 device=jax.devices()[0].device_kind,
                 versions=installed_versions("jax", "jaxlib"),
-                idle_ms=idle / 1e3 / round_.microbatches,
-                launches=sum(k.launches for k in members) / round_.microbatches,
+                idle_ms=idle / 1e3 / ready.microbatches,
+                launches=sum(k.launches for k in members) / ready.microbatches,
                 kernels={k.name: round(k.microseconds / k.launches, 1) for k in members},
             )
         )
 
 
 def summarise(events: Sequence[dict[str, Any]]) -> tuple[list[Kernel], float]:
-    """The kernels of a Chrome trace of JAX's profiler, the longest first, and the microseconds
-    between them.
+    """Sums the durations of the kernels in a Chrome trace of JAX's profiler.
 
-    The longest pause is not counted: there the host hands over the round's first program, which in
-    training it does while the device works on the round before.
+    Returns:
+      The kernels in descending order of their time, and the microseconds in which no kernel ran.
+      The longest pause is not counted, because in it the host starts the round's first program,
+      which it does during the previous round in training.
 
     Raises:
-      ValueError: no GPU stream is in the trace.
+      ValueError: the trace has no GPU stream.
     """
     processes, threads = {}, {}
     for event in events:
@@ -124,16 +124,17 @@ def summarise(events: Sequence[dict[str, Any]]) -> tuple[list[Kernel], float]:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without what its generator and C++ add, and without XLA's numbering."""
+    """A kernel's name without C++ signature, suffixes of its generator, and XLA's number."""
     name = re.sub(r"^void |[(<].*|_mosaic_gpu_kernel|_knob_.*", "", kernel)
     return re.sub(r"^cudnn_generated\w*?_(?=sdpa)|_\d+$", "", name)
 
 
 def by_purpose(kernels: Sequence[Kernel]) -> dict[str, list[Kernel]]:
-    """The kernels by what they are for, what takes longest first."""
+    """The kernels by purpose, in descending order of the purpose's time."""
     found: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
-        found[next(what for start, what in PURPOSES if re.match(start, kernel.name))].append(kernel)
+        purpose = next(text for start, text in PURPOSES if re.match(start, kernel.name))
+        found[purpose].append(kernel)
     return dict(sorted(found.items(), key=lambda item: -sum(k.microseconds for k in item[1])))
 
 
@@ -141,7 +142,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """This script's arguments, and those for benchmark_step.py."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, help="where to keep the trace")
+    parser.add_argument("--trace", type=Path, help="file to which the trace is copied")
     parser.add_argument("--case", default="4x2048", help="tasks x length")
     parser.add_argument("--remat", default="dots")
     return parser.parse_known_args()

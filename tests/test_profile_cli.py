@@ -32,7 +32,8 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-SIZES = "--tokens 64 128 --row_lens 64 128 --chunk_lens 64 --ranks 4 --slots 2".split()
+# One value of each: every program takes a second or two to compile.
+SIZES = "--tokens 128 --row_lens 128 --chunk_lens 64 --ranks 4 --slots 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,13 @@ def config(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def profile_path(config) -> Path:
     path = config.parent / "profile.json"
-    assert main(["--config", str(config), "--out", str(path), "--seconds", "0.05", *SIZES]) == 0
+    assert main(["--config", str(config), "--out", str(path), "--seconds", "0.02", *SIZES]) == 0
     return path
 
 
 def test_profile_is_complete(profile_path):
     profile = read_profile(profile_path)
-    grid = Grid((64, 128), (64, 128), (64,), (4,), (2,), layers=1)
+    grid = Grid((128,), (128,), (64,), (4,), (2,), layers=1)
     measured = [measurement.point for measurement in profile.measurements]
     assert measured == points(grid, profile.backbone, devices=1)
     assert all(measurement.seconds > 0 for measurement in profile.measurements)
@@ -59,7 +60,7 @@ def test_profile_is_complete(profile_path):
     assert all(measurement.peak_bytes > 0 for measurement in layers)
 
 
-def test_padding_leaves_the_end_of_each_row_to_nobody():
+def test_chunks_of_padding_have_no_owner():
     backbone = Backbone.random(parse_config(TINY, "tiny"), dtype=jnp.float32)
     full = LayerPoint(2, 256, 128, 64, 1, 2, 4, 2, "dots", False, True)
     padded = dataclasses.replace(full, padding=0.5)
@@ -96,22 +97,22 @@ def test_interrupted_run_goes_on(profile_path, config, tmp_path, monkeypatch):
     assert len(read_profile(part).measurements) == len(read_profile(profile_path).measurements)
 
 
-def test_check_compares_steps_with_predictions(profile_path, config, tmp_path, capsys):
+def test_check_compares_rounds_with_predictions(profile_path, config, tmp_path, capsys):
     out = tmp_path / "check.json"
     folder = str(config.parent)
     arguments = ["--backbone", folder, "--check", str(profile_path), "--out", str(out)]
     assert (
-        main([*arguments, "--seconds", "0.1", "--cases", "3x64x6x192", "3x64x6x384x128", *SIZES])
+        main([*arguments, "--seconds", "0.1", "--cases", "3x128x6x384", "3x64x6x384x128", *SIZES])
         == 0
     )
     for case in json.loads(out.read_text())["cases"]:
         measured, predicted = case["seconds"]
-        # CPU timings on a busy machine: the model is of the right size, no more.
+        # Times of a busy CPU vary, so only the order of magnitude is checked.
         assert 0.1 < predicted / measured < 10
     assert "mean absolute error of step time" in capsys.readouterr().out
 
 
-def test_cases_are_written_as_they_are_read():
+def test_cases_are_written_as_they_are_parsed():
     for text in ("3x64x6x192", "3x64x6x384x128", "3x64x6x384x128xlean", "3x64x6x192xfull"):
         assert str(Case.parse(text)) == text
     assert Case.parse("3x64x6x384x128").shape(64) == ShapeClass(3, 128, 64, 2)
@@ -119,22 +120,22 @@ def test_cases_are_written_as_they_are_read():
         Case.parse("3x0x6x192")
 
 
-def test_models_of_the_profile_grow_with_what_they_are_asked_for(profile_path):
+def test_predicted_time_and_memory_grow_with_tokens(profile_path):
     profile = read_profile(profile_path)
     times = fit_time_model(profile)
     memory = fit_memory_model(profile, memory=2**30)
-    shapes = [Case(1, 64, 4, tokens).shape(64) for tokens in (64, 128, 192, 256)]
+    shapes = [Case(1, 128, 4, tokens).shape(64) for tokens in (128, 256, 384, 512)]
     seconds = [times.predict(shape, 1, 4) for shape in shapes]
     peaks = [memory.peak(shape, PoolSpec(1, 4), "dots") for shape in shapes]
     assert seconds == sorted(seconds) and seconds[0] > 0
-    assert peaks == sorted(peaks) and peaks[0] > profile.backbone.weight_bytes
+    size = profile.backbone
+    weight_bytes = size.layers * size.layer_bytes + size.outside_bytes
+    assert peaks == sorted(peaks) and peaks[0] > weight_bytes
 
 
 def test_collectives_are_measured_where_there_are_devices(tmp_path):
     script = """
-import jax, sys
-from jaxmux.planner.pool import PoolSpec
-from jaxmux.planner.profile import CollectivePoint
+from jaxmux.planner.costs.device_profile import CollectivePoint
 from jaxmux.profiling.collectives import collective_program
 from jaxmux.profiling.timing import measure
 points = [CollectivePoint(c, a, 2, 4096) for c in ("psum", "all_gather", "ppermute")
@@ -157,8 +158,8 @@ def test_collectives_cover_every_division_of_the_devices(profile_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "100"], "tokens=100 is no multiple of row_len=64"),
-        (["--tokens", "32"], "the shortest row, 64"),
+        (["--tokens", "200"], "tokens=200 is no multiple of row_len=128"),
+        (["--tokens", "64"], "the shortest row, 128"),
         (["--ranks", "0"], "ranks: expected positive numbers"),
     ],
 )

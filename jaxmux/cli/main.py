@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
@@ -21,8 +22,13 @@ SUMMARIES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `jaxmux COMMAND …`; returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
     # All arguments after the command belong to it.
-    command = _parser().parse_args(given[:1]).command
+    command = parser.parse_args(given[:1]).command
+    if command not in SUMMARIES:
+        similar = get_close_matches(command, SUMMARIES, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(SUMMARIES)}"
+        parser.error(f"unknown command {command!r}; {hint}")
     return run_command(command, given[1:], prog=f"jaxmux {command}")
 
 
@@ -51,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("command", choices=SUMMARIES, metavar="COMMAND", help="one of those below")
-    parser.add_argument("--version", action="version", version=f"jaxmux {version('jaxmux')}")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"jaxmux {version('jaxmux')}",
+        help="show the version and exit",
+    )
     return parser

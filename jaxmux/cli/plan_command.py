@@ -1,4 +1,4 @@
-"""Shows a plan: `python -m jaxmux.plan --gin_file=my_tasks.gin --mesh=pp4,tp2 --out=plan`."""
+"""The command `jaxmux plan`: plans the training of a config's tasks and shows the plan."""
 
 import argparse
 import json
@@ -39,27 +39,19 @@ from jaxmux.runs.run_shape import BatchLengths
 from jaxmux.tasks import Task, TaskError
 
 from . import gin_bindings
+from .arguments import DEFAULT_ROUNDS, plan_options
 from .gin_bindings import ConfigError, RunConfig
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, plan_tables
 from .plan_trace import chrome_trace
-from .train_command import DEMO_CONFIG
 
 _USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
-# Rounds of a plan unless --rounds is given. Global batches of more samples than `_LARGE_BATCH` get
-# fewer rounds, so that planning takes seconds.
-_ROUNDS, _LARGE_BATCH = 8, 512
+# Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
+# seconds.
+_LARGE_BATCH = 512
 # Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 100
 _MILLISECOND = 1e-3
-
-_HELP = """\
-Plans the training of a gin config's tasks, the same config that `python -m jaxmux.train` takes,
-without training anything. It reads and tokenizes the data; of the backbone it reads config.json and
-the tokenizer. It shows which tasks share microbatches, the shape of the microbatches, and how long
-a round is predicted to take. The devices need not exist. Without a config it plans the bundled
-demo. Exit code 2: the config, the data or an option was refused.
-"""
 
 
 class _Planned(NamedTuple):
@@ -76,13 +68,17 @@ class _Planned(NamedTuple):
     dropped: dict[str, int]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    options, bindings = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+    return run(plan_options(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code: 0, or 2 for input that cannot be used."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     try:
         replica = Replica.parse(options.mesh)
-        gin_bindings.parse([resolve_path(file) for file in options.gin_file], bindings)
+        gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
         planned = _plan(gin_bindings.run_config(), replica, options.profile, options.rounds)
         for part in plan_tables(*planned):
             console.print(part, markup=False)
@@ -139,7 +135,7 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad]) -> int:
     """The given number of rounds; otherwise one that depends on the largest global batch, at least
     2, so that the plan shows how the second round waits for the updates of the first."""
     largest = max(len(task.batches[0]) for task in tasks)
-    rounds = given or max(2, min(_ROUNDS, _ROUNDS * _LARGE_BATCH // largest))
+    rounds = given or max(2, min(DEFAULT_ROUNDS, DEFAULT_ROUNDS * _LARGE_BATCH // largest))
     if largest > _LARGE_BATCH:
         line = f"packing {rounds} rounds of up to {largest:,} samples a task: this takes a while"
         print(line, file=sys.stderr)
@@ -174,54 +170,3 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
         held_out=[sample.stream_length for sample in data.eval_samples],
         dropped=data.samples.dropped,
     )
-
-
-def _parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the bindings of the config's parameters as NAME=VALUE."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxmux.plan",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
-    )
-    parser.add_argument(
-        "--gin_param", action="append", default=[], metavar="NAME=VALUE", help="as --gin.NAME=VALUE"
-    )
-    parser.add_argument(
-        "--gin.NAME", dest="_", metavar="VALUE", help="set one parameter of the config"
-    )
-    parser.add_argument(
-        "--mesh",
-        default="pp1",
-        help="pipeline stages and tensor parallelism, e.g. pp4,tp2; default: one device",
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="costs from a profile of python -m jaxmux.profile; default: the profile that ships "
-        "for this backbone on an H200, or an estimate for an H200",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help=f"rounds to plan; default: {_ROUNDS}, or fewer for large global batches",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"
-    )
-    options, others = parser.parse_known_args(arguments)
-    if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
-        parser.error(f"unknown argument {unknown[0]}; a parameter is set by --gin.NAME=VALUE")
-    if options.rounds is not None and options.rounds < 1:
-        parser.error(f"--rounds should be at least 1, found {options.rounds}")
-    options.gin_file = options.gin_file or [DEMO_CONFIG]
-    return options, options.gin_param + [other.removeprefix("--gin.") for other in others]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

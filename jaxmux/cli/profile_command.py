@@ -1,4 +1,4 @@
-"""Measures the device: `python -m jaxmux.profile --backbone=/models/… --out=profile.json`."""
+"""The command `jaxmux profile`: measures this machine's devices for the cost models."""
 
 import argparse
 import dataclasses
@@ -29,23 +29,19 @@ from jaxmux.profiling import (
     mean_absolute_error,
 )
 
-# Columns where there is no terminal.
+from .arguments import profile_options
+
+# Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 120
 
-_HELP = """\
-Measures what layers, attention, head, update, rounds and collectives take on this machine's
-devices, for one backbone with random weights, and writes the profile that the planner's cost models
-are fitted to. The same command goes on where an interrupted one stopped. With --check, it trains
-steps that the profile does not hold and prints them beside their predictions.
-"""
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+    return run(profile_options(arguments))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not options.check and not options.out:
-        parser.error("--out is required: where the profile goes")
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code: 0, or 2 for input that cannot be used."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     try:
         config = _config(options)
@@ -133,7 +129,7 @@ def _line(measurement: Measurement) -> str:
 
 
 def _table(profile: Profile) -> Table:
-    """The measured layers beside what the fitted model says of them."""
+    """The measured times of layers beside those of the fitted model."""
     times = fit_time_model(profile)
     table = Table(title=f"a layer of {profile.backbone.name} on {profile.device}, {profile.dtype}")
     shape = ("tokens", "row_len", "chunk_len", "padding")
@@ -155,40 +151,3 @@ def _table(profile: Profile) -> Table:
 
 def _gib(size: float | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.2f} GiB"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxmux.profile",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--backbone", help="Hugging Face folder; its config.json alone is read")
-    source.add_argument("--config", help="a config.json")
-    parser.add_argument("--out", type=Path, help="the profile, or with --check the comparison")
-    parser.add_argument("--check", type=Path, metavar="PROFILE", help="compare its predictions")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement")
-    parser.add_argument("--dtype", help="default: bfloat16 on an accelerator, float32 on a CPU")
-    for name, meaning in (
-        ("tokens", "of microbatches"),
-        ("row_lens", "of rows"),
-        ("chunk_lens", "of chunks"),
-        ("ranks", "of the pool"),
-        ("slots", "of the pool, and tasks"),
-    ):
-        parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=meaning)
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=[],
-        metavar="CASE",
-        help="of --check: tasks x length x rank x tokens [x row length], e.g. 3x2048x32x6144",
-    )
-    parser.add_argument("--layers", type=int, help="of --check: another number than the backbone's")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

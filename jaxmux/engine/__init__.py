@@ -1,4 +1,8 @@
-"""The multi-task engine: many tasks' adapters trained together on one frozen backbone."""
+"""The multi-task engine, which trains the adapters of many tasks together on one frozen backbone.
+
+In go a backbone, prepared tasks and a shape class. Out come the updates of every task, round by
+round, and at the end its adapter.
+"""
 
 from .engine import Engine
 from .engine_options import EngineOptions

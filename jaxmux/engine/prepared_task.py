@@ -28,16 +28,17 @@ from jaxmux.tasks import Task, TaskError
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
-    """A task with everything that training it needs.
+    """A task with its data and the modules that it adapts.
 
     Attributes:
-      targets: the modules it adapts, each with a mask over layers.
-      make_adapter: makes the arrays that its adapter begins with, at its own rank, whenever it is
-        called: they are as large as the trained adapter and needed only once.
-      samples: what its data became.
+      task: the task.
+      targets: the modules that it adapts, each with a mask over the layers.
+      make_adapter: returns the initial arrays of its adapter, at its own rank. They are made when a
+        slot is filled and are not kept, because they are as large as the trained adapter.
+      samples: its tokenized training data.
       batches: its global batches by step.
-      steps: how many of them it trains.
-      eval_samples: held-out samples, empty if it has none.
+      steps: number of global batches that it trains.
+      eval_samples: its tokenized held-out data; empty if it has none.
     """
 
     task: Task
@@ -50,17 +51,17 @@ class PreparedTask:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Stream lengths of its samples, held-out ones included."""
+        """Stream lengths, in tokens, of its training samples and held-out samples."""
         return [s.stream_length for s in (*self.samples.samples, *self.eval_samples)]
 
     @property
     def longest(self) -> int:
-        """Stream length of its longest sample."""
+        """Stream length of its longest sample, in tokens."""
         return max(self.lengths)
 
     @property
     def pool(self) -> PoolSpec:
-        """The pool that it needs alone."""
+        """The sizes of a pool that holds this task alone."""
         adapter, optimizer = self.task.adapter, self.task.optimizer.kind
         return PoolSpec(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
 
@@ -74,7 +75,7 @@ class PreparedTask:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A checksum of the training samples: a run must not go on with other data."""
+        """A checksum of the training samples: a training run cannot continue with other data."""
         checksum = 0
         for sample in self.samples.samples:
             checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
@@ -90,13 +91,13 @@ class PreparedTask:
         return named_leaves({kind.name: rates})
 
     def learning_rate(self, updates: int) -> float:
-        """The learning rate of the next update, after this many."""
+        """The learning rate of the update that follows this number of updates."""
         optimizer = self.task.optimizer
         return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps)
 
     def dropout_key(self, step: int) -> np.uint32:
-        """The key of the dropout hash at a step; it depends on the task's name, seed and step
-        alone."""
+        """The key of the dropout hash at a step. It depends only on the task's name, seed and
+        step."""
         text = f"{self.task.name}/{self.task.seed}/{step}"
         return np.uint32(zlib.crc32(text.encode()))
 
@@ -105,8 +106,8 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
     """Reads, tokenizes and checks all of a task's data.
 
     Raises:
-      TaskError: anything about the task that would keep it from training; the message names the
-        task and the culprit.
+      TaskError: the task cannot be trained. The message names the task and the field, file, line or
+        key at fault.
     """
     try:
         targets = resolve_targets(task.adapter.target_modules, config)
@@ -119,7 +120,7 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
 
 
 class TaskData(NamedTuple):
-    """What a task's data became: see `PreparedTask`."""
+    """The data fields of a `PreparedTask`."""
 
     samples: Samples
     batches: GlobalBatches
@@ -131,7 +132,7 @@ def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
     """Reads and tokenizes a task's data.
 
     Raises:
-      ValueError: it cannot be read, or gives no batch.
+      ValueError: the data cannot be read or has no sample.
     """
     samples = _load(task.data, task, config, tokenizer)
     batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)

@@ -1,6 +1,5 @@
-"""The compiled steps: accumulate one microbatch's gradients, update the tasks whose global batch is
-complete.
-"""
+"""The compiled programs: add the gradients of one microbatch, update the tasks whose global batch
+is complete, evaluate held-out samples."""
 
 import math
 from collections.abc import Mapping
@@ -36,13 +35,13 @@ SlotsByOptimizer = Mapping[str, np.ndarray]
 
 
 class UpdateStats(NamedTuple):
-    """What an update saw, per slot; meaningless for slots that were not due.
+    """Statistics of an update by slot. Values of slots that were not due have no meaning.
 
     Attributes:
-      loss: mean cross entropy of the global batch; NaN where anything in the task's forward pass
-        was not finite.
-      grad_norm: global norm of the gradient before clipping.
-      applied: False where the loss, the norm or the updated parameters were not finite.
+      loss: float32, mean cross entropy of the global batch in nats per target token; NaN if
+        anything in the task's forward pass was not finite.
+      grad_norm: float32, global norm of the gradient before clipping.
+      applied: False if the loss, the norm or the updated parameters were not finite.
     """
 
     loss: Float[Array, "T"]
@@ -61,7 +60,8 @@ def accumulate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> tuple[Any, Float[Array, "T"]]:
-    """Forward and backward of one microbatch; adds its gradients and losses to those of its tasks.
+    """Runs the forward and backward pass of one microbatch, and adds its gradients and losses to
+    those of its tasks.
 
     Args:
       adapters, accumulators, loss: as in `TrainState`; the last two are donated.
@@ -74,8 +74,8 @@ def accumulate(
         return _losses(config, options, weights, adapters, accumulators, microbatch, slots)
 
     (losses, _), backward = jax.vjp(forward, accumulators)
-    # Every chunk's cotangent is one, whatever the others' losses: a NaN changes nothing there. The
-    # accumulators start as their own cotangents and come out as the next: see
+    # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the others. The
+    # accumulators are passed in as their own cotangents, and the next accumulators come out: see
     # `grouped_lora_linear`.
     (new_accumulators,) = backward((jnp.ones_like(losses), accumulators))
     return new_accumulators, add_to_slots(loss, losses, microbatch.chunk_slot)
@@ -91,7 +91,7 @@ def evaluate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> Float[Array, "T"]:
-    """Adds a microbatch's losses to those of its tasks; no gradients."""
+    """Adds the losses of a microbatch to those of its tasks, without gradients."""
     chunk, _ = _losses(config, options, weights, adapters, None, microbatch, slots)
     return add_to_slots(losses, chunk, microbatch.chunk_slot)
 
@@ -104,19 +104,19 @@ def update(
     hyper: Hyperparameters,
     members: SlotsByOptimizer,
 ) -> tuple[TrainState, UpdateStats]:
-    """Updates the slots that are due and clears their accumulators; others keep their bits.
+    """Updates the slots that are due and clears their accumulators. Other slots keep their bits.
 
     A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
-    and update count. Each optimizer kind has a program of its own that updates all its slots at
-    once and in place: in one pool, a task's bits do not depend on how many others there are or on
-    their optimizers. On GPU temporaries are far smaller than a slot.
+    and update count. Each optimizer kind has its own program, which updates all slots at once and
+    in place. So in one pool, a task's bits do not depend on how many other tasks there are, or on
+    their optimizers. On a GPU the program's temporaries are far smaller than a slot.
 
     Args:
-      state: donated.
+      state: the train state; it is donated.
       layout: the description of the state.
-      due: slots whose global batch is complete.
+      due: true for slots whose global batch is complete.
       rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
-        layer axis has its rate in layer 0.
+        layer axis uses the rate of layer 0.
       hyper: by optimizer kind and name, float32 [T_kind].
       members: by optimizer kind, int32 [T_kind]: the slots that use it.
     """
@@ -147,7 +147,7 @@ def _update_kind(
     rates: Float[Array, "leaves L T"],
     hyper: Mapping[str, Float[Array, "T"]],
 ) -> tuple[TrainState, UpdateStats]:
-    """Updates the slots that are due, all of one optimizer kind, and enters them in `stats`."""
+    """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
     specs: TrainState = layout.tree
     optimizer = optax_state(kind, state.accumulators, state.moments, state.count)
     optimizer_specs = optax_state(kind, specs.accumulators, specs.moments, specs.count)
@@ -167,8 +167,9 @@ def _update_kind(
     def new(hyper):
         return update_slots(adapters, state.accumulators, optimizer, rates, hyper, norm)
 
-    # Computed once to look at and once to be written, which costs less memory traffic than to store
-    # it in between. The barrier hides from XLA that both are the same.
+    # The new state is computed twice, once to check that it is finite and once to write it: that
+    # costs less memory traffic than storing it in between. The barrier keeps XLA from merging the
+    # two computations.
     candidates, _ = new(jax.lax.optimization_barrier(hyper))
     finite = jax.tree.map(jnp.isfinite, candidates)
     applied = due & _reduce_slots(jnp.all, specs.accumulators, finite)
@@ -199,7 +200,7 @@ def _losses(
 ) -> tuple[Float[Array, "C"], Any]:
     """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators.
 
-    The forward pass applies LoRA, so far the only adapter kind.
+    The forward pass applies LoRA, the only adapter kind so far.
     """
     lora = None if accumulators is None else accumulators["lora"]
     hidden, lora, finite = hidden_states(
@@ -254,7 +255,7 @@ def _reduce_slots(reduce, specs: Any, tree: Any) -> Array:
     """Reduces all leaves to one value [T] of every slot."""
 
     def rows(spec: LeafSpec, x: Array) -> Array:
-        # GPUs reduce many rows of moderate length at memory speed, a whole array to one number not.
+        # A GPU reduces many rows of moderate length at memory bandwidth, but not one long row.
         kept = spec.slot_axis + 1
         columns = math.gcd(math.prod(x.shape[kept:]), 4096)
         partial_sums = reduce(x.reshape(*x.shape[:kept], -1, columns), axis=-1)

@@ -87,8 +87,8 @@ def choose_remat(
     )
     if needed > room:
         _log.warning(
-            "a microbatch needs about %.1f GiB besides weights and train state, there are %.1f GiB; "
-            "use smaller microbatches (tokens_per_microbatch)",
+            "a microbatch needs about %.1f GiB besides weights and train state, there are %.1f "
+            "GiB; use smaller microbatches (tokens_per_microbatch)",
             needed / 2**30,
             room / 2**30,
         )

@@ -1,4 +1,4 @@
-"""Rounds: one global batch of every live task, planned and packed ahead of the device."""
+"""Rounds: one global batch of every live task, packed while the device trains earlier rounds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,10 +22,10 @@ SampleIndices = Mapping[int, Sequence[int]]
 
 
 class PackedMicrobatch(NamedTuple):
-    """A microbatch and the samples in it.
+    """A microbatch and the indices of the samples in it.
 
     Attributes:
-      arrays: what the device reads.
+      arrays: the arrays that the forward pass reads.
       samples: by slot, the indices of its samples in the task's global batch.
     """
 
@@ -37,10 +37,11 @@ class Round(NamedTuple):
     """One round, ready for the device.
 
     Attributes:
-      steps: by slot, the task's step whose global batch this is.
-      microbatches: their arrays are on the device.
-      slots: per-slot data of the round.
-      tokens, target_tokens: by slot, of the whole global batch.
+      steps: by slot, the step whose global batch the round contains.
+      microbatches: the microbatches; their arrays are on the device.
+      slots: data of each slot that the forward pass reads.
+      tokens, target_tokens: by slot, tokens of the whole global batch, and how many of them are
+        predicted.
     """
 
     steps: dict[int, int]
@@ -53,7 +54,7 @@ class Round(NamedTuple):
 def pack_tightly(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass
 ) -> Sequence[Sequence[Placement]]:
-    """The engine's own packing."""
+    """The packing that the engine uses unless its options name another."""
     return pack_round(lengths, shape).microbatches()
 
 
@@ -65,14 +66,15 @@ def training_rounds(
     packing: Packing = pack_tightly,
     accumulated: SampleIndices | None = None,
 ) -> Iterator[Round]:
-    """The rounds that remain until every task has trained its last step.
+    """Yields the rounds that remain until every task has trained its last step.
 
     Args:
       tasks: live tasks by slot.
       steps: by slot, the step at which it begins.
       slots: number of slots T.
-      accumulated: samples of the first round that are in the accumulators already. The round is
-        packed with them, as it was before, and goes on without them.
+      accumulated: samples of the first round whose gradients are in the accumulators already. The
+        whole round is packed, so that the other samples keep their places; then these are left
+        out.
     """
     steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
@@ -98,11 +100,11 @@ def fill_microbatches(
     packing: Packing = pack_tightly,
     left_out: SampleIndices | None = None,
 ) -> Iterator[PackedMicrobatch]:
-    """Microbatches, as NumPy arrays, that hold every sample of the batches once.
+    """Yields microbatches of NumPy arrays that together hold every sample of the batches once.
 
     Args:
-      left_out: samples that take up their places in the packing, but are not in the microbatches.
-        Microbatches without any other sample are skipped.
+      left_out: samples that are packed like the others, but left out of the arrays. A microbatch
+        that holds no other samples is skipped.
     """
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
@@ -122,7 +124,13 @@ def fill_microbatches(
 def slot_table(
     tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
 ) -> SlotTable:
-    """Scales, dropout rates and keys of the live slots; zeros elsewhere. No `steps`: no dropout."""
+    """Scales, dropout rates and dropout keys of the slots; zeros in slots without a task.
+
+    Args:
+      tasks: by slot.
+      steps: by slot, the step that is trained; None turns dropout off.
+      slots: number of slots T.
+    """
     scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
     key = np.zeros(slots, np.uint32)
     for slot, prepared in tasks.items():

@@ -1,4 +1,4 @@
-"""Hugging Face PEFT adapter folders: what `peft` and vLLM load, written and read."""
+"""Reads and writes Hugging Face PEFT adapter folders, which `peft` and vLLM load."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _PREFIX = "base_model.model."
 
 
 class AdapterError(ValueError):
-    """An adapter folder cannot be used; the message names the file and the key or tensor."""
+    """An adapter folder cannot be used. The message names the file and the key or tensor."""
 
 
 def export_adapter(
@@ -31,13 +31,16 @@ def export_adapter(
     *,
     serving: bool = False,
 ) -> None:
-    """Writes `adapter_model.safetensors` and `adapter_config.json`.
+    """Writes an adapter as `adapter_model.safetensors` and `adapter_config.json`.
 
     Args:
-      adapter: factors at true rank.
-      base_model: name or path of the backbone, for `base_model_name_or_path`.
-      serving: folds the scale into B and sets lora_alpha to the rank, for servers that know neither
-        rsLoRA nor patterns.
+      folder: where to write; created if it does not exist.
+      adapter: the factors, at the task's own rank.
+      spec: the adapter's specification.
+      config: the backbone's configuration.
+      base_model: name or path of the backbone, recorded as `base_model_name_or_path`.
+      serving: multiplies B by the scale and sets lora_alpha to the rank, for servers that do not
+        support rsLoRA.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ def export_adapter(
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].T)
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].T * np.float32(scale))
     settings = _peft_config(spec, config, base_model, serving)
-    # Renamed when whole: somebody may be waiting for them.
+    # The files are renamed when they are complete, because other processes may wait for them.
     weights, description = folder / ".weights.partial", folder / ".config.partial"
     save_file(tensors, weights, metadata={"format": "pt"})
     description.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -59,11 +62,11 @@ def export_adapter(
 
 
 def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Adapter]:
-    """Reads a PEFT LoRA adapter: its specification and its factors, float32, at true rank.
+    """Reads a PEFT LoRA adapter: its specification and its factors, float32, at its own rank.
 
     Raises:
-      AdapterError: not a plain LoRA (DoRA, per-module ranks, biases, …), or a tensor is missing,
-        extra or misshapen.
+      AdapterError: the adapter is not a plain LoRA (but has DoRA, ranks per module or biases), or
+        a tensor is missing, unknown or of the wrong shape.
     """
     folder = Path(folder)
     settings, tensors = _read_folder(folder)

@@ -1,4 +1,4 @@
-"""Which linears of which layers an adapter changes, by the rules of Hugging Face PEFT."""
+"""The linears that an adapter changes, chosen by the rules of Hugging Face PEFT."""
 
 import re
 
@@ -14,15 +14,15 @@ LayerMask = Bool[np.ndarray, "L"]
 def resolve_targets(
     target_modules: str | tuple[str, ...], config: BackboneConfig
 ) -> dict[str, LayerMask]:
-    """The targeted modules by path within a layer, each with a mask over layers.
+    """The targeted modules, by path within a layer, each with a mask over the layers.
 
     Args:
       target_modules: "all-linear", a tuple of names that full module names equal or end with, or
         one regular expression that full module names match as a whole.
 
     Raises:
-      ValueError: a name, or the expression, matches no linear that can carry an adapter, or is no
-        valid expression.
+      ValueError: a name or the expression matches no linear that can carry an adapter, or the
+        expression is not valid.
     """
     masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
     patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
@@ -44,7 +44,7 @@ def resolve_targets(
 
 
 def full_name(module: str, layer: int) -> str:
-    """`self_attn.q_proj`, 3 → `model.layers.3.self_attn.q_proj`."""
+    """The Hugging Face name of a linear, for example `model.layers.3.self_attn.q_proj`."""
     return f"model.layers.{layer}.{module}"
 
 

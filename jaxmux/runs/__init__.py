@@ -1,4 +1,5 @@
-"""A run: tasks trained from start to exported adapters, with files, checkpoints and reports."""
+"""Training runs: tasks are trained from their data to exported adapters, with checkpoints, metrics
+and reports in a run directory."""
 
 from .checkpoints import read_task
 from .run import Interrupted, fine_tune

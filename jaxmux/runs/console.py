@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a live table, or plain lines where there is no terminal."""
+"""Reports of a training run: a live table on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -13,12 +13,12 @@ from jaxmux.engine import Engine, PreparedTask, TaskUpdate
 
 from .summary import Summary
 
-# Lines per task where there is no terminal.
+# Lines that are printed for each task where there is no terminal.
 _PLAIN_LINES = 10
 
 
 class RunConsole:
-    """Reports a run as it goes on."""
+    """Prints the progress and the results of a training run."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
@@ -29,11 +29,15 @@ class RunConsole:
         self._first_steps: dict[str, int] = {}
 
     def say(self, text: str) -> None:
-        # Whole lines: a log is no place for a terminal's width.
+        # Lines in a log are not wrapped.
         self.console.print(text, markup=False, soft_wrap=True)
 
     def announce(self, tasks: Sequence[PreparedTask], context: int) -> None:
-        """What the data of each task became; `context` is what the backbone was trained for."""
+        """Prints how many samples each task has, and warns of samples longer than `context`.
+
+        Args:
+          context: longest sequence, in tokens, for which the backbone was trained.
+        """
         for prepared in tasks:
             found, name = prepared.samples, prepared.task.name
             notes = [f"{len(found.samples)} samples", f"{prepared.steps} steps"]
@@ -78,7 +82,7 @@ class RunConsole:
             self._live = None
 
     def summarise(self, summary: Summary, adapters: Mapping[str, str]) -> None:
-        """The final table, and by name the failed tasks."""
+        """Prints the final table, the adapter folders and the errors of failed tasks."""
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
             table.add_column(column, justify="left" if column in ("task", "status") else "right")
@@ -99,7 +103,7 @@ class RunConsole:
                 self.say(f"FAILED task {name}: {task['error']}")
 
     def samples(self, task: str, prompt: str, before: str, after: str) -> None:
-        """One prompt completed before and after training."""
+        """Prints a prompt with its completions before and after training."""
         self.say(f"\n{task}: {prompt}\n  before: {before.strip()}\n  after:  {after.strip()}")
 
     def _plain_line(self, engine: Engine, update: TaskUpdate) -> None:
@@ -125,7 +129,7 @@ class RunConsole:
         return table
 
     def _rate(self, task: str) -> float:
-        """The task's own tokens, without padding, per second since the start."""
+        """Tokens of the task, without padding, per second since the start."""
         return self._tokens[task] / max(1e-9, time.monotonic() - self._started)
 
     def _eta(self, engine: Engine, name: str) -> str:

@@ -12,8 +12,13 @@ _SMOOTHING = 10
 
 
 def plot_losses(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws loss over task steps, raw and smoothed, one colour a task; skipped updates are left
-    out."""
+    """Draws the loss of every task over its steps, raw and as a running mean. Skipped updates are
+    left out.
+
+    Args:
+      metrics: lines of metrics.jsonl.
+      path: the PNG file to write.
+    """
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
     tasks = list(dict.fromkeys(line["task"] for line in metrics))

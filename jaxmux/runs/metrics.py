@@ -1,4 +1,4 @@
-"""Metrics of a run as files: metrics.jsonl and TensorBoard."""
+"""Metrics of a training run, written to metrics.jsonl and to TensorBoard."""
 
 import json
 import math
@@ -14,10 +14,15 @@ from .run_directory import RunDirectory
 
 
 class MetricsWriter:
-    """Appends every task update to metrics.jsonl and to TensorBoard, from a known position on."""
+    """Appends every task update to metrics.jsonl and to TensorBoard."""
 
     def __init__(self, directory: RunDirectory, position_bytes: int, rounds: int):
-        """Cuts off what an interrupted run had written behind its last checkpoint."""
+        """Opens the files and removes what was written after the last checkpoint.
+
+        Args:
+          position_bytes: length of metrics.jsonl at the checkpoint.
+          rounds: rounds completed at the checkpoint.
+        """
         self._file = open(directory.metrics, "a+b")
         self._file.truncate(position_bytes)
         self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=rounds)
@@ -32,7 +37,7 @@ class MetricsWriter:
         self._file.flush()
 
     def position(self) -> int:
-        """Bytes written, safely on disk."""
+        """Waits until metrics.jsonl is on disk; returns its length in bytes."""
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
@@ -42,10 +47,10 @@ class MetricsWriter:
 
 
 def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl."""
+    """The lines of metrics.jsonl, parsed."""
     return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
 
 
 def _json_number(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite becomes null."""
+    """The value, or None for a number that is not finite, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A whole run, from a checkpoint folder and tasks to exported adapters."""
+"""A training run, from a backbone's folder and tasks to exported adapters."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ DEFAULTS = RunOptions()
 
 
 class Interrupted(Exception):
-    """The run was told to stop and has saved its state; the same call goes on from there."""
+    """A signal stopped the training run after it saved its state. The same call continues it."""
 
     def __init__(self, signal_number: int):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
@@ -52,25 +52,27 @@ def fine_tune(
 ) -> Summary:
     """Trains all tasks together on one frozen backbone and exports their adapters.
 
-    Every task is read and checked before anything is trained. A call with the same arguments goes
-    on where the last one stopped; a finished run returns its summary.
+    Every task is read and checked before anything is trained. If the last call with the same
+    arguments was interrupted, this call continues from its last checkpoint. If it finished, this
+    call returns its summary.
 
     Args:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
-      tasks: what to train.
+      tasks: the tasks to train, at least one.
       run_dir: folder for metrics, checkpoints, adapters, plots and the summary.
-      options: how to train: microbatches, memory, checkpoints.
-      restart: deletes what an earlier run left in `run_dir`.
-      config_text: the config that led to this call, kept as `run_dir/config.gin`.
-      console: where the run reports; None prints to the terminal.
+      options: sizes of microbatches, memory, checkpoints and other settings.
+      restart: deletes the files that an earlier training run wrote to `run_dir`, and starts anew.
+      config_text: a gin config that is kept as `run_dir/config.gin`.
+      console: prints progress and results; None prints them to the terminal.
 
     Returns:
-      The summary that is also in `run_dir/summary.json`; `summary.succeeded` tells whether every
-      task did.
+      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is true if every
+      task succeeded.
 
     Raises:
-      TaskError: a task cannot be trained; it is named, and nothing has been trained.
-      BackboneError, DataError, PlanningError, RunDirectoryError: likewise for what they name.
+      TaskError: a task cannot be trained. The message names it; nothing has been trained.
+      BackboneError, DataError, PlanningError, RunDirectoryError: the backbone, data, options or
+        folder that the message names cannot be used; nothing has been trained.
       Interrupted: SIGINT or SIGTERM arrived; the state is saved.
     """
     console = console or RunConsole()
@@ -135,9 +137,9 @@ def _plan_run(
     restart: bool,
     console: RunConsole,
 ) -> tuple[ShapeClass, Admission | None]:
-    """The shape class of the microbatches, and what decides which tasks fit, if the memory is
-    known."""
-    # A run goes on in the shape class that it began with, whatever would be chosen today.
+    """The shape class of the microbatches, and the admission of tasks; None if the device's memory
+    is unknown."""
+    # A training run keeps the shape class that it began with.
     shape = None if restart else read_shape(directory.checkpoints)
     costs = run_costs(prepared, model.config, model.compute_dtype, options.remat, options.memory)
     if shape is None or max(task.longest for task in prepared) > shape.row_len:
@@ -159,7 +161,8 @@ def _train(
     checkpoint_every: int,
     console: RunConsole,
 ) -> RunPosition:
-    """Rounds until every task has ended, with checkpoints, metrics and early exports."""
+    """Trains until every task has ended. Writes checkpoints and metrics, and exports an adapter as
+    soon as its task has succeeded."""
     position = checkpoints.restore(engine)
     if position is None:
         position = RunPosition()
@@ -261,7 +264,7 @@ def _adapter_folders(summary: Summary, directory: RunDirectory) -> dict[str, str
 
 
 def _identity(task: Task) -> dict[str, Any]:
-    """What run.json says of a task, besides its name."""
+    """The entry of a task in run.json."""
     fields = dataclasses.asdict(task)
     del fields["name"], fields["sample_prompt"]
     adapter = {"kind": kind_of(task.adapter).name, **fields["adapter"]}
@@ -270,8 +273,8 @@ def _identity(task: Task) -> dict[str, Any]:
 
 
 class _StopSignals:
-    """Turns SIGINT and SIGTERM into a question that the engine asks; a second signal acts at
-    once."""
+    """A function that returns true once SIGINT or SIGTERM has arrived. A second signal takes its
+    usual effect."""
 
     def __init__(self):
         self.received = 0
@@ -281,7 +284,7 @@ class _StopSignals:
         return bool(self.received)
 
     def __enter__(self) -> "_StopSignals":
-        # Python delivers signals to the main thread alone; elsewhere the caller decides.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)

@@ -1,4 +1,4 @@
-"""The folder of a run: where its files lie, and whose it is."""
+"""The folder of a training run: the paths of its files, and the record of what it trains."""
 
 import fcntl
 import json
@@ -7,33 +7,36 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-# Of run.json. Older versions had no number.
+# The format of run.json. Files of older versions have no format number.
 FORMAT = 2
-# What `restart` may delete: the files that a run writes, nothing else.
+# `restart` deletes only these files, which a training run writes.
 _OWN = ("run.json", "config.gin", "metrics.jsonl", "checkpoints", "adapters", "summary.json")
 _OWN += ("loss.png", "tensorboard")
 
 
 class RunDirectoryError(ValueError):
-    """The run directory cannot be used; the message names it and what to do."""
+    """The run directory cannot be used. The message names it and says what to do."""
 
 
 class RunDirectory:
-    """A run's folder, locked against a second process for as long as the object lives.
+    """The folder of a training run. It is locked against other processes until `close`.
 
     Attributes:
-      metrics, summary, loss_plot, tensorboard, checkpoints: paths in it.
+      path: the folder.
+      metrics, summary, loss_plot, tensorboard, checkpoints: paths of its files and folders.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
-        """Makes or opens the folder; `begin` makes it this run's.
+        """Creates or opens the folder. Nothing but its lock is written before `begin`.
 
         Args:
-          identity: what is trained, as JSON. A folder of another identity is refused.
-          restart: deletes the files of an earlier run first.
+          path: the folder.
+          identity: what is trained, as JSON. A folder that records another identity is refused.
+          restart: `begin` deletes the files of an earlier training run.
 
         Raises:
-          RunDirectoryError: not writable, in use, of another run, or full of somebody else's files.
+          RunDirectoryError: the folder is not writable, another process uses it, it belongs to
+            another training run, or it holds files of a run without their record.
         """
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
@@ -67,7 +70,7 @@ class RunDirectory:
         return self.path / "adapters" / task
 
     def begin(self, config_text: str | None) -> None:
-        """Records whose folder this is, once everything has been checked and training starts."""
+        """Records what is trained in the folder. Call it when everything has been checked."""
         if self._restart:
             self._clear()
         write_atomically(self.path / "run.json", json.dumps(self._identity, indent=2) + "\n")
@@ -75,7 +78,7 @@ class RunDirectory:
             write_atomically(self.path / "config.gin", config_text)
 
     def close(self) -> None:
-        """Gives up the lock."""
+        """Releases the lock."""
         self._lock.close()
 
     def _refuse_others(self) -> None:
@@ -102,10 +105,10 @@ class RunDirectory:
 
 
 def read_identity(path: Path) -> dict[str, Any]:
-    """What the run in a folder trains, as `fine_tune` recorded it.
+    """The record (run.json) of what a training run trains.
 
     Raises:
-      RunDirectoryError: the folder is no run's, its record is damaged or has another format.
+      RunDirectoryError: the folder has no run.json, or it is damaged or has another format.
     """
     try:
         identity = json.loads((path / "run.json").read_text())
@@ -123,7 +126,7 @@ def read_identity(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that a reader finds whole or not at all, also after a crash."""
+    """Writes a file so that readers find it complete or not at all, even after a crash."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "w") as file:
         file.write(text)
@@ -133,7 +136,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _differences(found: Any, wanted: Any, path: str = "") -> list[str]:
-    """Which keys differ, at most three of them, as `tasks.a.adapter.rank: 8 there, 16 here`."""
+    """The first three keys that differ, for example `tasks.a.adapter.rank: 8 there, 16 here`."""
     if not (isinstance(found, dict) and isinstance(wanted, dict)):
         return [] if found == wanted else [f"{path}: {found!r} there, {wanted!r} here"]
     differences = []

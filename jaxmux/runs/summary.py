@@ -1,4 +1,4 @@
-"""summary.json: what came of a run."""
+"""The results of a training run, as summary.json holds them."""
 
 import json
 from importlib.metadata import version
@@ -21,14 +21,16 @@ _TASK_FIELDS += ("eval_target_tokens", "target_tokens", "tokens", "skipped")
 
 
 class Summary(NamedTuple):
-    """Attributes:
-    tasks: by name: status ("succeeded" or "failed"), error, steps, losses (nats per target
-      token), tokens.
-    tokens_per_second: computed tokens, padding included, over the time spent training.
-    effective_tokens_per_second: the same without padding.
-    padding_fraction: padding over computed tokens.
-    wall_seconds: time spent training, over all resumptions.
-    versions: of the packages that matter.
+    """The results of a training run.
+
+    Attributes:
+      tasks: by name, the task's status ("succeeded" or "failed"), error, steps, losses (nats per
+        target token) and numbers of tokens.
+      tokens_per_second: computed tokens, padding included, per second of training.
+      effective_tokens_per_second: the same without padding.
+      padding_fraction: the part of the computed tokens that is padding.
+      wall_seconds: seconds spent training, summed over all resumptions.
+      versions: versions of jaxmux, JAX, Flax and optax.
     """
 
     tasks: dict[str, dict[str, Any]]
@@ -58,7 +60,7 @@ class Summary(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Summary | None":
-        """The summary of a finished run, or None."""
+        """Reads summary.json; None if the file does not exist."""
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
     def to_json(self) -> str:

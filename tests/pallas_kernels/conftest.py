@@ -1,29 +1,65 @@
-"""What tests of Hopper kernels need where there is no GPU: the interpreter, an abstract H200."""
+"""Fixtures for tests of Hopper kernels where there is no GPU: the interpreter and an abstract
+H200."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# The tests import `grouped_lora_cases` by its bare name.
+sys.path.insert(0, str(Path(__file__).parent))
 
-@pytest.fixture
-def interpret():
-    """Interpret mode; a test that uses it fails if a kernel has a data race."""
+
+@contextmanager
+def _race_detection() -> Iterator[plgpu.InterpretGPUParams]:
     yield plgpu.InterpretGPUParams(detect_races=True)
     assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.fixture
+def interpret() -> Iterator[plgpu.InterpretGPUParams]:
+    """Parameters of interpret mode; a test that uses them fails if a kernel has a data race."""
+    with _race_detection() as params:
+        yield params
+
+
+@pytest.fixture(scope="session")
+def on_hopper():
+    """A context manager under which the Hopper implementation of the grouped LoRA linear serves
+    calls in interpret mode; it fails if a kernel has a data race."""
+    from jaxmux.pallas_kernels.grouped_lora import mosaic_gpu
+
+    @contextmanager
+    def as_on_hopper():
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            _race_detection() as params,
+            plgpu.force_gpu_interpret_mode(params),
+        ):
+            patch.setattr(mosaic_gpu, "is_hopper", lambda: True)
+            yield
+
+    return as_on_hopper
+
+
+@pytest.fixture(scope="session")
 def h200() -> jax.sharding.AbstractMesh:
-    """A mesh of one H200; kernels can be lowered under it, not run."""
+    """A mesh of one H200; kernels can be lowered under it, but not run."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     return jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def lowered(h200):
-    """A function that lowers a function for an H200, giving the module; it raises where a kernel
-    does not lower or asks for more shared memory than there is."""
+    """A function that lowers `function` for an H200 and returns the module as text.
+
+    It raises an error if a kernel cannot be lowered or needs more shared memory than there is.
+    """
 
     def lower(function, *shapes) -> str:
         with jax.sharding.use_abstract_mesh(h200):

@@ -1,4 +1,4 @@
-"""Scripts import each other by bare name, as they do when run from the command line."""
+"""Adds scripts/ to the path, because scripts import each other without a package name."""
 
 import sys
 from pathlib import Path

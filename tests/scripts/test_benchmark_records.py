@@ -1,4 +1,4 @@
-"""Records of benchmarks: their fields, their file, and the page made of them."""
+"""Records of benchmarks: their fields, their files, and the tables and figures of them."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import plot_benchmarks
 import pytest
 from benchmark_grouped_lora import measurements
 from benchmark_records import FIELDS, RecordFile, installed_versions, make_record
-from benchmark_step import beside, peft_record, round_size
+from benchmark_step import peft_record, round_size, with_baseline
 from grouped_lora_chain import shape_name
 
 VERSIONS = {"jax": "1.2.3"}
@@ -83,7 +83,7 @@ def peft(mode: str, length: int, tokens_per_second: float):
 @pytest.fixture
 def step_records():
     baselines = [peft("eager", 2048, 9000.0), peft("compiled", 2048, 10000.0)]
-    return baselines + [beside(step_record(t, 2048, 12000.0), baselines) for t in (1, 2, 4)]
+    return baselines + [with_baseline(step_record(t, 2048, 12000.0), baselines) for t in (1, 2, 4)]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def dram_records():
     ]
 
 
-def test_a_record_has_every_field_and_none_for_what_does_not_apply():
+def test_a_record_has_every_field_and_none_by_default():
     record = make_record(name="op", extra=1)
     assert tuple(record) == (*FIELDS, "extra")
     assert record["name"] == "op" and record["ratio"] is None and record["command"]
@@ -113,7 +113,7 @@ def test_versions_of_missing_packages_are_left_out():
     assert set(installed_versions("jax", "no-such-package")) == {"jax"}
 
 
-def test_the_file_is_complete_after_every_record_and_appended_to_on_request(tmp_path):
+def test_the_file_is_complete_after_every_record_and_can_be_appended_to(tmp_path):
     path = tmp_path / "folder" / "records.json"
     first, second = make_record(name="a", ranks=[8, 16]), make_record(name="b", versions={"x": "1"})
     RecordFile(path).add(first)
@@ -134,9 +134,9 @@ def test_a_round_fills_its_microbatches(tasks, length):
 
 def test_the_baseline_of_a_step_is_the_fastest_of_its_length():
     baselines = [peft("eager", 128, 9000.0), peft("compiled", 128, 10000.0)]
-    record = beside(step_record(8, 128, 12000.0), baselines)
+    record = with_baseline(step_record(8, 128, 12000.0), baselines)
     assert record["ratio"] == pytest.approx(1.2) and "compiled" in record["baseline"]
-    assert beside(step_record(8, 64, 12000.0), baselines)["ratio"] is None
+    assert with_baseline(step_record(8, 64, 12000.0), baselines)["ratio"] is None
 
 
 def test_only_the_first_implementation_is_measured_at_every_shape():
@@ -146,13 +146,13 @@ def test_only_the_first_implementation_is_measured_at_every_shape():
     assert len({m.cases[0].linear for m in every if m.implementation == "b"}) == 1
 
 
-def test_bars_of_the_op(op_records):
-    bars = {
-        (r["implementation"], r["shape"], r["dropout"]): benchmark_tables.bar(r)
+def test_limits_of_the_op(op_records):
+    limits = {
+        (r["implementation"], r["shape"], r["dropout"]): benchmark_tables.ratio_limit(r)
         for r in op_records
         if r["group"] != "ranks"
     }
-    assert bars == {
+    assert limits == {
         ("mosaic_gpu", "8192x4096x4096", 0.0): 1.10,
         ("mosaic_gpu", "8192x4096x4096", 0.1): pytest.approx(1.16),
         ("mosaic_gpu", "8192x4096x14336", 0.0): 1.06,
@@ -166,7 +166,7 @@ def test_bars_of_the_op(op_records):
     }
 
 
-def test_mixed_ranks_stand_beside_uniform_ones(op_records):
+def test_mixed_ranks_are_compared_with_uniform_ones(op_records):
     table = benchmark_tables.rank_table(op_records)
     assert "| 8, 16, 32, 64 | 1.064 | 1.064 |  |  |" in table
     assert "| 64, 64, 64, 64 | 1.064 | 1.064 | **1.000** | 1.00 |" in table
@@ -210,7 +210,7 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
         benchmark_tables.with_tables("", records)
 
 
-def test_the_page_shows_the_records_in_the_repository():
+def test_the_page_shows_the_records_of_the_repository():
     page = benchmark_tables.PAGE.read_text()
     records = benchmark_tables.read_all(benchmark_tables.RECORDS)
     assert benchmark_tables.with_tables(page, records) == page, "run scripts/benchmark_tables.py"

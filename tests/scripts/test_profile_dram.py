@@ -1,4 +1,4 @@
-"""What Nsight Compute prints becomes bytes of each program."""
+"""The output of Nsight Compute is parsed to the bytes that each program moves."""
 
 import pytest
 from profile_dram import Kernel, make_records, ncu_errors, parse_kernels, split_programs
@@ -59,7 +59,7 @@ def test_counters_that_could_not_be_read_are_refused():
         parse_kernels(output(launch(0, "k", "n/a", "n/a", unit="")))
 
 
-def test_markers_part_the_programs():
+def test_markers_separate_the_programs():
     frozen, fused = split_programs(parse_kernels(SAMPLE), 2)
     assert [k.name for k in fused] == ["row_products", "routed_matmul"] and len(frozen) == 1
     with pytest.raises(ValueError, match="2 markers for 3 programs"):

@@ -1,4 +1,4 @@
-"""The sums over a trace, on a small one of the profiler's form."""
+"""The times by kernel and by purpose, for a small trace in the format of JAX's profiler."""
 
 import pytest
 from profile_step import by_purpose, summarise
@@ -25,7 +25,8 @@ def test_launches_of_a_kernel_are_added_up_and_others_left_out():
         ("sdpa_fprop", 1, 4),
         ("loop_add_fusion", 2, 3),
     ]
-    # 5 before the first fusion, 1 between the two; the 6 before attention are the longest pause.
+    # The pauses are 5 before the first fusion, 1 between the fusions, and 6 before attention. The
+    # longest one is not counted.
     assert idle == 6
 
 

@@ -1,4 +1,4 @@
-"""Schedules of many global batches keep their order and the bubble lemma."""
+"""Streams of many global batches keep their order and the bubble lemma."""
 
 from collections import defaultdict
 
@@ -12,15 +12,15 @@ from jaxmux.planner.pipeline.bubble_lemma import (
     PackedMicrobatch,
     insert_noops,
     lemma_violations,
-    merge_batches,
-    schedule_batches,
+    merge_turns,
+    schedule_turns,
 )
 
 SHAPE = ShapeClass(rows=4, row_len=256, chunk_len=64, max_sequences=16)
 
 
 def random_turns(seed: int, groups: int) -> list[dict[int, list[int]]]:
-    """Five rounds of up to six tasks, of which some end before the others."""
+    """The turns of five rounds of up to six tasks, of which some end before the others."""
     rng = np.random.default_rng(seed)
     tasks = int(rng.integers(max(2, groups), 7))
     ends = rng.integers(2, 6, tasks)
@@ -36,19 +36,23 @@ def random_turns(seed: int, groups: int) -> list[dict[int, list[int]]]:
     return take_turns(rounds, pair_head_with_tail(rounds[0], groups))
 
 
-@pytest.fixture(params=[(s, g, seed) for s in (1, 2, 4, 8) for g in (1, 2) for seed in range(5)])
+@pytest.fixture(
+    scope="module",
+    params=[(s, g, seed) for s in (1, 2, 4, 8) for g in (1, 2) for seed in range(5)],
+)
 def scheduled(request):
+    """Number of stages, lengths of the turns, packed turns, and their microbatches."""
     stages, groups, seed = request.param
     turns = random_turns(seed, groups)
-    batches = pack_rounds(turns, SHAPE, solver_seconds=0)
-    return stages, turns, batches, schedule_batches(batches, stages)
+    packed = pack_rounds(turns, SHAPE)
+    return stages, turns, packed, schedule_turns(packed, stages)
 
 
-def test_every_sample_of_every_batch_comes_once(scheduled):
-    _, turns, _, schedule = scheduled
+def test_every_sample_of_every_turn_comes_once(scheduled):
+    _, turns, _, microbatches = scheduled
     found = sorted(
-        (microbatch.batches()[p.slot], p.slot, p.sample)
-        for microbatch in schedule
+        (microbatch.turns()[p.slot], p.slot, p.sample)
+        for microbatch in microbatches
         for p in microbatch.placements(SHAPE)
     )
     assert found == sorted(
@@ -60,26 +64,26 @@ def test_every_sample_of_every_batch_comes_once(scheduled):
 
 
 def test_lemma_and_order_of_global_batches_hold(scheduled):
-    """Checked by hand, not by the function that plans with it."""
-    stages, _, _, schedule = scheduled
+    """They are checked here without the function that the planner uses."""
+    stages, _, _, microbatches = scheduled
     where = defaultdict(set)
-    for index, microbatch in enumerate(schedule):
+    for index, microbatch in enumerate(microbatches):
         for row in microbatch.rows:
-            for laid in row:
-                where[laid.slot, laid.batch].add(index)
-    for (slot, batch), indices in where.items():
-        later = [min(other) for (s, b), other in where.items() if s == slot and b > batch]
+            for placed in row:
+                where[placed.slot, placed.turn].add(index)
+    for (slot, turn), indices in where.items():
+        later = [min(other) for (s, t), other in where.items() if s == slot and t > turn]
         assert all(first - max(indices) >= stages for first in later)
-    assert lemma_violations(schedule, stages) == []
+    assert lemma_violations(microbatches, stages) == []
 
 
 def test_rows_are_not_overfull_and_no_tokens_overlap(scheduled):
-    _, turns, _, schedule = scheduled
-    for microbatch in schedule:
+    _, turns, _, microbatches = scheduled
+    for microbatch in microbatches:
         tokens = np.zeros((SHAPE.rows, SHAPE.row_len), int)
         owner = np.full(SHAPE.chunks, -1)
         for slot, sample, row, offset in microbatch.placements(SHAPE):
-            length = turns[microbatch.batches()[slot]][slot][sample]
+            length = turns[microbatch.turns()[slot]][slot][sample]
             assert offset + length <= SHAPE.row_len and row < SHAPE.rows
             tokens[row, offset : offset + length] += 1
             first = (row * SHAPE.row_len + offset) // SHAPE.chunk_len
@@ -89,46 +93,46 @@ def test_rows_are_not_overfull_and_no_tokens_overlap(scheduled):
         assert tokens.max(initial=0) <= 1
 
 
-def test_runs_of_a_task_come_in_their_order(scheduled):
-    _, _, batches, schedule = scheduled
-    runs = defaultdict(list)
-    for microbatch in schedule:
+def test_spans_of_a_task_come_in_their_order(scheduled):
+    _, _, packed, microbatches = scheduled
+    spans = defaultdict(list)
+    for microbatch in microbatches:
         for row in microbatch.rows:
-            for batch, slot, run in row:
-                runs[batch, slot].append(run)
-    for index, batch in enumerate(batches):
-        for slot, expected in batch.runs.items():
-            assert tuple(runs[index, slot]) == expected
+            for turn, slot, span in row:
+                spans[turn, slot].append(span)
+    for index, turn in enumerate(packed):
+        for slot, expected in turn.spans.items():
+            assert tuple(spans[index, slot]) == expected
 
 
 def test_never_longer_than_greedy_with_noops(scheduled):
-    stages, turns, _, schedule = scheduled
-    greedy = schedule_batches([pack_greedily(lengths, SHAPE) for lengths in turns], stages)
-    assert len(schedule) <= len(greedy)
+    stages, turns, _, microbatches = scheduled
+    greedy = schedule_turns([pack_greedily(lengths, SHAPE) for lengths in turns], stages)
+    assert len(microbatches) <= len(greedy)
 
 
 def test_merging_saves_microbatches_where_groups_take_turns():
     saved = 0
     for seed in range(10):
-        batches = pack_rounds(random_turns(seed, 2), SHAPE, solver_seconds=0)
-        saved += sum(b.count for b in batches) - len(merge_batches(batches, stages=1))
+        packed = pack_rounds(random_turns(seed, 2), SHAPE)
+        saved += sum(turn.count for turn in packed) - len(merge_turns(packed, stages=1))
     assert saved >= 10
 
 
-def test_a_task_alone_needs_noops_and_tasks_that_take_turns_none():
+def test_a_task_alone_needs_noops_and_tasks_that_take_turns_need_none():
     rounds = [{slot: [250] * 4 for slot in range(4)} for _ in range(6)]
-    alone = schedule_batches(pack_rounds(take_turns(rounds, [(0,)]), SHAPE), stages=4)
+    alone = schedule_turns(pack_rounds(take_turns(rounds, [(0,)]), SHAPE), stages=4)
     assert [microbatch.is_noop for microbatch in alone] == [False] + [True, True, True, False] * 5
     turns = take_turns(rounds, [(0,), (1,), (2,), (3,)])
-    together = schedule_batches(pack_rounds(turns, SHAPE), stages=4)
+    together = schedule_turns(pack_rounds(turns, SHAPE), stages=4)
     assert [microbatch.is_noop for microbatch in together] == [False] * 24
 
 
 def test_a_broken_lemma_is_found_and_fixed():
-    batches = pack_rounds([{7: [200] * 4}, {7: [200] * 4}], SHAPE)
-    ((first,), (second,)) = (merge_batches([batch], 1) for batch in batches)
+    packed = pack_rounds([{7: [200] * 4}, {7: [200] * 4}], SHAPE)
+    ((first,), (second,)) = (merge_turns([turn], 1) for turn in packed)
     second = PackedMicrobatch(
-        tuple(tuple(laid._replace(batch=1) for laid in row) for row in second.rows)
+        tuple(tuple(placed._replace(turn=1) for placed in row) for row in second.rows)
     )
     (violation,) = lemma_violations([first, second], stages=3)
     assert violation == (7, 1, 1, 1)

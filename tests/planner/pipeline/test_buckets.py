@@ -1,4 +1,4 @@
-"""Buckets are as balanced as can be, and their number is what the simulator likes best."""
+"""Buckets are as balanced as possible, and their number is the fastest in the simulator."""
 
 import time
 
@@ -15,41 +15,41 @@ from jaxmux.planner.pipeline.buckets import (
 )
 
 
-def random_loads(htasks: int, seed: int) -> list[float]:
+def random_latencies(htasks: int, seed: int) -> list[float]:
     rng = np.random.default_rng([htasks, seed])
     return (rng.lognormal(0, 0.7, htasks) if seed % 2 else rng.uniform(0.2, 1, htasks)).tolist()
 
 
-def held(loads, buckets) -> list[float]:
-    return [sum(loads[i] for i in bucket) for bucket in buckets]
+def bucket_sums(latencies, buckets) -> list[float]:
+    return [sum(latencies[i] for i in bucket) for bucket in buckets]
 
 
 @pytest.mark.parametrize("htasks", [1, 2, 3, 5, 7, 8, 9])
 @pytest.mark.parametrize("seed", range(2))
 def test_variance_is_the_least_of_all_partitions(htasks, seed):
-    loads = random_loads(htasks, seed)
+    latencies = random_latencies(htasks, seed)
     least = np.full(htasks + 1, np.inf)
     for partition in partitions(list(range(htasks))):
-        variance = sum((np.array(held(loads, partition)) - sum(loads) / len(partition)) ** 2)
+        variance = sum((np.array(bucket_sums(latencies, partition)) - sum(latencies) / len(partition)) ** 2)
         least[len(partition)] = min(least[len(partition)], variance)
-    for count, buckets in enumerate(balanced_buckets(loads), start=1):
+    for count, buckets in enumerate(balanced_buckets(latencies), start=1):
         assert len(buckets) == count
         assert sorted(i for bucket in buckets for i in bucket) == list(range(htasks))
-        found = sum((np.array(held(loads, buckets)) - sum(loads) / count) ** 2)
+        found = sum((np.array(bucket_sums(latencies, buckets)) - sum(latencies) / count) ** 2)
         assert found == pytest.approx(least[count], abs=1e-9)
 
 
 @pytest.mark.parametrize("htasks", [1, 3, 6, 9])
 @pytest.mark.parametrize("seed", range(2))
 def test_candidates_are_within_1_percent_of_the_least_largest_bucket_of_all(htasks, seed):
-    loads = random_loads(htasks, seed)
+    latencies = random_latencies(htasks, seed)
     least = np.full(htasks + 1, np.inf)
     for partition in partitions(list(range(htasks))):
-        least[len(partition)] = min(least[len(partition)], max(held(loads, partition)))
+        least[len(partition)] = min(least[len(partition)], max(bucket_sums(latencies, partition)))
     smallest = np.full(htasks + 1, np.inf)
-    for buckets in candidate_buckets(loads):
+    for buckets in candidate_buckets(latencies):
         assert sorted(i for bucket in buckets for i in bucket) == list(range(htasks))
-        largest = max(held(loads, buckets))
+        largest = max(bucket_sums(latencies, buckets))
         assert largest <= 1.01 * least[len(buckets)]
         smallest[len(buckets)] = min(smallest[len(buckets)], largest)
     assert (smallest[1:] <= 1.001 * least[1:]).all()
@@ -57,51 +57,51 @@ def test_candidates_are_within_1_percent_of_the_least_largest_bucket_of_all(htas
 
 @pytest.mark.parametrize("htasks", [10, 12, 14, 16])
 def test_largest_bucket_is_within_1_percent_of_the_least_possible(htasks):
-    loads = random_loads(htasks, seed=htasks + 1)
-    groupings = candidate_buckets(loads)
-    assert {len(buckets) for buckets in groupings} == set(range(1, htasks + 1))
-    for buckets in groupings:
-        if balance_gap(loads, buckets) > 0.01:
-            assert max(held(loads, buckets)) <= 1.01 * least_largest_bucket(loads, len(buckets))
+    latencies = random_latencies(htasks, seed=htasks + 1)
+    choices = candidate_buckets(latencies)
+    assert {len(buckets) for buckets in choices} == set(range(1, htasks + 1))
+    for buckets in choices:
+        if balance_gap(latencies, buckets) > 0.01:
+            assert max(bucket_sums(latencies, buckets)) <= 1.01 * least_largest_bucket(latencies, len(buckets))
 
 
 @pytest.mark.parametrize("htasks, seeds", [(6, range(20)), (7, range(20, 40)), (8, (14, 47))])
 def test_no_htask_is_lost_that_is_too_short_to_matter(htasks, seeds):
-    """To leave it out may come nearer to the mean than any true grouping."""
+    """Leaving it out may come nearer to the mean than any choice that has it."""
     for seed in seeds:
         rng = np.random.default_rng([htasks, seed])
-        loads = rng.choice([1.0, 2.0, 3.0, 25.0, 28.0, 60.0], htasks).tolist()
+        latencies = rng.choice([1.0, 2.0, 3.0, 25.0, 28.0, 60.0], htasks).tolist()
         least = np.full(htasks + 1, np.inf)
         for partition in partitions(list(range(htasks))):
-            least[len(partition)] = min(least[len(partition)], np.var(held(loads, partition)))
-        for buckets in balanced_buckets(loads):
+            least[len(partition)] = min(least[len(partition)], np.var(bucket_sums(latencies, partition)))
+        for buckets in balanced_buckets(latencies):
             assert sorted(i for bucket in buckets for i in bucket) == list(range(htasks))
-            assert np.var(held(loads, buckets)) == pytest.approx(least[len(buckets)], abs=1e-9)
+            assert np.var(bucket_sums(latencies, buckets)) == pytest.approx(least[len(buckets)], abs=1e-9)
 
 
 def test_16_htasks_of_like_loads_are_grouped():
-    loads = [12, 10, 7, 6, 3, 7, 15, 10, 3, 23, 9, 5, 25, 6, 1, 28]
-    for buckets in candidate_buckets(loads):
+    latencies = [12, 10, 7, 6, 3, 7, 15, 10, 3, 23, 9, 5, 25, 6, 1, 28]
+    for buckets in candidate_buckets(latencies):
         assert sorted(i for bucket in buckets for i in bucket) == list(range(16))
 
 
 def test_fewer_buckets_may_be_asked_for():
-    loads = random_loads(9, seed=4)
-    assert balanced_buckets(loads, most=3) == balanced_buckets(loads)[:3]
-    assert {len(buckets) for buckets in candidate_buckets(loads, most=3)} == {1, 2, 3}
+    latencies = random_latencies(9, seed=4)
+    assert balanced_buckets(latencies, most=3) == balanced_buckets(latencies)[:3]
+    assert {len(buckets) for buckets in candidate_buckets(latencies, most=3)} == {1, 2, 3}
 
 
 def test_the_least_maximum_is_offered_where_it_is_not_the_least_variance():
-    loads = [5, 4, 10, 6, 4, 7]
-    assert held(loads, balanced_buckets(loads)[2]) == [14, 11, 11]
-    of_three = [held(loads, b) for b in candidate_buckets(loads) if len(b) == 3]
+    latencies = [5, 4, 10, 6, 4, 7]
+    assert bucket_sums(latencies, balanced_buckets(latencies)[2]) == [14, 11, 11]
+    of_three = [bucket_sums(latencies, b) for b in candidate_buckets(latencies) if len(b) == 3]
     assert of_three == [[13, 13, 10]]
 
 
 def test_where_they_differ_both_are_offered_and_the_simulator_decides():
-    loads = [450, 131, 123, 368, 234, 329, 160, 444]
-    for simulate in (lambda b: max(held(loads, b)), lambda b: float(np.var(held(loads, b)))):
-        offered = [simulate(b) for b in candidate_buckets(loads) if len(b) == 5]
+    latencies = [450, 131, 123, 368, 234, 329, 160, 444]
+    for simulate in (lambda b: max(bucket_sums(latencies, b)), lambda b: float(np.var(bucket_sums(latencies, b)))):
+        offered = [simulate(b) for b in candidate_buckets(latencies) if len(b) == 5]
         assert len(offered) == 2 and offered[0] != offered[1]
 
 
@@ -112,30 +112,30 @@ def test_gap_bounds_the_distance_to_the_best_largest_bucket():
 
 
 def test_many_htasks_are_grouped_close_to_the_mean():
-    loads = random_loads(48, seed=1)
+    latencies = random_latencies(48, seed=1)
     start = time.process_time()
-    groupings = balanced_buckets(loads)
+    choices = balanced_buckets(latencies)
     assert time.process_time() - start < 10
-    assert all(balance_gap(loads, buckets) < 0.02 for buckets in groupings[:12])
+    assert all(balance_gap(latencies, buckets) < 0.02 for buckets in choices[:12])
 
 
 def test_number_of_buckets_has_the_least_simulated_latency():
-    loads = random_loads(9, seed=2)
+    latencies = random_latencies(9, seed=2)
 
     def simulate(buckets) -> float:
-        # A bubble that shrinks with the buckets, against a cost for each of them.
-        return max(held(loads, buckets)) * 3 + sum(loads) + 0.2 * len(buckets)
+        # The bubble shrinks with the number of buckets, and each bucket has a cost.
+        return max(bucket_sums(latencies, buckets)) * 3 + sum(latencies) + 0.2 * len(buckets)
 
-    chosen = choose_buckets(loads, simulate)
-    assert chosen.latency == min(simulate(buckets) for buckets in candidate_buckets(loads))
+    chosen = choose_buckets(latencies, simulate)
+    assert chosen.latency == min(simulate(buckets) for buckets in candidate_buckets(latencies))
     assert 1 < len(chosen.buckets) < 9
     assert simulate(chosen.buckets) == chosen.latency
 
 
 def test_buckets_descend_in_load():
-    for buckets in balanced_buckets(random_loads(9, seed=3)):
-        loads = held(random_loads(9, seed=3), buckets)
-        assert loads == sorted(loads, reverse=True)
+    for buckets in balanced_buckets(random_latencies(9, seed=3)):
+        latencies = bucket_sums(random_latencies(9, seed=3), buckets)
+        assert latencies == sorted(latencies, reverse=True)
 
 
 def test_an_htask_without_latency_is_named():

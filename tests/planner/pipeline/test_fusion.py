@@ -1,4 +1,4 @@
-"""Task fusion finds the best contiguous partition, in the recurrence's own terms."""
+"""Task fusion finds the best of all contiguous partitions by the recurrence's own measure."""
 
 import time
 from itertools import combinations
@@ -6,24 +6,29 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from jaxmux.planner.errors import PlanningError
-from jaxmux.planner.pipeline.fusion import fuse_ranges, fuse_tasks, fusions
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.estimates import estimated_times
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.pipeline.fusion import fuse_ranges, fuse_tasks, fusions, pipeline_latency
 
 
-def pipeline_latency(tokens, stages: int, microbatches: int = 4):
-    """MuxTune Eq. 3-4 in small: operators saturate, so that batching small tasks is nearly free."""
+def latency_of(tokens, stages: int, microbatches: int = 4):
+    """Eq. 3-4 for operators that saturate at 900 tokens, so that batching small tasks is nearly
+    free."""
     speed = np.linspace(1.0, 1.3, stages)
 
     def latency(htask) -> float:
         total = sum(tokens[task] for task in htask)
-        stage = speed * (max(total, 900) + 60 * len(htask)) * 1e-6
-        return 2 * stage[:-1].sum() + 2 * microbatches * stage.max()
+        return pipeline_latency(
+            speed * (max(total, 900) + 60 * len(htask)) * 1e-6, microbatches
+        )
 
     return latency
 
 
 def best_partitions(costs: np.ndarray, stages: int) -> dict[int, float]:
-    """By number of hTasks, F of the best of all contiguous partitions."""
+    """By number of hTasks, F of the best contiguous partition."""
     tasks = len(costs)
     best = dict.fromkeys(range(1, tasks + 1), np.inf)
     for parts in range(tasks):
@@ -32,6 +37,11 @@ def best_partitions(costs: np.ndarray, stages: int) -> dict[int, float]:
             first, *rest = [costs[i, k - 1] for i, k in zip(edges, edges[1:], strict=False)]
             best[parts + 1] = min(best[parts + 1], first + sum(rest) / stages)
     return best
+
+
+def test_pipeline_latency_is_that_of_equation_4():
+    assert pipeline_latency([1.0, 3.0, 2.0], microbatches=4) == 2 * (1 + 3) + 2 * 4 * 3
+    assert pipeline_latency([5.0], microbatches=2) == 20
 
 
 @pytest.mark.parametrize("tasks", range(1, 10))
@@ -54,7 +64,7 @@ def test_fusion_equals_the_best_of_all_contiguous_partitions(tasks, seed):
 
 def test_htasks_are_contiguous_in_tokens():
     tokens = [512, 64, 2048, 64, 128, 4096, 96]
-    plan = fuse_tasks(tokens, pipeline_latency(tokens, 4), stages=4)
+    plan = fuse_tasks(tokens, latency_of(tokens, 4), stages=4)
     in_order = [tokens[task] for htask in plan.htasks for task in htask]
     assert in_order == sorted(tokens)
     assert 1 < len(plan.htasks) < len(tokens)
@@ -62,7 +72,7 @@ def test_htasks_are_contiguous_in_tokens():
 
 def test_every_number_of_htasks_has_its_best_partition():
     tokens = [512, 64, 2048, 64, 128, 4096, 96]
-    latency = pipeline_latency(tokens, 4)
+    latency = latency_of(tokens, 4)
     found = fusions(tokens, latency, stages=4)
     assert [len(fusion.htasks) for fusion in found] == list(range(1, 8))
     assert fuse_tasks(tokens, latency, stages=4) in found
@@ -88,6 +98,29 @@ def test_no_tasks_are_refused():
 def test_64_tasks_take_less_than_a_second():
     tokens = np.random.default_rng(0).integers(64, 4096, 64).tolist()
     start = time.process_time()
-    plan = fuse_tasks(tokens, pipeline_latency(tokens, 8), stages=8)
+    plan = fuse_tasks(tokens, latency_of(tokens, 8), stages=8)
+    assert time.process_time() - start < 1
+    assert sorted(task for htask in plan.htasks for task in htask) == list(range(64))
+
+
+def test_one_stage_of_one_microbatch_takes_what_a_microbatch_takes(llama_8b):
+    model, shape, pool = estimated_times(llama_8b), ShapeClass(16, 512, 128, 1), PoolSpec(2, 16)
+    tokens = (4096, 4096)
+    layer = model.layer(shape, tokens, pool).total
+    stage = (model.backbone.layers * layer + model.head(shape.tokens)) / 2
+    assert pipeline_latency([stage], 1) == pytest.approx(model.microbatch(shape, tokens, pool))
+
+
+def test_fusion_of_64_tasks_with_the_time_model_takes_under_a_second(llama_8b):
+    tokens = np.random.default_rng(0).integers(1, 64, 64) * 128
+    model, shape, pool = estimated_times(llama_8b), ShapeClass(1, 512, 128, 1), PoolSpec(64, 16)
+
+    def latency(htask) -> float:
+        layer = model.layer(shape, tuple(tokens[list(htask)].tolist()), pool).total
+        head = model.head(int(tokens[list(htask)].sum()))
+        return pipeline_latency([(model.backbone.layers * layer + head) / 4 / 2] * 4, 4)
+
+    start = time.process_time()
+    plan = fuse_tasks(tokens.tolist(), latency, stages=4)
     assert time.process_time() - start < 1
     assert sorted(task for htask in plan.htasks for task in htask) == list(range(64))

@@ -6,7 +6,8 @@ import pytest
 from jaxmux.planner.errors import PlanningError
 from jaxmux.planner.packing.microbatches import cut_batches
 from jaxmux.planner.packing.shape_class import ShapeClass
-from jaxmux.planner.pipeline.groupings import Grouping, candidate_groupings, most_promising
+from jaxmux.planner.pipeline.grouping_estimates import most_promising
+from jaxmux.planner.pipeline.groupings import Grouping, candidate_groupings
 from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,
     plan_grouping,
@@ -20,7 +21,7 @@ STAGES = 4
 
 
 def seconds_of(lengths, scale=(1.0,) * STAGES):
-    """Linear in the microbatch's tokens, quadratic in the sequences', backward the longer one."""
+    """Time that grows linearly with tokens and with the square of sequence lengths, more backward."""
     attention = sum(size**2 for size in lengths) / 20_000
     forward = (SHAPE.tokens + attention) * np.asarray(scale)
     return forward, forward + attention * np.asarray(scale)
@@ -30,7 +31,7 @@ COSTS = PipelineCosts(SHAPE, seconds_of)
 
 
 def grouping_of(*groups) -> Grouping:
-    """Every task an hTask of its own."""
+    """A grouping in which every task is an hTask."""
     slots = sorted(slot for group in groups for slot in group)
     place = {slot: i for i, slot in enumerate(slots)}
     buckets = tuple(tuple(place[slot] for slot in group) for group in groups)
@@ -38,7 +39,7 @@ def grouping_of(*groups) -> Grouping:
 
 
 def draw(seed: int, tasks: int = 4, rounds: int = 3, samples: int = 40):
-    """Lengths between tasks as unlike as between data sets, from 60 to 900 tokens on average."""
+    """Rounds of tasks whose mean lengths differ like data sets, from 60 to 900 tokens."""
     rng = np.random.default_rng(seed)
     means = np.geomspace(60, 900, tasks)
     return [
@@ -57,7 +58,7 @@ def rounds():
 
 @pytest.fixture(scope="module")
 def plan(rounds):
-    return plan_pipeline(rounds, COSTS, solver_seconds=0)
+    return plan_pipeline(rounds, COSTS)
 
 
 def turns_of(rounds, groups):
@@ -66,18 +67,19 @@ def turns_of(rounds, groups):
 
 def test_the_plan_is_legal(plan):
     validate(plan.schedule)
-    assert len(plan.microbatches) == len(plan.load.jobs) == len(plan.schedule.jobs)
+    counts = [len(plan.workload.microbatches), len(plan.schedule.microbatches)]
+    assert counts == [len(plan.microbatches)] * 2
     assert sorted(slot for group in plan.groups for slot in group) == [0, 1, 2, 3]
 
 
 def test_every_sample_of_every_round_is_trained_once(plan, rounds):
     turns = turns_of(rounds, plan.groups)
     seen = [
-        (laid.batch, laid.slot, sample)
+        (placed.turn, placed.slot, sample)
         for microbatch in plan.microbatches
         for row in microbatch.rows
-        for laid in row
-        for sample, _, _ in laid.run.samples
+        for placed in row
+        for sample, _, _ in placed.span.samples
     ]
     assert sorted(seen) == sorted(
         (i, slot, sample)
@@ -87,14 +89,14 @@ def test_every_sample_of_every_round_is_trained_once(plan, rounds):
     )
 
 
-def test_jobs_carry_the_rounds_of_their_tasks_and_the_time_of_their_sequences(plan, rounds):
+def test_microbatches_have_the_steps_of_their_tasks_and_the_time_of_their_sequences(plan, rounds):
     turns = turns_of(rounds, plan.groups)
-    groups = len(plan.groups)
-    for job, microbatch, forward in zip(
-        plan.load.jobs, plan.microbatches, plan.load.forward, strict=True
+    groups, workload = len(plan.groups), plan.workload
+    for scheduled, microbatch, forward in zip(
+        workload.microbatches, plan.microbatches, workload.forward, strict=True
     ):
-        batches = microbatch.batches()
-        assert dict(job.batches) == {slot: turn // groups for slot, turn in batches.items()}
+        steps = {slot: turn // groups for slot, turn in microbatch.turns().items()}
+        assert dict(scheduled.global_batches) == steps
         assert (forward == seconds_of(sequence_lengths(microbatch, turns))[0]).all()
     assert {(u.task, u.step) for u in plan.schedule.updates} == {
         (task, step) for task in range(4) for step in range(len(rounds))
@@ -102,17 +104,16 @@ def test_jobs_carry_the_rounds_of_their_tasks_and_the_time_of_their_sequences(pl
 
 
 def test_groups_come_in_descending_order_of_their_microbatches(rounds):
-    plan = plan_grouping(rounds, grouping_of((0, 1), (3,), (2,)), COSTS, solver_seconds=0)
+    plan = plan_grouping(rounds, grouping_of((0, 1), (3,), (2,)), COSTS)
     assert plan.groups == ((3,), (2,), (0, 1))
-    assert [job.bucket for job in plan.load.jobs if set(job.steps) == {0}] == sorted(
-        job.bucket for job in plan.load.jobs if set(job.steps) == {0}
-    )
+    first_round = [m.bucket for m in plan.workload.microbatches if set(m.steps) == {0}]
+    assert first_round == sorted(first_round)
 
 
 def test_the_plan_is_no_slower_than_with_one_group_and_its_grouping_makes_it_again(rounds, plan):
-    fixed = plan_grouping(rounds, plan.grouping, COSTS, solver_seconds=0)
+    fixed = plan_grouping(rounds, plan.grouping, COSTS)
     assert fixed.schedule == plan.schedule
-    together = plan_grouping(rounds, grouping_of((0, 1, 2, 3)), COSTS, solver_seconds=0)
+    together = plan_grouping(rounds, grouping_of((0, 1, 2, 3)), COSTS)
     assert plan.simulation.makespan <= together.simulation.makespan
 
 
@@ -124,10 +125,10 @@ def test_a_stream_of_100_microbatches_has_few_bubbles(seed):
     def on_last(lengths):
         return seconds_of(lengths, head_on_last)
 
-    equal = plan_pipeline(rounds, COSTS, solver_seconds=0)
+    equal = plan_pipeline(rounds, COSTS)
     assert len(equal.microbatches) >= 100
     assert equal.simulation.bubble_ratio() <= 0.05
-    with_head = plan_pipeline(rounds, PipelineCosts(SHAPE, on_last), solver_seconds=0)
+    with_head = plan_pipeline(rounds, PipelineCosts(SHAPE, on_last))
     floor = 1 - sum(head_on_last) / (STAGES * max(head_on_last))
     assert floor == pytest.approx(0.125)
     assert floor <= with_head.simulation.bubble_ratio() <= 0.15
@@ -135,7 +136,7 @@ def test_a_stream_of_100_microbatches_has_few_bubbles(seed):
 
 def test_one_task_alone_waits_for_its_updates():
     rounds = draw(seed=1, tasks=1, rounds=3)
-    plan = plan_pipeline(rounds, COSTS, solver_seconds=0)
+    plan = plan_pipeline(rounds, COSTS)
     assert plan.groups == ((0,),)
     assert plan.simulation.bubble_ratio() > 0.2
 
@@ -143,15 +144,15 @@ def test_one_task_alone_waits_for_its_updates():
 def test_a_task_that_ends_early_leaves_the_others_in_turn():
     rounds = draw(seed=2, tasks=3)
     del rounds[-1][1]
-    plan = plan_pipeline(rounds, COSTS, solver_seconds=0)
+    plan = plan_pipeline(rounds, COSTS)
     validate(plan.schedule)
-    steps = {(task, step) for job in plan.load.jobs for task, step in job.batches}
+    steps = {pair for m in plan.workload.microbatches for pair in m.global_batches}
     assert steps == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)}
 
 
 def test_buffers_stay_within_their_limit(rounds):
     limit = (3, 3, 2, 1)
-    plan = plan_pipeline(rounds, COSTS._replace(buffer_limit=limit), solver_seconds=0)
+    plan = plan_pipeline(rounds, COSTS._replace(buffer_limit=limit))
     validate(plan.schedule, limit)
 
 
@@ -184,7 +185,7 @@ def test_candidates_are_distinct_and_hold_every_task_once(tasks):
     for candidate in found:
         assert sorted(slot for group in candidate.groups for slot in group) == sorted(rounds[0])
         assert len(candidate.groups) <= 2 * STAGES
-    # Fused into every number of hTasks; into one is what one bucket of all tasks is.
+    # There is a partition into every number of hTasks but one, which equals one bucket of all.
     if tasks > 5:
         assert {len(candidate.htasks) for candidate in found} >= set(range(2, min(tasks, 12)))
 
@@ -197,20 +198,20 @@ def test_of_few_tasks_every_division_is_a_candidate(rounds):
 
 @pytest.mark.parametrize("samples", [8, 20])
 def test_search_finds_the_best_of_all_divisions_to_a_percent(samples):
-    """Though it simulates few of them."""
+    """The search simulates only a few of them."""
     for seed in range(3):
         rounds = draw(seed, rounds=4, samples=samples)
         everything = [
-            plan_grouping(rounds, grouping_of(*groups), COSTS, solver_seconds=0)
+            plan_grouping(rounds, grouping_of(*groups), COSTS)
             for groups in divisions([0, 1, 2, 3])
         ]
         best = min(plan.simulation.makespan for plan in everything)
-        found = plan_pipeline(rounds, COSTS, solver_seconds=0)
+        found = plan_pipeline(rounds, COSTS)
         assert best * (1 - 1e-9) <= found.simulation.makespan <= 1.01 * best
 
 
 def test_groupings_are_estimated_near_what_they_take():
-    """Where all microbatches cost alike; nothing but the estimate chooses them."""
+    """All microbatches take the same time here."""
     forward, backward = np.array([1.0] * STAGES), np.array([1.2] * STAGES)
     costs = PipelineCosts(SHAPE, lambda lengths: (forward, backward))
     rounds = draw(seed=4, rounds=6, samples=20)
@@ -218,12 +219,13 @@ def test_groupings_are_estimated_near_what_they_take():
     found = most_promising(candidates, cut(rounds), SHAPE, forward, backward)
     assert 0 < len(found) <= 3 * 2 * STAGES
     for estimate in found:
-        plan = plan_grouping(rounds, estimate.grouping, costs, solver_seconds=0)
+        plan = plan_grouping(rounds, estimate.grouping, costs)
         assert estimate.seconds == pytest.approx(plan.simulation.makespan, rel=0.15)
 
 
 def test_ticks_that_want_more_microbatches_than_fit_are_ranked_by_what_fits():
-    """A paired tick takes F + B, single ones 2 B for both; but 2S - 1 are in flight, not S."""
+    """A microbatch takes F + B with paired ticks and 2B with single ones, but 2S - 1 instead of S
+    microbatches are in flight."""
     rounds = [{0: [200] * 40}]
     forward, backward = [1.0] * 4, [3.0] * 4
     candidates = candidate_groupings(cut(rounds), SHAPE, np.full(4, 2.0))

@@ -1,4 +1,4 @@
-"""What is written of a schedule: JSON that reads back, a trace and a picture."""
+"""The files that show a schedule: JSON that reads back, a trace and a picture."""
 
 import json
 
@@ -21,31 +21,31 @@ from jaxmux.planner.pipeline.schedules import (
 
 
 @pytest.fixture(scope="module")
-def load():
+def workload():
     return uniform_workload(round_robin_microbatches(3, 2, microbatches=2), [1.0] * 3, [1.2] * 3)
 
 
-@pytest.mark.parametrize("generate", [template, lorapp, lambda load: interleaved(load, 2)])
-def test_json_reads_back_as_the_same_schedule(load, generate):
-    schedule = generate(load)
+@pytest.mark.parametrize("generate", [template, lorapp, lambda workload: interleaved(workload, 2)])
+def test_json_reads_back_as_the_same_schedule(workload, generate):
+    schedule = generate(workload)
     read = PipelineSchedule.from_json(json.loads(json.dumps(schedule.to_json())))
     assert read == schedule
-    assert read.forward_mb.dtype == read.residual_slot.dtype == np.int32
+    assert read.forward_microbatch.dtype == read.backward_virtual_stage.dtype == np.int32
     validate(read)
 
 
 def test_other_json_is_refused():
     with pytest.raises(ValueError, match="format is None"):
-        PipelineSchedule.from_json({"jobs": []})
+        PipelineSchedule.from_json({"microbatches": []})
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_trace_holds_every_op_and_update_on_its_stage(load, chunks):
-    schedule = interleaved(load, chunks)
-    simulation = simulate_lockstep(schedule, load)
+@pytest.mark.parametrize("virtual_per_stage", [1, 2])
+def test_trace_holds_every_op_and_update_on_its_stage(workload, virtual_per_stage):
+    schedule = interleaved(workload, virtual_per_stage)
+    simulation = simulate_lockstep(schedule, workload)
     events = json.loads(json.dumps(chrome_trace(schedule, simulation)))["traceEvents"]
     ops = [e for e in events if e["ph"] == "X"]
-    assert len(ops) == 2 * 3 * chunks * len(load.jobs)
+    assert len(ops) == 2 * 3 * virtual_per_stage * len(workload.microbatches)
     for stage in range(3):
         busy = sum(e["dur"] for e in ops if e["tid"] == stage) / 1000
         assert busy == pytest.approx(simulation.busy()[stage])
@@ -54,9 +54,9 @@ def test_trace_holds_every_op_and_update_on_its_stage(load, chunks):
     assert len([e for e in events if e["ph"] == "i"]) == 3 * len(schedule.updates)
 
 
-def test_picture_is_drawn(load, tmp_path):
-    schedule = interleaved(load, 2)
-    simulation = simulate_lockstep(schedule, load)
+def test_picture_is_drawn(workload, tmp_path):
+    schedule = interleaved(workload, 2)
+    simulation = simulate_lockstep(schedule, workload)
     path = tmp_path / "schedule.png"
     draw_schedule(schedule, simulation, path, "interleaved", labels={0: "mood"}, window=(2, 20))
     assert len(np.unique(imread(path).reshape(-1, 4), axis=0)) > 10

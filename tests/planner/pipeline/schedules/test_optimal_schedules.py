@@ -1,5 +1,4 @@
-"""The template and the bounds against exact optima of small pipelines: exhaustive search and a
-MILP."""
+"""The template and the bounds are compared with exact optima of small pipelines."""
 
 import heapq
 import itertools
@@ -21,28 +20,29 @@ from jaxmux.planner.pipeline.schedules import (
 
 
 def least_lockstep_makespan(forward: np.ndarray, backward: np.ndarray) -> float:
-    """Least total time of any lockstep schedule, by Dijkstra over all states.
+    """Returns the least total time of any lockstep schedule, by Dijkstra's algorithm.
 
-    A state is how many of its 2S ops each job has done. A tick advances any set of jobs of which no
-    two use the same stage in the same direction, and lasts as long as its slowest stage. Jobs of
-    equal times are interchangeable. With no buffer limit it never hurts to advance more jobs in a
-    tick of the same length, so that only such sets are tried as no further op of a stage would fit.
+    A state is how many of its 2S ops each microbatch has done. A tick advances any set of
+    microbatches of which no two use the same stage in the same direction, and lasts as long as its
+    slowest stage. Microbatches of equal times are interchangeable. Without a buffer limit it never
+    hurts to advance more microbatches in a tick of the same length, so only sets to which no
+    further op could be added are tried.
 
     Args:
-      forward: [jobs, stages].
-      backward: [jobs, stages].
+      forward: [microbatches, stages].
+      backward: [microbatches, stages].
     """
-    jobs, stages = forward.shape
+    count, stages = forward.shape
     times = np.concatenate([forward, backward[:, ::-1]], axis=1)
-    kinds = [min(j for j in range(jobs) if (times[j] == times[i]).all()) for i in range(jobs)]
+    kinds = [min(j for j in range(count) if (times[j] == times[i]).all()) for i in range(count)]
 
     def canonical(done):
         ordered = sorted(zip(kinds, (-d for d in done), strict=True))
         return tuple(-d for _, d in ordered)
 
-    times = times[sorted(range(jobs), key=lambda j: kinds[j])]
+    times = times[sorted(range(count), key=lambda j: kinds[j])]
     kinds.sort()
-    start, goal = (0,) * jobs, (2 * stages,) * jobs
+    start, goal = (0,) * count, (2 * stages,) * count
     least, queue = {start: 0.0}, [(0.0, start)]
     while queue:
         time, done = heapq.heappop(queue)
@@ -65,7 +65,7 @@ def least_lockstep_makespan(forward: np.ndarray, backward: np.ndarray) -> float:
 
 
 def _stage_choices(done, kinds, times, stage, stages):
-    """What a stage can do in a tick: (jobs, time), at most one forward and one backward."""
+    """(microbatches, time) of every choice of at most one forward and one backward op of a stage."""
     waiting = [{}, {}]
     for j, d in enumerate(done):
         if d in (stage, 2 * stages - 1 - stage):
@@ -82,23 +82,23 @@ def _maximal(choices):
 
 
 def least_free_running_makespan(forward: np.ndarray, backward: np.ndarray) -> float:
-    """Least makespan of stages that run at their own pace, as a MILP: each pair of ops of different
-    jobs on a stage has a binary variable for which comes first.
+    """Returns the least makespan of stages that run at their own pace, by a mixed-integer program.
 
-    Jobs of equal times, which must be adjacent, go through every op in the order of their index:
-    exchanging their places in a schedule changes nothing else.
+    Each pair of ops of different microbatches on a stage has a binary variable that tells which
+    comes first. Microbatches of equal times, which must be adjacent, go through every op in the
+    order of their index, because exchanging them in a schedule changes nothing else.
     """
-    jobs, stages = forward.shape
+    count, stages = forward.shape
     times = np.concatenate([forward, backward[:, ::-1]], axis=1)
     horizon = float(times.sum())
     model = pulp.LpProblem("pipeline", pulp.LpMinimize)
     start = [
         [model.add_variable(f"start_{j}_{k}", 0, horizon) for k in range(2 * stages)]
-        for j in range(jobs)
+        for j in range(count)
     ]
     makespan = model.add_variable("makespan", 0, horizon)
     model += makespan
-    for j in range(jobs):
+    for j in range(count):
         for k in range(1, 2 * stages):
             model += start[j][k] >= start[j][k - 1] + times[j, k - 1]
         model += makespan >= start[j][-1] + times[j, -1]
@@ -107,7 +107,7 @@ def least_free_running_makespan(forward: np.ndarray, backward: np.ndarray) -> fl
             times[:, :stage].sum(axis=1) + times[:, 2 * stages - stage :].sum(axis=1)
         )
     for (a, b), k, m in itertools.product(
-        itertools.combinations(range(jobs), 2), range(2 * stages), range(2 * stages)
+        itertools.combinations(range(count), 2), range(2 * stages), range(2 * stages)
     ):
         if m not in (k, 2 * stages - 1 - k):
             continue
@@ -122,7 +122,7 @@ def least_free_running_makespan(forward: np.ndarray, backward: np.ndarray) -> fl
     return float(makespan.varValue)
 
 
-def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_load):
+def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_workload):
     """Balanced buckets, as Eq. 7 makes them: at most 20% apart."""
     rng = np.random.default_rng(2)
     gaps = []
@@ -133,52 +133,52 @@ def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_load):
         counts = int(rng.integers(1, most // buckets + 1))
         latencies = 1 + 0.2 * rng.random(buckets)
         backward, last_stage = [(1.0, 1.0), (1.3, 1.0), (1.0, 1.2)][i % 3]
-        load = bucket_load(latencies, [counts] * buckets, stages, backward, last_stage)
-        load = load.reorder(template_order(load))
-        least = least_lockstep_makespan(load.forward, load.backward)
-        gaps.append(simulate_lockstep(template(load), load).makespan / least - 1)
-        assert least_makespan(load) <= least * (1 + 1e-9)
+        workload = bucket_workload(latencies, [counts] * buckets, stages, backward, last_stage)
+        workload = workload.reorder(template_order(workload))
+        least = least_lockstep_makespan(workload.forward, workload.backward)
+        gaps.append(simulate_lockstep(template(workload), workload).makespan / least - 1)
+        assert least_makespan(workload) <= least * (1 + 1e-9)
     print(f"gap to the lockstep optimum: mean {np.mean(gaps):.2%}, most {max(gaps):.2%}")
     assert min(gaps) > -1e-9
     assert max(gaps) <= 0.03
 
 
-def test_template_is_within_3_percent_of_the_free_running_optimum(bucket_load):
+def test_template_is_within_3_percent_of_the_free_running_optimum(bucket_workload):
     rng = np.random.default_rng(3)
     gaps = []
     for _ in range(12):
         stages, buckets = int(rng.integers(2, 4)), int(rng.integers(2, 4))
         counts = int(rng.integers(1, (5 if stages == 2 else 4) // buckets + 1))
-        load = bucket_load(1 + 0.2 * rng.random(buckets), [counts] * buckets, stages)
-        load = load.reorder(template_order(load))
-        least = least_free_running_makespan(load.forward, load.backward)
-        schedule = template(load, "asynchronous")
-        gaps.append(simulate_asynchronous(schedule, load).makespan / least - 1)
-        assert least_makespan(load) <= least * (1 + 1e-3)
+        workload = bucket_workload(1 + 0.2 * rng.random(buckets), [counts] * buckets, stages)
+        workload = workload.reorder(template_order(workload))
+        least = least_free_running_makespan(workload.forward, workload.backward)
+        schedule = template(workload, "asynchronous")
+        gaps.append(simulate_asynchronous(schedule, workload).makespan / least - 1)
+        assert least_makespan(workload) <= least * (1 + 1e-3)
     print(f"gap to the free-running optimum: mean {np.mean(gaps):.2%}, most {max(gaps):.2%}")
     assert min(gaps) > -1e-3
     assert max(gaps) <= 0.03
 
 
-def test_no_schedule_is_shorter_than_the_bounds(random_load):
+def test_no_schedule_is_shorter_than_the_bounds(random_workload):
     for seed in range(60):
-        load = random_load(seed)
-        bound, ticks = least_makespan(load), least_paired_ticks(load)
+        workload = random_workload(seed)
+        bound, ticks = least_makespan(workload), least_paired_ticks(workload)
         for rule in ("single", "alternating", "paired"):
-            schedule = one_forward_one_backward(load, rule)
-            assert bound <= simulate_asynchronous(schedule, load).makespan * (1 + 1e-9)
-            assert bound <= simulate_lockstep(schedule, load).makespan * (1 + 1e-9)
+            schedule = one_forward_one_backward(workload, rule)
+            assert bound <= simulate_asynchronous(schedule, workload).makespan * (1 + 1e-9)
+            assert bound <= simulate_lockstep(schedule, workload).makespan * (1 + 1e-9)
         assert ticks <= schedule.ticks
 
 
 def test_a_task_alone_takes_what_its_updates_leave(stages=4, steps=5, microbatches=6):
     """The bounds are reached where every global batch is a flush."""
-    jobs = [
+    stream = [
         ScheduledMicrobatch((0,), (step,)) for step in range(steps) for _ in range(microbatches)
     ]
-    load = uniform_workload(jobs, [1.0] * stages, [1.0] * stages)
-    schedule = one_forward_one_backward(load)
+    workload = uniform_workload(stream, [1.0] * stages, [1.0] * stages)
+    schedule = one_forward_one_backward(workload)
     expected = steps * 2 * (microbatches + stages - 1)
-    assert simulate_asynchronous(schedule, load).makespan == least_makespan(load) == expected
-    paired = one_forward_one_backward(load, "paired")
-    assert paired.ticks == least_paired_ticks(load) == steps * (microbatches + 2 * stages - 1)
+    assert simulate_asynchronous(schedule, workload).makespan == least_makespan(workload) == expected
+    paired = one_forward_one_backward(workload, "paired")
+    assert paired.ticks == least_paired_ticks(workload) == steps * (microbatches + 2 * stages - 1)

@@ -1,0 +1,97 @@
+"""`jaxmux COMMAND` and `python -m jaxmux.COMMAND` are the same commands, and their help is fast."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+
+import pytest
+
+from jaxmux.cli.arguments import OPTIONS
+from jaxmux.cli.main import SUMMARIES, main
+
+# Runs the module that the first argument names, with the other arguments as its own. At the end it
+# prints whether JAX was imported.
+RUN_MODULE = """
+import runpy, sys
+
+name = sys.argv.pop(1)
+try:
+    runpy.run_module(name, run_name="__main__")
+finally:
+    print("imported JAX:", "jax" in sys.modules)
+"""
+
+
+def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", RUN_MODULE, name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def exit_code(*arguments: str) -> int:
+    """The code with which the console command exits before it runs any command."""
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    return exit.value.code
+
+
+def test_the_console_script_is_main():
+    (script,) = entry_points(group="console_scripts", name="jaxmux")
+    assert script.load() is main
+
+
+def test_the_help_describes_every_command(capsys):
+    assert exit_code("--help") == 0
+    shown = capsys.readouterr().out
+    assert SUMMARIES.keys() == OPTIONS.keys()
+    for command, summary in SUMMARIES.items():
+        assert f"  {command:10}{summary}\n" in shown
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"jaxmux {version('jaxmux')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["serve"], "unknown command 'serve'; choose from train, plan, profile, generate, export"),
+        (["--gin_file=x.gin"], "required: COMMAND"),
+        (["generate", "--adapter=x"], "required: --backbone, --prompt"),
+    ],
+)
+def test_unusable_arguments_exit_with_two_and_a_message(arguments, message, capsys):
+    assert exit_code(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_the_help_of_a_command_shows_how_it_was_called(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert exit_code(command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: jaxmux {command} [-h]")
+    assert max(map(len, shown.splitlines())) <= 80
+
+    module = run_module(f"jaxmux.{command}", "--help")
+    assert module.returncode == 0, module.stderr
+    assert module.stdout.startswith(f"usage: python -m jaxmux.{command} [-h]")
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_the_help_of_a_command_imports_no_jax(command):
+    assert "imported JAX: False" in run_module(f"jaxmux.{command}", "--help").stdout
+
+
+def test_arguments_after_the_command_belong_to_it(capsys):
+    assert main(["generate", "--backbone=/nowhere", "--prompt=x"]) == 2
+    assert capsys.readouterr().err.startswith("error: /nowhere")
+
+
+def test_a_module_runs_its_command():
+    done = run_module("jaxmux.export", "--run_dir=/nowhere", "--out=/nowhere")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "/nowhere" in done.stderr
