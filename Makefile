@@ -2,8 +2,9 @@
 #
 # PYTHON=       the interpreter of the main environment (3.12 or later)
 # PEFT_PYTHON=  the interpreter of the peft environment (3.11 or later)
-# TORCH_INDEX=  the package index that serves torch alone, where the default
-#               one has no CPU build: https://download.pytorch.org/whl/cpu
+# TORCH_INDEX=  a package index for torch alone, if the default index has no
+#               build for the CPU: https://download.pytorch.org/whl/cpu
+# WORKERS=      the number of processes of `make test`; default: 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -11,14 +12,15 @@
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
-# The constraints come from these versions, so they are tried first.
+# The constraints were made with Python 3.12 and 3.11, so these are tried first.
 PYTHONS = $(or $(PYTHON),python3.12 python3.13 python3.14 python3 python $(call PYENV_PYTHON,3.1[2-9]))
 PEFT_PYTHONS = $(or $(PEFT_PYTHON),python3.11 $(call PYENV_PYTHON,3.11) $(PYTHONS))
 
-# $(call create-venv,folder,minor,candidates,variable): an empty environment in
-# `folder` from the first candidate that is Python 3.minor or later and runs at
-# all: a pyenv shim may not, and some systems ship Python without ensurepip.
-# The error names `variable`, which sets the interpreter.
+# $(call create-venv,folder,minor,candidates,variable) creates an empty
+# environment in `folder` with the first candidate that runs, has ensurepip and
+# is Python 3.minor or later. A shim of pyenv may not run, and some systems ship
+# Python without ensurepip. The error message names the make variable `variable`,
+# with which a user can choose the interpreter.
 define create-venv
 @for python in $(3); do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, $(2)))' 2>/dev/null || continue; \
@@ -47,6 +49,8 @@ endif
 	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt torch transformers peft safetensors numpy pytest
 	@touch $@
 
+WORKERS = 2
+
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
 
@@ -54,7 +58,7 @@ demo: .venv/installed ## train, evaluate and export the bundled demo (about 3 mi
 	$(MAIN)/python -m jaxmux.train
 
 test: .venv/installed ## run the test suite on the CPU
-	$(MAIN)/pytest -n 2 --dist loadfile --timeout 300
+	$(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300
 
 test-peft: .venv/installed .venv-peft/installed ## compare with Hugging Face transformers and PEFT
 	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
@@ -67,6 +71,6 @@ format: .venv/installed ## sort imports, fix what can be fixed, format
 	$(MAIN)/ruff check --fix .
 	$(MAIN)/ruff format .
 
-clean: ## remove environments and caches, but no runs
+clean: ## remove environments and caches, but no training runs
 	rm -rf .venv .venv-peft .cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

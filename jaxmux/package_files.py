@@ -1,4 +1,4 @@
-"""Paths to files that ship with the package, written `jaxmux:demo/base` in configs."""
+"""Paths of files that ship with the package; configs write them as `jaxmux:demo/base`."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,38 +1,42 @@
-"""Effective throughput on one GPU of tasks with samples of mixed lengths: the engine beside padding
-and plain packing, all through the same `Engine` and kernels, so that only the layout differs.
+"""Compares the effective throughput of the engine's packing with that of padding and of plain
+packing, on one GPU, for tasks with samples of mixed lengths.
+
+All policies run in the same `Engine` with the same kernels, so only the layout differs.
 
   python scripts/benchmark_packing.py --out benchmarks/packing_h200.json --lengths lengths.json
 
-Effective throughput is MuxTune's measure (5.3): tokens of the original samples, without any
-padding, per second of training. MuxTune's own count leaves in what pads a task's samples to that
-task's longest, for which its users are billed; since all policies train the same samples, their
-ratios do not depend on that. A round has `--samples` samples of every task. The policies:
+Effective throughput is MuxTune's measure (5.3): tokens of the original samples, without padding,
+per second of training. MuxTune also counts the padding of each sample to the longest of its task,
+because users pay for it. All policies train the same samples, so their ratios do not depend on
+this. A round has `--samples` samples of every task. The policies:
 
   zero-padding           MuxTune's baseline (ZeroPad, SL-PEFT; 3.5, Figure 12a): every sample is
-                         padded to one global length, which holds the longest sample of all tasks'
-                         data. MuxTune takes powers of two (64, 128, 256 for its data sets), and so
-                         do rows here: each sample has a row of that length, with dense attention.
-  zero-padding per task  every sample is padded to the longest of its own task (MuxTune's l_i); rows
-                         of the global length hold as many as fit, beside those of other tasks.
-  first-fit packing      `jaxmux.planner.first_fit` by the plain rule: rows of the least power of
-                         two that holds the longest sample, the shortest chunks, N tokens.
-  jaxmux                 what `fine_tune` does: shape class chosen by cost, runs packed tightly.
+                         padded to one global length, which holds the longest sample of all tasks.
+                         MuxTune takes powers of two (64, 128, 256 for its data sets), and so do
+                         rows here: each sample has a row of that length, with dense attention.
+  zero-padding per task  every sample is padded to the longest of its own task (MuxTune's l_i). Rows
+                         of the global length hold as many samples as fit, also of several tasks.
+  first-fit packing      `jaxmux.planner.packing.pack_first_fit` with the plain rule: the shortest
+                         power of two that holds the longest sample as row length, the shortest
+                         chunks, N tokens.
+  jaxmux                 the packing of `fine_tune`: `pack_round` in the shape class of least cost.
 
-Attention pays for every sequence that a row has room for: the plain ways have room for no more than
-come in the rounds that are run.
+Attention takes time for every sequence that a row has room for, so the two plain packings have room
+only for the sequences that occur in the measured rounds.
 
-The data sets are those of a JSON file {"lengths": {NAME: [tokens, …]}}; without one, lognormal
-stand-ins of the same names, whose parameters are printed. A mix is a number k: the data sets with
-a mean of at most `--longest_mean` tokens stand in the order of their means, and k of them are taken
-at even distances from the first on. Samples beyond `--max_length` are truncated, as by `fine_tune`.
+The data sets are those of a JSON file {"lengths": {NAME: [tokens, …]}}. Without a file they are
+lognormal samples with the same names, whose parameters are printed. A mix is a number k: of the
+data sets with a mean of at most `--longest_mean` tokens, in the order of their means, k are taken
+at even distances, beginning with the first. Samples are truncated to `--max_length` tokens, as in
+`fine_tune`.
 
-A record's times are those of a round, its tokens per second effective ones, `ratio` is that over
-zero-padding. `--predict` prints what the planner's cost model says of the same rounds and trains
-nothing; on a machine without a GPU, say which chunks it has:
+The times of a record are those of a round; its tokens per second are effective tokens; `ratio` is
+its throughput divided by that of zero-padding. `--predict` prints the planner's predictions for the
+same rounds and trains nothing. On a machine without a GPU it needs the chunk length:
 
   python scripts/benchmark_packing.py --predict --chunk_len 128 --lengths lengths.json
 
-For a dry run on CPU:
+A dry run on a CPU:
 
   python scripts/benchmark_packing.py --out /tmp/dry.json --mixes 2 --samples 4 --max_length 64 \
       --tokens 512 --rounds 1 --layers 1 --hidden 256 --vocab 512
@@ -63,6 +67,7 @@ from jaxmux.engine.rounds import Packing, pack_tightly
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.packing import (
     Placement,
+    RoundLengths,
     ShapeClass,
     pack_first_fit,
     pack_round,
@@ -73,11 +78,11 @@ from jaxmux.runs.run_shape import BatchLengths, RunCosts, choose_run_shape, run_
 
 ZERO_PADDING, PADDING_PER_TASK = "zero-padding", "zero-padding per task"
 FIRST_FIT, ENGINE = "first-fit packing", "jaxmux"
-# So many steps does a task have, of which the first few are timed: the choice of a shape class
-# looks at rounds from all of them.
+# Steps of a task. Only the first few are timed, but the shape class is chosen by rounds from all.
 STEPS = 500
-# Lengths in tokens like those of real data sets: median, sigma of the logarithm, maximum.
-STAND_INS = {
+# Lognormal lengths in tokens that resemble those of real data sets: median, sigma of the logarithm,
+# maximum.
+LOGNORMAL_LENGTHS = {
     "sst2": (16, 0.46, 64),
     "boolq": (37, 0.05, 49),
     "arc_easy": (84, 0.22, 222),
@@ -87,13 +92,11 @@ STAND_INS = {
     "dialogsum": (227, 0.42, 807),
     "pubmedqa": (365, 0.26, 889),
 }
-STAND_IN_SAMPLES, STAND_IN_SEED = 1000, 0
-
-Lengths = Mapping[int, Sequence[int]]
+LOGNORMAL_SAMPLES, LOGNORMAL_SEED = 1000, 0
 
 
 class Policy(NamedTuple):
-    """A way to lay samples out."""
+    """A shape class and a packing of samples into its microbatches."""
 
     name: str
     shape: ShapeClass
@@ -101,7 +104,13 @@ class Policy(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Of the mean round: microbatches, padding as a part of their tokens, and seconds."""
+    """Predicted means over the timed rounds.
+
+    Attributes:
+      microbatches: microbatches of a round.
+      padding: part of their tokens that belongs to no sample.
+      seconds: time of a round.
+    """
 
     microbatches: float
     padding: float
@@ -126,53 +135,54 @@ def main() -> None:
             if args.predict:
                 continue
             record = measure(backbone, policy, tasks, args) | as_fields(predicted, costs)
-            record = beside(record, baseline or record)
+            record = with_ratio(record, baseline or record)
             baseline = baseline or record
             records.add(record)
             print(measured_line(record), flush=True)
 
 
 def policies(tasks: Sequence[PreparedTask], costs: RunCosts, args) -> list[Policy]:
-    """All of them, zero-padding first."""
+    """All policies, zero-padding first."""
     every = [length for task in tasks for length in task.lengths]
     plain = smallest_shape_class(every, args.tokens, costs.least_chunk_len)
     padded = partial(pack_padded, longest=[task.longest for task in tasks])
     chosen = choose_run_shape(tasks, costs, args.tokens).alignment.shape
     return [
         Policy(ZERO_PADDING, dataclasses.replace(plain, max_sequences=1), pack_tightly),
-        _with_needed_seats(Policy(PADDING_PER_TASK, plain, padded), tasks, args),
-        _with_needed_seats(Policy(FIRST_FIT, plain, pack_first_fit), tasks, args),
+        _with_needed_sequences(Policy(PADDING_PER_TASK, plain, padded), tasks, args),
+        _with_needed_sequences(Policy(FIRST_FIT, plain, pack_first_fit), tasks, args),
         Policy(ENGINE, chosen, pack_tightly),
     ]
 
 
-def _with_needed_seats(policy: Policy, tasks: Sequence[PreparedTask], args) -> Policy:
-    """Has room for as many sequences in a row as come, up to a multiple of four."""
-    seats = max(
+def _with_needed_sequences(policy: Policy, tasks: Sequence[PreparedTask], args) -> Policy:
+    """The policy with room for as many sequences per row as the measured rounds have, rounded up to
+    a multiple of four."""
+    most = max(
         count
         for step in range(WARM_UP_ROUNDS + args.rounds)
         for placed in policy.packing(lengths_of(tasks, step), policy.shape)
         for count in Counter(placement.row for placement in placed).values()
     )
-    shape = dataclasses.replace(policy.shape, max_sequences=-(-seats // 4) * 4)
+    shape = dataclasses.replace(policy.shape, max_sequences=-(-most // 4) * 4)
     return policy._replace(shape=shape)
 
 
-def lengths_of(tasks: Sequence[PreparedTask], step: int) -> Lengths:
-    """Stream lengths of the samples of a round."""
+def lengths_of(tasks: Sequence[PreparedTask], step: int) -> RoundLengths:
+    """By slot, the stream lengths of the samples of a round."""
     return {slot: BatchLengths(task.batches, task.steps)[step] for slot, task in enumerate(tasks)}
 
 
 def pack_padded(
-    lengths: Lengths, shape: ShapeClass, longest: Sequence[int]
+    lengths: RoundLengths, shape: ShapeClass, longest: Sequence[int]
 ) -> Sequence[Sequence[Placement]]:
-    """Every sample takes as many places as its task's longest; `longest` is by slot."""
+    """Packs samples that are padded to the tokens of their task's longest, `longest[slot]`."""
     padded = {slot: [longest[slot]] * len(sizes) for slot, sizes in lengths.items()}
-    return pack_round(padded, shape, solver_seconds=0).microbatches()
+    return pack_round(padded, shape).microbatches()
 
 
 def predict(policy: Policy, tasks: Sequence[PreparedTask], costs: RunCosts, args) -> Prediction:
-    """By the cost model, over the rounds that are timed."""
+    """The cost model's prediction for the timed rounds."""
     counts, tokens, owned = [], [], []
     for step in range(WARM_UP_ROUNDS - 1, WARM_UP_ROUNDS - 1 + args.rounds):
         lengths = lengths_of(tasks, step)
@@ -181,13 +191,13 @@ def predict(policy: Policy, tasks: Sequence[PreparedTask], costs: RunCosts, args
         tokens.append(sum(map(sum, lengths.values())))
         owned.append(sum(owned_tokens(placed, lengths, policy.shape) for placed in packed))
     count = statistics.mean(counts)
-    one = costs.mesh.microbatch(policy.shape, statistics.mean(owned) / count)
-    seconds = count * one + costs.mesh.update()
+    one = costs.replica.microbatch(policy.shape, statistics.mean(owned) / count)
+    seconds = count * one + costs.replica.update()
     return Prediction(count, 1 - statistics.mean(tokens) / (count * policy.shape.tokens), seconds)
 
 
-def owned_tokens(placed: Sequence[Placement], lengths: Lengths, shape: ShapeClass) -> int:
-    """Tokens of the chunks in which samples lie."""
+def owned_tokens(placed: Sequence[Placement], lengths: RoundLengths, shape: ShapeClass) -> int:
+    """Tokens of the chunks that hold samples."""
     chunks = set()
     for placement in placed:
         first = placement.row * shape.row_len + placement.offset
@@ -202,7 +212,7 @@ def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], a
         jax.config.update("jax_compilation_cache_dir", str(args.cache.resolve()))
     options = EngineOptions(
         policy.shape,
-        # All mixes run the same programs.
+        # With this many slots, all mixes run the same programs.
         slots=max(args.mixes),
         remat=args.remat,
         memory=memory(args),
@@ -213,7 +223,7 @@ def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], a
     engine.register_tasks(tasks)
     ends, microbatches, tokens = [time.perf_counter()], [0], []
     for _ in range(WARM_UP_ROUNDS + args.rounds):
-        # Returns once the device has finished the round before, with that round's updates.
+        # Returns the updates of the round before, once the device has finished it.
         updates = engine.train_round()
         ends.append(time.perf_counter())
         microbatches.append(engine.microbatches)
@@ -224,7 +234,7 @@ def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], a
     gc.collect()
     first = WARM_UP_ROUNDS
     times = [end - start for start, end in pairwise(ends[first:])]
-    # What ended between the first of these and the last began one call before.
+    # The round that ends in a call began one call earlier.
     count = microbatches[-2] - microbatches[first - 1]
     effective, computed = sum(tokens[first:]), count * policy.shape.tokens
     shape = policy.shape
@@ -254,8 +264,8 @@ def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], a
     )
 
 
-def beside(record: Record, baseline: Record) -> Record:
-    """The record with zero-padding's of the same tasks as its baseline."""
+def with_ratio(record: Record, baseline: Record) -> Record:
+    """The record, with its ratio to the record of zero-padding for the same tasks."""
     return record | {
         "baseline": baseline["implementation"],
         "baseline_ms_median": baseline["ms_median"],
@@ -291,8 +301,7 @@ def measured_line(record: Record) -> str:
 def tasks_of_mix(
     config: BackboneConfig, args, lengths: Mapping[str, Sequence[int]], mix: int
 ) -> list[PreparedTask]:
-    """A task on random tokens for each data set of the mix. They share their first adapter: to make
-    one takes the host a second."""
+    """A task on random tokens for each data set of the mix; all begin with the same adapter."""
     short = [name for name in lengths if np.mean(lengths[name]) <= args.longest_mean]
     short.sort(key=lambda name: (np.mean(lengths[name]), name))
     if mix > len(short):
@@ -301,7 +310,7 @@ def tasks_of_mix(
     first = random_task(config, "task0", [1], args.samples, STEPS, args.rank)
     tasks = []
     for i, name in enumerate(names):
-        # A sample of n tokens takes n - 1 places.
+        # The stream length of a sample of n tokens is n - 1.
         sizes = [max(1, min(length, args.max_length) - 1) for length in lengths[name]]
         samples = random_samples(config, sizes, seed=i)
         task = dataclasses.replace(
@@ -317,11 +326,11 @@ def tasks_of_mix(
 def read_lengths(args) -> dict[str, Sequence[int]]:
     if args.lengths:
         return json.loads(args.lengths.read_text())["lengths"]
-    rng = np.random.default_rng(STAND_IN_SEED)
+    rng = np.random.default_rng(LOGNORMAL_SEED)
     drawn = {}
-    for name, (median, spread, most) in STAND_INS.items():
+    for name, (median, spread, most) in LOGNORMAL_LENGTHS.items():
         print(f"{name}: lognormal, median {median}, sigma {spread}, at most {most} tokens")
-        sizes = median * rng.lognormal(0, spread, STAND_IN_SAMPLES)
+        sizes = median * rng.lognormal(0, spread, LOGNORMAL_SAMPLES)
         drawn[name] = np.clip(sizes.round(), 2, most).astype(int).tolist()
     return drawn
 
@@ -336,24 +345,26 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
     parser.add_argument("--predict", action="store_true", help="print predictions only")
     parser.add_argument("--lengths", type=Path, help="token counts of real samples, JSON")
-    parser.add_argument("--mixes", type=int, nargs="+", default=[4, 8], help="tasks of each")
-    parser.add_argument("--samples", type=int, default=16, help="of each task, in a round")
-    parser.add_argument("--max_length", type=int, default=1024, help="of a sample, in tokens")
-    parser.add_argument("--longest_mean", type=int, default=1024, help="of a data set, in tokens")
+    parser.add_argument("--mixes", type=int, nargs="+", default=[4, 8], help="numbers of tasks")
+    parser.add_argument("--samples", type=int, default=16, help="samples of each task in a round")
+    parser.add_argument("--max_length", type=int, default=1024, help="most tokens of a sample")
+    parser.add_argument(
+        "--longest_mean", type=int, default=1024, help="highest mean of a data set, in tokens"
+    )
     parser.add_argument("--cache", type=Path, help="folder of JAX's persistent compilation cache")
     parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
     parser.add_argument("--remat", default="dots")
-    parser.add_argument("--memory_gib", type=float, help="what --remat auto may use")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch, at most")
-    parser.add_argument("--chunk_len", type=int, help="the shortest; default: this device's")
-    parser.add_argument("--rounds", type=int, default=6, help="timed")
+    parser.add_argument("--memory_gib", type=float, help="memory that --remat auto may use")
+    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a microbatch")
+    parser.add_argument("--chunk_len", type=int, help="shortest chunk; default: this device's")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds to time")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
     args = parser.parse_args(arguments)
     if not (args.predict or args.out):
-        parser.error("--out is required: where the records go")
+        parser.error("--out is required: the file of the records")
     return args
 
 

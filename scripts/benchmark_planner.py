@@ -6,12 +6,12 @@ They are bubbles of the pipeline, exposed communication, MuxTune's ablation, Lob
 to optima, and solve times.
 
 For the bubbles, four tasks train on real lengths in a pipeline of four stages without a flush: a
-task for each of the sets nearest to XSum, CNN/DailyMail and WikiSum, and one for their mix. A bubble
-ratio is 1 - busy / (stages × makespan), including warm-up and drain. jaxmux's ratio is that in
-lockstep, by which the planner chooses. The ratio of the other methods is that with stages that run
-at their own pace, as theirs do; their ratios in lockstep are listed too. Reported figures come from
-other lengths, models and machines. The floor holds for every order of jaxmux's own microbatches,
-given the times of the stages and the updates that tasks wait for.
+task for each of the sets nearest to XSum, CNN/DailyMail and WikiSum, and one for their mix. A
+bubble ratio is 1 - busy / (stages × makespan), including warm-up and drain. jaxmux's ratio is that
+in lockstep, by which the planner chooses. The ratio of the other methods is that with stages that
+run at their own pace, as theirs do; their ratios in lockstep are listed too. Reported figures come
+from other lengths, models and machines. The floor holds for every order of jaxmux's own
+microbatches, given the times of the stages and the updates that tasks wait for.
 
 GPU seconds of replicas are relative to LobRA's competitors, which have like replicas, fixed length
 bins and uniform dispatch.
@@ -33,12 +33,13 @@ from typing import Any
 
 import numpy as np
 from benchmark_records import Record, RecordFile, shown
-from planner_ablation import ablate, setting
+from planner_ablation import REPORTED_LOSSES, ablate, setting
 from planner_bubbles import (
     BASELINES,
     EQUAL_STAGES,
     HEAD_ON_LAST_STAGE,
     HEAD_SPLIT,
+    REPORTED,
     WORDS,
     draw_rounds,
     jaxmux_plan,
@@ -47,13 +48,12 @@ from planner_bubbles import (
     shape_of,
 )
 from planner_costs import SOURCE
+from planner_overlap import OVERLAPS, decoder_subgraphs, interleaving_gap
 from planner_parts import (
     bound_on_bucket_gap,
     bucket_gaps,
-    decoder_subgraphs,
     fusion_gap,
     fusion_seconds,
-    interleaving_gap,
     largest_bucket_gap,
     packing,
     plan_seconds,
@@ -66,33 +66,16 @@ from jaxmux.planner.pipeline.interleaving import interleave, priority_order, run
 CHECK = Path(__file__).parent.parent / "benchmarks" / "profile_check_h200.json"
 RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas", "ahead", "predictions")
 AHEAD_TASKS = ("xsum", "pubmedqa", "dialogsum", "gsm8k")
-MUXTUNE_PARTS = ("lost without task fusion", "lost without orchestration", "lost without alignment")
-# LoRAFusion 6.5, Fig. 20.
-REPORTED = {
-    "LoRAFusion, reported": 0.1109,
-    "mLoRA, reported by LoRAFusion": 0.3411,
-    "1F1B per task, reported by LoRAFusion": 0.4879,
-}
+# For each case of the bubbles: its name, the times of its stages, the most that the ratio may be.
 CASES = (
     ("equal stages", EQUAL_STAGES, 0.05),
     ("last stage 1.2x as long", HEAD_ON_LAST_STAGE, 0.15),
     ("head split over the stages", HEAD_SPLIT, 0.05),
 )
-# By number of GPUs. LobRA 5.2 and Table 2 report 45.03% fewer GPU seconds on 16 GPUs with 7B, and
-# 60.67% fewer on 64 with 70B.
+# By number of GPUs. LobRA (5.2) reports 45.03% fewer GPU seconds on 16 GPUs with 7B and 60.67%
+# fewer on 64 GPUs with 70B.
 LOBRA_REPORTED = {16: 1 - 0.4503, 64: 1 - 0.6067}
 LOBRA_BOUND = 1 - 0.45
-# MuxTune 5.3, Fig. 16.
-REPORTED_LOSSES = {
-    load: dict(zip([f"{part} (MuxTune)" for part in MUXTUNE_PARTS], lost, strict=True))
-    for load, lost in (("light", (0.361, 0.303, 0.225)), ("heavy", (0.0625, 0.251, 0.343)))
-}
-# For each hTask, the tokens of the sequences of its microbatch.
-OVERLAPS = {
-    "2 like hTasks": [[512] * 8] * 2,
-    "4 like hTasks": [[512] * 4] * 4,
-    "3 unlike hTasks": [[256] * 4, [512] * 8, [2048] * 4],
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "bubbles": chain(
             *(bubble_records(lengths, sets, samples, args) for samples in args.samples)
         ),
-        "ablation": ablation_records(),
+        "ablation": ablation_records(args),
         "overlap": overlap_records(),
         "parts": part_records(lengths, sets, args),
         "replicas": replica_records(lengths, args),
@@ -114,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = []
     for record in chain(*(parts[name] for name in args.parts)):
         records.append(record)
-        print(one_line(record), flush=True)
+        print(as_text(record), flush=True)
     if args.out:
         RecordFile(args.out).add(*records)
 
@@ -131,6 +114,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--parts", nargs="+", choices=RECORDED, default=RECORDED)
     parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=200, help="the least number")
+    parser.add_argument("--ablation_tasks", type=int, default=8, help="tasks of the ablation")
+    parser.add_argument("--plan_tasks", type=int, default=32, help="tasks of the timed plan")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -142,18 +127,14 @@ def make_record(
     bound: float | None = None,
     baselines: Mapping[str, Any] = MappingProxyType({}),
 ) -> Record:
+    """Returns a record with the command of this process."""
+    record = {"name": name, "value": float(value), "unit": unit, "bound": bound}
     command = shlex.join(["python", *sys.argv])
-    return {
-        "name": name,
-        "value": float(value),
-        "unit": unit,
-        "bound": bound,
-        "baselines": dict(baselines),
-        "command": command,
-    }
+    return record | {"baselines": dict(baselines), "command": command}
 
 
-def one_line(record: Record) -> str:
+def as_text(record: Record) -> str:
+    """The record in one line, and one line for each baseline."""
     bound = "" if record["bound"] is None else f"(at most {record['bound']:g})"
     value = f"{record['name']:<60} {record['value']:>10.4g} {record['unit']} {bound}".rstrip()
     return "\n    ".join([value, *(f"{k}: {shown(v)}" for k, v in record["baselines"].items())])
@@ -165,6 +146,7 @@ def bubble_records(
     samples: int,
     args: argparse.Namespace,
 ) -> Iterator[Record]:
+    """Bubble ratios and seconds of the pipeline, for global batches of `samples` samples."""
     rounds = draw_rounds(lengths, sets, samples, args.microbatches * args.tokens, args.seed)
     shape = shape_of(rounds, args.tokens)
     millions = 1e-6 * sum(sum(map(sum, batches.values())) for batches in rounds)
@@ -196,11 +178,11 @@ def bubble_records(
         yield make_record(f"pipeline, {name}", ours.seconds / millions, unit, None, baselines)
 
 
-def ablation_records() -> Iterator[Record]:
-    """The throughput that is lost without a part is 1 - time with all on / time without the part."""
+def ablation_records(args: argparse.Namespace) -> Iterator[Record]:
+    """The throughput lost without a part is 1 - time with all on / time without the part."""
     for load, sequences in (("light", 4), ("heavy", 16)):
         for stages, tp in ((4, 1), (2, 2)):
-            at = setting(tasks=8, sequences=sequences, stages=stages, tp=tp)
+            at = setting(args.ablation_tasks, sequences, stages, tp)
             seconds = ablate(at)
             everything = seconds.pop("all on")
             baselines = {f"lost {part}": 1 - everything / value for part, value in seconds.items()}
@@ -232,6 +214,7 @@ def overlap_records() -> Iterator[Record]:
 def part_records(
     lengths: Mapping[str, Sequence[int]], sets: Sequence[str], args: argparse.Namespace
 ) -> Iterator[Record]:
+    """Gaps of the planner's parts to optima, and the seconds that they take."""
     yield make_record("fusion over brute force, 9 tasks", fusion_gap(9, 20), "", 1e-9)
     yield make_record("fusion of 64 tasks", fusion_seconds(64), "s", 1.0)
     variance, largest = bucket_gaps(htasks=8, instances=4)
@@ -246,8 +229,8 @@ def part_records(
     counts = {"microbatches": packed.microbatches, "greedy": packed.greedy}
     yield make_record("microbatches over the lower bound", packed.gap, "", 0.03, counts)
     yield make_record("packing", packed.milliseconds, "ms per sample", 1.0)
-    seconds = plan_seconds(lengths, 32, 4, args.seed)
-    yield make_record("plan of 32 tasks of 16 samples, pp=4", seconds, "s")
+    seconds = plan_seconds(lengths, args.plan_tasks, 4, args.seed)
+    yield make_record(f"plan of {args.plan_tasks} tasks of 16 samples, pp=4", seconds, "s")
 
 
 def replica_records(

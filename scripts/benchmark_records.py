@@ -1,4 +1,5 @@
-"""The records of the benchmarks, which all have the same fields, and the files that hold them."""
+"""The records of the benchmarks, which all have the same fields, their files, and Markdown
+tables."""
 
 import json
 import shlex
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+
+# Text in place of a table without records.
+NOT_MEASURED = "Not measured yet.\n"
 
 # A field that does not apply to a benchmark is None. Times (`ms_...`) are in milliseconds. Each
 # benchmark describes its `ratio`.
@@ -61,6 +65,20 @@ def read_records(path: Path) -> list[Record]:
 def shown(value: Any) -> str:
     """Text for tables; floats have four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def commands(records: Sequence[Record]) -> str:
+    """A Markdown code block with the commands of the records, each once."""
+    lines = "\n".join(dict.fromkeys(r["command"] for r in records))
+    return f"```\n{lines}\n```\n\n"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table, or a sentence if it has no rows."""
+    if not rows:
+        return NOT_MEASURED
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 class RecordFile:

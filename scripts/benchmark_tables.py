@@ -3,7 +3,8 @@
   python scripts/benchmark_tables.py
 
 Every block of the page between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the text of the
-function with this name in `BLOCKS`. The rest of the page is kept.
+function with this name in `BLOCKS`. The rest of the page is kept. The tables of the planner are in
+planner_tables.py.
 """
 
 import re
@@ -11,7 +12,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark_records import Record, read_records, shown
+from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
+from planner_tables import PLANNER_BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -25,6 +27,8 @@ FILES = {
     "packing": "packing_h200.json",
     "planner": "planner.json",
 }
+# The comparison of predictions and measurements, which is not a list of records.
+CHECK = "profile_check_h200.json"
 PEFT_MODES = ("eager", "compiled")
 # Limits of the time of the fused op divided by that of the frozen linears alone: for one square or
 # one other linear, and for two or three linears with the same input. Dropout adds to the limit.
@@ -38,10 +42,20 @@ def main() -> None:
 
 def read_all(folder: Path) -> dict[str, list[Record]]:
     """The records by name of the benchmark; an empty list if the file does not exist."""
-    return {
+    found = {
         name: read_records(folder / file) if (folder / file).exists() else []
         for name, file in FILES.items()
     }
+    return found | {"predictions": read_check(folder / CHECK)}
+
+
+def read_check(path: Path) -> list[Record]:
+    """The cases of a file of `jaxmux profile --check`; an empty list if it does not exist."""
+    if not path.exists():
+        return []
+    check = read_records(path)
+    shared = {"device": check["device"], "dtype": check["dtype"], "versions": check["software"]}
+    return [case | shared for case in check["cases"]]
 
 
 def with_tables(page: str, records: dict[str, list[Record]]) -> str:
@@ -54,8 +68,8 @@ def with_tables(page: str, records: dict[str, list[Record]]) -> str:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(page):
             raise ValueError(f"no block <!-- {name} --> … <!-- /{name} -->")
-        found = records[name.partition(":")[0]]
-        body = make(found) if found else "Not measured yet.\n"
+        found = records.get(name.partition(":")[0])
+        body = make(found) if found else NOT_MEASURED
         page = pattern.sub(lambda match, body=body: f"{match[1]}{body}{match[2]}", page)
     return page
 
@@ -70,7 +84,7 @@ def op_table(records: Sequence[Record]) -> str:
             f"{r['ms_median']:.3f}",
             f"{r['baseline_ms_median']:.3f}",
             f"**{r['ratio']:.3f}**",
-            "" if ratio_limit(r) is None else f"{ratio_limit(r):.2f}",
+            limit_cell(r["ratio"], ratio_limit(r)),
         ]
         for r in records
         if r["group"] != "ranks"
@@ -83,29 +97,35 @@ def rank_table(records: Sequence[Record]) -> str:
     """The time with mixed ranks and with uniform ranks, which were measured in alternation."""
     together = [r for r in records if r["group"] == "ranks"]
     if not together:
-        return "Not measured yet.\n"
+        return NOT_MEASURED
     (mixed,) = (r for r in together if len(set(r["ranks"])) > 1)
-    rows = [
-        [
-            ", ".join(map(str, r["ranks"])),
-            f"{r['ms_median']:.3f}",
-            f"{r['ratio']:.3f}",
-            "" if r is mixed else f"**{mixed['ratio'] / r['ratio']:.3f}**",
-            "" if r is mixed else f"{rank_limit(r):.2f}",
-        ]
-        for r in together
-    ]
+    rows = []
+    for r in together:
+        cells = [", ".join(map(str, r["ranks"])), f"{r['ms_median']:.3f}", f"{r['ratio']:.3f}"]
+        if r is mixed:
+            rows.append([*cells, "", ""])
+            continue
+        slower = mixed["ratio"] / r["ratio"]
+        rows.append([*cells, f"**{slower:.3f}**", limit_cell(slower, rank_limit(r))])
     return markdown(["ranks", "ms", "ratio", "mixed over this", "limit"], rows)
 
 
 def step_table(records: Sequence[Record]) -> str:
+    """By length of the samples: PEFT, then jaxmux by number of tasks."""
+    lengths = list(dict.fromkeys(r["length"] for r in records))
+    ordered = sorted(
+        records,
+        key=lambda r: (lengths.index(r["length"]), "adapter_bytes" in r, r["tasks"]),
+    )
     rows = []
-    for r in records:
+    for r in ordered:
         ours = "adapter_bytes" in r
         tokens = r["tokens_per_second"] * r["ms_median"] / 1e3
+        # jaxmux picks the implementation of its linears; the records of other choices name it.
+        name = r["implementation"].replace(", linears picked", "")
         rows.append(
             [
-                f"**{r['implementation']}**" if ours else r["implementation"],
+                f"**{name}**" if ours else name,
                 r["tasks"],
                 f"{r['length']:,}",
                 f"{r['tokens_per_second']:,.0f}",
@@ -115,8 +135,8 @@ def step_table(records: Sequence[Record]) -> str:
                 *(over_peft(r, records, mode) if ours else "" for mode in PEFT_MODES),
             ]
         )
-    head = ["", "tasks", "length", "tokens/s", "ms", "peak memory", "adapter state"]
-    head += [f"over PEFT {mode}" for mode in PEFT_MODES]
+    head = ["", "tasks", "length", "tokens/s", "ms of a microbatch", "peak memory"]
+    head += ["adapter state", *(f"over PEFT {mode}" for mode in PEFT_MODES)]
     return source(records) + markdown(head, rows)
 
 
@@ -144,7 +164,7 @@ def remat_table(records: Sequence[Record]) -> str:
         ]
         for r in same
     ]
-    head = ["remat", "tokens/s", "ms", "time", "peak memory"]
+    head = ["remat", "tokens/s", "ms of a microbatch", 'time over "dots"', "peak memory"]
     head += [f"over PEFT {mode}" for mode in PEFT_MODES]
     return source(records) + markdown(head, rows)
 
@@ -167,62 +187,68 @@ def dram_table(records: Sequence[Record]) -> str:
 
 
 def profile_table(records: Sequence[Record]) -> str:
-    rows = [
-        [
-            r["implementation"],
-            f"{r['ms_median']:.1f}",
-            f"{r['launches']:.0f}",
-            ", ".join(f"`{name}` {us:,.0f}" for name, us in list(r["kernels"].items())[:3]),
-        ]
-        for r in records
-    ]
+    """The time of each purpose, and its kernel with the largest total time."""
+    rows = []
+    for r in records:
+        name, microseconds = next(iter(r["kernels"].items()))
+        main_kernel = f"`{name}` {microseconds:,.0f}"
+        rows.append(
+            [r["implementation"], f"{r['ms_median']:.1f}", f"{r['launches']:.0f}", main_kernel]
+        )
     total, idle = sum(r["ms_median"] for r in records), records[0]["idle_ms"]
     rows.append(["between kernels", f"{idle:.1f}", "", ""])
     rows.append(["**one microbatch**", f"**{total + idle:.1f}**", "", ""])
-    head = ["what for", "ms", "launches", "longest kernels, µs a launch"]
+    head = ["purpose", "ms", "launches", "main kernel, µs per launch"]
     return source(records) + markdown(head, rows)
 
 
 def packing_table(records: Sequence[Record]) -> str:
     """The ways to arrange samples in microbatches, compared for the same tasks."""
     plain = {r["tasks"]: r for r in records if r["implementation"] == "first-fit packing"}
-    rows = [
-        [
-            r["tasks"],
-            f"**{r['implementation']}**"
-            if r["implementation"] == "jaxmux"
-            else r["implementation"],
-            r["shape"],
-            f"{r['microbatches']:.1f}",
-            f"{r['padding']:.0%}",
-            f"{r['ms_median']:,.0f}",
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['ratio']:.2f}",
-            f"{r['tokens_per_second'] / plain[r['tasks']]['tokens_per_second']:.2f}",
-        ]
-        for r in records
-    ]
-    head = ["tasks", "", "microbatch: rows x tokens", "of them", "padding", "ms a round"]
-    head += ["effective tokens/s", "over zero-padding", "over first-fit"]
+    rows = []
+    for r in records:
+        name = r["implementation"]
+        size, *limits = r["shape"].split(", ")
+        rows.append(
+            [
+                r["tasks"],
+                f"**{name}**" if name == "jaxmux" else name,
+                size,
+                f"{r['microbatches']:.1f}",
+                f"{r['padding']:.0%}",
+                f"{r['ms_median']:,.0f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['ratio']:.2f}",
+                f"{r['tokens_per_second'] / plain[r['tasks']]['tokens_per_second']:.2f}",
+                limits[0].removesuffix(" a row") if limits else "",
+            ]
+        )
+    head = ["tasks", "", "rows x tokens of a microbatch", "microbatches", "padding", "ms per round"]
+    head += ["effective tokens/s", "over zero-padding", "over first-fit", "sequences in a row"]
     data = {r["tasks"]: ", ".join(r["data"]) for r in records}
     named = "\n".join(f"- {tasks} tasks: {names}" for tasks, names in data.items())
     return f"{source(records)}{named}\n\n{markdown(head, rows)}"
 
 
-def planner_table(records: Sequence[Record]) -> str:
-    """The results that have a limit, with their baselines."""
-    rows = [
-        [
-            r["name"],
-            f"**{r['value']:.4g}** {r['unit']}".strip(),
-            "" if r["bound"] is None else f"{r['bound']:g}",
-            "; ".join(f"{name} {shown(value)}" for name, value in r["baselines"].items()),
-        ]
-        for r in records
-        if r["bound"] is not None
-    ]
-    command = "\n".join(dict.fromkeys(r["command"] for r in records))
-    return f"```\n{command}\n```\n\n" + markdown(["", "", "at most", "beside it"], rows)
+def prediction_table(records: Sequence[Record]) -> str:
+    """Measured and predicted time and memory of the cases of a profile check."""
+    rows = []
+    for r in records:
+        numbers = [part for part in r["case"].split("x") if part.isdigit()]
+        remat = r["case"].split("x")[-1]
+        tasks, length, rank, tokens, *row_len = map(int, numbers)
+        (seconds, predicted), (peak, predicted_peak) = r["seconds"], r["peak"]
+        rows.append(
+            [
+                *(tasks, f"{length:,}", rank, f"{tokens:,}", f"{(row_len or [length])[0]:,}"),
+                "dots" if remat.isdigit() else remat,
+                *(f"{1e3 * seconds:.1f}", f"{1e3 * predicted:.1f}"),
+                *(f"{peak / 2**30:.2f}", f"{predicted_peak / 2**30:.2f}"),
+            ]
+        )
+    head = ["tasks", "length", "rank", "tokens", "row", "remat", "round, ms", "predicted"]
+    head += ["peak, GiB", "predicted"]
+    return f"{hardware_and_versions(records)}.\n\n{markdown(head, rows)}"
 
 
 BLOCKS = {
@@ -233,7 +259,8 @@ BLOCKS = {
     "dram": dram_table,
     "profile": profile_table,
     "packing": packing_table,
-    "planner": planner_table,
+    "predictions": prediction_table,
+    **PLANNER_BLOCKS,
 }
 
 
@@ -254,6 +281,13 @@ def rank_limit(uniform: Record) -> float:
     return 1.05 if uniform["ranks"][0] == 16 else 1.0
 
 
+def limit_cell(value: float, limit: float | None) -> str:
+    """The limit with two decimals, and whether the value exceeds it."""
+    if limit is None:
+        return ""
+    return f"{limit:.2f}{', exceeded' if value > limit else ''}"
+
+
 def sizes(record: Record) -> tuple[int, list[int]]:
     """The input width and the output widths in a record of the op."""
     _, k, widths = record["shape"].split("x")
@@ -271,27 +305,22 @@ def gibibytes(count: int | None) -> str:
 
 
 def hardware_and_versions(records: Sequence[Record]) -> str:
-    """The devices and the package versions of the records, each once."""
+    """The devices, dtypes and package versions of the records, each once."""
     devices = dict.fromkeys(r["device"] for r in records)
+    dtypes = dict.fromkeys(r["dtype"] for r in records if r.get("dtype"))
     versions = dict.fromkeys(f"{p} {v}" for r in records for p, v in r["versions"].items())
-    return ", ".join([*devices, *versions])
+    return ", ".join([*devices, *dtypes, *versions])
 
 
 def source(records: Sequence[Record]) -> str:
-    """The commands, devices and versions of the records, as text above a table."""
-    commands = "\n".join(dict.fromkeys(r["command"] for r in records))
+    """The commands, devices, dtypes and versions of the records, as text above a table."""
     spreads = [(r["ms_max"] - r["ms_min"]) / r["ms_median"] for r in records if r["ms_max"]]
     spread = ""
     if spreads:
         spread = (
             f" Slowest minus fastest repetition: {statistics.median(spreads):.1%} (median of rows)."
         )
-    return f"```\n{commands}\n```\n\n{hardware_and_versions(records)}.{spread}\n\n"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    return f"{commands(records)}{hardware_and_versions(records)}.{spread}\n\n"
 
 
 if __name__ == "__main__":

@@ -38,6 +38,12 @@ from jaxmux.planner.pipeline.subgraphs import Block, Subgraph, graph_of, segment
 
 # Lengths in tokens to which MuxTune 5.1 pads or truncates SST2, OpenBookQA and RTE.
 LENGTHS = (64, 128, 256)
+# By load, the part of the throughput that MuxTune reports to lose without each part (Fig. 16).
+_LOST = ("lost without task fusion", "lost without orchestration", "lost without alignment")
+REPORTED_LOSSES = {
+    load: dict(zip([f"{part} (MuxTune)" for part in _LOST], lost, strict=True))
+    for load, lost in (("light", (0.361, 0.303, 0.225)), ("heavy", (0.0625, 0.251, 0.343)))
+}
 # Microbatches of a global batch, and steps over which the time is averaged.
 MICROBATCHES = 4
 STEPS = 4

@@ -40,6 +40,12 @@ STAGES = 4
 # tokens per word of the tokenizer of lengths.json, as in its sample of XSum.
 WORDS = {"XSum": 431 + 23, "CNN/DailyMail": 781 + 56, "WikiSum": 1334 + 101}
 TOKENS_PER_WORD = 1.18
+# Bubble ratios that LoRAFusion reports (6.5, Fig. 20).
+REPORTED = {
+    "LoRAFusion, reported": 0.1109,
+    "mLoRA, reported by LoRAFusion": 0.3411,
+    "1F1B per task, reported by LoRAFusion": 0.4879,
+}
 # Samples of a microbatch of the methods that do not pack samples (LoRAFusion Fig. 6 and 7).
 SAMPLES_PER_MICROBATCH = 4
 

@@ -83,8 +83,8 @@ _SIZE = llama()
 _MODELS = cost_models(_SIZE)
 SOURCE = _MODELS.source
 _TIMES = _MODELS.times
-# Number of weights of all linears of a layer; of the column-parallel linears and of the row-parallel
-# linear of attention; and of those of the MLP.
+# Number of weights of all linears of a layer; of attention's column-parallel linears and of its
+# row-parallel linear; and the same of the MLP.
 LINEAR_WEIGHTS = sum(k * n for k, n in _SIZE.linears.values())
 ATTENTION_IN, ATTENTION_OUT = WIDTH * (4096 + 2 * 1024), WIDTH * 4096
 MLP_IN, MLP_OUT = 2 * WIDTH * 14336, WIDTH * 14336

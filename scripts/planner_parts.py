@@ -1,4 +1,4 @@
-"""The distance of the planner's parts from the optimum, and the time that they take."""
+"""The distance of task fusion, buckets and packing from the optimum, and the time they take."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,18 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pulp
 from planner_bubbles import shape_of
-from planner_costs import (
-    ATTENTION_IN,
-    ATTENTION_OUT,
-    MLP_IN,
-    MLP_OUT,
-    adapter_seconds,
-    all_reduce_seconds,
-    attention_seconds,
-    cost_models,
-    linear_seconds,
-    llama,
-)
+from planner_costs import adapter_seconds, cost_models, linear_seconds, llama
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
@@ -28,8 +17,6 @@ from jaxmux.planner.packing.shape_choice import ShapeRequest
 from jaxmux.planner.pipeline import TaskLoad, make_plan, shared_pool
 from jaxmux.planner.pipeline.buckets import balance_gap, balanced_buckets, candidate_buckets
 from jaxmux.planner.pipeline.fusion import fuse_tasks
-from jaxmux.planner.pipeline.interleaving import interleave, run_order
-from jaxmux.planner.pipeline.subgraphs import Block, Subgraph, graph_of, segment
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float]:
@@ -220,67 +207,3 @@ def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, 
     costs = ReplicaCosts(models.times, models.memory, shared_pool(loads), replica)
     request = ShapeRequest(8192, least_chunk_len=128)
     return timed(lambda: make_plan(loads, request, costs, models.source, rounds=8))[1]
-
-
-def decoder_subgraphs(
-    htask_lengths: Sequence[Sequence[int]], layers: int, tp: int
-) -> list[Subgraph]:
-    """Returns the subgraphs of the forward pass of some decoder layers.
-
-    Args:
-      htask_lengths: for each hTask, which is one task, the tokens of its sequences.
-      layers: number of decoder layers.
-      tp: tensor-parallel devices.
-    """
-    graphs = []
-    for lengths in htask_lengths:
-        total = sum(lengths)
-        attention = float(attention_seconds(lengths, tp)[0])
-        blocks = [
-            Block(
-                linear_seconds(total, into, tp),
-                adapter_seconds([total], into, tp),
-                middle + linear_seconds(total, out, tp),
-                all_reduce_seconds(total, tp),
-            )
-            for into, out, middle in (
-                (ATTENTION_IN, ATTENTION_OUT, attention),
-                (MLP_IN, MLP_OUT, 0.0),
-            )
-        ]
-        graphs.append(graph_of(blocks * layers))
-    return segment(graphs)
-
-
-def interleaving_gap(instances: int) -> tuple[float, float]:
-    """Returns the mean and the largest gap of `interleave` to the best of all orders.
-
-    Args:
-      instances: number of random graphs, of 8 subgraphs each.
-    """
-    gaps = []
-    for seed in range(instances):
-        subgraphs = _random_subgraphs(seed)
-        best = min(run_order(subgraphs, order).seconds for order in _all_orders(subgraphs))
-        gaps.append(interleave(subgraphs).overlap.seconds / best - 1)
-    return float(np.mean(gaps)), max(gaps)
-
-
-def _random_subgraphs(seed: int) -> list[Subgraph]:
-    rng = np.random.default_rng(seed)
-    subgraphs: list[Subgraph] = []
-    for htask in range(2):
-        first = len(subgraphs)
-        for index in range(first, first + 4):
-            after = () if index == first else (int(rng.integers(first, index)),)
-            compute, communication = 0.2 + rng.random(), rng.random() * rng.choice([0, 0.3, 1, 2])
-            subgraphs.append(Subgraph(htask, float(compute), float(communication), after))
-    return subgraphs
-
-
-def _all_orders(subgraphs: Sequence[Subgraph], begun: tuple[int, ...] = ()):
-    if len(begun) == len(subgraphs):
-        yield begun
-    for index, subgraph in enumerate(subgraphs):
-        if index not in begun and set(subgraph.after) <= set(begun):
-            yield from _all_orders(subgraphs, (*begun, index))

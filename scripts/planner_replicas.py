@@ -34,7 +34,8 @@ CONTEXT = 16_384
 # Most length bins, and the boundaries to choose from, in tokens.
 BINS = 16
 BOUNDARIES = range(256, CONTEXT + 1, 256)
-# Rounds that are simulated, and rounds of the sample that replicas are planned with (LobRA 4.2).
+# Rounds that the benchmark simulates, and rounds of the sample that replicas are planned with
+# (LobRA 4.2).
 ROUNDS = 10
 SAMPLED_ROUNDS = 100
 GIB = 2**30
@@ -170,21 +171,24 @@ class Outcome(NamedTuple):
     floor: float
 
 
-def simulate(case: Case, lengths: Mapping[str, Sequence[int]], seed: int) -> Outcome:
+def simulate(
+    case: Case, lengths: Mapping[str, Sequence[int]], seed: int, rounds: int = ROUNDS
+) -> Outcome:
     """Plans the replicas of a case and simulates rounds of random samples with them.
 
     Args:
       case: the case.
       lengths: by data set, the tokens of its samples.
       seed: seed of the random samples.
+      rounds: number of simulated rounds.
     """
     rng = np.random.default_rng(seed)
     tasks = {task: np.minimum(lengths[task], CONTEXT) for task in case.tasks}
     # Tasks of long documents have few sequences in a global batch.
     sizes = {t: case.sequences // (1 + int(np.mean(own)) // 256) for t, own in tasks.items()}
-    draws = {t: rng.choice(own, (ROUNDS, sizes[t])) for t, own in tasks.items()}
+    draws = {t: rng.choice(own, (rounds, sizes[t])) for t, own in tasks.items()}
     sampled = {t: rng.choice(own, (SAMPLED_ROUNDS, sizes[t])) for t, own in tasks.items()}
-    together, first_sampled = _together(draws), _together(sampled)[:ROUNDS]
+    together, first_sampled = _together(draws), _together(sampled)[:rounds]
     sample = _binned(np.concatenate([own.ravel() for own in sampled.values()]))
     fixed = sample.boundaries
     candidates = candidate_replicas(case.devices, case.tp, (1, *AXES))
@@ -228,8 +232,7 @@ def _floor(
 
 
 def deployment_of(devices: int) -> tuple[DeploymentPlan, float]:
-    """Returns a deployment of 70B on A800s for a skewed mix of lengths, and the seconds to plan it.
-    """
+    """Returns a deployment of 70B on A800s for skewed lengths, and the seconds to plan it."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(5.7, 1.3, 50_000).astype(int) + 1, CONTEXT)
     candidates = candidate_replicas(devices, (1, *AXES, 16), (1, *AXES))

@@ -1,12 +1,27 @@
 """Schedules follow their formulas, transforms follow torch's optimizers, bad values are named."""
 
+import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jaxmux.optimizers import OPTIMIZERS, SGD, AdamW, Lion, Schedule, optimizer_class
+from jaxmux.engine.programs import update
+from jaxmux.engine.train_state import empty_state, state_specs
+from jaxmux.optimizers import (
+    OPTIMIZERS,
+    SGD,
+    AdamW,
+    Lion,
+    Optimizer,
+    Schedule,
+    optimizer_class,
+)
+from jaxmux.peft import Layout, LeafSpec
+from jaxmux.tasks import Task
 
 STEPS = 20
 
@@ -155,3 +170,37 @@ def test_values_out_of_range_are_named(kind, values, problem):
 def test_a_bad_schedule_is_named(values, problem):
     with pytest.raises(ValueError, match=problem):
         Schedule(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavyBall(Optimizer):
+    """An optimizer that nothing else knows."""
+
+    friction: float = 0.5
+
+    kind: ClassVar[str] = "heavy_ball"
+    moments: ClassVar[int] = 1
+
+    @staticmethod
+    def transform(hyper):
+        return optax.trace(1 - hyper["friction"])
+
+
+def test_a_new_optimizer_is_its_class_and_its_entry(monkeypatch):
+    """A task accepts it, and the train state has room for its moments."""
+    monkeypatch.setitem(OPTIMIZERS, HeavyBall.kind, HeavyBall)
+    task = Task("new", "data.jsonl", optimizer=HeavyBall(0.1), steps=1)
+    assert optimizer_class(task.optimizer.kind) is HeavyBall
+    leaves = {"w": LeafSpec((2, 3, 4), ("layer", "slot", "output"))}
+    specs = state_specs({"imagined": leaves}, 3, HeavyBall.kind)
+    assert len(specs.moments) == 1
+    state = empty_state(specs)._replace(accumulators={"imagined": {"w": jnp.ones((2, 3, 4))}})
+    hyper = {name: np.float32([value]) for name, value in task.optimizer.hyperparameters().items()}
+    due, rates = np.asarray([True, False, False]), np.full((1, 2, 3), 0.1, np.float32)
+    after, _ = update(
+        state, Layout(specs), due, rates, {HeavyBall.kind: hyper}, {HeavyBall.kind: np.int32([0])}
+    )
+    # The gradient of norm sqrt(8) is clipped to 1.
+    expected = np.zeros((2, 3, 4), np.float32)
+    expected[:, 0] = -0.1 / math.sqrt(8)
+    np.testing.assert_allclose(after.adapters["imagined"]["w"], expected, rtol=1e-5)

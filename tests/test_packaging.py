@@ -1,6 +1,7 @@
-"""What is in the source folders is what a user of the wheel gets, and nothing else.
+"""A wheel contains exactly the modules and data files of the source folders.
 
-An editable install finds a new subpackage by itself; a wheel holds only what pyproject.toml lists.
+An editable install finds a new subpackage by itself, but a wheel contains only the packages that
+pyproject.toml lists.
 """
 
 import shutil
@@ -16,15 +17,11 @@ SOURCE_FOLDERS = {
     "jaxmux": "jaxmux",
     "data": "jaxmux/data",
     "pallas_kernels": "jaxmux/pallas_kernels",
-    "sharding": "jaxmux/sharding",
 }
-
-# One worker runs this file, so that the wheel is built once.
-pytestmark = pytest.mark.xdist_group("wheel")
 
 
 def source_files() -> set[str]:
-    """Files of the source folders, by the names that they should have in the wheel."""
+    """The paths that the files of the source folders should have in the wheel."""
     return {
         f"{installed}/{path.relative_to(ROOT / source).as_posix()}"
         for source, installed in SOURCE_FOLDERS.items()
@@ -39,13 +36,12 @@ def modules(files: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> set[str]:
-    """Names of the files in a wheel built from a copy of the sources."""
+    """The paths of all files in a wheel that is built from a copy of the sources."""
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in SOURCE_FOLDERS:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     result = subprocess.run(
         [sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, check=False

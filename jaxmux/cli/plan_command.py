@@ -55,7 +55,7 @@ _MILLISECOND = 1e-3
 
 
 class _Planned(NamedTuple):
-    """A plan with the facts that are shown beside it.
+    """A plan, and further facts that the command shows.
 
     Attributes:
       plan: the plan.

@@ -129,7 +129,7 @@ def _line(measurement: Measurement) -> str:
 
 
 def _table(profile: Profile) -> Table:
-    """The measured times of layers beside those of the fitted model."""
+    """The measured times of layers and those of the fitted model."""
     times = fit_time_model(profile)
     table = Table(title=f"a layer of {profile.backbone.name} on {profile.device}, {profile.dtype}")
     shape = ("tokens", "row_len", "chunk_len", "padding")

@@ -1,9 +1,8 @@
-"""Host-side planning: which samples share a microbatch, what training them takes, which microbatch
-runs when, and which replica takes which samples. Imports no device code.
+"""Planning on the host, before anything runs on a device.
 
-`packing` lays samples out in microbatches, `costs` predicts time and memory, `pipeline` orders
-microbatches over pipeline stages, `replicas` divides samples among replicas. `devices` holds the
-values that name devices.
+`packing` lays samples out in microbatches, `costs` predicts the time and memory of training,
+`pipeline` orders microbatches over pipeline stages, and `replicas` divides samples among replicas.
+`devices` describes devices as values. No module of this package imports device code.
 """
 
 from .errors import PlanningError

@@ -150,7 +150,7 @@ class Deployment(NamedTuple):
 
     @classmethod
     def of_counts(cls, counts: Mapping[Replica, int]) -> "Deployment":
-        """The deployment of so many replicas of each kind."""
+        """The deployment with the given number of replicas of each kind."""
         return cls(tuple(replica for replica, count in counts.items() for _ in range(count)))
 
     @property

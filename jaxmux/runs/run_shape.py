@@ -78,7 +78,7 @@ class RunCosts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen shape class beside that of the plain rule.
+    """The chosen shape class and, for comparison, that of the plain rule.
 
     Attributes:
       alignment: the chosen shape class, with its cost over the sampled rounds.

@@ -30,11 +30,9 @@ def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, ro
 def test_less_memory_recomputes_more():
     options = ForwardOptions("xla", max_sequences=2)
 
-    def chosen(room: int) -> tuple[str, ...]:
-        return remat_of(options, MODULES, 128, room)
-
-    assert chosen(2**30) == ("norms",) * 4 and chosen(0) == ("full",) * 4
-    assert chosen(3 * 2**20) not in (chosen(2**30), chosen(0))
+    plenty, some, none = (remat_of(options, MODULES, 128, room) for room in (2**30, 3 * 2**20, 0))
+    assert plenty == ("norms",) * 4 and none == ("full",) * 4
+    assert some not in (plenty, none)
 
 
 def test_sequences_of_packed_rows_take_memory():
@@ -51,14 +49,15 @@ def test_sequences_of_packed_rows_take_memory():
 def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     make_engine, make_task, train, backbone
 ):
+    adapters = make_engine(make_task("one"), modules=MODULES).state.adapters
+
     def memory_for(kept: int) -> int:
         """Bytes of memory in which layers may keep about `kept` bytes."""
-        engine = make_engine(make_task("one"), modules=MODULES)
-        weights, adapters = (
-            sum(x.nbytes for x in jax.tree.leaves(tree))
-            for tree in (backbone.weights, engine.state.adapters)
+        weight_bytes, adapter_bytes = (
+            sum(array.nbytes for array in jax.tree.leaves(tree))
+            for tree in (backbone.weights, adapters)
         )
-        return int((weights + 4 * adapters + kept) / 0.97)
+        return int((weight_bytes + 4 * adapter_bytes + kept) / 0.97)
 
     rich = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(2**32))
     poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
@@ -66,5 +65,8 @@ def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert set(rich._forward.remat) == {"norms"} and set(poor._forward.remat) == {"full"}
 
+    # The policies are chosen again once the train state grows.
     poor.register_tasks([make_task("two", steps=1)])
+    assert set(poor._forward.remat) == {"full"}
+    poor.register_tasks([make_task("three", steps=1, rank=16)])
     assert poor._forward is None

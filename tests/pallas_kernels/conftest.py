@@ -3,7 +3,6 @@ H200."""
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -15,36 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@contextmanager
-def _race_detection() -> Iterator[plgpu.InterpretGPUParams]:
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    assert not gpu_callbacks.get_races().races_found
-
-
 @pytest.fixture
 def interpret() -> Iterator[plgpu.InterpretGPUParams]:
     """Parameters of interpret mode; a test that uses them fails if a kernel has a data race."""
-    with _race_detection() as params:
-        yield params
-
-
-@pytest.fixture(scope="session")
-def on_hopper():
-    """A context manager under which the Hopper implementation of the grouped LoRA linear serves
-    calls in interpret mode; it fails if a kernel has a data race."""
-    from jaxmux.pallas_kernels.grouped_lora import mosaic_gpu
-
-    @contextmanager
-    def as_on_hopper():
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            _race_detection() as params,
-            plgpu.force_gpu_interpret_mode(params),
-        ):
-            patch.setattr(mosaic_gpu, "is_hopper", lambda: True)
-            yield
-
-    return as_on_hopper
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,26 @@ Slot 3 of a `Case` owns no chunk in the routings of the test files.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
-from jaxmux.pallas_kernels.grouped_lora import Factors, Projection, Routing, grouped_lora_linear
+from jaxmux.pallas_kernels.grouped_lora import (
+    Factors,
+    Projection,
+    Routing,
+    grouped_lora_linear,
+    mosaic_gpu,
+)
 
 SLOTS, IDLE_SLOT = 4, 3
 # Dropout rate of each slot.
@@ -239,6 +249,17 @@ def differentiate(
 
     (outputs, _), vjp = jax.vjp(linear, case.x, case.residual, case.accumulators)
     return Results(outputs, *vjp((case.cotangents, case.accumulators)))
+
+
+@contextmanager
+def interpreted_on_hopper() -> Iterator[None]:
+    """Lets the Hopper implementation serve calls on CPU, its kernels in interpret mode; fails if a
+    kernel has a data race. Results must be complete when the context ends."""
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    with pytest.MonkeyPatch.context() as patch, plgpu.force_gpu_interpret_mode(params):
+        patch.setattr(mosaic_gpu, "is_hopper", lambda: True)
+        yield
+    assert not gpu_callbacks.get_races().races_found
 
 
 def pairs(one: Any, other: Any) -> Iterator[tuple[Array, Array]]:

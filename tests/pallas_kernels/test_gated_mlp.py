@@ -4,126 +4,105 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from jaxmux.pallas_kernels.grouped_lora import (
-    Factors,
-    Projection,
-    Routing,
-    gated_mlp,
-    grouped_lora_linear,
-    mosaic_gpu,
+from grouped_lora_cases import (
+    IDLE_SLOT,
+    Case,
+    Results,
+    assert_close,
+    assert_same_bits,
+    in_float32,
+    interpreted_on_hopper,
+    make_mlp_case,
+    pairs,
 )
 
-LAYERS, LAYER, RANK = 2, 1, 16
-# Slot 3 owns nothing; one chunk is empty; slot 0's chunks are not adjacent.
-OWNERS = (0, 2, -1, 0, 1)
+from jaxmux.pallas_kernels.grouped_lora import gated_mlp, grouped_lora_linear
+
+LAYER = 1
+# Slots 1 and 3 own nothing; one chunk is empty; slot 0's chunks are not adjacent.
+CHUNK_SLOT = (0, 2, -1, 0)
 
 
-def make_inputs(d: int, wide: int, owners=OWNERS, slots: int = 4):
-    keys = iter(jax.random.split(jax.random.key(d), 64))
-    tokens = 128 * len(owners)
+def mlp_case(d: int, wide: int, chunk_slot=CHUNK_SLOT, slots: int = 4) -> Case:
+    return make_mlp_case(d=d, wide=wide, rank=16, chunk_slot=chunk_slot, chunk_len=128, slots=slots)
 
-    def normal(*shape, dtype=jnp.bfloat16):
-        return (0.3 * jax.random.normal(next(keys), shape)).astype(dtype)
 
-    def factors(k, n):
-        return Factors(
-            normal(LAYERS, slots, k, RANK, dtype=jnp.float32),
-            normal(LAYERS, slots, RANK, n, dtype=jnp.float32),
+def differentiate_mlp(mlp, case: Case) -> Results:
+    """Output and gradients of `mlp(x, residual, accumulators)`."""
+    (out, _), vjp = jax.vjp(mlp, case.x, case.residual, case.accumulators)
+    return Results((out,), *vjp((*case.cotangents, case.accumulators)))
+
+
+@jax.jit
+def fused(case: Case) -> Results:
+    def mlp(x, residual, accumulators):
+        return gated_mlp.grouped_lora_gated_mlp(
+            x, case.projections, accumulators, case.routing, LAYER, residual
         )
 
-    shapes = ((d, wide), (d, wide), (wide, d))
-    projections = tuple(Projection(normal(LAYERS, k, n), factors(k, n)) for k, n in shapes)
-    sums = tuple(factors(k, n) for k, n in shapes)
-    scale = jax.random.uniform(next(keys), (slots,), minval=0.5)
-    routing = Routing(jnp.asarray(owners, jnp.int32), scale)
-    return normal(tokens, d), projections, sums, routing, normal(tokens, d), normal(tokens, d)
+    return differentiate_mlp(mlp, case)
 
 
 @jax.jit
-def fused(x, projections, sums, routing, residual, gradient):
-    def forward(x, residual, sums):
-        return gated_mlp.grouped_lora_gated_mlp(x, projections, sums, routing, LAYER, residual)
+def expected(case: Case) -> Results:
+    """The results of three single linears in float32."""
+    case = in_float32(case)
 
-    (out, _), backward = jax.vjp(forward, x, residual, sums)
-    return out, *backward((gradient, sums))
-
-
-@jax.jit
-def of_single_linears(x, projections, sums, routing, residual, gradient):
-    def linears(x, which, sums, residual=None):
+    def linears(x, which: slice, accumulators, residual=None):
         modules = tuple(range(3))[which]
-        return grouped_lora_linear(
-            x, projections[which], sums[which], routing, None, LAYER, modules, "xla", residual
-        )
+        arguments = case.projections[which], accumulators[which], case.routing, None, LAYER
+        return grouped_lora_linear(x, *arguments, modules, "xla", residual)
 
-    def forward(x, residual, sums):
-        (gate, up), first = linears(x, slice(0, 2), sums)
-        (out,), second = linears(jax.nn.silu(gate) * up, slice(2, 3), sums, residual)
+    def mlp(x, residual, accumulators):
+        (gate, up), first = linears(x, slice(0, 2), accumulators)
+        h = jax.nn.silu(gate) * up
+        (out,), second = linears(h, slice(2, 3), accumulators, residual)
         return out, (*first, *second)
 
-    (out, _), backward = jax.vjp(forward, x, residual, sums)
-    return out, *backward((gradient, sums))
+    return differentiate_mlp(mlp, case)
 
 
-def expected(inputs):
-    x, projections, sums, routing, residual, gradient = inputs
-    x, projections, residual, gradient = jax.tree.map(
-        lambda v: v.astype(jnp.float32), (x, projections, residual, gradient)
-    )
-    return of_single_linears(x, projections, sums, routing, residual, gradient)
+def assert_owned_rows_are_close(case: Case, found: Results, wanted: Results):
+    owned = ~case.is_owned_by(-1)
 
+    def of_owners(results: Results):
+        return jax.tree.map(lambda x: x[owned] if x.ndim == 2 else x, results)
 
-def assert_close(found, wanted, owners):
-    owned = np.repeat(np.asarray(owners) >= 0, 128)
-    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        one, other = (np.asarray(v, np.float32) for v in (one, other))
-        if one.ndim == 2:
-            one, other = one[owned], other[owned]
-        assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
+    assert_close(of_owners(found), of_owners(wanted))
 
 
 @pytest.fixture(scope="module")
 def solved():
-    inputs = make_inputs(256, 256)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-    ):
-        patch.setattr(mosaic_gpu, "is_hopper", lambda: True)
-        found = jax.block_until_ready(fused(*inputs))
-    assert not gpu_callbacks.get_races().races_found
-    return inputs, found
+    case = mlp_case(256, 256)
+    with interpreted_on_hopper():
+        return case, jax.block_until_ready(fused(case))
 
 
 def test_output_and_gradients_are_those_of_the_single_linears(solved):
-    inputs, found = solved
-    assert_close(found, expected(inputs), OWNERS)
+    case, found = solved
+    assert_owned_rows_are_close(case, found, expected(case))
 
 
 def test_empty_chunks_are_zeros(solved):
-    _, (out, dx, *_) = solved
-    empty = np.repeat(np.asarray(OWNERS) < 0, 128)
-    assert not np.any(out[empty]) and not np.any(dx[empty])
+    case, found = solved
+    empty = case.is_owned_by(-1)
+    assert not np.any(found.outputs[0][empty]) and not np.any(found.dx[empty])
 
 
 def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved):
-    (_, _, before, *_), (*_, after) = solved
-    for one, other in zip(*map(jax.tree.leaves, (before, after)), strict=True):
-        np.testing.assert_array_equal(one[:LAYER], other[:LAYER])
-        np.testing.assert_array_equal(one[:, 3], other[:, 3])
+    case, found = solved
+    for before, after in pairs(case.accumulators, found.accumulators):
+        assert_same_bits(before[:LAYER], after[:LAYER])
+        assert_same_bits(before[:, IDLE_SLOT], after[:, IDLE_SLOT])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [1, 4, 16])
 def test_the_mlp_of_llama_on_the_gpu(slots):
-    owners = tuple(np.random.default_rng(slots).integers(-1, slots, 64))
-    inputs = make_inputs(4096, 14336, owners, slots)
-    wanted = jax.device_get(expected(inputs))
-    found = jax.device_get(fused(*inputs))
-    assert_close(found, wanted, owners)
-    again = jax.device_get(fused(*inputs))
-    for one, other in zip(*map(jax.tree.leaves, (found, again)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chunk_slot = tuple(np.random.default_rng(slots).integers(-1, slots, 64))
+    case = mlp_case(4096, 14336, chunk_slot, slots)
+    wanted = jax.device_get(expected(case))
+    found = jax.device_get(fused(case))
+    assert_owned_rows_are_close(case, found, wanted)
+    again = jax.device_get(fused(case))
+    assert_same_bits(found, again)

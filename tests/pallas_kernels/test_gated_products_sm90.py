@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_lora_cases import ROUTINGS, abstract, normals, owned_chunks
 
 from jaxmux.pallas_kernels.grouped_lora.gated_backward_sm90 import BackwardTiling, gated_backward
 from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import (
@@ -13,18 +14,6 @@ from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import (
 )
 
 TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
-ROUTINGS = {
-    "one task": (1, 1, 1, 1),
-    "owners alternate": (0, 2, 0, 2),
-    "empty in the middle": (2, -1, 2, 0),
-    "empty at the ends": (-1, 0, 1, -1),
-    "all empty": (-1, -1, -1, -1),
-}
-
-
-def normals(rng, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
-
 
 def forward_arguments(rng, width=WIDTH) -> dict:
     return dict(
@@ -71,12 +60,6 @@ def swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
-def chunks(chunk_slot):
-    """Owner and rows of every chunk that has an owner."""
-    size = TOKENS // len(chunk_slot)
-    return [(s, slice(i * size, (i + 1) * size)) for i, s in enumerate(chunk_slot) if s >= 0]
-
-
 def float32(x):
     return np.asarray(x, np.float32)
 
@@ -98,7 +81,7 @@ def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_
     expected = float32(swiglu(float32(arguments["gate"]), float32(arguments["up"])))
     assert_rounded(h, np.where(empty_rows(chunk_slot)[:, None], 0, expected))
     product = np.zeros((RANK, TOKENS), np.float32)
-    for slot, rows in chunks(chunk_slot):
+    for slot, rows in owned_chunks(chunk_slot, TOKENS):
         product[:, rows] = float32(arguments["a"][slot]) @ float32(h[rows]).T
     np.testing.assert_allclose(np.sum(sums, axis=0), product, rtol=1e-5, atol=1e-3)
 
@@ -130,13 +113,13 @@ def test_backward_products_are_those_of_each_chunks_owner(rank, chunk_slot, inte
     h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS, interpret)
     for gradient, partial_sums, b in zip(gradients, sums, arguments["b"], strict=True):
         expected = np.zeros((rank, TOKENS), np.float32)
-        for slot, rows in chunks(chunk_slot):
+        for slot, rows in owned_chunks(chunk_slot, TOKENS):
             expected[:, rows] = float32(b[slot]) @ float32(gradient[rows]).T
         assert partial_sums.dtype == jnp.bfloat16
         error = 2**-8 * np.abs(float32(partial_sums)).sum(axis=0)
         assert np.all(np.abs(float32(partial_sums).sum(axis=0) - expected) <= error + 1e-3)
     expected = [np.array(each) for each in arguments["accumulators"]]
-    for slot, rows in chunks(chunk_slot):
+    for slot, rows in owned_chunks(chunk_slot, TOKENS):
         s_gate, s_up, ds_down = (float32(low[:, rows]) for low in arguments["lows"])
         expected[0][SLOTS + slot] += s_gate @ float32(gradients[0][rows])
         expected[1][SLOTS + slot] += s_up @ float32(gradients[1][rows])
@@ -266,19 +249,15 @@ def test_shapes_that_do_not_fit_are_refused():
         gated_forward(z, z, a, jnp.zeros(8, jnp.int32))
 
 
-def shape(*dimensions, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(dimensions, dtype)
-
-
 @pytest.mark.parametrize("rank", [16, 32, 48, 64])
 @pytest.mark.parametrize("slots", [1, 4, 16])
 def test_real_shapes_lower(rank, slots, lowered):
     rows, width = 8192, 14336
-    z, factor, low = shape(rows, width), shape(slots, rank, width), shape(rank, rows)
-    index = shape(64, dtype=jnp.int32)
+    z, factor, low = abstract(rows, width), abstract(slots, rank, width), abstract(rank, rows)
+    index = abstract(64, dtype=jnp.int32)
     lowered(gated_forward, z, z, factor, index)
-    db = shape(2 * slots, rank, width, dtype=jnp.float32)
-    da = shape(2 * slots, width, rank, dtype=jnp.float32)
+    db = abstract(2 * slots, rank, width, dtype=jnp.float32)
+    da = abstract(2 * slots, width, rank, dtype=jnp.float32)
     text = lowered(
         gated_backward, *(z, z, z, (factor,) * 2, (low,) * 3, (db, db, da)), index, index
     )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_lora_cases import ROUTINGS, abstract, normals, owned_chunks
 
 from jaxmux.pallas_kernels.counter_dropout import keep_mask
 from jaxmux.pallas_kernels.grouped_lora.column_products_sm90 import (
@@ -18,13 +19,8 @@ from jaxmux.pallas_kernels.grouped_lora.tilings import row_tiling
 TOKENS, CHUNKS, SLOTS, RANK = 512, 4, 3, 16
 ROW_TILING = RowTiling(tile_m=64, tile_k=64, stages=3)
 COLUMN_TILING = ColumnTiling(stripe=64, tile_rows=64, stages=3)
-ROUTINGS = {
-    "one task": (1, 1, 1, 1),
-    "owners alternate": (0, 2, 0, 2),
-    "empty in the middle": (2, -1, 2, 0),
-    "empty at the ends": (-1, 0, 1, -1),
-    "all empty": (-1, -1, -1, -1),
-    "runs of a tile and of several": (0, 1, 1, -1, 1, 0, 0, 2),
+MORE_ROUTINGS = ROUTINGS | {
+    "spans of a tile and of several": (0, 1, 1, -1, 1, 0, 0, 2),
     "empty around single tiles": (-1, 2, -1, 2, 0, -1, -1, 2),
 }
 SCALE = (0.5, 2.0, 1.0)
@@ -33,10 +29,6 @@ SCALE = (0.5, 2.0, 1.0)
 def integers(rng, *shape, dtype=jnp.bfloat16):
     """Values whose products and sums are exact in float32, so that results compare exactly."""
     return jnp.asarray(rng.integers(-4, 5, size=shape), dtype)
-
-
-def normals(rng, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
 def row_job(rng, width, ranks=(RANK,)) -> RowJob:
@@ -58,12 +50,6 @@ def column_job(rng, width, ranks=(RANK,), rank_major=False, values=integers) -> 
     )
 
 
-def chunks(chunk_slot):
-    """Owner and rows of every chunk that has an owner."""
-    size = TOKENS // len(chunk_slot)
-    return [(s, slice(i * size, (i + 1) * size)) for i, s in enumerate(chunk_slot) if s >= 0]
-
-
 def multiply_rows(jobs, chunk_slot, interpret, tiling=ROW_TILING):
     slots, scale = jnp.asarray(chunk_slot), jnp.asarray(SCALE)
     return row_products(tuple(jobs), slots, scale, tiling=tiling, interpret=interpret)
@@ -73,7 +59,7 @@ def assert_row_products(results, job: RowJob, chunk_slot):
     z = np.asarray(job.z, np.float32)
     for result, factor in zip(results, job.factors, strict=True):
         expected = np.zeros((factor.shape[1], TOKENS), np.float32)
-        for slot, rows in chunks(chunk_slot):
+        for slot, rows in owned_chunks(chunk_slot, TOKENS):
             expected[:, rows] = SCALE[slot] * np.asarray(factor[slot], np.float32) @ z[rows].T
         assert result.dtype == factor.dtype
         np.testing.assert_array_equal(result, expected.astype(result.dtype))
@@ -83,13 +69,13 @@ def assert_column_products(results, job: ColumnJob, chunk_slot):
     z = np.asarray(job.z, np.float32)
     for result, low, accumulator in zip(results, job.lows, job.accumulators, strict=True):
         expected = np.array(accumulator)
-        for slot, rows in chunks(chunk_slot):
+        for slot, rows in owned_chunks(chunk_slot, TOKENS):
             gradient = z[rows].T @ np.asarray(low, np.float32)[:, rows].T
             expected[slot] += gradient.T if job.rank_major else gradient
         np.testing.assert_array_equal(result, expected)
 
 
-@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_row_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
     job = row_job(np.random.default_rng(0), 256)
     [result] = multiply_rows([job], chunk_slot, interpret)
@@ -108,7 +94,7 @@ def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
         tiling=RowTiling(tile_m=tile_m, tile_k=64, stages=2),
         interpret=interpret,
     )
-    for slot, rows in chunks(chunk_slot):
+    for slot, rows in owned_chunks(chunk_slot, TOKENS):
         product = np.float64(scale[slot]) * np.float64(job.factors[0][slot])
         expected = product @ np.float64(job.z[rows]).T
         # Half a unit in the last place of bfloat16, and the error of the float32 sum.
@@ -124,7 +110,7 @@ def test_row_products_of_several_activations_and_factors(interpret):
 
 
 @pytest.mark.parametrize("rank_major", [False, True])
-@pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, interpret):
     job = column_job(np.random.default_rng(0), 128, rank_major=rank_major)
     [result] = column_products(
@@ -282,10 +268,6 @@ def test_tilings_that_do_not_fit_are_refused():
         row_products((row_job(rng, 512),), slots, scale, tiling=RowTiling(tile_m=128, tile_k=512))
 
 
-def shape(*dimensions, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(dimensions, dtype)
-
-
 def tiled_row_products(job: RowJob, chunk_slot, scale):
     return row_products((job,), chunk_slot, scale, tiling=row_tiling(job))
 
@@ -295,12 +277,12 @@ REAL = [(w, r, slots) for w in (1024, 4096, 14336) for r in (16, 64, 128) for sl
 
 @pytest.mark.parametrize(("width", "rank", "slots"), REAL)
 def test_real_shapes_lower(width, rank, slots, lowered):
-    z, factor, low = shape(8192, width), shape(slots, rank, width), shape(rank, 8192)
-    chunk_slot, scale = shape(64, dtype=jnp.int32), shape(slots, dtype=jnp.float32)
+    z, factor, low = abstract(8192, width), abstract(slots, rank, width), abstract(rank, 8192)
+    chunk_slot, scale = abstract(64, dtype=jnp.int32), abstract(slots, dtype=jnp.float32)
     for modules in (1, 3):
         job = RowJob(z, (factor,) * modules)
         lowered(tiled_row_products, job, chunk_slot, scale)
-        accumulators = (shape(slots, width, rank, dtype=jnp.float32),) * modules
+        accumulators = (abstract(slots, width, rank, dtype=jnp.float32),) * modules
         lowered(
             lambda z, lows, g, c: column_products((ColumnJob(z, lows, g, False),), c),
             *(z, (low,) * modules, accumulators, chunk_slot),
@@ -310,22 +292,22 @@ def test_real_shapes_lower(width, rank, slots, lowered):
 # Rank 128 of three modules is refused with dropout.
 @pytest.mark.parametrize(("width", "rank", "slots"), [real for real in REAL if real[1] < 128][::4])
 def test_real_shapes_with_dropout_lower(width, rank, slots, lowered):
-    masks = Masks((shape(8192, dtype=jnp.uint32),) * 3, shape(slots, dtype=jnp.float32))
-    z, chunk_slot = shape(8192, width), shape(64, dtype=jnp.int32)
-    job, scale = RowJob(z, (shape(slots, rank, width),) * 3, masks), shape(slots, dtype=jnp.float32)
+    masks = Masks((abstract(8192, dtype=jnp.uint32),) * 3, abstract(slots, dtype=jnp.float32))
+    z, chunk_slot = abstract(8192, width), abstract(64, dtype=jnp.int32)
+    job, scale = RowJob(z, (abstract(slots, rank, width),) * 3, masks), abstract(slots, dtype=jnp.float32)
     lowered(tiled_row_products, job, chunk_slot, scale)
-    accumulators = (shape(slots, width, rank, dtype=jnp.float32),) * 3
+    accumulators = (abstract(slots, width, rank, dtype=jnp.float32),) * 3
     lowered(
         lambda z, lows, g, masks, c: column_products((ColumnJob(z, lows, g, False, masks),), c),
-        *(z, (shape(rank, 8192),) * 3, accumulators, masks, chunk_slot),
+        *(z, (abstract(rank, 8192),) * 3, accumulators, masks, chunk_slot),
     )
 
 
 def test_accumulators_are_updated_in_place(lowered):
-    job = (shape(8192, 1024), (shape(16, 8192),), (shape(4, 1024, 16, dtype=jnp.float32),))
+    job = (abstract(8192, 1024), (abstract(16, 8192),), (abstract(4, 1024, 16, dtype=jnp.float32),))
     text = lowered(
         lambda job, c: column_products((ColumnJob(*job, False),), c),
         job,
-        shape(64, dtype=jnp.int32),
+        abstract(64, dtype=jnp.int32),
     )
     assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text

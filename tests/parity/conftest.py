@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 # For the modules beside the tests; pytest's importlib mode does not add their folder.
 sys.path.insert(0, str(HERE))
+
+# The models are so small that several threads would be slower than one.
+torch.set_num_threads(1)
 
 from backbones import random_prompts  # noqa: E402
 from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, make_backbone, vocabulary, write_tasks  # noqa: E402

@@ -144,7 +144,7 @@ def packed_logits(
         for slot, sequences in enumerate(prompts)
     }
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
-    (placements,) = pack_round(lengths, SHAPE, solver_seconds=0).microbatches()
+    (placements,) = pack_round(lengths, SHAPE).microbatches()
     slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]
     sequences_of_row = [sum(p.row == row for p in placements) for row in range(SHAPE.rows)]
     assert min(sequences_of_row) > 1 and max(map(len, slots_of_row)) > 1, "packed too sparsely"
@@ -236,7 +236,7 @@ def tasks_by_microbatch(tasks: Sequence[PreparedTask]) -> list[list[list[str]]]:
             for slot, p in enumerate(tasks)
             if step < p.steps
         }
-        planned = pack_round(lengths, SHAPE, solver_seconds=0).microbatches()
+        planned = pack_round(lengths, SHAPE).microbatches()
         rounds.append([sorted({tasks[p.slot].task.name for p in m}) for m in planned])
     return rounds
 

@@ -1,4 +1,4 @@
-"""The shape class of a run: chosen over all its rounds, by the device's costs, and kept."""
+"""The shape class of a training run is chosen over all its rounds by predicted time, and kept."""
 
 import dataclasses
 import signal
@@ -13,11 +13,11 @@ from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner import PlanningError
+from jaxmux.planner.costs import CostSource
 from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, write_profile
 from jaxmux.planner.costs.estimates import estimated_memory
-from jaxmux.planner.packing.shape_choice import ShapeRequest
-from jaxmux.planner.pipeline.make_plan import TaskLoad, make_plan
-from jaxmux.planner.pipeline.plan_value import CostSource
+from jaxmux.planner.packing import ShapeRequest
+from jaxmux.planner.pipeline import TaskLoad, make_plan
 from jaxmux.runs import run
 from jaxmux.runs import run_shape as shape
 from jaxmux.runs.run_shape import BatchLengths, best_shape, choose_run_shape, run_costs
@@ -34,7 +34,8 @@ CONFIG = BackboneConfig(
     num_kv_heads=2,
     head_dim=64,
 )
-# Seconds of a layer for each token; of a token of attention, by whether rows hold several.
+# Seconds per token of a layer, of attention in rows of one sequence, and of attention in rows of
+# several sequences.
 LAYER, DENSE, PACKED = 1e-6, 1e-7, 5e-6
 
 
@@ -44,7 +45,7 @@ def prepared(name: str, lengths, batch_size: int = 16, steps: int = 100) -> Prep
     return PreparedTask(
         task=Task(name, "none", LoRA(4), AdamW(), batch_size=batch_size, steps=steps),
         targets={"self_attn.q_proj": np.ones(4, bool)},
-        adapter={},
+        make_adapter=dict,
         samples=Samples(samples, len(samples), 0, 0),
         batches=GlobalBatches(samples, batch_size, seed=0),
         steps=steps,
@@ -60,6 +61,7 @@ def tasks() -> list[PreparedTask]:
 
 
 def price(point) -> float:
+    """Seconds of a point of the profile."""
     match point:
         case UpdatePoint():
             return 1e-6
@@ -71,7 +73,7 @@ def price(point) -> float:
 
 @pytest.fixture
 def ship(tmp_path, monkeypatch, small_profile):
-    """Makes a profile of this machine's device the only one that ships."""
+    """Writes a profile and makes it the only one that ships."""
     monkeypatch.setattr(shape, "PROFILES", str(tmp_path))
 
     def write(config=CONFIG, dtype="float32", device="cpu") -> None:
@@ -88,14 +90,14 @@ def chosen(tasks, **given):
 
 
 def load(task: PreparedTask) -> TaskLoad:
-    """As a plan has the task."""
+    """The task as plans describe it."""
     lengths = [s.stream_length for s in task.samples.samples]
     batches = BatchLengths(task.batches, task.steps)
     size, held_out = task.task.batch_size, [s.stream_length for s in task.eval_samples]
     return TaskLoad(task.task.name, task.pool, size, task.steps, lengths, batches, held_out)
 
 
-def test_an_engine_of_ones_own_gets_the_same_shape_class(tasks):
+def test_best_shape_is_the_shape_class_of_a_training_run(tasks):
     backbone = Backbone.random(CONFIG)
     assert best_shape(tasks, backbone, 2048) == chosen(tasks).alignment.shape
     with pytest.raises(PlanningError, match="no tasks"):
@@ -114,7 +116,7 @@ def test_lengths_of_batches_are_those_of_every_step(tasks):
 @pytest.mark.parametrize("least_chunk_len", [64, 128])
 def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size, least_chunk_len):
     rng = np.random.default_rng(batch_size)
-    # Short samples first: the first rounds tell little of the others.
+    # The task with long samples trains longer, so the first rounds differ from the others.
     tasks = [
         prepared("short", rng.integers(40, 64, 400), batch_size, steps=5),
         prepared("long", rng.integers(60, 500, 400), batch_size),
@@ -122,7 +124,7 @@ def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size
     costs = run_costs(tasks, CONFIG, jnp.float32)._replace(least_chunk_len=least_chunk_len)
     request = ShapeRequest(2048, least_chunk_len=least_chunk_len)
     source = CostSource("estimated", "a test", "cpu", 2**34)
-    plan = make_plan([load(task) for task in tasks], request, costs.mesh, source, rounds=2)
+    plan = make_plan([load(task) for task in tasks], request, costs.replica, source, rounds=2)
     assert plan.shape == choose_run_shape(tasks, costs, 2048).alignment.shape
 
 
@@ -157,7 +159,7 @@ def test_costs_are_those_of_a_profile_of_this_device_and_backbone(tasks, ship):
     ship()
     choice = chosen(tasks)
     assert "measured for cpu" in str(choice)
-    # Here packed attention costs more than the padding that it saves.
+    # In this profile, packed attention takes more time than the padding that it saves.
     assert choice.alignment.shape.max_sequences == 1
 
 
@@ -175,8 +177,10 @@ def test_profile_of_something_else_is_not_used(tasks, ship, other):
     assert "estimated" in chosen(tasks).source
 
 
-def test_run_goes_on_in_its_shape_class(train, make_task, tmp_path, monkeypatch, adapter_bytes):
-    """Also where today's choice would be another."""
+def test_a_continued_run_keeps_its_shape_class(
+    train, make_task, tmp_path, monkeypatch, adapter_bytes
+):
+    """A run that continues does not choose a shape class again."""
     task = make_task("a", steps=4, batch_size=14)
     options = {"row_len": None, "chunk_len": None, "checkpoint_every": 2}
     train(tmp_path / "whole", task, **options)

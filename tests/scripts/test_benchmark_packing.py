@@ -1,11 +1,11 @@
-"""The policies of the packing benchmark: what they lay out, and what is predicted and reported."""
+"""The policies of the packing benchmark: their layouts, predictions and reports."""
 
 import json
 
 import benchmark_packing
 import numpy as np
 import pytest
-from benchmark_packing import beside, pack_padded, parse_arguments, policies, tasks_of_mix
+from benchmark_packing import pack_padded, parse_arguments, policies, tasks_of_mix, with_ratio
 from benchmark_records import make_record
 from benchmark_step import llama_config
 from benchmark_tables import packing_table
@@ -35,7 +35,7 @@ def found(args, tasks):
     return policies(tasks, costs, args)
 
 
-def test_policies_lay_every_sample_of_a_round_out_once(found, tasks):
+def test_policies_place_every_sample_of_a_round_once(found, tasks):
     assert [policy.name for policy in found] == NAMES
     assert [task.task.name for task in tasks] == ["short", "long"]
     lengths = {i: [s.stream_length for s in t.batches[0]] for i, t in enumerate(tasks)}
@@ -62,7 +62,7 @@ def test_zero_padding_gives_every_sample_a_row_of_the_longest(found, tasks):
     assert sum(map(len, rows)) == 32
 
 
-def test_padding_per_task_takes_the_places_of_the_tasks_longest():
+def test_padding_per_task_pads_samples_to_the_longest_of_their_task():
     shape = ShapeClass(rows=2, row_len=256, chunk_len=64, max_sequences=16)
     (placed,) = pack_padded({0: [10, 20, 30], 1: [5]}, shape, longest=[60, 200])
     starts = {(p.slot, p.sample): (p.row, p.offset) for p in placed}
@@ -83,7 +83,7 @@ def test_predictions_are_printed_without_training(tmp_path, capsys, monkeypatch)
     assert all("padding" in line and "ms a round" in line for line in lines[1:])
 
 
-def test_stand_ins_are_the_same_every_time_and_say_their_parameters(args, capsys):
+def test_lognormal_lengths_are_reproducible_and_their_parameters_are_printed(args, capsys):
     one, other = (benchmark_packing.read_lengths(args) for _ in range(2))
     assert one == other and len(one) >= 8
     assert "sst2: lognormal, median 16, sigma 0.46" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_the_table_compares_with_zero_padding_and_with_first_fit():
 
     zero = record("zero-padding", 4000.0)
     records = [
-        beside(r, zero) for r in (zero, record(NAMES[2], 10000.0), record("jaxmux", 12000.0))
+        with_ratio(r, zero) for r in (zero, record(NAMES[2], 10000.0), record("jaxmux", 12000.0))
     ]
     table = packing_table(records)
     assert "| 4 | **jaxmux** | 8 x 1024 | 2.0 | 25% | 83 | 12,000 | 3.00 | 1.20 |" in table

@@ -1,10 +1,11 @@
-"""What training takes, in time and memory, on a device or on the devices of a replica.
+"""Predicts the time and memory of training on a device, or on the devices of a replica.
 
-In go a backbone's sizes (`BackboneSize`), the pool of the tasks (`PoolSpec`), the devices
-(`planner.devices.Replica`) and, if there is one, a profile that `jaxmux.profiling` measured. Out
-come seconds and bytes: of a layer (`TimeModel`), of a round's peak (`MemoryModel`), of a microbatch
-on each stage of a replica (`ReplicaCosts`); and whether tasks fit into memory (`Admission`).
-`device_models` decides whether costs come from a profile or from estimates.
+The models take a backbone's sizes (`BackboneSize`), the pool of the tasks (`PoolSpec`), the devices
+(`planner.devices.Replica`) and a profile that `jaxmux.profiling` measured, if there is one.
+`TimeModel` predicts the seconds of a layer, `MemoryModel` the peak bytes of a round, and
+`ReplicaCosts` the seconds and bytes of a microbatch on each stage of a replica. `Admission` checks
+whether tasks fit into memory. `device_models` decides whether costs come from a profile or from
+estimates.
 """
 
 from .admission import Admission

@@ -28,7 +28,7 @@ class CostSource(NamedTuple):
 
     Attributes:
       kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile).
-      text: what the costs were taken from, as shown in reports, for example "h200.json, bfloat16".
+      text: the origin of the costs as shown in reports, for example "h200.json, bfloat16".
       device: kind of the device, as JAX names it.
       memory_bytes: memory of one device.
       notes: sentences about parts that come from elsewhere.
@@ -65,8 +65,8 @@ def device_models(
     dtype: str = "bfloat16",
     profiles: Path | str = PROFILES,
 ) -> CostModels:
-    """The models fitted to the profile that ships for this device and backbone; where none does,
-    the estimates for an H200, whatever the device.
+    """The models fitted to the profile that ships for this device and backbone; without such a
+    profile, the estimates for an H200, for any device.
 
     Args:
       size: sizes of the backbone.

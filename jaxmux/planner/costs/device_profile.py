@@ -201,7 +201,7 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Measurements of one backbone on one kind of device; the module's docstring tells the
+    """Measurements of one backbone on one kind of device; the module's docstring describes the
     fields."""
 
     device: str

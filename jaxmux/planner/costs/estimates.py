@@ -27,7 +27,7 @@ from .time_model import TimeModel
 _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)
-# Weight of an estimate beside that of an observed round, which is 1.
+# Weight of an estimate in the online fit; an observed round has weight 1.
 _WEIGHT = 1e-4
 
 
@@ -35,8 +35,8 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
     """The time model by the figures of `h200`.
 
     Elementwise operators move 10 d + 8 f values per token, forward and backward: norms read and
-    write the stream, the gate its f-wide activations. Adapters cost as much as at rank 16, whatever
-    their rank, because reading the activations bounds them. In rows of several sequences, attention
+    write the stream, the gate its f-wide activations. Adapters of any rank take the time of
+    rank 16, because it is bound by reading the activations. In rows of several sequences, attention
     costs as much as in rows of one, and the time to fill the memory of every sequence that the row
     has room for. The update reads and writes masters, accumulators and moments.
     """

@@ -1,4 +1,4 @@
-"""Which layers keep much and which recompute, in the memory that there is."""
+"""Chooses the layers that keep much and those that recompute, by the free memory."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -15,7 +15,7 @@ def keeps_attention(remat: str) -> bool:
 def working_bytes(
     sizes: Mapping[str, float], loss_bytes: float, attention_bytes: float = 0.0
 ) -> float:
-    """Bytes that a pass needs while it runs, besides what layers keep.
+    """Bytes that a pass needs while it runs, besides the values that layers keep.
 
     While one layer goes backward, its inputs, its outputs and the gradients of all that it computed
     exist at the same time. Together they take a quarter more than the layer keeps under the policy
@@ -33,7 +33,7 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
     """The remat policy of every layer: as many layers as there is room for get the first policy.
 
     The layers before them get the next policy. These go backward last, when the memory of the other
-    layers is free again for what they recompute.
+    layers is free again for their recomputation.
 
     Args:
       sizes: bytes that a layer keeps under each policy, from least to most recomputation, falling.

@@ -3,9 +3,9 @@ online fit (mLoRA Eq. 5) for the rest.
 
   M_stage = [M_b + Σ M_g] / S + Σ M_a(b, l)                                  (MuxTune)
 
-M_b are the weights. M_g is the train state of each task: masters, accumulators, moments. M_a is
-what layers keep for the backward pass; it is counted too. What remains is the memory that a pass
-needs while it runs: temporaries, workspaces, blocks of logits. For rows of one sequence it is
+M_b are the weights. M_g is the train state of each task: masters, accumulators, moments. M_a are
+the values that layers keep for the backward pass; they are counted too. The remaining memory is
+needed while a pass runs: temporaries, workspaces, blocks of logits. For rows of one sequence it is
 learnt as
 
   Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
@@ -38,8 +38,8 @@ from .layer_policies import USABLE, fill_stages, keeps_attention, split_stages, 
 from .online_fit import OnlineFit
 from .pool_spec import PoolSpec
 
-# Weight of a profiled peak beside that of an observed round, which is 1: a whole round tells more
-# than a program of a few layers.
+# Weight of a profiled peak in the online fit. An observed round has weight 1, because it is more
+# informative than a program of a few layers.
 _PROFILE_WEIGHT = 0.01
 # The count of attention's memory may be too low by this factor.
 _SLACK = 1.05

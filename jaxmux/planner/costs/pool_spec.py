@@ -1,4 +1,4 @@
-"""The sizes of a pool: what the compiled programs have room for and costs depend on."""
+"""The sizes of a pool, on which the compiled programs and the costs depend."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

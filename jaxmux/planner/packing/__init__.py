@@ -1,8 +1,9 @@
 """Lays the samples of tasks out in microbatches of one shape.
 
-In go the stream lengths of each task's global batch and a shape class. Out come microbatches: for
-every sample its slot, row and offset, so that every chunk belongs to one task and a task's chunks
-are the same in any company. `choose_shape` finds the shape class in which given rounds cost least.
+`pack_round` takes the stream lengths of each task's global batch and a shape class, and gives every
+sample a slot, a row and an offset in a microbatch. Every chunk belongs to one task, and the content
+of a task's chunks does not depend on the other tasks. `choose_shape` finds the shape class in which
+given rounds take the least time.
 """
 
 from .first_fit import pack_first_fit

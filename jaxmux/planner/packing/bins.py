@@ -17,7 +17,7 @@ def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = Non
 
     For a threshold α, an item above `capacity` - α shares a bin with no item of at least α, and two
     items above half the capacity never share one. The items from α to half the capacity fill the
-    room beside those; what does not fit there needs further bins. L2 is the best such bound over
+    room beside those; items that do not fit there need further bins. L2 is the best such bound over
     all α (Martello and Toth, Lower bounds and reduction procedures for the bin packing problem,
     1990).
 
@@ -64,12 +64,12 @@ def first_fit_decreasing(
 def fullest_bins(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Indices of the items of each bin, every bin filled as far as the items left allow.
+    """Indices of the items of each bin; every bin is filled as full as the remaining items allow.
 
-    A bin takes the longest item that is left and the items beside it that leave the least room; of
+    A bin takes the longest remaining item and the items with which the least room is left; of
     several such choices, one of the fewest items (minimum bin slack; Gupta and Ho, A new heuristic
-    algorithm for the one-dimensional bin-packing problem, 1999). So short items stay for later
-    gaps. Arguments as of `least_bins`.
+    algorithm for the one-dimensional bin-packing problem, 1999). Short items
+    therefore remain for later gaps. Arguments as of `least_bins`.
     """
     order = _longest_first(sizes)
     left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}

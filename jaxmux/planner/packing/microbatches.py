@@ -51,7 +51,7 @@ class Placement(NamedTuple):
 
 
 class CutBatch(NamedTuple):
-    """A task's global batch, ready to be packed beside any others.
+    """A task's global batch, cut into spans.
 
     Attributes:
       lengths: stream lengths of its samples, in tokens.

@@ -26,7 +26,7 @@ _WEIGHTS = ((1, 0), (0, 1), (1, 1), (2, 1), (1, 2))
 
 
 class RowShape(NamedTuple):
-    """What a row holds.
+    """Limits of a row.
 
     Attributes:
       chunks: chunks of a row.
@@ -76,8 +76,8 @@ def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
 
 
 def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
-    """First fit decreasing as far as the order permits: a row takes the longest of the tasks' next
-    spans that fits, until none does."""
+    """First fit decreasing, within the fixed order of each task: a row takes the longest of the
+    tasks' next spans that fits, until none fits."""
     order = {slot: i for i, slot in enumerate(queues)}
     position = dict.fromkeys(queues, 0)
     # The next span of every task, longest first.
@@ -109,7 +109,7 @@ def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
 
 
 def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: bool) -> list[Row]:
-    """Fills every row as far as the next spans of the tasks can.
+    """Fills every row as full as the next spans of the tasks allow.
 
     Of several choices that fill a row equally, it takes the one with the fewest sequences, so that
     short ones stay for later gaps; or, with `even_out`, spans of the tasks of which most is left,

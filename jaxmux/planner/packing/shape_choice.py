@@ -100,8 +100,8 @@ def choose_shape(
     best = _with_fewer_sequences(best, request, improve)
     if math.isfinite(best.seconds):
         return best
-    # Nothing fits. The plain shape with one sequence per row needs least, so a refusal should name
-    # what that one lacks.
+    # Nothing fits. A refusal should name the memory that the plain shape with one sequence per row
+    # needs, which is the least.
     return price_shape(rounds, dataclasses.replace(plain.shape, max_sequences=1), seconds)
 
 

@@ -2,8 +2,8 @@
 
 A *span* is a series of whole samples of one task that lie side by side from a chunk border on. The
 batch is first packed into as few rows as the task needs alone. Each row's samples are then cut into
-the shortest spans that together take no more chunks than the uncut row. A span that fits a gap
-beside other tasks' spans may leave its row; a span that stays costs nothing.
+the shortest spans that together take no more chunks than the uncut row. A span that fits a gap next
+to other tasks' spans may leave its row; a span that stays takes no additional chunk.
 """
 
 from collections.abc import Sequence
@@ -103,8 +103,8 @@ def _cut(row: list[int], lengths: Sequence[int], chunk_len: int) -> list[Span]:
 def _shortest_part(
     left: list[int], lengths: Sequence[int], chunk_len: int, padding: int
 ) -> list[int]:
-    """The longest sample that is left, and the samples beside it that reach a chunk border soonest
-    with at most `padding` tokens of padding."""
+    """The longest remaining sample, followed by the samples with which it reaches a chunk border
+    soonest with at most `padding` tokens of padding."""
     first, *others = left
     room = -lengths[first] % chunk_len
     tokens = sum(lengths[s] for s in left)

@@ -10,7 +10,8 @@ The parts, in the order in which `make_plan` uses them:
   `adapter_groups`. `grouping_estimates` chooses those that are worth simulating.
 - `bubble_lemma` puts the packed microbatches of all groups in a row such that every task waits for
   its updates; `schedules` makes, checks and simulates the schedule.
-- `pipeline_plan` does both for several groupings, and `pipeline_choice` also for more recomputation.
+- `pipeline_plan` does both for several groupings, and `pipeline_choice` also with more
+  recomputation.
 - `smaller_microbatches` tries whether fewer tokens per microbatch would be faster.
 
 `subgraphs` and `interleaving` order the operators of a bucket's hTasks within a stage.

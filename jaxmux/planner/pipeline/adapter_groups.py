@@ -59,7 +59,7 @@ def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
 def take_turns[Batch](
     rounds: Sequence[Mapping[int, Batch]], groups: Sequence[Sequence[int]]
 ) -> list[dict[int, Batch]]:
-    """Returns the turns of the groups: in each round, the global batches of one group after another.
+    """Returns the turns of the groups: in each round, one group's global batches after another's.
 
     The turns of a group are separated by those of all other groups, which is the distance that the
     bubble lemma requires (see `bubble_lemma`).

@@ -7,10 +7,10 @@ import numpy as np
 
 from ..errors import PlanningError
 from .balanced_partition import (
+    deal_largest_first,
     divide_pairs_again,
     largest_sum,
     least_variance,
-    deal_largest_first,
     small_largest_sum,
 )
 

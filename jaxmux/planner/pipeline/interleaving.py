@@ -161,9 +161,7 @@ class _Streams(NamedTuple):
         return _Streams(end, arrival, self.done | {index: arrival})
 
 
-def _topological_order(
-    subgraphs: Sequence[Subgraph], key: Callable[[int], tuple]
-) -> list[int]:
+def _topological_order(subgraphs: Sequence[Subgraph], key: Callable[[int], tuple]) -> list[int]:
     """Kahn's algorithm over all graphs at once: the launchable subgraph of least key comes next."""
     missing = [len(subgraph.after) for subgraph in subgraphs]
     followers = _followers(subgraphs)

@@ -1,5 +1,4 @@
-"""Cuts the computational graphs of hTasks into subgraphs, MuxTune's units of orchestration (3.4.2).
-"""
+"""Cuts the computational graphs of hTasks into subgraphs, MuxTune's units of orchestration (3.4.2)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -104,9 +103,7 @@ def _append_graph(subgraphs: list[Subgraph], htask: int, operators: Sequence[Ope
         if any(not 0 <= source < index for source in operator.after):
             raise PlanningError(f"{where}: takes {operator.after}, expected operators before it")
         if operator.is_collective:
-            subgraph_of.append(
-                _append_collective(subgraphs, operators, subgraph_of, index, where)
-            )
+            subgraph_of.append(_append_collective(subgraphs, operators, subgraph_of, index, where))
             continue
         if len(operator.after) == 1 and consumers[operator.after[0]] == 1:
             (source,) = operator.after

@@ -80,21 +80,14 @@ def tabulate_costs(
     configurations: Sequence[Replica], lengths: Sequence[int], model: SequenceCosts
 ) -> CostTable:
     """Returns the cost model's values for every configuration and length in tokens."""
-    per_sequence = [
-        [
-            model.sequence_seconds(configuration, length)
-            if length <= model.longest(configuration)
-            else np.inf
-            for length in lengths
-        ]
-        for configuration in configurations
-    ]
-    return CostTable(
-        tuple(configurations),
-        tuple(lengths),
-        np.array([model.constant_seconds(c) for c in configurations], float),
-        np.array(per_sequence, float).reshape(len(configurations), len(lengths)),
-    )
+    per_sequence = np.full((len(configurations), len(lengths)), np.inf)
+    for i, configuration in enumerate(configurations):
+        longest = model.longest(configuration)
+        for j, length in enumerate(lengths):
+            if length <= longest:
+                per_sequence[i, j] = model.sequence_seconds(configuration, length)
+    constant = np.array([model.constant_seconds(c) for c in configurations], float)
+    return CostTable(tuple(configurations), tuple(lengths), constant, per_sequence)
 
 
 def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]:

@@ -7,10 +7,10 @@ single program covers all ways: for a *given* time T of a round, the condition
     c_i + Σ_j t_ij d_ij / p_i <= T   is equivalent to   Σ_j t_ij d_ij <= (T - c_i) p_i,
 
 which is linear in p and d together. (c_i is the constant of configuration i, t_ij its time per
-sequence of length bin j.) "Is there a plan that takes at most T?" is one program, and bisection over
-T finds the best plan with a proof, without a list that grows with a high power of the number of
-devices. LobRA's filter of 15% is used as the first interval: the search starts between a bound on
-every plan and 15% above it, and continues above only when no plan lies there.
+sequence of length bin j.) "Is there a plan that takes at most T?" is one program, and bisection
+over T finds the best plan with a proof, without a list that grows with a high power of the number
+of devices. LobRA's filter of 15% is used as the first interval: the search starts between a bound
+on every plan and 15% above it, and continues above only when no plan lies there.
 
 The p_i are whole numbers; the d_ij, the sequences of an expected round, are not. Eq. 2 has whole
 d_ij and so rounds the expected B f_j up, which gives a round up to R more sequences than any round

@@ -1,6 +1,8 @@
 """LobRA's cost model of a replica (2.2), made of the planner's time and memory models."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from ..costs.memory_model import MemoryModel
 from ..costs.pool_spec import PoolSpec
@@ -74,8 +76,14 @@ class ModelledSequenceCosts:
     def _fits(self, configuration: Replica, shape: ShapeClass) -> bool:
         return self._costs(configuration).depth(shape) >= configuration.pp
 
-    def _costs(self, configuration: Replica) -> ReplicaCosts:
-        return ReplicaCosts(self.times, self.memory, self.pool, configuration, self.remat)
+    @functools.cached_property
+    def _costs(self) -> Callable[[Replica], ReplicaCosts]:
+        # A ReplicaCosts remembers the policies of each shape class, so it is kept.
+        return functools.cache(
+            lambda configuration: ReplicaCosts(
+                self.times, self.memory, self.pool, configuration, self.remat
+            )
+        )
 
     def _slowest_stage_seconds(self, configuration: Replica, shape: ShapeClass) -> float:
         """Seconds of both passes of a full microbatch on the slowest stage, with their permutes."""

@@ -15,7 +15,7 @@ def test_shortest_is_paired_with_longest():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_task_is_in_one_group_and_groups_are_of_like_size(seed):
+def test_every_task_is_in_one_group_and_groups_are_of_similar_size(seed):
     rng = np.random.default_rng(seed)
     tasks = int(rng.integers(1, 20))
     groups = int(rng.integers(1, tasks + 1))

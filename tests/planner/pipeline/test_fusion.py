@@ -20,9 +20,7 @@ def latency_of(tokens, stages: int, microbatches: int = 4):
 
     def latency(htask) -> float:
         total = sum(tokens[task] for task in htask)
-        return pipeline_latency(
-            speed * (max(total, 900) + 60 * len(htask)) * 1e-6, microbatches
-        )
+        return pipeline_latency(speed * (max(total, 900) + 60 * len(htask)) * 1e-6, microbatches)
 
     return latency
 

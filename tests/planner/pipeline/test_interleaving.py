@@ -1,4 +1,4 @@
-"""The interleaving of a bucket's hTasks keeps dependencies and hides collectives."""
+"""Interleaved hTasks keep their dependencies and hide collectives."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,10 @@ from jaxmux.planner.pipeline.subgraphs import Block, Operator, Subgraph, graph_o
 
 
 def chain(htask: int, times, first: int) -> list[Subgraph]:
-    """(compute, communication) pairs, each after the one before; `first` is the first's index."""
+    """Subgraphs of (compute, communication) pairs, each of which depends on the one before.
+
+    `first` is the index of the first subgraph.
+    """
     return [
         Subgraph(htask, *pair, after=(first + i - 1,) if i else ()) for i, pair in enumerate(times)
     ]
@@ -28,7 +31,7 @@ def alike(htasks: int, layers: int, compute: float, communication: float) -> lis
 
 
 def random_subgraphs(seed: int, most: int) -> list[Subgraph]:
-    """Two or three hTasks, collectives short and long, DAGs, a few edges across."""
+    """Two or three hTasks with short and long collectives and a few dependencies between hTasks."""
     rng = np.random.default_rng(seed)
     subgraphs: list[Subgraph] = []
     htasks = int(rng.integers(2, 4))
@@ -54,7 +57,7 @@ def all_orders(subgraphs, begun=()):
 
 
 def test_every_order_keeps_the_dependencies():
-    for seed in range(100):
+    for seed in range(60):
         subgraphs = random_subgraphs(seed, most=24)
         for order in (
             sequential_order(subgraphs),
@@ -67,7 +70,7 @@ def test_every_order_keeps_the_dependencies():
 
 
 def test_interleaving_is_never_worse_than_one_htask_after_another():
-    for seed in range(100):
+    for seed in range(60):
         subgraphs = random_subgraphs(seed, most=24)
         found = interleave(subgraphs)
         assert found.overlap == run_order(subgraphs, found.order)
@@ -87,7 +90,7 @@ def test_interleaving_is_near_the_best_of_all_orders():
 
 
 @pytest.mark.parametrize("htasks", [2, 3, 4])
-def test_collectives_of_like_htasks_are_hidden_but_for_the_last(htasks):
+def test_collectives_of_like_htasks_are_hidden_except_the_last(htasks):
     found = interleave(alike(htasks, layers=6, compute=1.0, communication=0.4))
     assert found.overlap.exposed == pytest.approx(0.4)
     assert found.sequential.exposed == pytest.approx(0.4 * (6 * htasks - htasks + 1))

@@ -101,7 +101,7 @@ def test_every_task_is_in_one_htask_and_every_htask_in_one_bucket(plan, tasks):
 
 def test_32_tasks_are_planned_in_seconds(plan_of, draw_tasks):
     loads = [
-        task._replace(name=f"{task.name}.{i}") for i in range(8) for task in draw_tasks(samples=16)
+        task._replace(name=f"{task.name}.{i}") for i in range(8) for task in draw_tasks(samples=8)
     ]
     start = time.process_time()
     plan = plan_of(loads, Replica.uniform(4, 1))

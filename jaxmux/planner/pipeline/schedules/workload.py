@@ -192,10 +192,11 @@ def independent_series(workload: Workload, longest: int | None = None) -> list[l
     series: list[list[int]] = [[]]
     steps: dict[int, int] = {}
     for index, microbatch in enumerate(workload.microbatches):
-        needs_update = any(steps.get(task, step) != step for task, step in microbatch.global_batches)
+        batches = microbatch.global_batches
+        needs_update = any(steps.get(task, step) != step for task, step in batches)
         if needs_update or len(series[-1]) == longest:
             series.append([])
             steps = {}
         series[-1].append(index)
-        steps.update(microbatch.global_batches)
+        steps.update(batches)
     return series

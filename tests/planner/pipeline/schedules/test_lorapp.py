@@ -1,4 +1,4 @@
-"""LoRAPP's steady bubble ratios are mLoRA's closed forms (3.2.2)."""
+"""LoRAPP's bubble ratios without warm-up and drain equal mLoRA's closed forms (3.2.2)."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def stream(stages: int, tasks: int, forward: float = 1.0, backward: float = 1.0)
 
 
 def steady_ratio(schedule: PipelineSchedule, workload: Workload, simulate) -> float:
-    """Over whole periods: between the first backwards on stage 0 of two steps of task 0."""
+    """The bubble ratio between the first backward passes on stage 0 of two steps of task 0."""
     simulation = simulate(schedule, workload)
     first = {}
     for m, microbatch in enumerate(workload.microbatches):
@@ -45,8 +45,9 @@ def test_bubble_ratio_without_splitting(stages, tasks):
     schedule = lorapp(workload)
     validate(schedule)
     expected = max((stages - tasks) / stages, 0)
-    assert steady_ratio(schedule, workload, simulate_lockstep) == pytest.approx(expected, abs=1e-9)
-    assert steady_ratio(schedule, workload, simulate_asynchronous) == pytest.approx(expected, abs=1e-9)
+    for simulate in (simulate_lockstep, simulate_asynchronous):
+        ratio = steady_ratio(schedule, workload, simulate)
+        assert ratio == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("stages,tasks", list(itertools.product([2, 4], [1, 2, 4])))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.planner.pipeline.schedules import (
+    Workload,
     one_forward_one_backward,
     round_robin_microbatches,
     simulate_asynchronous,
@@ -18,7 +19,11 @@ from jaxmux.planner.pipeline.schedules import (
 
 
 def random_buckets(rng: np.random.Generator):
-    """Latencies up to 50 times apart, often equal, with equal or different numbers of microbatches."""
+    """Latencies up to 50 times apart, often equal, and equal or different numbers of microbatches.
+
+    Returns:
+      For each bucket its latency and its number of microbatches; and the number of stages.
+    """
     buckets = int(rng.integers(1, 6))
     latencies = 1 + rng.random(buckets) * rng.choice([0.2, 1, 5, 50])
     if rng.random() < 0.3:
@@ -34,7 +39,8 @@ def test_theorem_2_last_stage_keeps_busy_in_lockstep(bucket_workload):
         latencies, counts, stages = random_buckets(rng)
         workload = bucket_workload(latencies, counts, stages)
         schedule = template(workload)
-        busy = np.flatnonzero((schedule.forward_microbatch[-1] >= 0) | (schedule.backward_microbatch[-1] >= 0))
+        tables = schedule.forward_microbatch[-1], schedule.backward_microbatch[-1]
+        busy = np.flatnonzero((tables[0] >= 0) | (tables[1] >= 0))
         assert len(busy) == busy[-1] - busy[0] + 1
         work = float(2 * (latencies * counts).sum())
         makespan = simulate_lockstep(schedule, workload.reorder(template_order(workload))).makespan
@@ -55,7 +61,7 @@ def test_theorem_2_last_stage_keeps_busy_when_stages_run_free(bucket_workload):
 
 
 def test_theorem_2_fails_without_descending_order(bucket_workload):
-    """Figure 22 (e): the longest microbatches in the middle make the last stage wait."""
+    """With the longest microbatches in the middle, the last stage waits (Figure 22 (e))."""
     workload = bucket_workload([1.0, 4.0, 1.0], [2, 2, 2], stages=3)
     simulation = simulate_asynchronous(one_forward_one_backward(workload), workload)
     span = simulation.backward_end[-1].max() - simulation.forward_start[-1].min()
@@ -63,10 +69,10 @@ def test_theorem_2_fails_without_descending_order(bucket_workload):
 
 
 def test_buckets_descend_and_stay_together_in_every_round():
-    workload = uniform_workload(round_robin_microbatches(3, 2, microbatches=2), [1.0] * 2, [1.0] * 2)
-    buckets = [microbatch.bucket for microbatch in workload.microbatches]
-    scale = np.array([1.0, 3.0, 2.0])[buckets, None]
-    workload = dataclasses.replace(workload, forward=workload.forward * scale, backward=workload.backward * scale)
+    microbatches = round_robin_microbatches(3, 2, microbatches=2)
+    seconds = np.array([1.0, 3.0, 2.0])[[microbatch.bucket for microbatch in microbatches]]
+    times = np.repeat(seconds[:, None], 2, axis=1)
+    workload = Workload(microbatches, times, times)
     ordered = template(workload).microbatches
     assert [(microbatch.steps[0], microbatch.bucket) for microbatch in ordered] == [
         (step, bucket) for step in (0, 1) for bucket in (1, 2, 0) for _ in range(2)
@@ -85,7 +91,7 @@ TASKS, STEPS, MICROBATCHES, STAGES = 4, 8, 5, 4
 
 
 def stream_ratio(stage_times, generate) -> float:
-    """Bubble ratio of 160 microbatches, warm-up and drain included."""
+    """The bubble ratio of a stream of 160 microbatches, including warm-up and drain."""
     microbatches = round_robin_microbatches(TASKS, STEPS, MICROBATCHES)
     workload = uniform_workload(microbatches, stage_times, np.asarray(stage_times) * 1.15)
     schedule = generate(workload)

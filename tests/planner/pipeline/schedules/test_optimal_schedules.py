@@ -65,7 +65,7 @@ def least_lockstep_makespan(forward: np.ndarray, backward: np.ndarray) -> float:
 
 
 def _stage_choices(done, kinds, times, stage, stages):
-    """(microbatches, time) of every choice of at most one forward and one backward op of a stage."""
+    """(microbatches, time) of every choice of at most one forward and one backward op."""
     waiting = [{}, {}]
     for j, d in enumerate(done):
         if d in (stage, 2 * stages - 1 - stage):
@@ -123,10 +123,10 @@ def least_free_running_makespan(forward: np.ndarray, backward: np.ndarray) -> fl
 
 
 def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_workload):
-    """Balanced buckets, as Eq. 7 makes them: at most 20% apart."""
+    """The latencies of the buckets are at most 20% apart, as Eq. 7 makes them."""
     rng = np.random.default_rng(2)
     gaps = []
-    for i in range(60):
+    for i in range(42):
         stages = int(rng.integers(2, 5))
         most = {2: 6, 3: 5, 4: 4}[stages]
         buckets = int(rng.integers(1, 5))
@@ -171,7 +171,7 @@ def test_no_schedule_is_shorter_than_the_bounds(random_workload):
         assert ticks <= schedule.ticks
 
 
-def test_a_task_alone_takes_what_its_updates_leave(stages=4, steps=5, microbatches=6):
+def test_a_task_alone_reaches_the_bounds_of_its_updates(stages=4, steps=5, microbatches=6):
     """The bounds are reached where every global batch is a flush."""
     stream = [
         ScheduledMicrobatch((0,), (step,)) for step in range(steps) for _ in range(microbatches)
@@ -179,6 +179,7 @@ def test_a_task_alone_takes_what_its_updates_leave(stages=4, steps=5, microbatch
     workload = uniform_workload(stream, [1.0] * stages, [1.0] * stages)
     schedule = one_forward_one_backward(workload)
     expected = steps * 2 * (microbatches + stages - 1)
-    assert simulate_asynchronous(schedule, workload).makespan == least_makespan(workload) == expected
+    assert simulate_asynchronous(schedule, workload).makespan == expected
+    assert least_makespan(workload) == expected
     paired = one_forward_one_backward(workload, "paired")
     assert paired.ticks == least_paired_ticks(workload) == steps * (microbatches + 2 * stages - 1)

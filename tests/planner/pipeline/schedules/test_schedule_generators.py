@@ -45,9 +45,7 @@ def test_schedules_of_random_workloads_are_legal(name, random_workload):
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_one_microbatch_runs_alone(name, stages):
-    workload = uniform_workload(
-        [ScheduledMicrobatch((3,), (7,))], [1.0] * stages, [2.0] * stages
-    )
+    workload = uniform_workload([ScheduledMicrobatch((3,), (7,))], [1.0] * stages, [2.0] * stages)
     schedule = GENERATORS[name](workload)
     validate(schedule)
     assert simulate_lockstep(schedule, workload).makespan == pytest.approx(3.0 * stages)
@@ -78,7 +76,7 @@ def test_interleaved_says_that_its_virtual_stages_do_not_fit(one_global_batch):
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_stages_that_run_their_rows_in_order_never_wait_in_a_cycle(name, random_workload):
-    """As an executor runs them: every input of an op is there sooner or later."""
+    """An executor runs them so, and every input of an op must be there sooner or later."""
     for seed in range(12):
         schedule = GENERATORS[name](random_workload(seed))
         rows = [_ops_of(schedule, stage) for stage in range(schedule.stages)]

@@ -63,7 +63,8 @@ def brute_force_asynchronous(schedule, workload, hop):
             if needs[1] >= 0 and needs not in end:
                 continue
             ready = end[needs] + wait if needs[1] >= 0 else 0.0
-            free[stage] = max(free[stage], ready) + duration(workload, schedule.virtual_per_stage, ops[0])
+            spent = duration(workload, schedule.virtual_per_stage, ops[0])
+            free[stage] = max(free[stage], ready) + spent
             end[direction, v, m] = free[stage]
             ops.pop(0)
     return end
@@ -112,7 +113,8 @@ def test_busy_time_is_the_work_and_splits_over_windows(seed, random_workload):
     schedule = template(workload)
     workload = workload.reorder(template_order(workload))
     work = (workload.forward + workload.backward).sum(axis=0)
-    for simulation in (simulate_lockstep(schedule, workload), simulate_asynchronous(schedule, workload)):
+    for simulate in (simulate_lockstep, simulate_asynchronous):
+        simulation = simulate(schedule, workload)
         np.testing.assert_allclose(simulation.busy(), work)
         middle = 0.4 * simulation.makespan
         parts = simulation.busy((0, middle)) + simulation.busy((middle, simulation.makespan))
