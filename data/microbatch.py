@@ -20,7 +20,7 @@ class Microbatch(NamedTuple):
       positions: int32 [rows, row_len], position in the sequence; restarts at 0 in every sequence.
       segment_ids: int32 [rows, row_len], number of the sequence within its row; -1 on padding.
       sample_id: uint32 [rows, row_len], `Sample.sample_id` of each token; dropout depends on it.
-      chunk_slot: int32 [chunks], the slot that owns each chunk, -1 for an empty chunk. There are
+      chunk_slot: int32 [C], the slot that owns each chunk, -1 for an empty chunk. There are
         N / chunk_len chunks.
     """
 
@@ -30,7 +30,7 @@ class Microbatch(NamedTuple):
     positions: Int[Array, "rows row_len"]
     segment_ids: Int[Array, "rows row_len"]
     sample_id: UInt32[Array, "rows row_len"]
-    chunk_slot: Int[Array, "chunks"]
+    chunk_slot: Int[Array, "C"]
 
 
 def fill_microbatch(

@@ -18,9 +18,21 @@ if TYPE_CHECKING:
     import optax
 
 
+def _decay(default: float) -> float:
+    """A field that must lie in [0, 1)."""
+    return dataclasses.field(default=default, metadata={"below": 1})
+
+
+def _positive(default: float | None) -> float | None:
+    """A field that must be positive."""
+    return dataclasses.field(default=default, metadata={"positive": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """The fields that all optimizers have. A subclass adds its own numbers as fields.
+
+    No number may be negative; fields made by `_decay` and `_positive` have a narrower range.
 
     Attributes:
       learning_rate: learning rate at the peak of the schedule.
@@ -38,7 +50,7 @@ class Optimizer:
     learning_rate: float = 2e-4
     schedule: Schedule = Schedule()
     weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = _positive(1.0)
 
     kind: ClassVar[str]
     moments: ClassVar[int]
@@ -48,12 +60,12 @@ class Optimizer:
             value = getattr(self, field.name)
             if field.name == "schedule" or (field.name == "clip_norm" and value is None):
                 continue
-            below = 1 if field.name in ("b1", "b2", "momentum") else math.inf
+            below = field.metadata.get("below", math.inf)
             if not isinstance(value, int | float) or not 0 <= value < below:
                 raise ValueError(
                     f"{self.kind}: {field.name} should be a number in [0, {below}), found {value!r}"
                 )
-            if field.name in ("clip_norm", "eps") and value == 0:
+            if field.metadata.get("positive") and value == 0:
                 hint = "; None stands for no clipping" if field.name == "clip_norm" else ""
                 raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
 
@@ -88,9 +100,9 @@ class Optimizer:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`."""
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
+    b1: float = _decay(0.9)
+    b2: float = _decay(0.999)
+    eps: float = _positive(1e-8)
 
     kind: ClassVar[str] = "adamw"
     moments: ClassVar[int] = 2
@@ -110,7 +122,7 @@ class SGD(Optimizer):
     """Gradient descent with momentum; weight decay is added to the gradient, as in
     `torch.optim.SGD`."""
 
-    momentum: float = 0.9
+    momentum: float = _decay(0.9)
 
     kind: ClassVar[str] = "sgd"
     moments: ClassVar[int] = 1
@@ -129,8 +141,8 @@ class Lion(Optimizer):
     """Lion (Chen et al. 2023): steps by the sign of an interpolated momentum, with decoupled weight
     decay."""
 
-    b1: float = 0.9
-    b2: float = 0.99
+    b1: float = _decay(0.9)
+    b2: float = _decay(0.99)
 
     kind: ClassVar[str] = "lion"
     moments: ClassVar[int] = 1

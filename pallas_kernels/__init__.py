@@ -1,4 +1,5 @@
-"""Grouped-LoRA kernels: one folder per op, each with one interface and several implementations.
+"""Kernels of multi-LoRA training: one folder for each op, with one public function and several
+implementations.
 
-Nothing in here knows of models, tasks or engines: the functions take arrays and routing tables.
+The functions take arrays and tables of chunk owners. They know nothing of models, tasks or engines.
 """

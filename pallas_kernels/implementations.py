@@ -1,27 +1,30 @@
-"""The choice among the implementations of an op."""
+"""Chooses among the implementations of an op."""
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# By name, the function and its refusal: why it cannot serve a call. The first that can is picked.
+# By name, in order of preference: the function, and its refusal. A refusal takes the arguments of a
+# call and returns why the function cannot serve it, or None if it can.
 Implementations = Mapping[str, tuple[Callable[..., Any], Callable[..., str | None]]]
 
 
 def choose(
     op: str, implementations: Implementations, wanted: str | None, arguments: tuple, call: str
 ) -> Callable[..., Any]:
-    """The wanted implementation, or the first that does not refuse the arguments.
+    """The function of the wanted implementation, or of the first that does not refuse the call.
 
     Args:
-      op: the public function's name, for errors.
-      wanted: None picks, and logs which and why.
-      arguments: of the refusals.
-      call: what is called, for the log.
+      op: name of the public function, for errors.
+      implementations: those to choose from.
+      wanted: name of an implementation; None takes the first that does not refuse, and logs which
+        one and why.
+      arguments: arguments for the refusals.
+      call: description of the call, for the log.
 
     Raises:
-      ValueError: no such implementation, or it cannot serve these arguments.
+      ValueError: no implementation has the wanted name, or it cannot serve the call.
     """
     if wanted is not None and wanted not in implementations:
         known = ", ".join(implementations)
@@ -44,6 +47,6 @@ def _reasons(refusals: dict[str, str | None]) -> str:
     return "; ".join(found)
 
 
-@functools.cache  # A choice is worth one line, not one per layer.
+@functools.cache  # Logs a choice once, not once for each layer.
 def _log_choice(call: str, name: str, reasons: str) -> None:
     logging.getLogger("jaxmux").info("%s: %s%s", call, name, f" ({reasons})" if reasons else "")

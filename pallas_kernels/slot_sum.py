@@ -1,4 +1,4 @@
-"""Sums per-chunk values into the accumulators of the slots that own the chunks."""
+"""Adds the values of chunks to the accumulators of the slots that own the chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,24 @@ from jaxtyping import Array, Float, Int
 
 
 def add_to_slots(
-    accumulators: Float[Array, "T ..."],
-    per_chunk: Float[Array, "C ..."],
-    chunk_slot: Int[Array, "C"],
-) -> Float[Array, "T ..."]:
+    accumulators: Float[Array, "T *value"],
+    per_chunk: Float[Array, "chunks *value"],
+    chunk_slot: Int[Array, "chunks"],
+) -> Float[Array, "T *value"]:
     """Adds each chunk's value to its owner's accumulator; empty chunks (slot -1) are left out.
 
-    Values are selected, never multiplied by a mask: a NaN in one task's chunk reaches no other
-    slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks starting
-    from the accumulator, so that a task's sum has the same bits however its chunks are spread over
-    microbatches and whoever lies between them.
+    Values are selected and never multiplied by a mask, so a NaN in one task's chunk reaches no
+    other slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks that
+    starts from the accumulator, so a task's sum has the same bits however its chunks are spread
+    over microbatches and whichever tasks own the chunks between them.
+
+    Args:
+      accumulators: one value for each slot.
+      per_chunk: one value for each chunk.
+      chunk_slot: int32, owner slot of each chunk.
+
+    Returns:
+      The new accumulators.
     """
     return jax.lax.platform_dependent(
         accumulators, per_chunk, chunk_slot, cpu=_left_fold, default=_select_and_reduce
@@ -29,7 +37,7 @@ def _left_fold(accumulators, per_chunk, chunk_slot):
 
 
 def _select_and_reduce(accumulators, per_chunk, chunk_slot):
-    # A scatter-add on GPU uses atomics, whose order changes the bits from run to run.
+    # A scatter-add on GPU uses atomics, whose order differs from one execution to the next.
     slots = jnp.arange(accumulators.shape[0])
     owned = (chunk_slot[None, :] == slots[:, None]).reshape(
         (len(slots), len(chunk_slot)) + (1,) * (per_chunk.ndim - 1)

@@ -124,18 +124,11 @@ def train():
 
 @pytest.fixture(scope="session")
 def assert_same_bits():
-    """Compares two nested dicts or tuples of arrays, NaN equal to NaN."""
+    """Compares two trees of arrays of the same structure, NaN equal to NaN."""
 
     def check(one, other):
-        if isinstance(one, dict):
-            assert one.keys() == other.keys()
-            for key in one:
-                check(one[key], other[key])
-        elif isinstance(one, tuple):
-            for x, y in zip(one, other, strict=True):
-                check(x, y)
-        else:
-            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
 
     return check
 

@@ -25,7 +25,7 @@ def largest_sum(parts: Parts, sizes: np.ndarray) -> float:
 
 
 def deal_largest_first(sizes: np.ndarray, count: int) -> list[list[int]]:
-    """Divides the items into `count` parts: in descending order, each to the smallest part so far."""
+    """Deals the items in descending order to `count` parts, each to the smallest part so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
     sums = np.zeros(count)
     for item in np.argsort(-sizes, kind="stable"):

@@ -1,4 +1,4 @@
-"""Cuts the computational graphs of hTasks into subgraphs, MuxTune's units of orchestration (3.4.2)."""
+"""Cuts the computational graphs of hTasks into subgraphs, which are scheduled (MuxTune 3.4.2)."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -112,6 +112,12 @@ def plan(plan_of, tasks) -> Plan:
 
 
 @pytest.fixture(scope="session")
+def plan_of_two_stages(plan_of, tasks) -> Plan:
+    """The plan of the four tasks on two stages of one device."""
+    return plan_of(tasks, Replica.uniform(2, 1))
+
+
+@pytest.fixture(scope="session")
 def plan_of_one_device(plan_of, tasks) -> Plan:
     """The plan of the four tasks on one device."""
     return plan_of(tasks)

@@ -12,11 +12,9 @@ from jaxmux.planner.pipeline.groupings import Grouping
 from jaxmux.planner.pipeline.schedules import validate
 
 
-@pytest.mark.parametrize(
-    "replica", [ONE_DEVICE, Replica.uniform(2, 1), Replica.uniform(4, 2)], ids=str
-)
-def test_every_sample_of_every_round_is_placed_once_and_nothing_overlaps(plan_of, tasks, replica):
-    plan = plan_of(tasks, replica)
+@pytest.mark.parametrize("name", ["plan_of_one_device", "plan_of_two_stages", "plan"])
+def test_every_sample_of_every_round_is_placed_once_and_nothing_overlaps(name, request, tasks):
+    plan = request.getfixturevalue(name)
     placed = [(s.slot, s.step, s.sample) for own in plan.microbatches for s in own]
     assert sorted(placed) == [
         (slot, step, sample)
