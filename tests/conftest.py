@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests, including tests/parity, whose environment has no JAX."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+if find_spec("jax"):
+    from jaxtyping import install_import_hook
+
+    # Every annotated function of the kernels checks the shapes and dtypes of its arguments and
+    # results. The hook must be installed before the package is imported.
+    install_import_hook("jaxmux.pallas_kernels", "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

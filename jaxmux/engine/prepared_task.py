@@ -103,7 +103,12 @@ class PreparedTask:
 
 
 def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> PreparedTask:
-    """Reads, tokenizes and checks all of a task's data.
+    """Makes a task ready to train: reads and tokenizes its data, finds the linears that it adapts.
+
+    Args:
+      task: the task.
+      config: configuration of the backbone.
+      tokenizer: the backbone's tokenizer, from `load_tokenizer`.
 
     Raises:
       TaskError: the task cannot be trained. The message names the task and the field, file, line or

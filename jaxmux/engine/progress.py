@@ -51,11 +51,13 @@ class TaskUpdate(NamedTuple):
 
     Attributes:
       step: index of the round.
+      task: name of the task.
       task_step: global batches that the task has consumed, this one included.
-      loss: mean cross entropy over the batch's target tokens, before the update.
+      loss: mean cross entropy over the batch's target tokens in nats, before the update.
       lr: learning rate of the update.
-      grad_norm: before clipping.
-      target_tokens, tokens: of the batch, without padding.
+      grad_norm: global norm of the gradient before clipping.
+      target_tokens: tokens of the batch that are predicted.
+      tokens: tokens of the batch, without padding.
       skipped: True if the update was not applied because a loss or gradient was not finite.
     """
 

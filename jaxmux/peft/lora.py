@@ -22,15 +22,15 @@ class LoRA:
 
     Attributes:
       rank: columns of A, at least 1.
-      alpha: numerator of the scale.
+      alpha: numerator of the scale, which is alpha / rank.
       dropout: probability in [0, 1) that an input feature of the adapter is dropped.
       target_modules: "all-linear"; a list of module names ("q_proj"), or a regular expression that
         full module names ("model.layers.3.self_attn.q_proj") match as a whole, as in Hugging Face
         PEFT.
-      rslora: scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
-      initialisation: of A: "kaiming" uniform in ±1/sqrt(k) (PEFT's default) or "gaussian" with
-        deviation 1/rank. B begins at zero.
-      loraplus_ratio: learning rate of B over that of A (LoRA+, Hayou et al. 2024).
+      rslora: makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
+      initialisation: initial values of A: "kaiming" draws them uniformly from ±1/sqrt(k), as PEFT
+        does by default; "gaussian" draws them with standard deviation 1/rank. B starts at zero.
+      loraplus_ratio: learning rate of B divided by that of A (LoRA+, Hayou et al. 2024).
 
     Raises:
       ValueError: a value is outside its range.
@@ -61,6 +61,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
+        """Factor of the low-rank product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -89,7 +90,13 @@ def initial_adapter(
     """The factors that a task begins with, float32, by module path; zero in layers that the task
     does not target.
 
-    They depend on `seed`, the module and the layer alone: on no slot and no other task.
+    They depend only on the arguments: not on the task's slot and not on other tasks.
+
+    Args:
+      spec: the adapter's specification.
+      targets: by module, a mask over the layers that the task adapts.
+      config: configuration of the backbone.
+      seed: seed of the random values of A.
     """
     adapter = {}
     for module, layers in targets.items():

@@ -122,17 +122,19 @@ def read_shape(folder: Path) -> ShapeClass | None:
 
 
 def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, SlotArrays]:
-    """A task's arrays from a run's checkpoints, without an engine.
+    """Reads the arrays of one task from the checkpoints of a training run.
 
     Args:
-      step: which checkpoint; None takes the newest.
+      folder: the folder `checkpoints` of a run directory.
+      name: name of the task.
+      step: number of the checkpoint, which is the name of its folder; None takes the newest.
 
     Returns:
-      The checkpoint's step, and the arrays by path.
+      The number of the checkpoint, and the task's arrays by path, at its own rank.
 
     Raises:
-      FileNotFoundError: no checkpoint, no such step, or no such task in it; the message says what
-        there is.
+      FileNotFoundError: there is no such checkpoint, or no such task in it. The message lists the
+        checkpoints.
       RunDirectoryError: the checkpoint has another format.
     """
     if not folder.is_dir():

@@ -70,10 +70,7 @@ def compiled(inputs):
             (losses, _), backward = jax.vjp(forward, zeros)
             return backward((jnp.ones_like(losses), zeros))[0], losses
 
-        lowered = jax.jit(gradients).lower(*inputs)
-        # Optimising the code takes most of the time to compile it, and does not change which
-        # arrays are kept.
-        return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+        return jax.jit(gradients).lower(*inputs).compile()
 
     compiled = {remat: step(remat) for remat in REMAT_POLICIES}
     mixed = ("lean", "full", "full", "dots")
