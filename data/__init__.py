@@ -1,7 +1,9 @@
 """From a source of records to the arrays of a microbatch.
 
-Records are read, rendered as text, tokenized, drawn as the global batches of a task, and copied
-into microbatches; a thread does this ahead of the device.
+`read_records` yields the records of a `Source`. `load_samples` renders them as text and tokenizes
+them into `Samples`. `GlobalBatches` draws the global batches of a task from these samples.
+`fill_microbatch` copies placed samples into a `Microbatch`. `Prefetch` runs such work in a thread,
+ahead of the device.
 """
 
 from .batches import GlobalBatches

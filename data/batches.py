@@ -9,12 +9,16 @@ from .samples import Sample
 
 
 class GlobalBatches:
-    """Random access to the global batches of one task.
+    """Random access to the global batches of one task: the samples of each of its optimizer
+    updates.
 
-    `batches[k]` is the task's k-th global batch, a list of samples. It depends on (samples,
-    batch_size, seed, k) alone, so the number k is all that a checkpoint needs to store about the
-    position in the data. Every epoch holds each sample exactly once, in its own random order, and
-    its last batch may be short.
+    `batches[k]` is the task's k-th global batch, a list of samples. This list depends only on the
+    arguments of the constructor and on k, so a checkpoint needs to store only the number k as the
+    task's position in its data. Every epoch (one pass over the samples) holds each sample exactly
+    once, in a random order of its own. The last batch of an epoch may be short.
+
+    Attributes:
+      batches_per_epoch: number of global batches in one epoch.
     """
 
     def __init__(
@@ -28,11 +32,11 @@ class GlobalBatches:
         """Describes the batches; no sample is drawn yet.
 
         Args:
-          samples: the samples of the task; at least one.
-          batch_size: samples per global batch. If it exceeds the number of samples, every epoch
-            is one short batch.
-          seed: seed of the order; not negative.
-          epochs: passes over the samples; None for no limit.
+          samples: the samples of the task, at least one; `load_samples` makes them.
+          batch_size: samples in a global batch, at least 1. If it exceeds the number of samples,
+            every epoch is one short batch.
+          seed: seed of the random order, not negative.
+          epochs: number of passes over the samples, at least 1; None for no limit.
           shuffle: False keeps the order of `samples`, for evaluation.
 
         Raises:
@@ -54,11 +58,15 @@ class GlobalBatches:
         self._batches = one_epoch.repeat(epochs)
 
     def __len__(self) -> int:
-        """Number of batches in all epochs; `sys.maxsize` if the epochs have no limit."""
+        """The number of global batches in all epochs; `sys.maxsize` if `epochs` is None."""
         return len(self._batches)
 
     def __getitem__(self, k: int) -> list[Sample]:
-        """The k-th global batch, k from 0. Raises IndexError past the last batch."""
+        """The k-th global batch, k from 0.
+
+        Raises:
+          IndexError: k is negative, or there are at most k batches.
+        """
         if not 0 <= k < len(self):
             raise IndexError(f"global batch {k} of {len(self)}")
         return self._batches[k]

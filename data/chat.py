@@ -21,14 +21,20 @@ def render_chat(
 ) -> RenderedText:
     """Renders a "messages" record; the target ranges are the parts that the assistant generates.
 
-    If the template marks these parts with `{% generation %}`, the marks are used. If it does not,
-    the range of an assistant message is the text that it adds to the rendering of the messages
-    before it and the generation prompt. Such a range includes the template's end-of-turn token.
+    If the template marks these parts with `{% generation %}`, the marks are used. Without marks,
+    the range of an assistant message begins where the rendering of the earlier messages with the
+    generation prompt ends, and ends where the rendering of all messages up to and including this
+    one ends. Such a range includes the template's end-of-turn token.
+
+    Args:
+      record: a record whose field "messages" is a list of {"role", "content"} objects.
+      tokenizer: a tokenizer with a chat template.
+      loss_on: as in `Source`; "all" makes the whole text one target range.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
-        refuses the conversation, or it has no marks and renders the first messages differently
-        when more messages follow.
+        refuses the conversation, or the template has no marks and renders the first messages
+        differently when more messages follow.
     """
     messages = _valid_messages(record)
     template = _chat_template(record, tokenizer)

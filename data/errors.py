@@ -2,4 +2,5 @@
 
 
 class DataError(ValueError):
-    """Input data is bad; the message names the file and the line, and says what was expected."""
+    """The input data cannot be used. The message names the file and the line, and says what was
+    expected."""

@@ -1,4 +1,4 @@
-"""The arrays that one forward and backward pass reads, and how placed samples fill them."""
+"""The arrays that one forward and backward pass reads, and the function that fills them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,18 +10,26 @@ from .samples import Sample
 
 
 class Microbatch(NamedTuple):
-    """N = rows · row_len tokens of one or more tasks, in chunks that each belong to one task.
+    """The input arrays of one forward and backward pass, with samples of one or more tasks.
+
+    The rows, one after another, form a stream of N = rows · row_len tokens. The stream is divided
+    into C chunks of chunk_len = N / C consecutive tokens, and each chunk belongs to one task. A
+    *sequence* is a sample's tokens in a row; attention stays within a sequence. `fill_microbatch`
+    makes microbatches.
 
     Attributes:
-      tokens: int32 [rows, row_len], the tokens that the model reads.
-      targets: int32 [rows, row_len], the token to predict at each position.
-      loss_weight: float32 [rows, row_len], the weight of each position's loss: 1 / (target tokens
-        of the task's global batch) on target tokens, 0 on prompts and padding.
-      positions: int32 [rows, row_len], position in the sequence; restarts at 0 in every sequence.
-      segment_ids: int32 [rows, row_len], number of the sequence within its row; -1 on padding.
-      sample_id: uint32 [rows, row_len], `Sample.sample_id` of each token; dropout depends on it.
-      chunk_slot: int32 [C], the slot that owns each chunk, -1 for an empty chunk. There are
-        N / chunk_len chunks.
+      tokens: int32 [rows, row_len], the tokens that the model reads; 0 on padding.
+      targets: int32 [rows, row_len], the token to predict at each position; 0 on padding.
+      loss_weight: float32 [rows, row_len], the weight of each position's loss. The weight is 1 /
+        (target tokens of the task's global batch) where the target counts in the loss, and 0 on
+        prompts and padding.
+      positions: int32 [rows, row_len], position in the sequence, from 0 in every sequence.
+      segment_ids: int32 [rows, row_len], number of the sequence within its row, from 0; -1 on
+        padding.
+      sample_id: uint32 [rows, row_len], `Sample.sample_id` of the sample to which each token
+        belongs. Dropout masks depend on it.
+      chunk_slot: int32 [C], the slot (place in the pool of adapters) of the task that owns each
+        chunk; -1 for an empty chunk.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -43,14 +51,21 @@ def fill_microbatch(
 ) -> Microbatch:
     """Copies the samples of one microbatch to their places and pads the rest.
 
+    A sample of n tokens takes n - 1 positions: the model reads its tokens without the last one, and
+    predicts its tokens without the first one.
+
     Args:
-      placements: (slot, index in the slot's global batch, row, offset) of every sample of this
-        microbatch; the samples of a row come in ascending order of their offsets in tokens.
+      placements: for every sample of this microbatch, a tuple (slot, sample, row, offset), as in
+        `planner.packing.Placement`: the slot of the sample's task, the index of the sample in the
+        task's global batch, the row, and the position in the row of the sample's first token. The
+        samples of a row come in ascending order of their offsets. Samples of two slots must not
+        share a chunk.
       batches: by slot, the whole global batch of the task, even if other microbatches hold a part
-        of it: the loss is normalised by the target tokens of the whole global batch.
+        of that batch. The loss is divided by the number of target tokens in the whole global batch.
       rows: rows of the microbatch.
       row_len: tokens of a row.
-      chunk_len: tokens of a chunk, which covers a part of a row or several whole rows.
+      chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or
+        several whole rows.
 
     Returns:
       The microbatch, as NumPy arrays.

@@ -9,14 +9,21 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T]):
-    """Iterates over `items` while a background thread computes up to `depth` of them ahead.
+    """Iterates over `items` while a background thread computes the next ones ahead.
 
-    An exception in `items` is raised to the consumer in place of the next item. `close` ends the
-    thread and drops the items that it computed ahead, so the caller must be able to create `items`
-    again from the point at which the consumer stopped.
+    If `items` raises an exception, `next` raises this exception in place of the next item. After
+    `close`, the items that were computed ahead are lost. A caller that wants to continue must
+    create `items` again, from the item after the last one that the caller received.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2):
+        """Starts the thread.
+
+        Args:
+          items: the items; the background thread iterates over them.
+          depth: most finished items that wait for the consumer, at least 1. The thread pauses when
+            this many wait.
+        """
         self._queue: queue.Queue = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, args=(items,), daemon=True)
@@ -30,7 +37,8 @@ class Prefetch(Iterator[T]):
         raise StopIteration if kind == "end" else value
 
     def close(self) -> None:
-        """Stops the thread and waits for its end; the iterator is exhausted afterwards."""
+        """Stops the thread, waits for its end, and drops the items computed ahead. After `close`,
+        `next` raises StopIteration."""
         self._closed.set()
         self._thread.join()
         while not self._queue.empty():

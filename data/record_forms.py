@@ -28,9 +28,10 @@ class RenderedText(NamedTuple):
 
     Attributes:
       text: the text to tokenize.
-      target_ranges: the parts of the text to predict; None for the whole text.
+      target_ranges: the parts of the text that the model learns to predict; None for the whole
+        text.
       has_special_tokens: True if the text already contains its BOS and EOS tokens, as the texts of
-        chat templates do; otherwise the tokenization adds them.
+        chat templates do. If False, the tokenization adds these tokens.
     """
 
     text: str
@@ -40,6 +41,9 @@ class RenderedText(NamedTuple):
 
 def detect_form(record: Record) -> Form:
     """The first form in `REQUIRED_FIELDS` whose fields the record has.
+
+    Args:
+      record: usually the first record of a source.
 
     Raises:
       DataError: the record has the fields of no form.
@@ -57,8 +61,14 @@ def detect_form(record: Record) -> Form:
 def render(record: Record, form: Form, loss_on: LossOn) -> RenderedText:
     """Renders a record of any form except "messages", which `chat.render_chat` renders.
 
+    Args:
+      record: the record.
+      form: "prompt_completion", "alpaca" or "text".
+      loss_on: as in `Source`.
+
     Raises:
       DataError: a field is missing or not a string.
+      ValueError: the form is another one.
     """
     match form:
         case "prompt_completion":

@@ -7,16 +7,16 @@ from jaxtyping import Bool, Int
 
 
 class Sample(NamedTuple):
-    """One tokenized record.
+    """One tokenized training example: the unit of global batches and of packing.
 
-    The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes
-    n - 1 positions of the token stream.
+    The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes n -
+    1 positions of a row.
 
     Attributes:
-      input_ids: int32 [n], with n at least 2.
-      target_mask: bool [n], True for the tokens to predict. `target_mask[0]` is False, because no
-        token precedes the first one.
-      sample_id: index of the record in its source, below 2**32. Dropout masks depend on it.
+      input_ids: int32 [n], token ids, with n at least 2.
+      target_mask: bool [n], True for the tokens that count in the loss. `target_mask[0]` is False,
+        because no token precedes the first one.
+      sample_id: index of the record in its source, from 0, below 2**32. Dropout masks depend on it.
     """
 
     input_ids: Int[np.ndarray, "n"]
@@ -25,10 +25,11 @@ class Sample(NamedTuple):
 
     @property
     def stream_length(self) -> int:
-        """Positions of the token stream that this sample takes: n - 1."""
+        """Positions in a row that this sample takes: its number of tokens minus 1, because the
+        model does not read the last token."""
         return len(self.input_ids) - 1
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that count in the loss."""
+        """Number of tokens that count in the loss."""
         return int(np.count_nonzero(self.target_mask))

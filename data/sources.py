@@ -1,4 +1,4 @@
-"""Reading records from JSONL files, Parquet files and Hugging Face datasets."""
+"""Reads records from JSONL files, Parquet files and Hugging Face datasets."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,20 +19,28 @@ PARQUET_SUFFIX = ".parquet"
 
 @dataclass(frozen=True)
 class Source:
-    """A set of records, and the options for turning them into samples.
+    """Training records on disk or on the Hugging Face Hub, and how they become samples.
 
     Attributes:
-      path: a `.jsonl` or `.json` file (one JSON object per line), a `.parquet` file, or `hf:` and
-        the name of a Hugging Face dataset or the folder of a saved one ("hf:tatsu-lab/alpaca").
+      path: a `.jsonl` or `.json` file (one JSON object per line), a `.parquet` file, or "hf:"
+        followed by the name of a Hugging Face dataset ("hf:tatsu-lab/alpaca") or the folder of a
+        saved dataset. The data of a `Task` may also be a file of the package, as in
+        "jaxmux:demo/tasks/NAME.jsonl".
       split: split of a Hugging Face dataset. Files have no splits and accept only "train".
-      form: form of the records; "auto" detects it from the fields of the first record.
-      loss_on: "completion" counts the tokens of completions and assistant turns in the loss, "all"
-        counts every token.
-      overlong: "truncate" cuts samples that exceed the task's maximum length, "drop" leaves them
-        out, "error" refuses the source.
+      form: the fields of a record and how they become text. "prompt_completion" has the fields
+        prompt and completion, which are joined. "messages" has a list of {"role", "content"}
+        objects, which the tokenizer's chat template renders. "alpaca" has instruction, output and
+        optionally input. "text" has the field text. "auto" looks at the first record and takes the
+        first form that fits, in the order messages, prompt_completion, alpaca, text.
+      loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the
+        output or of the assistant's messages; in the form "text", all tokens. "all": all tokens.
+        The first token of a sample never counts.
+      overlong: the treatment of samples with more tokens than the task's `max_length`. "truncate"
+        cuts their end, "drop" leaves them out, "error" raises a DataError when the source is
+        loaded.
 
     Raises:
-      DataError: a value is not a permitted one.
+      DataError: `form`, `loss_on` or `overlong` has another value.
     """
 
     path: str
@@ -54,13 +62,13 @@ class Source:
 
 
 class Record(NamedTuple):
-    """One record of a source.
+    """One record of a source, before it is rendered as text.
 
     Attributes:
       index: number of the record in its source, from 0.
-      fields: the record's fields and their values.
+      fields: the values of the record by field name.
       where: the place that error messages name: "path:line" in a JSONL file, "path:row" in other
-        sources, both from 1.
+        sources, both counted from 1.
     """
 
     index: int
@@ -69,11 +77,14 @@ class Record(NamedTuple):
 
 
 def read_records(source: Source) -> Iterator[Record]:
-    """Yields the records of a source in their order.
+    """Yields the records of a source in their order, without rendering or tokenizing them.
+
+    Args:
+      source: the source; only its `path` and `split` are used.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; a line is not a
-        JSON object; or the optional package for this kind of source is not installed.
+        JSON object; or the optional package that reads this kind of source is not installed.
     """
     index = -1
     for index, (where, fields) in enumerate(_open_rows(source)):

@@ -27,10 +27,10 @@ class Samples(NamedTuple):
 
     Attributes:
       samples: at least one sample, in the order of the source.
-      read: records read; equals `len(samples) + dropped`.
-      truncated: samples cut to the maximum length.
-      dropped: records without a sample, because they are too long and `overlong="drop"`, or because
-        truncation leaves no target tokens.
+      read: number of records read; equals `len(samples) + dropped`.
+      truncated: number of samples that were cut to the maximum length.
+      dropped: number of records without a sample. A record has none if it is too long and the
+        source says `overlong="drop"`, or if truncation leaves no token that counts in the loss.
     """
 
     samples: list[Sample]
@@ -47,9 +47,16 @@ class _Tokens(NamedTuple):
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
 
+    Args:
+      folder: folder with tokenizer.json, usually the backbone's folder.
+
+    Returns:
+      A Hugging Face tokenizer, for `prepare_task`, `load_samples` and `complete`.
+
     Raises:
       DataError: the folder is missing, holds no tokenizer that can be loaded, or its tokenizer is
-        not "fast". Target tokens are found by character offsets, which only fast tokenizers return.
+        not "fast". Only fast tokenizers return the character offsets of tokens, by which the tokens
+        that count in the loss are found.
     """
     # Importing transformers takes seconds, and it warns that torch is missing, which tokenizers do
     # not need.
@@ -82,16 +89,22 @@ def load_samples(
 ) -> Samples:
     """Reads, renders and tokenizes a whole source.
 
-    The whole text of a record is tokenized at once. A token is a target if its characters overlap a
-    target range, so a token across the border of prompt and completion is a target. A BOS token is
-    added if the tokenizer adds one. An EOS token, which is a target, ends every text except those
-    that a chat template renders.
+    The whole text of a record is tokenized at once. A *target range* is a part of the text that the
+    model learns to predict, for example the completion. A token counts in the loss if its
+    characters overlap a target range, so a token across the border of prompt and completion counts.
+    A BOS token is added if the tokenizer adds one. An EOS token, which counts in the loss, ends
+    every text except the texts that a chat template renders.
 
     Args:
       source: the records to read.
-      tokenizer: a fast tokenizer, as `load_tokenizer` returns it.
-      max_length: most tokens of a sample, BOS and EOS included; at least 2.
-      vocab_size: rows of the model's embedding, to check token ids against; None skips the check.
+      tokenizer: a fast tokenizer, from `load_tokenizer`.
+      max_length: most tokens of a sample, BOS and EOS included; at least 2. `source.overlong`
+        decides what happens to longer samples.
+      vocab_size: rows of the model's embedding; a token id that is not below this number is an
+        error. None skips the check.
+
+    Returns:
+      The samples in the order of the source, with counts of truncated and dropped records.
 
     Raises:
       DataError: a record cannot be trained on (the message names its file and line), or no sample

@@ -1,8 +1,8 @@
-"""Completes prompts, each with its own adapter or none: to see what an adapter has learnt.
+"""Completes prompts, each with its own adapter or with none, to show what an adapter has learnt.
 
 All prompts run as rows of one microbatch, through the same forward pass as training. There is no
-key/value cache: every new token recomputes its row, which is simple and exact, and meant for
-samples rather than serving.
+key/value cache: every new token recomputes its row. This is simple and exact. It is meant for a few
+samples, not for serving.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,14 @@ from .planner.numbers import power_of_two
 
 
 class Request(NamedTuple):
-    """A prompt, and the adapter that completes it; None for the bare backbone."""
+    """A prompt for `complete`, and the adapter that completes it.
+
+    Attributes:
+      prompt: the text; at least one token.
+      spec: specification of the adapter, which gives its rank and scale; None if `adapter` is None.
+      adapter: the adapter's factors at its own rank, from `Engine.adapter` or `import_adapter`;
+        None completes the prompt with the bare backbone. Give `spec` and `adapter` together.
+    """
 
     prompt: str
     spec: LoRA | None = None
@@ -49,11 +56,20 @@ def complete(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[str]:
-    """The completions, without their prompts, each ended by the tokenizer's end-of-sequence token
-    or the limit.
+    """Completes several prompts at once, each with its own adapter.
 
     Args:
-      temperature: 0 takes the likeliest token; above, tokens are sampled.
+      backbone: the backbone, from `load_backbone`.
+      tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+      requests: the prompts with their adapters, at least one.
+      max_new_tokens: most tokens of a completion. A completion ends earlier if the model produces
+        the tokenizer's end-of-sequence token.
+      temperature: 0 takes the most likely token; a positive value samples tokens from the logits
+        divided by `temperature`.
+      seed: seed of the sampling; without effect at temperature 0.
+
+    Returns:
+      The texts of the completions in the order of `requests`, without prompts and special tokens.
 
     Raises:
       DataError: a prompt has no tokens.
@@ -106,7 +122,7 @@ def _complete(
     temperature,
     key,
 ):
-    """Token after token until every row has met its end or the end-of-sequence token."""
+    """Appends tokens until every row has reached its end or the end-of-sequence token."""
     rows, row_len = tokens.shape
     zeros = jnp.zeros(rows)
     slots = SlotTable(scale, zeros, zeros.astype(jnp.uint32))

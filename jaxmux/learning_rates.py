@@ -8,13 +8,17 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Course of the learning rate over a task's updates, as in Hugging Face's Trainer.
+    """Learning rate over a task's updates, relative to the peak rate, as in Hugging Face's Trainer.
+
+    The peak rate is the optimizer's `learning_rate`.
 
     Attributes:
-      kind: the course after the warm-up: "constant", or "linear" or "cosine", which fall to 0 at
-        the task's last step.
-      warmup_steps: number of updates over which the learning rate rises linearly from 0.
-      warmup_ratio: the warm-up as a fraction of all steps; it is used if `warmup_steps` is 0.
+      kind: the learning rate after the warm-up. "constant" stays at the peak. "linear" falls in a
+        straight line, and "cosine" along half a cosine wave, from the peak to 0 at the end of
+        training.
+      warmup_steps: number of the task's updates over which the learning rate rises linearly from 0.
+      warmup_ratio: length of the warm-up as a fraction, in [0, 1], of the task's steps. It is used
+        if `warmup_steps` is 0.
 
     Raises:
       ValueError: a value is outside its range.
@@ -34,11 +38,11 @@ class Schedule:
             )
 
     def factor(self, update: int, total: int) -> float:
-        """The learning rate of an update, divided by the peak learning rate.
+        """The learning rate of one update, divided by the peak learning rate: a number in [0, 1].
 
         Args:
-          update: index of the update, from 0.
-          total: number of steps of the task.
+          update: number of updates that the task has applied before this one; 0 for the first.
+          total: number of steps (global batches) that the task trains.
         """
         warmup = self.warmup_steps or math.ceil(self.warmup_ratio * total)
         if update < warmup:

@@ -1,10 +1,10 @@
-"""Optimizers: the values that a task sets, and the optax transform that applies them.
+"""Optimizers: the numbers that a task sets, and the optax transform that applies them.
 
 To add an optimizer, write its class and list it in `OPTIMIZERS`; no other file knows the optimizers
 by name.
 
-The numbers of a specification reach the compiled update as float32 data, so one program serves all
-tasks that use an optimizer kind.
+The numbers of an optimizer reach the compiled update as float32 data, so one program serves all
+tasks that use the same optimizer kind.
 """
 
 import dataclasses
@@ -36,12 +36,13 @@ class Optimizer:
 
     Attributes:
       learning_rate: learning rate at the peak of the schedule.
-      schedule: course of the learning rate over the task's updates.
-      weight_decay: coefficient of the weight decay; each optimizer says how it applies it.
-      clip_norm: a gradient with a larger global norm is scaled down to it, as by
-        `torch.nn.utils.clip_grad_norm_`; None does not clip.
-      kind: name of the optimizer in configs, checkpoints and profiles.
-      moments: number of arrays of the parameters' shape that its state holds.
+      schedule: learning rate over the task's updates, relative to the peak.
+      weight_decay: coefficient of the weight decay; each optimizer says how it applies the decay.
+      clip_norm: largest global L2 norm of a task's gradient. A gradient with a larger norm is
+        scaled down to `clip_norm`, as by `torch.nn.utils.clip_grad_norm_`. None does not clip.
+      kind: name of the optimizer in configs, checkpoints and profiles, set by the subclass.
+      moments: number of arrays of the parameters' shape in the optimizer's state, set by the
+        subclass.
 
     Raises:
       ValueError: a value is outside its range.
@@ -70,8 +71,11 @@ class Optimizer:
                 raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
 
     def hyperparameters(self) -> dict[str, float]:
-        """By field, the numbers that the compiled update takes as data, except the learning rate.
-        `clip_norm` is infinite where it is None."""
+        """The numbers, by field name, that the compiled update takes as data.
+
+        The learning rate and its schedule are left out, because the engine applies them. A
+        `clip_norm` of None becomes infinity.
+        """
         numbers = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -81,15 +85,15 @@ class Optimizer:
 
     @staticmethod
     def transform(hyper: Mapping[str, Any]) -> "optax.GradientTransformation":
-        """The optax transform that maps the gradients of one slot to a direction. The engine then
-        subtracts the direction times the learning rate from the parameters.
+        """The optax transform that turns the gradients of one slot into a direction. The engine
+        then subtracts the direction times the learning rate from the parameters.
 
-        The structure of the transform's state does not depend on `hyper`, which may hold traced
-        scalars. Every entry of the state is a tree with the parameters' structure (a moment) or an
-        integer count of updates.
+        The structure of the transform's state must not depend on the values in `hyper`, which may
+        be traced scalars. Every entry of the state is a tree with the parameters' structure (a
+        moment) or an integer count of updates.
 
         Args:
-          hyper: the numbers of `hyperparameters`, by name.
+          hyper: by field name, the numbers that `hyperparameters` returns.
         """
         raise NotImplementedError
 
@@ -98,7 +102,22 @@ class Optimizer:
 # the help of the commands do without.
 @dataclasses.dataclass(frozen=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`.
+
+    Attributes:
+      learning_rate: learning rate at the peak of the schedule.
+      schedule: learning rate over the task's updates, relative to the peak.
+      weight_decay: coefficient of the decay. An update subtracts learning rate · weight_decay ·
+        parameter from each parameter, in addition to Adam's step.
+      clip_norm: largest global L2 norm of a task's gradient; larger gradients are scaled down to
+        it. None does not clip.
+      b1: decay rate of the mean of the gradients, in [0, 1).
+      b2: decay rate of the mean of the squared gradients, in [0, 1).
+      eps: number added to the denominator, positive.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
 
     b1: float = _decay(0.9)
     b2: float = _decay(0.999)
@@ -119,8 +138,20 @@ class AdamW(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class SGD(Optimizer):
-    """Gradient descent with momentum; weight decay is added to the gradient, as in
-    `torch.optim.SGD`."""
+    """Gradient descent with momentum, as `torch.optim.SGD`.
+
+    Attributes:
+      learning_rate: learning rate at the peak of the schedule.
+      schedule: learning rate over the task's updates, relative to the peak.
+      weight_decay: coefficient of L2 regularisation: weight_decay · parameter is added to the
+        gradient before the momentum.
+      clip_norm: largest global L2 norm of a task's gradient; larger gradients are scaled down to
+        it. None does not clip.
+      momentum: decay rate of the accumulated gradient, in [0, 1); 0 is plain gradient descent.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
 
     momentum: float = _decay(0.9)
 
@@ -138,8 +169,22 @@ class SGD(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Lion(Optimizer):
-    """Lion (Chen et al. 2023): steps by the sign of an interpolated momentum, with decoupled weight
-    decay."""
+    """Lion (Chen et al. 2023): every parameter steps by the sign of an interpolated momentum.
+
+    Attributes:
+      learning_rate: learning rate at the peak of the schedule.
+      schedule: learning rate over the task's updates, relative to the peak.
+      weight_decay: coefficient of the decoupled decay: an update subtracts learning rate ·
+        weight_decay · parameter from each parameter, in addition to Lion's step.
+      clip_norm: largest global L2 norm of a task's gradient; larger gradients are scaled down to
+        it. None does not clip.
+      b1: weight of the momentum, in [0, 1), in the interpolation of momentum and gradient whose
+        sign is taken.
+      b2: decay rate of the momentum, in [0, 1).
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
 
     b1: float = _decay(0.9)
     b2: float = _decay(0.99)
@@ -161,7 +206,10 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.kind: o for o in (AdamW, SGD, Lio
 
 
 def optimizer_class(kind: str) -> type[Optimizer]:
-    """The optimizer of this kind.
+    """The optimizer class of a kind.
+
+    Args:
+      kind: "adamw", "sgd" or "lion".
 
     Raises:
       ValueError: the kind is unknown. There is no Adafactor, because its factored moments would

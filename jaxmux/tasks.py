@@ -10,27 +10,37 @@ from .peft import LoRA
 
 
 class TaskError(ValueError):
-    """A task cannot be trained. The message begins with the task's name."""
+    """A task cannot be trained. The message begins with the task's name and says what is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One fine-tuning job, independent of all others that train beside it.
+    """One fine-tuning job: its data, adapter, optimizer and length, independent of all other tasks.
+
+    Several tasks train at the same time on one frozen backbone, and none changes the result of
+    another. A *global batch* is the samples of one optimizer update. A *step* of a task is one
+    global batch with its update.
 
     Attributes:
-      name: name of the task, unique in a training run. It names files, so it consists of letters,
-        digits, ".", "_" and "-".
-      data: the training records. A path stands for `Source(path)`.
-      adapter: the adapter that is trained.
-      optimizer: the optimizer that trains it, with its learning rate and schedule.
-      batch_size: samples in a global batch. Every global batch ends in one optimizer update.
-      max_length: tokens of the longest sample; `data.overlong` decides what happens to longer ones.
-      epochs: how often the task trains on each of its samples. Give either `epochs` or `steps`.
-      steps: number of global batches that the task trains. Give either `epochs` or `steps`.
-      eval_data: held-out records, whose loss is measured before and after training.
-      seed: seed of the shuffling, of the initial adapter and of dropout.
-      resume_from: folder of a Hugging Face PEFT adapter from which training starts; None starts
-        from a new adapter.
+      name: name of the task, unique in a training run. Files are named after the task, so the name
+        consists of letters, digits, ".", "_" and "-", and begins with a letter or digit.
+      data: the training records. A path is short for `Source(path)`.
+      adapter: specification of the adapter that is trained.
+      optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
+        or `Lion`.
+      batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.
+      max_length: most tokens of a sample, at least 2, with BOS and EOS. `data.overlong` decides
+        what happens to longer samples: "truncate", "drop" or "error".
+      epochs: number of times that the task trains on each of its samples. Give exactly one of
+        `epochs` and `steps`.
+      steps: number of global batches that the task trains; the data repeats if it is shorter. Give
+        exactly one of `epochs` and `steps`.
+      eval_data: held-out records, or a path as in `data`. Their loss is measured before and after
+        training. None measures nothing.
+      seed: seed of the shuffling, of the initial adapter and of dropout; not negative.
+      resume_from: folder of a Hugging Face PEFT adapter from which training starts. Its rank,
+        alpha, rsLoRA setting and target modules must equal those of `adapter`. Only the factors are
+        read, so the optimizer and the data begin anew. None starts from a new adapter.
       sample_prompt: a prompt that the backbone completes after training, once without and once with
         the adapter; both completions are printed. None prints nothing.
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from planner_costs import permute_seconds, stage_seconds
+from planner_lower_bounds import least_makespan
 from scipy.optimize import linear_sum_assignment
 
 from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
@@ -27,7 +28,6 @@ from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,
     Simulation,
     Workload,
-    least_makespan,
     lorapp,
     one_forward_one_backward,
     simulate_asynchronous,

@@ -31,8 +31,6 @@ TASKS = ("mood", "pirate", "record", "telegram")
 # Planning a few rounds of small microbatches takes a second.
 QUICK = ("--rounds=3", "--gin.fine_tune.tokens_per_microbatch=512")
 
-pytestmark = pytest.mark.xdist_group("cli")
-
 
 @pytest.fixture(autouse=True)
 def clean_gin():

@@ -1,7 +1,18 @@
 """The multi-task engine, which trains the adapters of many tasks together on one frozen backbone.
 
-In go a backbone, prepared tasks and a shape class. Out come the updates of every task, round by
-round, and at the end its adapter.
+The engine takes a backbone, prepared tasks and a shape class (the sizes of a microbatch). It trains
+round by round: a *round* is one global batch of every live task. It returns the updates of every
+round and, at the end, the adapter of every task.
+
+    prepared = [jaxmux.prepare_task(task, backbone.config, tokenizer) for task in tasks]
+    shape = jaxmux.best_shape(prepared, backbone)
+    engine = jaxmux.Engine(backbone, jaxmux.EngineOptions(shape))
+    engine.register_tasks(prepared)
+    while not engine.finished:
+        updates = engine.train_round()
+    updates = engine.drain()
+    adapter = engine.adapter("billing")
+    engine.close()
 """
 
 from .engine import Engine

@@ -14,11 +14,14 @@ from jaxmux.planner.costs.device_profile import BackboneSize
 
 
 def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
-    """The backbone's sizes, with its `kept` left empty; no weights are allocated.
+    """A backbone's sizes for the cost models; no weights are allocated.
 
     Args:
       config: configuration of the backbone.
-      dtype: dtype of the weights and of the stream.
+      dtype: dtype of the weights and of the activations between layers.
+
+    Returns:
+      The sizes. The field `kept` is empty.
     """
     weights = abstract_weights(config, dtype)
     itemsize = jnp.dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""Prepares the compiled steps: how their forward pass runs, and what its layers keep."""
+"""Prepares the compiled programs: the options of their forward pass, and the remat policies."""
 
 import jax
 
@@ -23,10 +23,16 @@ from .train_state import TrainState
 def forward_options(
     backbone: Backbone, options: EngineOptions, dropout: bool = False
 ) -> ForwardOptions:
-    """How the forward pass runs; the remat policy is left open.
+    """The options of the forward pass, except the remat policy, which keeps its default.
+
+    Args:
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      dropout: whether any task has dropout.
 
     Raises:
-      PlanningError: the attention that `options` ask for cannot serve the shape class here.
+      PlanningError: `options.attention` names an implementation that cannot serve this device,
+        dtype or shape class.
     """
     unroll, shape = options.unroll, options.shape
     given = backbone.config, backbone.compute_dtype, shape.row_len
@@ -49,13 +55,19 @@ def compile_accumulate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> ForwardOptions:
-    """Chooses what layers keep, and compiles `accumulate` for such microbatches.
+    """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
+    shape.
 
     Args:
-      dropout: whether any task may drop.
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      dropout: whether any task has dropout.
+      state: the train state; only shapes and dtypes are read.
+      microbatch: a microbatch of the engine's shape class; only shapes and dtypes are read.
+      slots: scale and dropout of every slot; only shapes and dtypes are read.
 
     Returns:
-      The options of the forward pass that it is compiled for.
+      The options of the compiled forward pass.
     """
     forward = forward_options(backbone, options, dropout)
     remat, memory = options.remat, options.memory or device_memory()

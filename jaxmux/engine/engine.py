@@ -30,8 +30,10 @@ class _Pending:
     """A dispatched update whose results have not been fetched yet.
 
     Attributes:
-      index: of the round.
-      learning_rates: of the update, by slot.
+      index: number of the round, from 0.
+      round: the round.
+      learning_rates: by slot, the learning rate of the update.
+      stats: losses and gradient norms, on the device.
     """
 
     index: int
@@ -41,25 +43,39 @@ class _Pending:
 
 
 class Engine:
-    """Trains registered tasks together.
+    """Trains several tasks together, round by round, and gives out and takes back their state.
 
-    The device runs ahead of the host by one round: `train_round` dispatches a round and returns the
-    results of the one before it. `drain` fetches the last.
+    A *round* is one global batch (the samples of one optimizer update) of every live task, packed
+    into microbatches. A task is live while it is running and has steps left; a *step* of a task is
+    one global batch with its update. A *slot* is the place of a task in the stacked arrays.
+
+    The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
+    results of the round before. `drain` fetches the results of the last round. Tasks may be
+    registered, released and restored at any time between two rounds, after `drain`.
 
     Attributes:
-      rounds: rounds dispatched so far.
-      microbatches: microbatches dispatched so far.
-      seconds_waited: time that training has waited for rounds to be planned and packed, which
-        happens while the device is busy.
-
-    Args:
-      admission: which tasks the device has room for; it learns from the memory that rounds are seen
-        to need. None admits every task.
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      admission: memory check of new tasks; it is replaced when rounds show how much memory they
+        need.
+      rounds: number of rounds dispatched so far.
+      microbatches: number of microbatches dispatched so far.
+      seconds_waited: seconds that `train_round` has waited for rounds to be packed. The device may
+        still be busy with earlier rounds in this time.
     """
 
     def __init__(
         self, backbone: Backbone, options: EngineOptions, admission: Admission | None = None
     ):
+        """Creates an engine without tasks; the first task allocates its arrays.
+
+        Args:
+          backbone: the frozen backbone, from `load_backbone`.
+          options: the shape class and other settings.
+          admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
+            all tasks fits into the device's memory. `register_tasks` refuses tasks by it. None
+            admits every task.
+        """
         self.backbone = backbone
         self.options = options
         self.admission = admission
@@ -71,7 +87,8 @@ class Engine:
         self._current: Round | None = None
         # Microbatches of the current round that have been dispatched.
         self._dispatched = 0
-        # By slot, the samples that were in the accumulators when the current round began.
+        # By slot, indices of the samples whose gradients were in the accumulators when the current
+        # round began.
         self._accumulated: dict[int, list[int]] = {}
         self._stream: Prefetch[Round] | None = None
         self._stream_tasks: set[int] = set()
@@ -80,11 +97,20 @@ class Engine:
         self._peak = 0
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
-        """Gives each task a slot; tasks already in training go on undisturbed.
+        """Adds tasks, each in a slot of its own, at their beginning.
+
+        Tasks in training continue undisturbed. Call `drain` before, at the end of a round. If the
+        tasks do not fit into the pool, the pool is enlarged and the programs are compiled again.
+
+        Args:
+          tasks: the tasks, from `prepare_task`.
 
         Raises:
-          TaskError: a name is taken, or a sample does not fit a row.
-          PlanningError: a task does not fit into the device's memory beside the others.
+          TaskError: a name is registered already, or a sample does not fit into a row of the shape
+            class.
+          PlanningError: a round with this task and the others would not fit into the device's
+            memory.
+          RuntimeError: a round is unfinished or its results have not been fetched.
         """
         names = self.names
         for prepared in tasks:
@@ -105,37 +131,63 @@ class Engine:
             self._forward = None
 
     def release(self, name: str) -> None:
-        """Frees the slot of a task; its adapter is gone from the engine."""
+        """Removes a task and empties its slot. The engine then no longer has its adapter.
+
+        Args:
+          name: name of the task.
+
+        Raises:
+          TaskError: no task of this name is registered.
+          RuntimeError: a round is unfinished or its results have not been fetched.
+        """
         self._pause()
         self._slots.remove(name)
 
     @property
     def names(self) -> list[str]:
-        """Names of the registered tasks, in the order in which they came."""
+        """Names of the registered tasks, in the order of their registration."""
         return self._slots.names
 
     @property
     def state(self) -> TrainState | None:
-        """Everything that training changes, on the device; None until the first task comes."""
+        """The arrays that training changes, on the device; None before the first registration.
+
+        The next `train_round` reuses the memory of these arrays, so copy values that must outlive
+        it.
+        """
         return self._slots.state
 
     def prepared(self, name: str) -> PreparedTask:
+        """The prepared task of this name. TaskError if it is not registered."""
         return self._slots.named(name).prepared
 
     def progress(self, name: str) -> TaskProgress:
+        """The progress of the task of this name. The engine changes this object when results are
+        fetched. TaskError if the task is not registered."""
         return self._slots.named(name).progress
 
     @property
     def finished(self) -> bool:
-        """Whether no task has steps left to dispatch."""
+        """True if every task has succeeded, has failed or has had its last step dispatched. The
+        results of the last round may still have to be fetched with `drain`."""
         return not self._live()
 
     def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
-        """Dispatches one global batch of every live task; returns the updates of the round before.
+        """Dispatches one global batch of every live task, and returns the results of the round
+        before.
+
+        The call returns before the device has finished the round. It compiles the programs if they
+        do not fit the tasks yet. If the engine is finished, it only calls `drain`.
 
         Args:
-          stop: asked after every microbatch. Once it returns True, the round is left where it is,
-            and the next call goes on with its other microbatches.
+          stop: function without arguments that is called after every microbatch. Once it returns
+            True, `train_round` fetches the results of the round before and returns with this round
+            unfinished. The next call continues with the remaining microbatches. If a task ended
+            with the results just fetched, the round is finished all the same.
+
+        Returns:
+          One `TaskUpdate` for each task of the round before; empty for the first round, and if
+          these results have been fetched already.
         """
         if self._current is None and self.finished:
             return self.drain()
@@ -177,15 +229,29 @@ class Engine:
         return updates
 
     def accumulated(self, name: str) -> list[int]:
-        """The samples of the task's current global batch, by index, whose gradients are in its
-        accumulators."""
+        """The samples of a task's unfinished global batch whose gradients are already accumulated.
+
+        A checkpoint stores this list between two microbatches of a round, for `restore_task`.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          Indices of these samples in the task's current global batch, ascending; empty between
+          rounds.
+        """
         number = self._slots.number(name)
         done = self._current.microbatches[: self._dispatched] if self._current else []
         samples = [i for microbatch in done for i in microbatch.samples.get(number, ())]
         return sorted([*self._accumulated.get(number, ()), *samples])
 
     def drain(self) -> list[TaskUpdate]:
-        """Waits for the dispatched update, if any, and records its results."""
+        """Waits for the last dispatched round and records its results in the progress of its tasks.
+
+        Returns:
+          One `TaskUpdate` for each task of the round; empty if all results have been fetched
+          already.
+        """
         if self._pending is None:
             return []
         pending, self._pending = self._pending, None
@@ -212,7 +278,8 @@ class Engine:
         return updates
 
     def _observe_memory(self) -> None:
-        """Tells `admission` of a new peak; the device knows only the highest peak so far."""
+        """Tells `admission` a new peak of memory use. The device reports only the highest peak so
+        far."""
         peak = device_peak() if self.admission else None
         if peak and peak > self._peak:
             self._peak = peak
@@ -220,8 +287,16 @@ class Engine:
             self.admission = self.admission.observe(pools, planned_remat(self._forward.remat), peak)
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
-        """Mean cross entropy, in nats per target token, of the held-out samples of each named task
-        that has any."""
+        """The loss of tasks on their held-out samples, with their current adapters and without
+        dropout.
+
+        Args:
+          names: names of registered tasks.
+
+        Returns:
+          By name, the mean cross entropy in nats per target token; NaN if the forward pass was not
+          finite. Tasks without held-out samples are left out.
+        """
         named = {self._slots.number(name): self.prepared(name) for name in names}
         tasks = {slot: t for slot, t in named.items() if t.eval_samples}
         options = forward_options(self.backbone, self.options)
@@ -246,17 +321,43 @@ class Engine:
         return {t.task.name: float(found[slot]) for slot, t in tasks.items()}
 
     def adapter(self, name: str) -> Adapter:
-        """The task's adapter as NumPy arrays, at its own rank."""
+        """A task's current adapter at its own rank.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          By module, `Factors` of the NumPy arrays a [L, k, r] and b [L, r, n], float32, for
+          `export_adapter` or a `Request`.
+        """
         spec = self.prepared(name).task.adapter
         return adapter_of(self.task_arrays(name), spec, self.backbone.config)
 
     def task_arrays(self, name: str) -> SlotArrays:
-        """Everything that a checkpoint must hold of a task besides its progress, at the task's own
-        rank. Call `drain` before."""
+        """All arrays of a task that a checkpoint must hold, at the task's own rank and modules.
+
+        These are its adapter, accumulators, accumulated loss and optimizer state. Call `drain`
+        before, so that `progress` belongs to the same moment.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          NumPy arrays by path, for example "adapter/mlp.up_proj/a" [L, k, r]. `restore_task` takes
+          them, in any pool.
+        """
         return self._slots.read(name)
 
     def task_specs(self, name: str) -> SlotState:
-        """The description of `task_arrays`, a tree of `LeafSpec`."""
+        """Shapes and dtypes of `task_arrays`, without reading the arrays from the device.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          A `SlotState` of `LeafSpec`; `peft.leaves.named_leaves` gives its leaves by the same
+          paths.
+        """
         return self._slots.own_specs(name)
 
     def restore_task(
@@ -266,7 +367,20 @@ class Engine:
         progress: TaskProgress,
         accumulated: Sequence[int] = (),
     ) -> None:
-        """Puts a task back to where `task_arrays`, `progress` and `accumulated` were taken."""
+        """Puts a registered task back to the moment at which its checkpoint was taken.
+
+        Args:
+          name: name of the task.
+          arrays: the task's arrays by path, from `task_arrays`.
+          progress: the task's progress at that moment. The engine keeps and changes this object.
+          accumulated: indices of samples from `accumulated`, whose gradients the accumulators in
+            `arrays` hold already. Empty between rounds.
+
+        Raises:
+          TaskError: no task of this name is registered.
+          ValueError: an array does not fit the task.
+          RuntimeError: a round is unfinished or its results have not been fetched.
+        """
         self._pause()
         slot = self._slots.named(name)
         slot.progress = progress
@@ -333,15 +447,16 @@ class Engine:
         self.rounds += 1
 
     def _pause(self) -> None:
-        """Ends the host's work ahead; it begins again, from the tasks' progress, with the next
-        round."""
+        """Ends the thread that packs rounds; the next round starts it again from the tasks'
+        progress."""
         if self._pending is not None or self._dispatched:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
         self._current = None
         self.close()
 
     def close(self) -> None:
-        """Ends the thread that works ahead."""
+        """Ends the thread that packs rounds ahead. Call it when training ends; a later
+        `train_round` starts a new thread."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

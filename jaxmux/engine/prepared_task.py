@@ -1,5 +1,5 @@
-"""Makes a task ready to train: reads and tokenizes its data, resolves its targets, checks the
-adapter that it begins with. Refuses bad tasks."""
+"""Makes a task ready to train: tokenizes its data, finds the linears that it adapts, and checks the
+adapter with which it begins. Tasks that cannot be trained are refused here."""
 
 import dataclasses
 import functools
@@ -28,17 +28,19 @@ from jaxmux.tasks import Task, TaskError
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
-    """A task with its data and the modules that it adapts.
+    """A task with its tokenized data and the modules that it adapts. `prepare_task` makes it.
 
     Attributes:
       task: the task.
-      targets: the modules that it adapts, each with a mask over the layers.
-      make_adapter: returns the initial arrays of its adapter, at its own rank. They are made when a
-        slot is filled and are not kept, because they are as large as the trained adapter.
-      samples: its tokenized training data.
-      batches: its global batches by step.
-      steps: number of global batches that it trains.
-      eval_samples: its tokenized held-out data; empty if it has none.
+      targets: by module path, the bool mask [L] of the layers that the task adapts, from
+        `resolve_targets`.
+      make_adapter: function without arguments that returns the initial adapter at the task's own
+        rank. The arrays are made when the task gets a slot and are not kept, because they are as
+        large as the trained adapter.
+      samples: the tokenized training data.
+      batches: the global batches; `batches[step]` is the global batch of a step, from 0.
+      steps: number of global batches that the task trains.
+      eval_samples: the tokenized held-out data; empty if the task has none.
     """
 
     task: Task
@@ -51,22 +53,30 @@ class PreparedTask:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Stream lengths, in tokens, of its training samples and held-out samples."""
+        """Stream lengths of all training and held-out samples, in tokens. The stream length of a
+        sample is its number of tokens minus 1, because the model does not read the last token."""
         return [s.stream_length for s in (*self.samples.samples, *self.eval_samples)]
 
     @property
     def longest(self) -> int:
-        """Stream length of its longest sample, in tokens."""
+        """Stream length of the longest training or held-out sample, in tokens."""
         return max(self.lengths)
 
     @property
     def pool(self) -> PoolSpec:
-        """The sizes of a pool that holds this task alone."""
+        """The sizes of a pool that holds only this task."""
         adapter, optimizer = self.task.adapter, self.task.optimizer.kind
         return PoolSpec(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
 
     def refuse_rows_of(self, row_len: int) -> None:
-        """Raises TaskError where a sample does not fit a row of `row_len` tokens."""
+        """Checks that every sample fits into a row.
+
+        Args:
+          row_len: tokens of a row.
+
+        Raises:
+          TaskError: the longest sample is longer than the row.
+        """
         if self.longest > row_len:
             raise TaskError(
                 f"task {self.task.name!r}: its longest sample has {self.longest} tokens, a row "
@@ -75,7 +85,8 @@ class PreparedTask:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A checksum of the training samples: a training run cannot continue with other data."""
+        """A checksum (CRC-32) of the training samples. A checkpoint stores it, so that a training
+        run does not continue with other data."""
         checksum = 0
         for sample in self.samples.samples:
             checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
@@ -84,31 +95,46 @@ class PreparedTask:
 
     @functools.cached_property
     def relative_rates(self) -> dict[str, np.ndarray]:
-        """By path of a trained leaf, float32 [L]: its learning rate in each layer, divided by the
-        task's."""
+        """By path of a trained leaf ("lora/mlp.up_proj/a"), a float32 array [L]: the learning rate
+        of the leaf in each layer, divided by the task's learning rate; 0 in layers that are not
+        adapted."""
         kind = kind_of(self.task.adapter)
         rates = kind.relative_rates(self.task.adapter, self.targets)
         return named_leaves({kind.name: rates})
 
     def learning_rate(self, updates: int) -> float:
-        """The learning rate of the update that follows this number of updates."""
+        """The learning rate of the task's next update.
+
+        Args:
+          updates: number of updates that the task has applied so far; skipped updates do not count.
+        """
         optimizer = self.task.optimizer
         return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps)
 
     def dropout_key(self, step: int) -> np.uint32:
-        """The key of the dropout hash at a step. It depends only on the task's name, seed and
-        step."""
+        """The key of the dropout hash for one step. It depends only on the task's name, its seed
+        and `step`.
+
+        Args:
+          step: index of the task's global batch, from 0.
+        """
         text = f"{self.task.name}/{self.task.seed}/{step}"
         return np.uint32(zlib.crc32(text.encode()))
 
 
 def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> PreparedTask:
-    """Makes a task ready to train: reads and tokenizes its data, finds the linears that it adapts.
+    """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
+
+    The initial adapter is checked here if `task.resume_from` names one, but its arrays are made
+    later.
 
     Args:
       task: the task.
-      config: configuration of the backbone.
+      config: configuration of the backbone (`Backbone.config`).
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+
+    Returns:
+      The prepared task, for `Engine.register_tasks` and `best_shape`.
 
     Raises:
       TaskError: the task cannot be trained. The message names the task and the field, file, line or
@@ -125,7 +151,7 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
 
 
 class TaskData(NamedTuple):
-    """The data fields of a `PreparedTask`."""
+    """The fields of a `PreparedTask` that hold its data."""
 
     samples: Samples
     batches: GlobalBatches
@@ -134,7 +160,12 @@ class TaskData(NamedTuple):
 
 
 def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
-    """Reads and tokenizes a task's data.
+    """Reads and tokenizes a task's training and held-out data.
+
+    Args:
+      task: the task.
+      config: configuration of the backbone.
+      tokenizer: the backbone's tokenizer, from `load_tokenizer`.
 
     Raises:
       ValueError: the data cannot be read or has no sample.
@@ -159,7 +190,8 @@ def _first_adapter(task: Task, config: BackboneConfig) -> Adapter:
 
 
 def _saved_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
-    """The adapter in the folder `resume_from`; AdapterError if it is not what the task asks for."""
+    """Reads the adapter in the folder `resume_from`. AdapterError if it differs from the task's
+    specification."""
     saved, adapter = import_adapter(task.resume_from, config)
     for field in ("rank", "alpha", "rslora"):
         found, wanted = getattr(saved, field), getattr(task.adapter, field)

@@ -35,13 +35,15 @@ SlotsByOptimizer = Mapping[str, np.ndarray]
 
 
 class UpdateStats(NamedTuple):
-    """Statistics of an update by slot. Values of slots that were not due have no meaning.
+    """Results of an update, one value for each slot. Values of slots without a due update have no
+    meaning.
 
     Attributes:
-      loss: float32, mean cross entropy of the global batch in nats per target token; NaN if
-        anything in the task's forward pass was not finite.
-      grad_norm: float32, global norm of the gradient before clipping.
-      applied: False if the loss, the norm or the updated parameters were not finite.
+      loss: float32 [T], mean cross entropy of the task's global batch in nats per target token; NaN
+        if a value in the task's forward pass was not finite.
+      grad_norm: float32 [T], global L2 norm of the task's gradient before clipping.
+      applied: bool [T], False if the loss, the norm or the updated parameters were not finite, so
+        that the update was skipped.
     """
 
     loss: Float[Array, "T"]
@@ -60,14 +62,20 @@ def accumulate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> tuple[Any, Float[Array, "T"]]:
-    """Runs the forward and backward pass of one microbatch, and adds its gradients and losses to
-    those of its tasks.
+    """Runs the forward and backward pass of one microbatch and adds its gradients and losses.
 
     Args:
-      adapters, accumulators, loss: as in `TrainState`; the last two are donated.
+      config: configuration of the backbone.
+      options: static options of the forward pass.
+      weights: the frozen weights.
+      adapters: adapters of all slots, as in `TrainState`.
+      accumulators: gradients accumulated so far, as in `TrainState`; donated.
+      loss: float32 [T], losses accumulated so far; donated.
+      microbatch: the samples.
+      slots: scale and dropout of every slot.
 
     Returns:
-      The accumulators and `loss` with the microbatch added.
+      The accumulators and the losses with those of the microbatch added.
     """
 
     def forward(accumulators):
@@ -91,7 +99,20 @@ def evaluate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> Float[Array, "T"]:
-    """Adds the losses of a microbatch to those of its tasks, without gradients."""
+    """Runs the forward pass of one microbatch and adds its losses, without gradients.
+
+    Args:
+      config: configuration of the backbone.
+      options: static options of the forward pass.
+      weights: the frozen weights.
+      adapters: adapters of all slots, as in `TrainState`.
+      losses: float32 [T], losses accumulated so far.
+      microbatch: the samples.
+      slots: scale and dropout of every slot.
+
+    Returns:
+      The losses, float32 [T], with the losses of the microbatch added.
+    """
     chunk, _ = _losses(config, options, weights, adapters, None, microbatch, slots)
     return add_to_slots(losses, chunk, microbatch.chunk_slot)
 
@@ -108,17 +129,21 @@ def update(
 
     A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
     and update count. Each optimizer kind has its own program, which updates all slots at once and
-    in place. So in one pool, a task's bits do not depend on how many other tasks there are, or on
-    their optimizers. On a GPU the program's temporaries are far smaller than a slot.
+    in place. In one pool, a task's bits therefore do not depend on the number of the other tasks or
+    on their optimizers. On a GPU the program's temporaries are far smaller than a slot.
 
     Args:
       state: the train state; it is donated.
       layout: the description of the state.
-      due: true for slots whose global batch is complete.
+      due: bool [T], True for slots whose global batch is complete.
       rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
         layer axis uses the rate of layer 0.
-      hyper: by optimizer kind and name, float32 [T_kind].
-      members: by optimizer kind, int32 [T_kind]: the slots that use it.
+      hyper: by optimizer kind and name of the number, float32 [T_kind]: one value for each slot in
+        `members` of this kind.
+      members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
+
+    Returns:
+      The new state, and the results of the update by slot.
     """
 
     def spread(values: np.ndarray, slots: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How far a task has come: plain numbers, kept on the host and in checkpoints."""
+"""The progress of a task: plain numbers, kept on the host and in checkpoints."""
 
 import dataclasses
 import math
@@ -7,21 +7,28 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass
 class TaskProgress:
-    """How far a task has come.
+    """The position of a task in its training, and its results so far.
+
+    A *step* of a task is one global batch. A step either applies an optimizer update or skips it.
 
     Attributes:
-      step: global batches consumed; it determines the task's position in its data.
-      updates: optimizer updates applied, the position in the learning-rate schedule. Skipped
-        updates do not count.
-      skipped: updates skipped so far because a loss or gradient was not finite.
-      bad_streak: updates skipped in a row, up to now.
-      tokens, target_tokens: tokens trained so far, and those among them that were targets.
-      train_loss_first, train_loss_last: nats per target token of the first and the last update.
-      eval_loss_first, eval_loss: nats per target token of the held-out data, before and after
-        training.
-      eval_target_tokens: target tokens of the held-out data.
-      status: "running", "succeeded" or "failed".
-      error: why the task has failed.
+      step: number of global batches consumed; the task's next global batch is `batches[step]`.
+      updates: number of optimizer updates applied, which is the position in the learning-rate
+        schedule. Skipped updates do not count.
+      skipped: number of updates skipped so far because a loss, gradient or new parameter was not
+        finite.
+      bad_streak: number of consecutive updates skipped up to now; 0 after an applied update.
+      tokens: number of tokens trained so far, without padding.
+      target_tokens: number of tokens trained so far that count in the loss.
+      train_loss_first: loss of the first applied update, in nats per target token; None before it.
+      train_loss_last: loss of the last applied update, in nats per target token; None before the
+        first.
+      eval_loss_first: loss of the held-out data before training, in nats per target token; None
+        without held-out data or if it is not finite. `fine_tune` sets this and the next two fields.
+      eval_loss: the same after training.
+      eval_target_tokens: number of tokens in the held-out data that count in the loss.
+      status: "running", "succeeded" (all steps are trained) or "failed".
+      error: reason for the status "failed"; otherwise None.
     """
 
     step: int = 0
@@ -40,25 +47,29 @@ class TaskProgress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TaskProgress":
+        """The progress in a JSON object that `to_json` made."""
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
+        """The fields by name, as a checkpoint stores them."""
         return dataclasses.asdict(self)
 
 
 class TaskUpdate(NamedTuple):
-    """One finished global batch of one task: a line of metrics.jsonl.
+    """The result of one global batch of one task: a line of metrics.jsonl.
 
     Attributes:
-      step: index of the round.
+      step: number of the round in the training run, from 0.
       task: name of the task.
-      task_step: global batches that the task has consumed, this one included.
+      task_step: number of global batches that the task has consumed, this one included; 1 for the
+        first.
       loss: mean cross entropy over the batch's target tokens in nats, before the update.
       lr: learning rate of the update.
-      grad_norm: global norm of the gradient before clipping.
-      target_tokens: tokens of the batch that are predicted.
-      tokens: tokens of the batch, without padding.
-      skipped: True if the update was not applied because a loss or gradient was not finite.
+      grad_norm: global L2 norm of the task's gradient before clipping.
+      target_tokens: number of tokens in the batch that count in the loss.
+      tokens: number of tokens in the batch that the model reads, without padding.
+      skipped: True if the update was not applied because the loss, the gradient or a new parameter
+        was not finite.
     """
 
     step: int
@@ -73,12 +84,14 @@ class TaskUpdate(NamedTuple):
 
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
-    """Enters a finished global batch into the progress of its task, and decides whether the task
+    """Enters the result of a global batch into its task's progress, and decides whether the task
     has succeeded or failed.
 
     Args:
+      progress: the task's progress; it is changed.
+      done: the result.
       steps: number of global batches that the task trains.
-      max_bad_steps: consecutive skipped updates after which the task has failed.
+      max_bad_steps: number of consecutive skipped updates after which the task has failed.
     """
     progress.step = done.task_step
     progress.tokens += done.tokens

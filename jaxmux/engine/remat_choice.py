@@ -48,14 +48,14 @@ def choose_remat(
 ) -> tuple[str, ...]:
     """The remat policy of every layer: the least recomputation that fits into `room` bytes.
 
-    Logs the choice, and a warning where even the most recomputation does not fit.
+    The function logs its choice, and a warning if even the most recomputation does not fit.
 
     Args:
       backbone: the frozen backbone.
-      options: static choices of the forward pass; `options.remat` is not read.
-      adapters: adapters of all slots; only shapes and dtypes of arrays are read here.
-      microbatch: a microbatch of the training run's shape class.
-      slots: per-slot data.
+      options: static options of the forward pass; `options.remat` is not read.
+      adapters: adapters of all slots; only shapes and dtypes are read.
+      microbatch: a microbatch of the training run's shape class; only shapes and dtypes are read.
+      slots: scale and dropout of every slot.
       room: bytes for the forward and backward pass of a microbatch (`step_room`).
     """
     config, weights = backbone.config, backbone.weights

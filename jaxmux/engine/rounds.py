@@ -13,7 +13,8 @@ from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
 from .prepared_task import PreparedTask
 
-# From the stream lengths of a round's samples, by slot, to the placements of every microbatch.
+# A function from the stream lengths of a round's samples, by slot, and the shape class to the
+# placements of the samples in each microbatch.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
 
 
@@ -22,11 +23,11 @@ SampleIndices = Mapping[int, Sequence[int]]
 
 
 class PackedMicrobatch(NamedTuple):
-    """A microbatch and the indices of the samples in it.
+    """The arrays of a microbatch, and the samples that it holds.
 
     Attributes:
       arrays: the arrays that the forward pass reads.
-      samples: by slot, the indices of its samples in the task's global batch.
+      samples: by slot, indices of the microbatch's samples in the task's global batch.
     """
 
     arrays: Microbatch
@@ -34,14 +35,14 @@ class PackedMicrobatch(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round, ready for the device.
+    """One round (a global batch of every live task), ready for the device.
 
     Attributes:
-      steps: by slot, the step whose global batch the round contains.
+      steps: by slot, the index of the task's global batch in the round, from 0.
       microbatches: the microbatches; their arrays are on the device.
-      slots: data of each slot that the forward pass reads.
-      tokens, target_tokens: by slot, tokens of the whole global batch, and how many of them are
-        predicted.
+      slots: scale, dropout rate and dropout key of every slot.
+      tokens: by slot, number of tokens in the task's global batch, without padding.
+      target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
     """
 
     steps: dict[int, int]
@@ -54,7 +55,16 @@ class Round(NamedTuple):
 def pack_tightly(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass
 ) -> Sequence[Sequence[Placement]]:
-    """The packing that the engine uses unless its options name another."""
+    """Packs a round into few microbatches. The engine uses this packing unless its options name
+    another.
+
+    Args:
+      lengths: by slot, the stream lengths in tokens of the samples in the task's global batch.
+      shape: shape class of the microbatches.
+
+    Returns:
+      For each microbatch, the placements of its samples.
+    """
     return pack_round(lengths, shape).microbatches()
 
 
@@ -66,15 +76,17 @@ def training_rounds(
     packing: Packing = pack_tightly,
     accumulated: SampleIndices | None = None,
 ) -> Iterator[Round]:
-    """Yields the rounds that remain until every task has trained its last step.
+    """Yields the remaining rounds, until every task has trained its last step.
 
     Args:
-      tasks: live tasks by slot.
-      steps: by slot, the step at which it begins.
+      tasks: by slot, the live tasks.
+      steps: by slot, index of the task's next global batch, from 0.
       slots: number of slots T.
-      accumulated: samples of the first round whose gradients are in the accumulators already. The
-        whole round is packed, so that the other samples keep their places; then these are left
-        out.
+      shape: shape class of the microbatches.
+      packing: lays out the samples of a round.
+      accumulated: by slot, indices of samples in the first round whose gradients are in the
+        accumulators already. The whole round is packed, so that the other samples keep their
+        places; then these samples are left out.
     """
     steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
@@ -100,11 +112,15 @@ def fill_microbatches(
     packing: Packing = pack_tightly,
     left_out: SampleIndices | None = None,
 ) -> Iterator[PackedMicrobatch]:
-    """Yields microbatches of NumPy arrays that together hold every sample of the batches once.
+    """Packs global batches and yields their microbatches, as NumPy arrays. Every sample occurs
+    once.
 
     Args:
-      left_out: samples that are packed like the others, but left out of the arrays. A microbatch
-        that holds no other samples is skipped.
+      batches: by slot, the samples of the task's global batch.
+      shape: shape class of the microbatches.
+      packing: lays out the samples.
+      left_out: by slot, indices of samples that are packed like the others but left out of the
+        arrays. A microbatch that holds only such samples is skipped.
     """
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
@@ -124,11 +140,12 @@ def fill_microbatches(
 def slot_table(
     tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
 ) -> SlotTable:
-    """Scales, dropout rates and dropout keys of the slots; zeros in slots without a task.
+    """Scales, dropout rates and dropout keys of all slots; zeros in slots without a task.
 
     Args:
-      tasks: by slot.
-      steps: by slot, the step that is trained; None turns dropout off.
+      tasks: by slot, the tasks.
+      steps: by slot, index of the global batch that is trained, on which the dropout key depends;
+        None turns dropout off.
       slots: number of slots T.
     """
     scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)

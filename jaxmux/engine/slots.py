@@ -1,4 +1,4 @@
-"""The slots: which task trains in which, and the train state that they share."""
+"""The slots (places of tasks in the stacked arrays), and the train state that they share."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,12 @@ from .train_state import (
 
 @dataclasses.dataclass
 class Slot:
-    """The task of a slot, and how far it has come."""
+    """The task in a slot, and its progress.
+
+    Attributes:
+      prepared: the task.
+      progress: its progress, which the engine changes.
+    """
 
     prepared: PreparedTask
     progress: TaskProgress
@@ -54,20 +59,23 @@ class Slot:
 
 
 class Slots:
-    """The slots and the train state in which they lie.
+    """All slots that are taken, and the train state that holds their arrays.
 
     A task keeps its slot number from `add` to `remove`. A slot is written in place, and the state
-    never shrinks, so nothing compiles again while a new task fits.
+    never shrinks, so programs are not compiled again while a new task fits.
 
     Attributes:
-      state: what training changes, on the device; None until the first task comes.
+      state: the arrays that training changes, on the device; None until the first task is added.
       pool: sizes of the state.
-
-    Args:
-      reserved: the state has room for at least this.
     """
 
     def __init__(self, config: BackboneConfig, reserved: PoolSpec):
+        """Creates slots without tasks and without arrays.
+
+        Args:
+          config: configuration of the backbone.
+          reserved: smallest sizes of the state.
+        """
         self.state: TrainState | None = None
         self.pool = reserved
         self._config = config
@@ -75,7 +83,8 @@ class Slots:
         self._slots: dict[int, Slot] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Slot]]:
-        """The slots that are taken, with their numbers, in the order in which their tasks came."""
+        """The slots that are taken, with their numbers, in the order in which their tasks were
+        added."""
         return iter(self._slots.items())
 
     def __getitem__(self, number: int) -> Slot:
@@ -87,12 +96,12 @@ class Slots:
 
     @property
     def pools(self) -> dict[str, PoolSpec]:
-        """By name, the pool that each task needs alone."""
+        """By name of the task, the pool that would hold only this task."""
         return {slot.name: slot.prepared.pool for _, slot in self}
 
     @property
     def layout(self) -> Layout:
-        """The description of `state`."""
+        """The description of `state`, a `TrainState` of `LeafSpec`."""
         return self._layout
 
     @property
@@ -118,7 +127,12 @@ class Slots:
         return self[self.number(name)]
 
     def add(self, tasks: Sequence[PreparedTask]) -> None:
-        """Gives each task the free slot of the lowest number, at its beginning."""
+        """Gives each task the free slot with the lowest number, and writes its initial adapter
+        there.
+
+        Args:
+          tasks: the tasks; the state is enlarged if they do not fit.
+        """
         self._make_room(tasks)
         for prepared in tasks:
             number = min(set(range(self.pool.slots)) - self._slots.keys())
@@ -128,13 +142,14 @@ class Slots:
             self.state = write_adapter(self.state, self._layout, slot.kind.adapter, number, adapter)
 
     def remove(self, name: str) -> None:
-        """Empties the slot of a task; it is free for another."""
+        """Empties the slot of a task, so that another task can take it."""
         number = self.number(name)
         self.state = clear_slot(self.state, self._layout, number)
         del self._slots[number]
 
     def own_specs(self, name: str) -> SlotState:
-        """The arrays that a checkpoint holds of a task: a `SlotState` of `LeafSpec`."""
+        """Shapes and dtypes of the arrays that a checkpoint holds of a task: a `SlotState` of
+        `LeafSpec`."""
         slot = self.named(name)
         task = slot.prepared.task
         own = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
@@ -142,12 +157,17 @@ class Slots:
         return slot_specs(specs, slot.kind)
 
     def read(self, name: str) -> SlotArrays:
-        """The arrays of a task, at its own rank and modules."""
+        """The arrays of a task by path, at its own rank and modules."""
         number, slot = self.number(name), self.named(name)
         return crop(read_slot(self.state, self._layout, slot.kind, number), self.own_specs(name))
 
     def write(self, name: str, arrays: SlotArrays) -> None:
-        """Replaces the arrays of a task by those that `read` returned, from any state."""
+        """Replaces the arrays of a task.
+
+        Args:
+          name: name of the task.
+          arrays: arrays that `read` returned, from a state of any size.
+        """
         number, slot = self.number(name), self.named(name)
         value = pad(arrays, slot_specs(self._layout.tree, slot.kind))
         self.state = write_slot(self.state, self._layout, slot.kind, number, value)
@@ -166,7 +186,7 @@ class Slots:
         return rates
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
-        """Makes or enlarges the state, where the tasks do not fit."""
+        """Creates the state, or enlarges it if the tasks do not fit."""
         needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
         pool = merge_pool_specs(needed, self.pool)
         if self.state and _moments(self.pool) > _moments(pool):

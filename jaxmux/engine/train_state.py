@@ -20,15 +20,17 @@ from jaxmux.peft.leaves import named_leaves, trained
 
 
 class TrainState(NamedTuple):
-    """Everything that training changes, on the device.
+    """The arrays that training changes, for all slots, on the device.
+
+    The same structure with `LeafSpec` in place of the arrays describes a state.
 
     Attributes:
       adapters: by adapter kind, the pool of its arrays, float32.
       accumulators: gradients of the current global batches, of the shapes of the trained arrays;
         None in place of arrays that are not trained.
-      loss: float32 [T], accumulated over the current global batch.
-      moments: trees like `accumulators`, as many as the optimizer kind with most moments has. A
-        slot uses as many as its own kind has, from the first.
+      loss: float32 [T], loss accumulated over the task's current global batch.
+      moments: trees like `accumulators`. Their number is that of the optimizer kind with the most
+        moments; a slot whose kind has fewer uses the first of them.
       count: int32 [T], updates so far, for optimizer kinds that count.
     """
 
@@ -40,8 +42,14 @@ class TrainState(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """The part of a `TrainState` that belongs to one slot: of one adapter kind and one optimizer
-    kind, without the slot axis."""
+    """The arrays of one slot, without the slot axis.
+
+    Attributes:
+      adapter: the pool's arrays of the slot's adapter kind.
+      accumulators: gradients of the current global batch.
+      loss: float32 scalar, accumulated over the current global batch.
+      optimizer: the optax state of the slot's optimizer kind.
+    """
 
     adapter: Any
     accumulators: Any
@@ -50,7 +58,7 @@ class SlotState(NamedTuple):
 
 
 class SlotKind(NamedTuple):
-    """Names of the kinds that the task of a slot uses.
+    """Names of the adapter kind and the optimizer kind of a slot's task.
 
     Attributes:
       adapter: a key of `peft.KINDS`.
@@ -62,12 +70,12 @@ class SlotKind(NamedTuple):
 
 
 def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> TrainState:
-    """The description of a state, a `TrainState` of `LeafSpec`.
+    """Describes a state, as a `TrainState` of `LeafSpec`.
 
     Args:
       adapters: by adapter kind, the tree of `LeafSpec` of its pool.
       slots: number of slots T.
-      optimizer: the optimizer kind with most moments among those that the state must hold.
+      optimizer: the optimizer kind with the most moments among those that the state must hold.
     """
     accumulators = jax.tree.map(LeafSpec.zero_padded, trained(adapters, adapters))
     return TrainState(
@@ -82,7 +90,15 @@ def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> Trai
 def pool_specs(
     config: BackboneConfig, modules: Sequence[str], slots: int, rank: int, optimizer: str
 ) -> TrainState:
-    """The description of a state with room for LoRA adapters of these sizes."""
+    """Describes a state with room for LoRA adapters.
+
+    Args:
+      config: configuration of the backbone.
+      modules: paths of the adapted modules.
+      slots: number of slots T.
+      rank: rank R of the pool.
+      optimizer: the optimizer kind with the most moments among those that the state must hold.
+    """
     adapters = {"lora": KINDS["lora"].leaves(config, modules, slots, rank)}
     return state_specs(adapters, slots, optimizer)
 
@@ -93,12 +109,13 @@ def empty_state(specs: TrainState) -> TrainState:
 
 
 def grown(leaves: dict[str, Array], specs: TrainState) -> TrainState:
-    """A larger state that holds what a smaller one held; new places are empty.
+    """A larger state with the values of a smaller one; new places are empty.
 
-    It is made array by array, so that the device holds only one array twice at any time.
+    The state is made array by array, so that the device holds only one array twice at any time.
 
     Args:
-      leaves: the smaller state's arrays by path; they are taken out, one after the other.
+      leaves: the smaller state's arrays by path; they are removed from this dict one after the
+        other.
       specs: the description of the larger state.
     """
 
@@ -113,13 +130,13 @@ def grown(leaves: dict[str, Array], specs: TrainState) -> TrainState:
 
 
 def optax_state(kind: str, example: Any, moments: Sequence[Any], count: Any) -> Any:
-    """The optax state of an optimizer kind, with these moments and this count in it.
+    """An optax state of an optimizer kind that holds the given moments and count.
 
     Args:
       kind: name of the optimizer.
       example: a tree with the structure of the trained arrays.
-      moments: the first of them are used, as many as the kind has.
-      count: the number of updates, for kinds that count.
+      moments: trees of moments; the state takes the first ones, as many as the kind has.
+      count: number of updates, for kinds that count.
     """
     structure = jax.tree.structure(example)
     fresh = _fresh(kind, example)
@@ -131,7 +148,15 @@ def optax_state(kind: str, example: Any, moments: Sequence[Any], count: Any) -> 
 
 
 def optax_parts(example: Any, optimizer: Any) -> tuple[list[Any], Any | None]:
-    """The inverse of `optax_state`: the moments, and the count or None."""
+    """The moments and the count of an optax state: the inverse of `optax_state`.
+
+    Args:
+      example: a tree with the structure of the trained arrays.
+      optimizer: the optax state.
+
+    Returns:
+      The moments, and the count or None.
+    """
     has_structure = partial(_has_structure, jax.tree.structure(example))
     leaves = jax.tree.leaves(optimizer, is_leaf=has_structure)
     counts = [leaf for leaf in leaves if not has_structure(leaf)]
@@ -139,7 +164,12 @@ def optax_parts(example: Any, optimizer: Any) -> tuple[list[Any], Any | None]:
 
 
 def replace_optax_state(state: TrainState, optimizer: Any) -> TrainState:
-    """The state with the moments and counts of an optax state of all slots."""
+    """A new state with the moments and counts of an optax state.
+
+    Args:
+      state: the train state.
+      optimizer: an optax state of all slots.
+    """
     moments, count = optax_parts(state.accumulators, optimizer)
     return state._replace(
         moments=(*moments, *state.moments[len(moments) :]),
@@ -148,10 +178,11 @@ def replace_optax_state(state: TrainState, optimizer: Any) -> TrainState:
 
 
 def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
-    """The part of a state that slots of this kind use, still with the slot axis.
+    """The arrays that slots of one kind use, still with the slot axis.
 
     Args:
       state: arrays, or their descriptions.
+      kind: adapter kind and optimizer kind of the slots.
     """
     accumulators = state.accumulators[kind.adapter]
     moments = [moment[kind.adapter] for moment in state.moments]
@@ -160,7 +191,12 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
 
 
 def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
-    """The description of one slot of this kind: a `SlotState` of `LeafSpec`."""
+    """Describes one slot of a kind: a `SlotState` of `LeafSpec` without the slot axis.
+
+    Args:
+      specs: description of the whole state.
+      kind: adapter kind and optimizer kind of the slot.
+    """
     return jax.tree.map(LeafSpec.of_slot, slot_view(specs, kind))
 
 
@@ -168,11 +204,13 @@ def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
 def read_slot(
     state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int
 ) -> SlotState:
-    """The state of one slot.
+    """The arrays of one slot.
 
     Args:
+      state: the train state.
       layout: the description of the state.
-      kind: what the task of the slot uses.
+      kind: adapter kind and optimizer kind of the slot's task.
+      slot: number of the slot.
     """
 
     def take(spec: LeafSpec, leaf: Array) -> Array:
@@ -185,7 +223,18 @@ def read_slot(
 def write_slot(
     state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int, value: SlotState
 ) -> TrainState:
-    """The state with one slot replaced, in place; every other slot keeps its bits."""
+    """Replaces one slot in place; every other slot keeps its bits.
+
+    Args:
+      state: the train state; it is donated.
+      layout: the description of the state.
+      kind: adapter kind and optimizer kind of the slot's task.
+      slot: number of the slot.
+      value: the slot's new arrays, at the pool's rank and modules.
+
+    Returns:
+      The new state.
+    """
 
     def put(spec: LeafSpec, leaf: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(leaf, new, slot, spec.slot_axis)
@@ -206,7 +255,16 @@ def write_slot(
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) -> TrainState:
-    """The state with one slot empty, in place; every other slot keeps its bits."""
+    """Empties one slot in place; every other slot keeps its bits.
+
+    Args:
+      state: the train state; it is donated.
+      layout: the description of the state.
+      slot: number of the slot.
+
+    Returns:
+      The new state.
+    """
 
     def clear(spec: LeafSpec, leaf: Array) -> Array:
         one = spec.of_slot()
@@ -220,11 +278,17 @@ def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) ->
 def write_adapter(
     state: TrainState, layout: Layout, kind: str, slot: Int[Array, ""] | int, adapter: Any
 ) -> TrainState:
-    """The state with the adapter of one slot replaced, in place.
+    """Replaces the adapter of one slot in place.
 
     Args:
-      kind: of the adapter.
-      adapter: its arrays without the slot axis, at the pool's rank and modules.
+      state: the train state; it is donated.
+      layout: the description of the state.
+      kind: the adapter kind.
+      slot: number of the slot.
+      adapter: the new arrays without the slot axis, at the pool's rank and modules.
+
+    Returns:
+      The new state.
     """
 
     def put(spec: LeafSpec, leaf: Array, new: Array) -> Array:
@@ -242,7 +306,8 @@ def _pad(leaf: Array, spec: LeafSpec) -> Array:
 
 
 def _fresh(kind: str, example: Any) -> Any:
-    """An optax state of the kind, of scalars: only its structure is of use."""
+    """An optax state of the kind with scalars in place of arrays, of which only the structure is
+    used."""
     optimizer = optimizer_class(kind)
     transform = optimizer.transform(optimizer().hyperparameters())
     return jax.eval_shape(transform.init, jax.tree.map(lambda _: np.float32(0), example))

@@ -1,8 +1,8 @@
-"""The point where adapters meet the frozen backbone (MuxTune 3.2): Dispatch → BaseOp and Adapter →
-Aggregate.
+"""Applies the frozen linears together with their adapters (MuxTune 3.2: Dispatch, then BaseOp and
+Adapter, then Aggregate).
 
-Every linear of the backbone that can carry an adapter runs through `adapted_linears`. Linears that
-read the same input go together, so that one pass over it can serve them all.
+Every linear of the backbone that can carry an adapter is applied by `adapted_linears`. Linears that
+read the same input are applied in one call, so that one read of the input can serve them all.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from jaxmux.pallas_kernels.implementations import choose
 from .modules import Weights
 from .remat_policies import GATE, UP, checkpoint_name
 
-# The linears that can carry an adapter, by their Hugging Face path within a layer. A module's place
-# in this tuple is its identity in the dropout hash: append, never reorder.
+# Paths of the linears that can carry an adapter, as Hugging Face names them within a layer. The
+# dropout hash identifies a linear by its index in this tuple: append to it, never reorder it.
 MODULES = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -38,12 +38,17 @@ MODULES = (
 )
 
 
-# Factors, or what is shaped like them, by module path; a module that no live task adapts is absent.
+# Factors, or gradient accumulators, by module path. Modules that no live task adapts are absent.
 Adapters = Mapping[str, Factors]
 
 
 class Dispatch(NamedTuple):
-    """What the adapters need to know of a stream, the same at every layer."""
+    """Owners and dropout of a stream's tokens, the same for every layer.
+
+    Attributes:
+      routing: owner slot of every chunk and scale of every slot.
+      dropout: None if no live task uses dropout.
+    """
 
     routing: Routing
     dropout: Dropout | None
@@ -53,22 +58,30 @@ def adapted_linears(
     x: Float[Array, "N k"],
     block: Weights,
     adapters: Adapters,
-    sums: Adapters | None,
+    accumulators: Adapters | None,
     dispatch: Dispatch,
     layer: Int[Array, ""] | int,
     modules: tuple[str, ...],
     implementation: str | None,
     residual: Float[Array, "N n"] | None = None,
-) -> tuple[tuple[Float[Array, "N n"], ...], Adapters | None]:
-    """Applies the linears `modules`, which all read `x`, with whatever adapters they carry.
+) -> tuple[tuple[Float[Array, "N _"], ...], Adapters | None]:
+    """Applies linears that all read `x`, with the adapters that they carry.
 
     Args:
-      block: weights of the sub-block that holds the modules, by their last name, of all layers.
-      adapters: of all layers and slots.
-      sums: their gradient accumulators, threaded through: see `grouped_lora_linear`. None where no
-        gradients are wanted.
-      implementation: of the grouped LoRA linear.
-      residual: added to the result of a single module.
+      x: the stream, in the compute dtype.
+      block: weights of all layers, by the last component of the module path, of the sub-block
+        (attention or MLP) that holds the modules.
+      adapters: factors of all layers and slots.
+      accumulators: gradient accumulators of the factors, threaded through, see
+        `grouped_lora_linear`; None where no gradients are wanted.
+      dispatch: owners and dropout of the tokens.
+      layer: index of the layer.
+      modules: paths of the linears.
+      implementation: implementation of the grouped LoRA linear; None picks the fastest.
+      residual: added to the output; allowed only with a single module.
+
+    Returns:
+      The output of each module, in the dtype of `x`, and the accumulators.
     """
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
@@ -78,14 +91,14 @@ def adapted_linears(
         if module not in adapted
     }
     if residual is not None and not adapted:
-        outputs = {m: residual + y for m, y in outputs.items()}
+        outputs = {module: residual + y for module, y in outputs.items()}
     if adapted:
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
-            results, new_sums = grouped_lora_linear(
+            results, of_adapted = grouped_lora_linear(
                 x,
                 projections,
-                None if sums is None else tuple(sums[m] for m in adapted),
+                None if accumulators is None else tuple(accumulators[m] for m in adapted),
                 dispatch.routing,
                 dispatch.dropout,
                 layer,
@@ -94,19 +107,19 @@ def adapted_linears(
                 residual,
             )
         outputs |= dict(zip(adapted, results, strict=True))
-        if sums is not None:
-            sums = {**sums, **dict(zip(adapted, new_sums, strict=True))}
+        if accumulators is not None:
+            accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
     biased = (
         outputs[m] + w["bias"][layer] if "bias" in w else outputs[m] for m, w in weights.items()
     )
-    return tuple(biased), sums
+    return tuple(biased), accumulators
 
 
 def adapted_mlp(
     x: Float[Array, "N d"],
     block: Weights,
     adapters: Adapters,
-    sums: Adapters | None,
+    accumulators: Adapters | None,
     dispatch: Dispatch,
     layer: Int[Array, ""] | int,
     implementation: str | None,
@@ -114,13 +127,14 @@ def adapted_mlp(
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
     """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`.
 
-    One fused op where it can serve, else linear by linear; which and why is logged once.
+    It is computed by the fused op if that can serve the call, else linear by linear. The choice and
+    its reason are logged once.
     """
     modules = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
     def projections() -> tuple[Projection, ...]:
-        kernels = (block[module.split(".")[-1]]["kernel"] for module in modules)
-        return tuple(map(Projection, kernels, (adapters[module] for module in modules)))
+        weights = (block[module.split(".")[-1]]["kernel"] for module in modules)
+        return tuple(map(Projection, weights, (adapters[module] for module in modules)))
 
     def refusal() -> str | None:
         if any("bias" in weights for weights in block.values()):
@@ -131,15 +145,15 @@ def adapted_mlp(
 
     def fused():
         with jax.named_scope("grouped_lora"):
-            out, new_sums = gated_mlp.grouped_lora_gated_mlp(
+            out, of_modules = gated_mlp.grouped_lora_gated_mlp(
                 x,
                 projections(),
-                tuple(sums[module] for module in modules),
+                tuple(accumulators[module] for module in modules),
                 dispatch.routing,
                 layer,
                 residual,
             )
-        return out, {**sums, **dict(zip(modules, new_sums, strict=True))}
+        return out, {**accumulators, **dict(zip(modules, of_modules, strict=True))}
 
     def linears():
         apply = partial(
@@ -150,17 +164,17 @@ def adapted_mlp(
             layer=layer,
             implementation=implementation,
         )
-        (gate, up), new_sums = apply(x, sums=sums, modules=modules[:2])
+        (gate, up), threaded = apply(x, accumulators=accumulators, modules=modules[:2])
         h = jax.nn.silu(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)
-        (out,), new_sums = apply(h, sums=new_sums, modules=modules[2:], residual=residual)
-        return out, new_sums
+        (out,), threaded = apply(h, accumulators=threaded, modules=modules[2:], residual=residual)
+        return out, threaded
 
-    # The fused op is Mosaic's, and made for training.
-    forced = sums is None or implementation not in (None, "mosaic_gpu")
+    # The fused op consists of Mosaic GPU kernels, and always computes gradients of the factors.
+    only_linears = accumulators is None or implementation not in (None, "mosaic_gpu")
     return choose(
         "adapted_mlp",
         {"one fused op": (fused, refusal), "single linears": (linears, lambda: None)},
-        "single linears" if forced else None,
+        "single linears" if only_linears else None,
         (),
         f"gated MLP, {x.dtype} {x.shape[0]}x{x.shape[1]}",
     )()

@@ -1,10 +1,10 @@
-"""Packed causal attention: every token sees its own sequence and nothing else, whoever shares its
-row.
+"""Packed causal attention: a token attends only to its own sequence, whichever other sequences are
+in its row.
 
-Tasks may share a row, so this is the one place of the model where values of two tasks enter one
-matrix product, with probability zero between them. Zero times NaN is NaN: `attend` therefore hides
-non-finite values from the product and reports their owners instead, forward and backward, so that a
-broken task breaks only itself.
+Tasks may share a row, so attention is the only place in the model where values of two tasks enter
+one matrix product, with attention probability zero between them. Zero times NaN is NaN. `attend`
+therefore replaces non-finite values before the product, forward and backward, and reports which
+tokens had them, so that a task with non-finite values affects no other task.
 """
 
 from functools import partial
@@ -22,24 +22,28 @@ from .remat_policies import ATTENTION_INPUT, checkpoint_name
 
 
 class Segments(NamedTuple):
-    """Where the sequences of every row lie.
+    """The places of the sequences in every row.
 
     Attributes:
-      ids: int32 [rows, row_len], number of the token's sequence in its row (0, 1, … in order), -1
-        for padding.
-      starts: int32 [rows, M], first token of each sequence; row_len where there is none.
-      lengths: int32 [rows, M], 0 where there is none.
-      firsts: int32 [rows, row_len], first token of each token's sequence; of padding, itself.
+      ids: int32, number of the token's sequence in its row (0, 1, … in order), -1 for padding.
+      starts: int32, index of each sequence's first token; row_len for absent sequences.
+      lengths: int32, number of each sequence's tokens; 0 for absent sequences.
+      firsts: int32, index of the first token of each token's sequence; a padding token's own index.
     """
 
     ids: Int[Array, "rows row_len"]
-    starts: Int[Array, "rows M"]
-    lengths: Int[Array, "rows M"]
+    starts: Int[Array, "rows max_sequences"]
+    lengths: Int[Array, "rows max_sequences"]
     firsts: Int[Array, "rows row_len"]
 
 
 def find_segments(segment_ids: Int[Array, "rows row_len"], max_sequences: int) -> Segments:
-    """Bounds of the sequences of every row, at most `max_sequences` of them in each."""
+    """The places of the sequences in every row.
+
+    Args:
+      segment_ids: int32, number of the token's sequence in its row, -1 for padding.
+      max_sequences: most sequences in a row.
+    """
     member = segment_ids[:, None, :] == jnp.arange(max_sequences)[None, :, None]
     places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.where(member, places, len(places)).min(axis=-1)
@@ -56,8 +60,9 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
       implementation: "xla", "cudnn" or "short", see `pick_implementation`.
-      block: tokens per block of the XLA implementation; the chunk length, at most a row's.
-      window: sliding window in tokens, or None.
+      block: number of tokens in a block of the XLA implementation: the smaller of the chunk length
+        and the row length.
+      window: sliding window in tokens; None for none.
     """
 
     implementation: str
@@ -66,21 +71,31 @@ class AttentionOptions(NamedTuple):
 
 
 def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
-    """The fastest implementation for rows of `row_len` tokens on this device."""
+    """The fastest implementation for rows of `row_len` tokens on the default device.
+
+    Args:
+      config: configuration of the backbone.
+      dtype: the compute dtype.
+      row_len: number of tokens in a row.
+    """
     return next(
-        name
-        for name in ("short", "cudnn", "xla")
-        if refusal(name, config, dtype, row_len) is None
+        name for name in ("short", "cudnn", "xla") if refusal(name, config, dtype, row_len) is None
     )
 
 
 def refusal(
     implementation: str, config: BackboneConfig, dtype: jnp.dtype, row_len: int
 ) -> str | None:
-    """Why an implementation cannot serve rows of `row_len` tokens on this device; None if it can.
+    """Why an implementation cannot serve rows of `row_len` tokens on the default device; None if it
+    can.
 
-    "short" is our kernel for rows of at most 128 tokens on Hopper, "cudnn" cuDNN's fused attention
-    on GPU in half precision, "xla" plain XLA anywhere.
+    Args:
+      implementation: "short", the kernel of `pallas_kernels.short_attention` for rows of at most
+        128 tokens on Hopper GPUs; "cudnn", cuDNN's fused attention for GPUs in half precision; or
+        "xla", plain XLA for every device.
+      config: configuration of the backbone.
+      dtype: the compute dtype.
+      row_len: number of tokens in a row.
     """
     if implementation == "xla":
         return None
@@ -104,18 +119,29 @@ def attend(
     segments: Segments,
     options: AttentionOptions,
 ) -> tuple[Float[Array, "rows row_len H D"], Bool[Array, "rows row_len"]]:
-    """Causal attention within each sequence, grouped-query, scaled by 1 / sqrt(D).
+    """Causal grouped-query attention within each sequence, scaled by 1 / sqrt(D).
+
+    Args:
+      q: queries of H heads, in the compute dtype.
+      k: keys of K heads; K divides H.
+      v: values of K heads.
+      segments: the places of the sequences.
+      options: static choices.
 
     Returns:
-      The outputs (zero or meaningless, but finite, on padding), and for every token whether its
-      query, key and value were all finite. Where they were not, the outputs of that token's
-      sequence are wrong and its task must not use them; a non-finite output cotangent makes the
-      token's query cotangent NaN. Dense rows of one sequence need none of this: there what is not
-      finite stays in its row as it is.
+      The outputs, which are finite but otherwise undefined on padding; and for every token whether
+      its query, key and value were finite. If they were not, the outputs of that token's sequence
+      are wrong and its task must not use them. A non-finite cotangent of an output makes the
+      cotangents of that token's query, key and value NaN. In dense rows, which hold one sequence
+      each, non-finite values stay in their row; there they are not replaced, and all tokens are
+      reported as finite.
+
+    Raises:
+      ValueError: `options.implementation` is "short" and the kernel cannot serve the call.
     """
     if options.implementation != "xla" and segments.starts.shape[1] == 1:
-        # Rows never meet in dense attention, and each holds one task's sequence: what is not finite
-        # stays with its owner.
+        # Dense attention never mixes rows, and each row holds one task's sequence: non-finite values
+        # stay with their owner.
         q, k, v = (checkpoint_name(x, ATTENTION_INPUT) for x in (q, k, v))
         return _attention(options, segments, q, k, v), jnp.ones(q.shape[:2], bool)
     finite = _finite_tokens(q) & _finite_tokens(k) & _finite_tokens(v)
@@ -162,7 +188,7 @@ def _short_attention(options: AttentionOptions, segments: Segments, q, k, v):
 def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
     scale = q.shape[-1] ** -0.5
     if segments.starts.shape[1] == 1:
-        # One sequence a row: causality alone keeps its tokens from the padding behind them.
+        # With one sequence in a row, the causal mask excludes the padding after it.
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -172,8 +198,8 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
             implementation="cudnn",
             local_window_size=_window(options),
         )
-    # jax.nn does not offer the packed layout; jax's own cuDNN binding does. It is private, so a jax
-    # that has moved it must break here alone.
+    # jax.nn does not offer the packed layout; JAX's binding of cuDNN does. The binding is private:
+    # it is imported here so that a JAX version without it fails only for packed rows.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     padded = jnp.full_like(segments.starts[:, :1], -1)
@@ -192,7 +218,7 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
         sliding_window_length=options.window,
     )
-    # cuDNN leaves tokens outside every sequence unwritten.
+    # cuDNN does not write the outputs of padding.
     return jnp.where((segments.ids >= 0)[..., None, None], out, 0)
 
 

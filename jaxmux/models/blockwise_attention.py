@@ -1,10 +1,11 @@
-"""Packed causal attention in plain XLA, summed block by block in a fixed order.
+"""Packed causal attention in plain XLA, with sums over tokens in a fixed order.
 
-Every sum over tokens is taken within blocks of a chunk's length and then as a left fold over the
-blocks. Blocks outside a sequence add exact zeros, so a sequence gets the same bits wherever in a
-row it starts (on a block border) and whatever lies beside it: what makes a co-located task bit for
-bit equal to the same task alone on CPU. XLA's own softmax and matrix products group their sums by
-position in the row and lack this property from 512 tokens on.
+Every sum over tokens is first taken within blocks of a chunk's length, and then as a left fold over
+the blocks. Blocks outside a sequence add exact zeros. A sequence that starts at a block border thus
+gets the same bits wherever in the row it lies and whatever other sequences are in the row. For this
+reason a task that shares microbatches with others on CPU gets the same bits as alone. XLA's softmax
+and matrix products do not have this property in rows of 512 tokens or more: the order of their sums
+depends on the position in the row.
 """
 
 from functools import partial
@@ -23,39 +24,46 @@ def blockwise_attention(
     block: int,
     window: int | None,
 ) -> Float[Array, "rows row_len H D"]:
-    """Causal grouped-query attention inside each segment; a padding token (segment -1) sees itself
-    alone.
+    """Causal grouped-query attention within each sequence, scaled by 1 / sqrt(D). A padding token
+    attends only to itself.
 
     Args:
-      block: tokens per block; divides row_len.
-      window: a token sees itself and the `window - 1` tokens before it; None for all.
+      q: queries of H heads, in the compute dtype.
+      k: keys of K heads; K divides H.
+      v: values of K heads.
+      segment_ids: int32, number of the token's sequence in its row, -1 for padding.
+      block: number of tokens in a block; it divides row_len.
+      window: a token attends to itself and the `window - 1` tokens before it; None for no limit.
+
+    Returns:
+      The outputs in the dtype of `q`; sums are float32.
     """
     return _forward(q, k, v, segment_ids, block, window)[0]
 
 
 def _forward(q, k, v, segment_ids, block, window):
-    seen = _seen(segment_ids, window)
-    scores = jnp.where(seen, _scores(q, k), -jnp.inf)
+    mask = _attention_mask(segment_ids, window)
+    scores = jnp.where(mask, _scores(q, k), -jnp.inf)
     peak = scores.max(axis=-1, keepdims=True)
     p = jnp.exp(scores - peak)
     total = _fold(p.reshape(*p.shape[:-1], -1, block).sum(axis=-1), axis=-1)[..., None]
-    p = jnp.where(seen, p / total, 0)
+    p = jnp.where(mask, p / total, 0)
     out = _fold_product("rkgts,rskd->rtkgd", p.astype(v.dtype), v, block, axes=(4, 1))
     return out.reshape(q.shape).astype(q.dtype), (q, k, v, segment_ids, peak + jnp.log(total))
 
 
 def _backward(block, window, residuals, d_out):
     q, k, v, segment_ids, log_total = residuals
-    # Outside `seen` everything is set to zero, not multiplied by it: a neighbour's huge but finite
-    # values overflow in these products, and zero times infinity is NaN.
-    seen = _seen(segment_ids, window)
-    p = jnp.where(seen, jnp.exp(_scores(q, k) - log_total), 0)
+    # Masked elements are replaced by zero, not multiplied by it: large finite values of another
+    # sequence may overflow in these products, and zero times infinity is NaN.
+    mask = _attention_mask(segment_ids, window)
+    p = jnp.where(mask, jnp.exp(_scores(q, k) - log_total), 0)
     d_out = _grouped(d_out, k)
     dp = jnp.einsum("rtkgd,rskd->rkgts", d_out, v, preferred_element_type=jnp.float32)
-    dp = jnp.where(seen, dp, 0)
+    dp = jnp.where(mask, dp, 0)
     weighted = (p * dp).reshape(*p.shape[:-1], -1, block).sum(axis=-1)
     ds = p * (dp - _fold(weighted, axis=-1)[..., None]) * q.shape[-1] ** -0.5
-    ds, p = jnp.where(seen, ds, 0).astype(q.dtype), p.astype(q.dtype)
+    ds, p = jnp.where(mask, ds, 0).astype(q.dtype), p.astype(q.dtype)
     dq = _fold_product("rkgts,rskd->rtkgd", ds, k, block, axes=(4, 1))
     dk = _fold_product("rkgts,rtkgd->rskd", ds, _grouped(q, k), block, axes=(3, 1))
     dv = _fold_product("rkgts,rtkgd->rskd", p, d_out, block, axes=(3, 1))
@@ -70,14 +78,15 @@ def _scores(q, k) -> Float[Array, "rows K G row_len row_len"]:
     return scores * q.shape[-1] ** -0.5
 
 
-def _seen(segment_ids, window: int | None) -> Bool[Array, "rows 1 1 row_len row_len"]:
-    """Which token (last axis) each token sees."""
+def _attention_mask(segment_ids, window: int | None) -> Bool[Array, "rows 1 1 row_len row_len"]:
+    """Whether the query of a token (second to last axis) attends to the key of a token (last
+    axis)."""
     t = jnp.arange(segment_ids.shape[1])
-    seen = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] >= 0)
-    seen &= t[:, None] >= t[None, :]
+    mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] >= 0)
+    mask &= t[:, None] >= t[None, :]
     if window is not None:
-        seen &= t[:, None] - t[None, :] < window
-    return (seen | (t[:, None] == t[None, :]))[:, None, None]
+        mask &= t[:, None] - t[None, :] < window
+    return (mask | (t[:, None] == t[None, :]))[:, None, None]
 
 
 def _grouped(x: Float[Array, "rows row_len H D"], k) -> Float[Array, "rows row_len K G D"]:
@@ -87,7 +96,8 @@ def _grouped(x: Float[Array, "rows row_len H D"], k) -> Float[Array, "rows row_l
 
 
 def _fold_product(spec: str, left: Array, right: Array, block: int, axes: tuple[int, int]) -> Array:
-    """The product contracted over `axes` of left and right, one block of tokens after the other."""
+    """The product contracted over `axes` of left and right, summed one block of tokens after
+    another."""
 
     def add_block(total, start):
         pieces = (

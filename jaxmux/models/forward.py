@@ -1,4 +1,4 @@
-"""The whole backbone over one microbatch: embedding, the stacked layers, final norm."""
+"""The forward pass of the whole backbone over one microbatch: embedding, layers and final norm."""
 
 from functools import partial
 from itertools import groupby
@@ -24,12 +24,12 @@ from .rope import rotary_angles
 
 
 class SlotTable(NamedTuple):
-    """What the compiled step knows of each slot, as data.
+    """Per-slot data of the compiled programs.
 
     Attributes:
-      scale: float32 [T], factor of the low-rank product.
-      dropout_rate: float32 [T].
-      dropout_key: uint32 [T], the task's key at its current step.
+      scale: float32, factor of the slot's low-rank products.
+      dropout_rate: float32, probability in [0, 1) that an input feature of an adapter is dropped.
+      dropout_key: uint32, the task's key at its current step.
     """
 
     scale: Float[Array, "T"]
@@ -38,17 +38,16 @@ class SlotTable(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """Static choices of a forward pass; a change of any compiles another program.
+    """Static choices of a forward pass; other values compile another program.
 
     Attributes:
       attention: "xla", "cudnn" or "short", see `attention.pick_implementation`.
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
-      remat: what is kept from forward to backward, see `remat.rematerialised`: one policy for all
-        layers, or one for each.
-      unroll: True compiles every layer on its own. It takes longer to compile, but nothing is
-        copied into and out of a scan's stacked arrays.
-      dropout: False leaves the dropout code out, when no live task uses it.
-      max_sequences: most sequences in one row; 1 lets GPU attention run on dense rows.
+      remat: remat policy, see `remat_policies.rematerialised`: one for all layers, or one for each.
+      unroll: False runs the layers in a scan. True compiles the program of every layer, which takes
+        longer but copies nothing into or out of a scan's stacked arrays.
+      dropout: False if no live task uses dropout; the program then has no code for it.
+      max_sequences: most sequences in a row. With 1, GPU attention uses its kernels for dense rows.
     """
 
     attention: str
@@ -63,22 +62,30 @@ def hidden_states(
     config: BackboneConfig,
     weights: Weights,
     adapters: Adapters,
-    sums: Adapters | None,
+    accumulators: Adapters | None,
     microbatch: Microbatch,
     slots: SlotTable,
     options: ForwardOptions,
-) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "C"]]:
-    """Final hidden states of a microbatch (after the last norm), in the dtype of the weights.
+) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "chunks"]]:
+    """Hidden states of a microbatch after the final norm, in the compute dtype.
 
     Args:
-      adapters: of all layers and slots; may be empty.
-      sums: their gradient accumulators, float32: they come out as they went in, but the gradient by
-        them is the next accumulators (see `grouped_lora_linear`). None where no gradients are
-        wanted.
+      config: configuration of the backbone.
+      weights: weights of the backbone.
+      adapters: factors of all layers and slots; may be empty.
+      accumulators: gradient accumulators of the factors, float32. They are returned unchanged, but
+        their cotangents are the next accumulators, see `grouped_lora_linear`. None where no
+        gradients are wanted.
+      microbatch: tokens, sequences and owners of chunks.
+      slots: per-slot data.
+      options: static choices.
 
     Returns:
-      The hidden states, the accumulators, and for every chunk whether all that entered its
-      attention and left the model was finite.
+      The hidden states; the accumulators; and for every chunk whether the inputs of all its
+      attentions and its hidden states were finite.
+
+    Raises:
+      ValueError: an unknown remat policy, or not one for each layer.
     """
     chunks = len(microbatch.chunk_slot)
     stream = _stream(config, microbatch, slots, options)
@@ -91,26 +98,31 @@ def hidden_states(
             partial(decoder_layer, config, layer_options), policy, in_scan=not options.unroll
         )
         if options.unroll:
-            # Layers differ in their index alone: as one function they are traced and lowered once.
+            # Layers differ only in their index: under one jit they are traced and lowered once.
             function = jax.jit(function)
 
         def step(carry, layer):
-            x, sums = carry
-            x, sums, finite = function(weights["layers"], adapters, stream, x, sums, layer)
-            return (x, sums), finite.reshape(chunks, -1).all(axis=1)
+            x, accumulators = carry
+            x, accumulators, finite = function(
+                weights["layers"], adapters, stream, x, accumulators, layer
+            )
+            return (x, accumulators), finite.reshape(chunks, -1).all(axis=1)
 
         return step
 
     x = weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
     policies = per_layer(options.remat, config.num_layers)
-    (x, sums), finite = _for_each_layer(stepper, (x, sums), policies, options.unroll)
+    (x, accumulators), finite = _for_each_layer(
+        stepper, (x, accumulators), policies, options.unroll
+    )
     _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
     finite &= jnp.isfinite(x).reshape(chunks, -1).all(axis=1)
-    return x, sums, finite
+    return x, accumulators, finite
 
 
 def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
-    """Runs the layers; of the second results, whether all are true."""
+    """Runs `stepper(policy)(carry, layer)` for all layers; returns the last carry, and the logical
+    and of the second results."""
     everything, layer = True, 0
     for policy, group in groupby(policies):
         step, layers = stepper(policy), range(layer, layer + len(list(group)))
@@ -126,7 +138,8 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
 
 
 def head_kernel(weights: Weights) -> FrozenWeight:
-    """The language-model head [d, vocab]; the transposed embedding where they are tied."""
+    """The language-model head [d, vocab]; if it is tied to the embedding, the embedding's
+    transpose."""
     if "lm_head" in weights:
         return weights["lm_head"]["kernel"]
     return FrozenWeight.of(weights["embed_tokens"]["weight"].T)

@@ -1,6 +1,4 @@
-"""The mathematics of one decoder layer, as a pure function of weights, adapters and a stream of
-tokens.
-"""
+"""One decoder layer as a pure function of weights, adapters and a stream of tokens."""
 
 from typing import NamedTuple
 
@@ -20,8 +18,8 @@ class LayerOptions(NamedTuple):
     """Static choices.
 
     Attributes:
-      attention: of the attention.
-      grouped_lora: implementation of the grouped LoRA linear.
+      attention: static choices of the attention.
+      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
     """
 
     attention: AttentionOptions
@@ -29,12 +27,13 @@ class LayerOptions(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What every layer needs to know of a microbatch.
+    """Properties of a microbatch's tokens, the same for every layer.
 
     Attributes:
-      cos, sin: float32 [rows, row_len, head_dim / 2], rotary angles.
+      cos: float32, cosines of the rotary angles.
+      sin: float32, sines of the rotary angles.
       segments: the sequences of every row.
-      dispatch: which task owns which chunk.
+      dispatch: owners and dropout of the tokens.
     """
 
     cos: Float[Array, "rows row_len half"]
@@ -50,28 +49,32 @@ def decoder_layer(
     adapters: Adapters,
     stream: Stream,
     x: Float[Array, "N d"],
-    sums: Adapters | None,
+    accumulators: Adapters | None,
     layer: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "rows row_len"]]:
-    """One pre-norm block: attention, then the gated MLP, each added to the residual stream.
+    """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
 
     Args:
-      weights: of all layers.
-      adapters: of all layers and slots.
-      sums: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
+      config: configuration of the backbone.
+      options: static choices.
+      weights: weights of all layers.
+      adapters: factors of all layers and slots.
+      stream: properties of the tokens.
+      x: the residual stream, in the compute dtype.
+      accumulators: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
       layer: index of this layer.
 
     Returns:
-      The stream, the accumulators, and for every token whether its attention inputs were finite
-      (see `attention.attend`).
+      The residual stream; the accumulators; and for every token whether its attention inputs were
+      finite (see `attention.attend`).
     """
 
-    def linears(h, sums, *names: str, residual=None):
+    def linears(h, accumulators, *names: str, residual=None):
         return adapted_linears(
             h,
             weights["self_attn"],
             adapters,
-            sums,
+            accumulators,
             stream.dispatch,
             layer,
             tuple(f"self_attn.{name}" for name in names),
@@ -85,7 +88,7 @@ def decoder_layer(
     eps = config.rms_norm_eps
     x, h = residual_norm(x, weights["input_layernorm"]["weight"][layer], eps)
     h = checkpoint_name(h, NORMED)
-    projected, sums = linears(h, sums, "q_proj", "k_proj", "v_proj")
+    projected, accumulators = linears(h, accumulators, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
         q, k = (
@@ -97,12 +100,19 @@ def decoder_layer(
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
     out = checkpoint_name(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
-    (x,), sums = linears(out, sums, "o_proj", residual=x)
+    (x,), accumulators = linears(out, accumulators, "o_proj", residual=x)
     x = checkpoint_name(x, MIDDLE)
 
     x, h = residual_norm(x, weights["post_attention_layernorm"]["weight"][layer], eps)
     h = checkpoint_name(h, NORMED)
-    x, sums = adapted_mlp(
-        h, weights["mlp"], adapters, sums, stream.dispatch, layer, options.grouped_lora, residual=x
+    x, accumulators = adapted_mlp(
+        h,
+        weights["mlp"],
+        adapters,
+        accumulators,
+        stream.dispatch,
+        layer,
+        options.grouped_lora,
+        residual=x,
     )
-    return x, sums, finite
+    return x, accumulators, finite

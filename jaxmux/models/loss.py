@@ -1,8 +1,8 @@
-"""Cross entropy over the frozen head, in blocks of tokens: float32 logits of the whole stream never
-exist.
+"""Cross entropy over the frozen head, in blocks of tokens, so that the float32 logits of the whole
+stream are never in memory.
 
-The head gets no gradient, so the gradient of the hidden states is all the backward pass needs. It
-is computed in the same pass as the loss and costs no second sweep over the vocabulary.
+The head gets no gradient, so the backward pass only needs the gradient of the hidden states. That
+is computed together with the loss, from the same logits.
 """
 
 import jax
@@ -11,12 +11,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-# Tokens per block: 1024 of them at a vocabulary of 128k are 0.5 GB of float32 logits.
+# Tokens in a block. The float32 logits of 1024 tokens take 0.5 GB for a vocabulary of 128k.
 _BLOCK_TOKENS = 1024
 
 
 def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
-    """Memory of one block: its logits, and their gradient in at most as much."""
+    """Bytes of the logits of one block and of their gradient, which takes at most as many bytes.
+
+    Args:
+      vocab_size: number of tokens in the vocabulary.
+      chunk_len: tokens in a chunk; a block has at least one chunk.
+    """
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
 
@@ -26,12 +31,23 @@ def chunk_losses(
     head: FrozenWeight,
     targets: Int[Array, "N"],
     loss_weight: Float[Array, "N"],
-    chunk_slot: Int[Array, "C"],
-) -> Float[Array, "C"]:
-    """Weighted cross entropy of every chunk, float32: Σ loss_weight · (log Σ exp(logits) − logit of
-    the target).
+    chunk_slot: Int[Array, "chunks"],
+) -> Float[Array, "chunks"]:
+    """Weighted cross entropy of every chunk: Σ loss_weight · (log Σ exp(logits) − logit of the
+    target).
 
-    Differentiable in `hidden` alone. A token of weight 0 adds exactly 0, whatever its hidden state.
+    Differentiable only with respect to `hidden`. A token of weight 0 adds exactly 0, whatever its
+    hidden state is.
+
+    Args:
+      hidden: hidden states after the final norm, in the compute dtype.
+      head: the language-model head [d, vocab].
+      targets: int32, the token to predict at each position.
+      loss_weight: float32, weight of each position's loss.
+      chunk_slot: owner of each chunk. Only its length is used: the number of chunks.
+
+    Returns:
+      The losses, float32.
     """
     return _per_block(
         lambda *block: _block_losses(*block)[0], hidden, head, targets, loss_weight, chunk_slot
@@ -52,7 +68,8 @@ chunk_losses.defvjp(_forward, _backward)
 
 
 def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
-    """Maps over blocks of whole chunks, one after the other; joins the per-chunk losses again."""
+    """Applies `block_function` to blocks of whole chunks, one after another; concatenates the
+    results of all chunks."""
     chunks = len(chunk_slot)
     chunk_len = len(hidden) // chunks
     chunks_per_block = min(chunks, max(1, _BLOCK_TOKENS // chunk_len))
@@ -70,8 +87,8 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
 
 
 def _block_losses(hidden, head, targets, weight):
-    """Losses [chunks] of a block [chunks, chunk_len, d], and the gradient of their sum by
-    `hidden`."""
+    """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradient of their
+    sum with respect to `hidden`."""
     chunks, chunk_len, d = hidden.shape
     flat = hidden.reshape(-1, d)
     logits = head.matmul(flat, jnp.float32)

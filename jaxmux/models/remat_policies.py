@@ -1,9 +1,11 @@
-"""What is kept from a layer's forward pass to its backward pass, and what is computed again.
+"""Remat policies: the values that a layer keeps from its forward pass to its backward pass. All
+other values are computed again.
 
 The backbone is frozen, so the backward pass needs few values: the inputs of adapted linears, the
-rank-r intermediates, and what attention, norms and the gate depend on. A layer names those that
-cost a matrix product or a pass over memory; each policy lists the names that it keeps. All else is
-elementwise, part of a kernel's work anyway, and recomputed.
+rank-r intermediates, and the values on which the gradients of attention, norms and the gate depend.
+A layer gives a checkpoint name to those whose recomputation takes a matrix product or a pass over
+memory, and each policy lists the names that it keeps. The remaining values are elementwise; kernels
+recompute them at little cost.
 """
 
 from jax import checkpoint, checkpoint_policies
@@ -12,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jaxmux.pallas_kernels.grouped_lora import GATE, LOW_RANK, UP
 from jaxmux.pallas_kernels.short_attention import TOTALS
 
-# Norms of the stream; outputs of q/k/v, where the norms of heads need them; inputs of attention;
-# its output; the stream between attention and MLP.
+# Checkpoint names: norms of the stream; outputs of q/k/v, where the norms of heads need them; inputs
+# of attention; its output; the stream between attention and MLP.
 NORMED = "normed"
 HEADS = "heads"
 ATTENTION_INPUT = "attention_input"
@@ -22,7 +24,7 @@ MIDDLE = "middle"
 
 _PRODUCTS = (LOW_RANK, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS, MIDDLE, GATE, UP)
 
-# By policy, the names of what is kept besides each layer's input; None keeps everything.
+# By policy, the checkpoint names that are kept besides each layer's input; None keeps all values.
 _KEPT = {
     "none": None,
     "norms": (NORMED, *_PRODUCTS),
@@ -31,15 +33,19 @@ _KEPT = {
     "full": (),
 }
 REMAT_POLICIES = tuple(_KEPT)
-# Those whose memory can be counted, from least to most recomputation.
+# The policies whose memory can be counted, from least to most recomputation.
 NAMED_POLICIES = REMAT_POLICIES[1:]
 
 
 def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The policy of every layer.
+    """The remat policy of every layer.
+
+    Args:
+      remat: one policy for all layers, or one for each.
+      layers: number of layers.
 
     Raises:
-      ValueError: no such policy, or not one for each layer.
+      ValueError: an unknown policy, or not one for each layer.
     """
     policies = (remat,) * layers if isinstance(remat, str) else remat
     if len(policies) != layers:
@@ -51,20 +57,24 @@ def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
 
 
 def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """The policies by whose time and memory a run under `remat` is planned: what "none" keeps
-    depends on the implementation, but hardly differs from "norms"."""
+    """The policies with whose costs the planner calculates for a training run under `remat`.
+
+    "none" is replaced by "norms": what "none" keeps depends on the implementation, but its time and
+    memory are close to those of "norms".
+    """
     return "norms" if remat == "none" else remat
 
 
 def rematerialised(layer, policy: str, *, in_scan: bool):
-    """The layer function under a rematerialisation policy.
+    """The layer function under a remat policy.
 
     Args:
+      layer: the function of one layer.
       policy: "none" keeps every intermediate; "norms" recomputes neither norms nor matrix products;
-        "dots" no matrix product; "lean" those of gate and up, which save most bytes for their time;
-        "full" keeps each layer's input alone.
-      in_scan: a scan already keeps the compiler from merging the recomputation with the forward
-        pass.
+        "dots" recomputes no matrix product; "lean" recomputes only those of gate and up, which save
+        most bytes for their time; "full" keeps only each layer's input.
+      in_scan: whether the layer is the body of a scan. Outside a scan, the compiler must be kept
+        from merging the recomputation with the forward pass.
     """
     names = _KEPT[policy]
     if names is None:
@@ -72,7 +82,7 @@ def rematerialised(layer, policy: str, *, in_scan: bool):
     named = checkpoint_policies.save_only_these_names(*names)
 
     def keeps(primitive, *args, **params) -> bool:
-        # cuDNN's statistics carry no name of ours.
+        # cuDNN's statistics cannot be given a checkpoint name.
         fused_attention = primitive.name.startswith("dot_product_attention")
         return (fused_attention and ATTENTION_OUTPUT in names) or named(primitive, *args, **params)
 

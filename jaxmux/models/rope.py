@@ -10,7 +10,15 @@ from .architectures import BackboneConfig
 def rotary_angles(
     config: BackboneConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]:
-    """Cosines and sines, float32 [..., head_dim / 2], of every position."""
+    """Cosines and sines of the rotary angles, float32.
+
+    Args:
+      config: configuration of the backbone.
+      positions: int32, position of each token in its sequence.
+
+    Returns:
+      For each token, half = head_dim / 2 cosines and as many sines.
+    """
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -20,7 +28,14 @@ def rotate(
     cos: Float[Array, "*tokens half"],
     sin: Float[Array, "*tokens half"],
 ) -> Float[Array, "*tokens heads head_dim"]:
-    """Rotates queries or keys by their positions; computed in float32."""
+    """Rotates queries or keys by their positions (RoFormer, arXiv 2104.09864, equation 34). The
+    result has the dtype of `x` and is computed in float32.
+
+    Args:
+      x: queries or keys.
+      cos: cosines, from `rotary_angles`.
+      sin: sines, from `rotary_angles`.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -33,7 +48,8 @@ def _frequencies(config: BackboneConfig) -> Float[np.ndarray, "half"]:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    # Long wavelengths are stretched by `factor`, short ones kept, those between blended linearly.
+    # Frequencies of long wavelengths are divided by `factor`, those of short wavelengths are kept,
+    # and those in between are interpolated linearly.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)

@@ -1,4 +1,9 @@
-"""Adapter kinds (LoRA), the pool that stacks them over slots, and Hugging Face PEFT folders."""
+"""Adapter kinds (LoRA), the pool that stacks the adapters of all tasks, and PEFT folders.
+
+A *slot* is the place of one task in the pool. A *module* is the path of a linear within a layer,
+for example "mlp.up_proj". Shapes use L layers, T slots, k and n for the input and output width of a
+linear, r for the rank of a task's adapter, and R for the rank of the pool.
+"""
 
 from .kinds import KINDS, AdapterKind, kind_of
 from .leaves import Layout, LeafSpec

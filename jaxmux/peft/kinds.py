@@ -1,7 +1,7 @@
-"""The adapter kinds that tasks can ask for.
+"""The adapter kinds that tasks can use.
 
-A kind is one file and one entry of `KINDS`. The engine, checkpoints and commands find it here, by
-its name or by the class of a task's specification.
+A kind is one file and one entry of `KINDS`. The engine, checkpoints and commands find a kind here,
+by its name or by the class of a task's specification.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +14,23 @@ from .targets import LayerMask
 
 
 class AdapterKind(NamedTuple):
-    """One kind of adapter. Its trees have the adapted modules as keys and, below each, the same
-    leaves.
+    """One kind of adapter: a name and the functions that describe and create its arrays.
+
+    The arrays of a kind are trees. The keys of a tree are the paths of the adapted modules, and
+    below every key are the same leaves (for LoRA: `Factors` with a and b).
 
     Attributes:
-      name: of the kind in pools and checkpoints.
-      specification: class of the values by which a task asks for it.
-      leaves: from (config, modules, slots, rank) to the tree of `LeafSpec` of its pool.
-      initial: from (specification, targets, config, seed) to the arrays that a task begins with, at
-        the task's own rank and without the slot axis.
-      relative_rates: from (specification, targets) to a tree of float32 [L]: the learning rate of
-        each trained leaf in each layer, divided by the task's; 0 in layers that are not adapted.
+      name: name of the kind in pools and checkpoints, for example "lora".
+      specification: class of the values that describe one task's adapter, for example `LoRA`.
+      leaves: function from (config, modules, slots, rank) to the tree of `LeafSpec` that describes
+        a pool: the backbone's configuration, the adapted modules, the number of slots T and the
+        pool's rank R.
+      initial: function from (specification, targets, config, seed) to the arrays with which a task
+        begins, at the task's own rank and without the slot axis. `targets` comes from
+        `resolve_targets`.
+      relative_rates: function from (specification, targets) to a tree with a float32 array [L] for
+        each trained leaf: the learning rate of the leaf in each layer, divided by the task's
+        learning rate; 0 in layers that are not adapted.
     """
 
     name: str
@@ -34,6 +40,7 @@ class AdapterKind(NamedTuple):
     relative_rates: Callable[[Any, Mapping[str, LayerMask]], Any]
 
 
+# By name, all adapter kinds.
 KINDS: Mapping[str, AdapterKind] = {
     kind.name: kind
     for kind in (AdapterKind("lora", LoRA, lora_leaves, initial_adapter, relative_rates),)
@@ -41,10 +48,13 @@ KINDS: Mapping[str, AdapterKind] = {
 
 
 def kind_of(specification: Any) -> AdapterKind:
-    """The kind of a task's adapter specification.
+    """The kind to which an adapter specification belongs.
+
+    Args:
+      specification: the specification of a task's adapter, for example a `LoRA`.
 
     Raises:
-      ValueError: it is a specification of no kind.
+      ValueError: no kind has such a specification.
     """
     for kind in KINDS.values():
         if isinstance(specification, kind.specification):

@@ -1,7 +1,7 @@
-"""Arrays of a pool, described before they exist: their sizes, the names of their axes, and whether
-they are trained.
+"""Descriptions of the arrays of a pool: their shapes, the names of their axes, and whether they are
+trained.
 
-An adapter kind describes its pool as a tree of `LeafSpec`. Everything that stores, pads, selects or
+An adapter kind describes its pool as a tree of `LeafSpec`. The code that stores, pads, selects or
 updates the state of a slot works from these descriptions and knows no adapter kind.
 """
 
@@ -16,21 +16,22 @@ AXES = ("layer", "slot", "rank", "input", "output")
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """One array.
+    """Description of one array of a pool or of a slot, without its values.
 
     Attributes:
       shape: size of each axis.
-      axes: name of each axis: "layer" (of the backbone), "slot" (the task's place in the pool),
-        "rank" (padded to the pool's rank), "input" or "output" (width of the adapted linear).
-      trained: whether the array has gradients, moments and weight decay. Other arrays are frozen
-        data of their slot.
-      padding: value in ranks, layers and modules that the task of a slot does not have: 0, or 1
-        where 1 leaves the backbone's output as it is.
+      axes: name of each axis: "layer" (of the backbone), "slot" (place of a task in the pool),
+        "rank" (padded to the pool's rank), "input" or "output" (width of the adapted linear). No
+        name occurs twice.
+      trained: True if the array has gradients, moments and weight decay. False for data that the
+        task needs but does not train.
+      padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if 1
+        is the value that leaves the backbone's output unchanged.
       dtype: name of the dtype.
 
     Raises:
       ValueError: `axes` does not describe `shape`, or a leaf with a rank axis is not padded with 0.
-        (The gradients of padded ranks are 0 only if their values are.)
+        (The gradients of padded ranks are 0 only if their values are 0.)
     """
 
     shape: tuple[int, ...]
@@ -48,10 +49,12 @@ class LeafSpec:
 
     @property
     def slot_axis(self) -> int:
+        """Index of the axis "slot" in `shape`. The property raises ValueError if there is no such
+        axis."""
         return self.axes.index("slot")
 
     def of_slot(self) -> "LeafSpec":
-        """The array of one slot: this one without its slot axis."""
+        """A new description: the same array for a single slot, without the slot axis."""
         at = self.slot_axis
         return dataclasses.replace(
             self,
@@ -60,17 +63,20 @@ class LeafSpec:
         )
 
     def zero_padded(self) -> "LeafSpec":
-        """An array of the same shape that holds gradients or moments."""
+        """A new description with padding 0, for the gradients or moments of this array."""
         return dataclasses.replace(self, padding=0.0)
 
     def empty(self) -> jax.Array:
-        """The array of a pool in which no slot is taken."""
+        """A new array of this description in which every value is `padding`, as in a pool without
+        tasks."""
         return jnp.full(self.shape, self.padding, self.dtype)
 
 
 class Layout:
-    """A tree of `LeafSpec` that can be hashed, so that it can be a static argument of a jitted
+    """A hashable wrapper of a tree of `LeafSpec`, for use as a static argument of a jitted
     function.
+
+    Two layouts are equal if their trees have equal structures and equal leaves.
 
     Attributes:
       tree: the tree.
@@ -89,20 +95,31 @@ class Layout:
 
 
 def trained(specs: Any, tree: Any) -> Any:
-    """The tree with None, which JAX takes for an empty subtree, in place of leaves that `specs`
-    does not declare as trained."""
+    """A copy of a tree in which None stands for every leaf that is not trained. JAX treats None as
+    an empty subtree.
+
+    Args:
+      specs: tree of `LeafSpec`.
+      tree: tree of the same structure; its leaves may be arrays or descriptions.
+    """
     return jax.tree.map(lambda spec, leaf: leaf if spec.trained else None, specs, tree)
 
 
 def with_trained(specs: Any, tree: Any, replacement: Any) -> Any:
-    """The tree with its trained leaves replaced: the inverse of `trained`."""
+    """A copy of a tree with new values for its trained leaves: the inverse of `trained`.
+
+    Args:
+      specs: tree of `LeafSpec`.
+      tree: tree of the same structure.
+      replacement: the new leaves, a tree like the one that `trained` returns.
+    """
     return jax.tree.map(
         lambda spec, leaf, new: new if spec.trained else leaf, specs, tree, replacement
     )
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by their path in the tree, for example `adapter/mlp.up_proj/a`."""
+    """The leaves of any tree by their path in it, for example "adapter/mlp.up_proj/a"."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -1,4 +1,4 @@
-"""LoRA adapters: what a task asks for, the arrays of its pool, and the factors it begins with."""
+"""LoRA adapters: the specification in a task, the arrays of a pool, and the initial factors."""
 
 import dataclasses
 import math
@@ -18,19 +18,25 @@ INITIALISATIONS = ("kaiming", "gaussian")
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Low-rank adaptation: `y = x W + scale · dropout(x) A B` (Hu et al. 2021).
+    """Low-rank adaptation of linears: `y = x W + scale · dropout(x) A B` (Hu et al. 2021).
+
+    x is [N, k] (N tokens), the frozen weight W is [k, n], A is [k, r] and B is [r, n]. A and B are
+    trained. The scale is alpha / rank.
 
     Attributes:
-      rank: columns of A, at least 1.
-      alpha: numerator of the scale, which is alpha / rank.
-      dropout: probability in [0, 1) that an input feature of the adapter is dropped.
-      target_modules: "all-linear"; a list of module names ("q_proj"), or a regular expression that
-        full module names ("model.layers.3.self_attn.q_proj") match as a whole, as in Hugging Face
-        PEFT.
-      rslora: makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
-      initialisation: initial values of A: "kaiming" draws them uniformly from ±1/sqrt(k), as PEFT
-        does by default; "gaussian" draws them with standard deviation 1/rank. B starts at zero.
-      loraplus_ratio: learning rate of B divided by that of A (LoRA+, Hayou et al. 2024).
+      rank: r, at least 1.
+      alpha: numerator of the scale.
+      dropout: probability in [0, 1) with which each feature of x is set to 0 before it enters A;
+        the other features are divided by 1 - dropout. The frozen product x W has no dropout.
+      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"; a
+        tuple of module names ("q_proj"), which the full names equal or end with; or one regular
+        expression that full names ("model.layers.3.self_attn.q_proj") match as a whole.
+      rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
+      initialisation: initial values of A. "kaiming" draws them uniformly from ±1/sqrt(k), which is
+        PEFT's default; "gaussian" draws them from a normal distribution with standard deviation
+        1/rank. B starts at zero.
+      loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
+        2024), positive. The task's learning rate is the rate of A.
 
     Raises:
       ValueError: a value is outside its range.
@@ -61,18 +67,29 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """Factor of the low-rank product."""
+        """Factor of the low-rank product x A B: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-# By module path, a task's factors: a [L, k, r] and b [L, r, n].
+# By module path within a layer ("mlp.up_proj"), float32 factors: of one task, a [L, k, r] and
+# b [L, r, n]; of a pool, a [L, T, k, R] and b [L, T, R, n].
 Adapter = dict[str, Factors]
 
 
 def lora_leaves(
     config: BackboneConfig, modules: Sequence[str], slots: int, rank: int
 ) -> dict[str, Factors]:
-    """The arrays of a LoRA pool by module: a [L, T, k, R] and b [L, T, R, n]."""
+    """Describes the arrays of a LoRA pool: for each module, `Factors` of `LeafSpec`.
+
+    Args:
+      config: configuration of the backbone.
+      modules: paths of the adapted modules within a layer.
+      slots: number of slots T.
+      rank: rank R of the pool.
+
+    Returns:
+      By module, the description of a with shape [L, T, k, R] and of b with shape [L, T, R, n].
+    """
     leaves = {}
     for module in modules:
         k, n = linear_sizes(config, module)
@@ -87,16 +104,20 @@ def lora_leaves(
 def initial_adapter(
     spec: LoRA, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
 ) -> Adapter:
-    """The factors that a task begins with, float32, by module path; zero in layers that the task
-    does not target.
+    """The factors with which a task begins: A random, B zero.
 
-    They depend only on the arguments: not on the task's slot and not on other tasks.
+    The values depend only on the arguments. They do not depend on the task's slot or on other
+    tasks.
 
     Args:
-      spec: the adapter's specification.
-      targets: by module, a mask over the layers that the task adapts.
+      spec: specification of the adapter.
+      targets: by module, the mask over the layers that the task adapts, from `resolve_targets`.
       config: configuration of the backbone.
-      seed: seed of the random values of A.
+      seed: seed of the random values of A, not negative.
+
+    Returns:
+      By module, the NumPy arrays a [L, k, r] and b [L, r, n], float32. Layers that the task does
+      not target are zero.
     """
     adapter = {}
     for module, layers in targets.items():
@@ -114,9 +135,15 @@ def initial_adapter(
 
 
 def relative_rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Factors]:
-    """By module and factor, float32 [L]: the learning rate of each layer, divided by the task's.
+    """The learning rate of each factor in each layer, divided by the task's learning rate.
 
-    It is 1 for A, `loraplus_ratio` for B, and 0 in layers that the task does not target.
+    Args:
+      spec: specification of the adapter.
+      targets: by module, the mask over the layers that the task adapts, from `resolve_targets`.
+
+    Returns:
+      By module, `Factors` of float32 arrays [L]: 1 for A, `loraplus_ratio` for B, and 0 in layers
+      that the task does not target.
     """
     return {
         module: Factors(

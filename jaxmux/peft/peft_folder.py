@@ -31,16 +31,19 @@ def export_adapter(
     *,
     serving: bool = False,
 ) -> None:
-    """Writes an adapter as `adapter_model.safetensors` and `adapter_config.json`.
+    """Writes an adapter as a Hugging Face PEFT folder, which `peft` and vLLM load.
+
+    The folder gets `adapter_model.safetensors` and `adapter_config.json`.
 
     Args:
-      folder: where to write; created if it does not exist.
-      adapter: the factors, at the task's own rank.
-      spec: the adapter's specification.
-      config: the backbone's configuration.
+      folder: folder to write; it is created if it does not exist.
+      adapter: by module, the factors a [L, k, r] and b [L, r, n] at the task's own rank, for
+        example from `Engine.adapter`.
+      spec: specification of the adapter.
+      config: configuration of the backbone.
       base_model: name or path of the backbone, recorded as `base_model_name_or_path`.
-      serving: multiplies B by the scale and sets lora_alpha to the rank, for servers that do not
-        support rsLoRA.
+      serving: True multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank,
+        no rsLoRA), for servers that do not support rsLoRA. The adapter's output is the same.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +65,20 @@ def export_adapter(
 
 
 def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Adapter]:
-    """Reads a PEFT LoRA adapter: its specification and its factors, float32, at its own rank.
+    """Reads a Hugging Face PEFT LoRA folder.
+
+    Args:
+      folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
+      config: configuration of the backbone on which the adapter was trained.
+
+    Returns:
+      The specification, and by module the factors a [L, k, r] and b [L, r, n], float32 NumPy arrays
+      at the adapter's own rank, zero in layers that are not adapted. `initialisation` and
+      `loraplus_ratio` of the specification have their defaults, because PEFT does not record them.
 
     Raises:
-      AdapterError: the adapter is not a plain LoRA (but has DoRA, ranks per module or biases), or
-        a tensor is missing, unknown or of the wrong shape.
+      AdapterError: the adapter is not a plain LoRA (it uses DoRA, biases, or ranks or alphas per
+        module), or a file or tensor is missing, unknown or of the wrong shape.
     """
     folder = Path(folder)
     settings, tensors = _read_folder(folder)

@@ -1,8 +1,9 @@
-"""The stacked adapters of all slots, and what goes into and comes out of one slot.
+"""The pool, which stacks the adapters of all slots, and conversions between a slot and a task.
 
-In a pool, ranks below the pool's and modules that a task does not adapt are padding. LoRA's padding
-is zero and stays zero in training: the gradient of a zero column of A is a product with the zero
-row of B, and the other way round.
+The pool has the largest rank and all modules of its tasks. For one task, higher ranks and modules
+that it does not adapt are padding. LoRA's padding is zero and stays zero in training: the gradient
+of a zero column of A is a product with the zero row of B, and the gradient of that row of B is a
+product with the zero column of A.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,27 +19,50 @@ from .leaves import LeafSpec, named_leaves
 from .lora import Adapter, lora_leaves
 from .targets import resolve_targets
 
-# Arrays of one task at its own rank and modules, by their path: what checkpoints hold.
+# By path ("adapter/mlp.up_proj/a"), the NumPy arrays of one task at its own rank and modules, as
+# checkpoints hold them.
 SlotArrays = dict[str, np.ndarray]
 
 
 def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank: int) -> Adapter:
-    """Zero LoRA factors, float32, of `slots` slots at rank `rank` for each module."""
+    """A LoRA pool in which no slot has a task: zero factors for every slot.
+
+    Args:
+      config: configuration of the backbone.
+      modules: paths of the adapted modules within a layer, for example "mlp.up_proj".
+      slots: number of slots T.
+      rank: rank R of the pool.
+
+    Returns:
+      By module, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32.
+    """
     return jax.tree.map(LeafSpec.empty, lora_leaves(config, modules, slots, rank))
 
 
 def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any:
-    """The tree of `LeafSpec` of a pool with this adapter alone: one slot, the adapter's own rank
-    and modules."""
+    """Describes the pool of one adapter alone: one slot, the adapter's own rank and modules.
+
+    Args:
+      spec: specification of the adapter, for example a `LoRA`.
+      modules: modules that the adapter changes: the keys of `resolve_targets`.
+      config: configuration of the backbone.
+
+    Returns:
+      A tree of `LeafSpec` with a slot axis of size 1.
+    """
     return kind_of(spec).leaves(config, modules, 1, spec.rank)
 
 
 def crop(tree: Any, own: Any) -> SlotArrays:
-    """A task's own arrays, taken out of the tree of its slot.
+    """Cuts the arrays of a slot, which have the pool's rank and modules, to the task's own. `pad`
+    is the inverse.
 
     Args:
-      tree: arrays without the slot axis, at the pool's rank and modules.
-      own: tree of `LeafSpec` with the task's own shapes and modules.
+      tree: arrays of one slot, without the slot axis, at the pool's rank and modules.
+      own: tree of `LeafSpec` with the task's own shapes and modules, without the slot axis.
+
+    Returns:
+      The task's arrays as NumPy arrays, by their path in the tree.
     """
     leaves = named_leaves(tree)
     return {
@@ -48,14 +72,20 @@ def crop(tree: Any, own: Any) -> SlotArrays:
 
 
 def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
-    """The inverse of `crop`: a slot's tree, with padding where the task has no values.
+    """Enlarges the arrays of a task to the rank and modules of a slot. This is the inverse of
+    `crop`.
 
     Args:
-      specs: tree of `LeafSpec` of the slot, at the pool's rank and modules.
+      arrays: the task's arrays by path, as `crop` returns them.
+      specs: tree of `LeafSpec` of the slot, at the pool's rank and modules, without the slot axis.
+
+    Returns:
+      A tree of NumPy arrays with the structure of `specs`. Ranks and modules that the task does not
+      have hold the padding value of their `LeafSpec`.
 
     Raises:
-      ValueError: `specs` has no place or not enough room for an array, or a leaf that belongs to no
-        module has no array. The message names the path.
+      ValueError: `specs` has no leaf for an array, a leaf is too small for its array, or a leaf
+        without axes (a scalar) has no array. The message names the path.
     """
     used = set()
 
@@ -80,10 +110,15 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
 
 
 def adapter_of(arrays: SlotArrays, spec: Any, config: BackboneConfig) -> Any:
-    """A task's adapter, from its arrays in a checkpoint.
+    """Extracts a task's adapter from the arrays in its checkpoint.
 
     Args:
-      spec: the task's adapter specification.
+      arrays: the task's arrays by path, from `runs.read_task` or `Engine.task_arrays`.
+      spec: specification of the task's adapter.
+      config: configuration of the backbone.
+
+    Returns:
+      The adapter at its own rank; for LoRA, by module the NumPy arrays a [L, k, r] and b [L, r, n].
     """
     own = own_leaves(spec, list(resolve_targets(spec.target_modules, config)), config)
     values = [np.asarray(arrays[f"adapter/{name}"]) for name in named_leaves(own)]

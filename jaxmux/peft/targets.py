@@ -8,17 +8,25 @@ from jaxtyping import Bool
 from jaxmux.models import MODULES, BackboneConfig
 
 ALL_LINEAR = "all-linear"
+# The layers in which a module is adapted.
 LayerMask = Bool[np.ndarray, "L"]
 
 
 def resolve_targets(
     target_modules: str | tuple[str, ...], config: BackboneConfig
 ) -> dict[str, LayerMask]:
-    """The targeted modules, by path within a layer, each with a mask over the layers.
+    """Finds the linears that an adapter changes, by the rules of Hugging Face PEFT.
 
     Args:
-      target_modules: "all-linear", a tuple of names that full module names equal or end with, or
-        one regular expression that full module names match as a whole.
+      target_modules: "all-linear", a tuple of names that full module names equal or end with
+        ("q_proj"), or one regular expression that full module names match as a whole. `full_name`
+        makes full names.
+      config: configuration of the backbone.
+
+    Returns:
+      By path of the module within a layer ("self_attn.q_proj"), a bool mask [L] of the layers in
+      which it is adapted. Modules that are adapted in no layer are left out. Functions take this
+      result as `targets`.
 
     Raises:
       ValueError: a name or the expression matches no linear that can carry an adapter, or the
@@ -44,12 +52,22 @@ def resolve_targets(
 
 
 def full_name(module: str, layer: int) -> str:
-    """The Hugging Face name of a linear, for example `model.layers.3.self_attn.q_proj`."""
+    """The Hugging Face name of a linear, for example "model.layers.3.self_attn.q_proj".
+
+    Args:
+      module: path of the linear within a layer, for example "self_attn.q_proj".
+      layer: index of the layer, from 0.
+    """
     return f"model.layers.{layer}.{module}"
 
 
 def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear."""
+    """Input and output width (k, n) of a linear.
+
+    Args:
+      config: configuration of the backbone.
+      module: path of the linear within a layer, for example "self_attn.q_proj".
+    """
     d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     return {
         "q_proj": (d, q),

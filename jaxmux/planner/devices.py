@@ -2,7 +2,8 @@
 of replicas.
 
 The planner, the profiler and the executors of several devices describe devices with these three
-types and no others.
+types and no others. The values say how many devices there are, not which ones. `ONE_DEVICE` is the
+replica of a single stage with a single device.
 """
 
 import re
@@ -14,12 +15,17 @@ from .errors import PlanningError
 
 
 class Stage(NamedTuple):
-    """The devices of one pipeline stage, by axis of their mesh.
+    """The devices of one pipeline stage, given as the size of each axis of their mesh.
+
+    The stage has dp · fsdp · tp devices. `Stage()` is a single device.
 
     Attributes:
-      dp: devices that hold the same weights and train different samples.
-      fsdp: devices that share the weights and train different samples.
-      tp: devices that share each linear and train the same samples.
+      dp: data parallelism: the number of devices that hold the same weights and train different
+        samples.
+      fsdp: fully sharded data parallelism: the number of devices that hold a part of the weights
+        each and train different samples.
+      tp: tensor parallelism: the number of devices that hold a part of each linear and train the
+        same samples.
     """
 
     dp: int = 1
@@ -28,33 +34,43 @@ class Stage(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of devices of the stage."""
+        """Number of devices of the stage: dp · fsdp · tp."""
         return self.dp * self.fsdp * self.tp
 
 
 class Replica(NamedTuple):
-    """One copy of the backbone: pipeline stages in the order in which a microbatch passes them.
+    """One copy of the backbone: its pipeline stages in the order in which a microbatch passes them.
 
-    `str(replica)` is "pp4,tp2" for four stages of two tensor-parallel devices each; stages that
-    differ are listed, as in "tp2/tp2/tp4".
+    `Replica()` is one device. `str(replica)` is "pp4,tp2" for four stages of two tensor-parallel
+    devices each. If the stages differ, it lists them, as in "tp2/tp2/tp4".
 
     Attributes:
-      stages: at least one.
+      stages: the devices of each pipeline stage; at least one stage.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
 
     @classmethod
     def uniform(cls, pp: int = 1, tp: int = 1) -> "Replica":
-        """The replica of `pp` equal stages of `tp` tensor-parallel devices each."""
+        """Returns a replica of equal stages.
+
+        Args:
+          pp: number of pipeline stages.
+          tp: number of tensor-parallel devices of each stage.
+        """
         return cls((Stage(tp=tp),) * pp)
 
     @classmethod
     def parse(cls, text: str) -> "Replica":
-        """The uniform replica that a text such as "pp4", "tp2" or "pp4,tp2" names.
+        """Returns the uniform replica that a text such as "pp4", "tp2" or "pp4,tp2" names.
+
+        Args:
+          text: axes with their sizes, separated by commas. "pp" is the number of pipeline stages,
+            "tp" the number of tensor-parallel devices of each stage. An axis that is absent has
+            size 1. An equals sign between the axis and its size is allowed ("pp=4").
 
         Raises:
-          PlanningError: an axis is unknown or repeated, or its size is not a positive number.
+          PlanningError: an axis is unknown or given twice, or its size is not a positive number.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
@@ -79,10 +95,11 @@ class Replica(NamedTuple):
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel devices of every stage.
+        """Number of tensor-parallel devices of each stage.
 
         Raises:
-          PlanningError: the stages differ, or use other axes. The cost models know neither.
+          PlanningError: the stages differ, or a stage uses dp or fsdp. The cost models cover
+            neither case.
         """
         first = self.stages[0]
         if first != Stage(tp=first.tp) or any(stage != first for stage in self.stages):
@@ -93,7 +110,7 @@ class Replica(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of devices of all stages."""
+        """Number of devices of all stages together."""
         return sum(stage.devices for stage in self.stages)
 
     def __str__(self) -> str:
@@ -106,19 +123,27 @@ class Replica(NamedTuple):
         return f"pp{self.pp},{names[0] or 'tp1'}"
 
     def stage_layers(self, layers: int) -> list[int]:
-        """Layers of each stage: as even as possible, the first stages have one more."""
+        """Returns the number of layers of each stage, a list of `pp` numbers.
+
+        The layers are divided as evenly as possible; if `pp` does not divide them, the first stages
+        have one layer more than the others.
+
+        Args:
+          layers: L, number of layers of the backbone.
+        """
         return [layers // self.pp + (stage < layers % self.pp) for stage in range(self.pp)]
 
     def require(self, layers: int, divisible: Mapping[str, int]) -> None:
-        """Checks that a backbone can be spread over the replica's devices.
+        """Raises an error if a backbone cannot be spread over the replica's devices.
 
         Args:
-          layers: number of layers of the backbone; every stage needs at least one.
-          divisible: by key of its config.json, the sizes that tensor parallelism has to divide.
+          layers: L, number of layers of the backbone. Every stage needs at least one.
+          divisible: sizes that the number of tensor-parallel devices has to divide, by their key in
+            the backbone's config.json; for example `{"num_attention_heads": 32}`.
 
         Raises:
-          PlanningError: the backbone cannot be spread; the message names the axis and the nearest
-            size that would do.
+          PlanningError: there are more stages than layers, `tp` does not divide a size, or the
+            stages differ. The first two messages name the nearest size of the axis that would fit.
         """
         if self.pp > layers:
             raise PlanningError(
@@ -136,6 +161,7 @@ class Replica(NamedTuple):
                 )
 
 
+# The replica of one stage with one device.
 ONE_DEVICE = Replica()
 
 
@@ -143,22 +169,28 @@ class Deployment(NamedTuple):
     """Replicas that train side by side, each with its own copy of the backbone (LobRA 4).
 
     Attributes:
-      replicas: each once; equal ones are repeated.
+      replicas: one entry for each replica. A deployment of three equal replicas has three equal
+        entries.
     """
 
     replicas: tuple[Replica, ...]
 
     @classmethod
     def of_counts(cls, counts: Mapping[Replica, int]) -> "Deployment":
-        """The deployment with the given number of replicas of each kind."""
+        """Returns the deployment with a given number of replicas of each kind.
+
+        Args:
+          counts: number of replicas for each kind of replica, the inverse of the property `counts`.
+            Replicas are listed in the order of the keys.
+        """
         return cls(tuple(replica for replica, count in counts.items() for _ in range(count)))
 
     @property
     def counts(self) -> dict[Replica, int]:
-        """How many replicas there are of each kind, in the order of first appearance."""
+        """The number of replicas of each kind, by replica, in the order of first appearance."""
         return dict(Counter(self.replicas))
 
     @property
     def devices(self) -> int:
-        """Number of devices of all replicas."""
+        """Number of devices of all replicas together."""
         return sum(replica.devices for replica in self.replicas)

@@ -1,8 +1,11 @@
-"""Measures this machine's devices for the planner's cost models, and checks their predictions.
+"""Measures this machine's devices for the planner's cost models, and checks the models'
+predictions.
 
-`complete_profile` measures the points of a `Grid` and writes them to a profile, to which the models
-of `jaxmux.planner.costs` are fitted. `compare` trains rounds that the profile does not hold and
-compares their time and memory with the predictions.
+`complete_profile` measures the points of a `Grid` and writes them to a profile, a JSON file (see
+`jaxmux.planner.costs.device_profile`). The models of `jaxmux.planner.costs` are fitted to the
+profile. `compare` trains rounds (`Case`) that the profile does not hold, and compares their time
+and memory with the predictions. `random_task` makes tasks on random tokens for such measurements.
+The command `python -m jaxmux.profile` does all of this.
 """
 
 from .grid import CPU_GRID, Grid

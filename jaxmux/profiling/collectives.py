@@ -17,10 +17,11 @@ _AXES = ("outer", "inner")
 
 
 def collective_program(point: CollectivePoint) -> Program:
-    """The program of a collective over groups of `point.devices` devices, all groups at once.
+    """Returns the program of a collective over groups of `point.devices` devices, all groups at
+    once.
 
     Args:
-      point: the collective. Its payload is measured in bfloat16.
+      point: the collective. Its payload consists of bfloat16 values.
     """
     devices = np.array(jax.devices())
     other = len(devices) // point.devices
@@ -45,7 +46,7 @@ def collective_program(point: CollectivePoint) -> Program:
 
 
 def _collective(point: CollectivePoint) -> Callable[[jax.Array], jax.Array]:
-    """A function from a device's payload to a result of the same size."""
+    """Returns a function from a device's payload to a result of the same size."""
     axis, devices = point.axis, point.devices
 
     def psum(x):

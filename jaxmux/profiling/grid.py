@@ -1,4 +1,4 @@
-"""The points of a profile: few, each of which determines a term of the cost models."""
+"""The points of a profile. They are few, and each determines a term of the cost models."""
 
 import dataclasses
 import math
@@ -25,24 +25,28 @@ _MAX_SEQUENCES = (1, 4, 16, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The values of a profile's points.
+    """The values from which the points of a profile are made. A point is one measured operator with
+    its sizes.
 
-    Points vary one field at a time around a reference point, which has the first value of each
-    field unless stated otherwise. Layers are measured with one task per slot, and with one task.
+    Not every combination is measured. A reference point has the reference value of each field, and
+    every other point differs from it in one field. The reference value is the first one, unless a
+    field says otherwise. `Grid()` suits GPUs, and `CPU_GRID` CPUs. Layers are measured with one
+    task in every slot, and with a single task.
 
     Attributes:
-      tokens: N, tokens of a microbatch, ascending; the reference is the upper median.
-      row_lens: tokens of a row, ascending; the reference is the longest row that the smallest
-        microbatch holds.
-      chunk_lens: tokens of a chunk.
-      ranks: rank of the pool.
-      slots: slots of the pool.
-      layers: layers of a measured program. With several, the kernels of one layer hide the time to
-        launch those of the next.
+      tokens: N, tokens of a microbatch, ascending. The reference is the upper median.
+      row_lens: tokens of a row, ascending, powers of two of at least 64. The reference is the
+        longest row that the smallest microbatch holds. Attention is measured at all of them.
+      chunk_lens: tokens of a chunk, powers of two of at least 64.
+      ranks: R, rank of the pool.
+      slots: T, number of slots of the pool.
+      layers: number of layers of a measured program. With several layers, the kernels of one layer
+        hide the time to launch those of the next.
       payload_bytes: bytes that each device puts into a collective.
 
     Raises:
-      PlanningError: a value is not positive, or the microbatches do not hold whole rows and chunks.
+      PlanningError: a value is not positive, or the microbatches do not consist of whole rows and
+        chunks.
     """
 
     tokens: tuple[int, ...] = (512, 2048, 8192, 16384)
@@ -72,12 +76,13 @@ class Grid:
 
     @property
     def reference_tokens(self) -> int:
-        """Tokens of the reference microbatch."""
+        """Tokens of the microbatch of the reference point: the upper median of `tokens`."""
         return sorted(self.tokens)[len(self.tokens) // 2]
 
     @property
     def row_len(self) -> int:
-        """Tokens of the reference row."""
+        """Tokens of a row of the reference point: the longest of `row_lens` that the smallest
+        microbatch holds."""
         return max(row_len for row_len in self.row_lens if row_len <= min(self.tokens))
 
     def _refuse_ragged(self, tokens: int, row_len: int, chunk_len: int) -> None:
@@ -99,12 +104,12 @@ CPU_GRID = Grid(
 
 
 def points(grid: Grid, backbone: BackboneSize, devices: int) -> list[Point]:
-    """All points of a profile, each once, grouped by operator.
+    """Returns all points of a profile, each once, grouped by operator.
 
     Args:
       grid: the values of the points.
       backbone: sizes of the backbone.
-      devices: number of devices of this host, for collectives.
+      devices: number of devices of this host; collectives are measured over each of its divisors.
     """
     found = [
         *_layers(grid),
@@ -192,8 +197,8 @@ def _round(grid: Grid) -> RoundPoint:
 
 
 def _collectives(grid: Grid, devices: int) -> list[CollectivePoint]:
-    """Collectives over every divisor of the devices: among neighbours, and among devices that lie
-    far apart where there are others between them."""
+    """Returns collectives over every divisor of the devices: among neighbours, and among devices
+    that lie far apart if there are others between them."""
     sizes = [n for n in range(2, devices + 1) if devices % n == 0]
     axes = [("inner", n) for n in sizes] + [("outer", n) for n in sizes if n < devices]
     return [

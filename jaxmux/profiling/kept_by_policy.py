@@ -20,13 +20,16 @@ _ROW_LEN, _CHUNK_LEN = 256, 128
 
 
 def kept_by_policy(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, tuple[float, float]]:
-    """By remat policy, bytes per token, and bytes per token and rank (`BackboneSize.kept`).
+    """Counts the bytes that a layer keeps for its backward pass under each remat policy.
 
     Nothing is computed on a device, but tracing the layers takes seconds.
 
     Args:
       config: configuration of the backbone.
       dtype: dtype of the weights and of the stream.
+
+    Returns:
+      For each policy, bytes per token, and bytes per token and rank: the field `BackboneSize.kept`.
     """
     weights = abstract_weights(config, dtype)
     return {policy: _kept(config, weights, policy) for policy in NAMED_POLICIES}
@@ -38,7 +41,7 @@ def _kept(config: BackboneConfig, weights: Weights, policy: str) -> tuple[float,
 
 
 def _kept_at_rank(config: BackboneConfig, weights: Weights, policy: str, rank: int) -> int:
-    """Bytes that a layer keeps of one row, with adapters of one slot and this rank."""
+    """Returns the bytes that a layer keeps of one row, with adapters of one slot and this rank."""
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,4 +1,4 @@
-"""Compares the cost models' predictions with rounds of the engine that were not profiled."""
+"""Compares the cost models' predictions with rounds of the engine outside the profile."""
 
 import dataclasses
 import gc
@@ -18,15 +18,18 @@ from .timed_rounds import run_rounds
 
 
 class Case(NamedTuple):
-    """A round of tasks whose samples have one length and fill its microbatches.
+    """A round to train and predict: equal tasks on samples of one length that fill every
+    microbatch.
 
     Attributes:
       tasks: number of tasks.
-      length: tokens of a sample.
-      rank: rank of the adapters.
-      tokens: tokens of a microbatch.
-      row_len: tokens of a row, a multiple of the length; 0 for rows of one sequence.
-      remat: remat policy of all layers.
+      length: stream length of every sample, in tokens (its tokens without the last one).
+      rank: rank of every adapter.
+      tokens: N, tokens of a microbatch, a multiple of the row length.
+      row_len: tokens of a row, a power of two of at least 64 and a multiple of `length`, so a row
+        holds row_len / length samples. 0 stands for `length`: one sample in each row.
+      remat: remat policy of all layers: "norms", "dots", "lean" or "full" (see
+        `jaxmux.planner.costs`).
     """
 
     tasks: int
@@ -38,12 +41,12 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """The case that a text names.
+        """Returns the case that a text names; `str(case)` gives the text back.
 
         Args:
-          text: tasks, length, rank and tokens, as in `3x2048x32x6144`; then the row length if rows
-            hold several sequences, as in `3x128x32x6144x2048`; then the remat policy unless it is
-            "dots", as in `3x2048x32x6144xlean`.
+          text: `TASKSxLENGTHxRANKxTOKENS`, as in "3x2048x32x6144". `xROW_LEN` follows if rows hold
+            several samples, as in "3x128x32x6144x2048". The remat policy follows unless it is
+            "dots", as in "3x2048x32x6144xlean".
 
         Raises:
           PlanningError: the text has another form.
@@ -61,10 +64,14 @@ class Case(NamedTuple):
         return "x".join([*(str(n) for n in numbers if n), *([remat] if remat != "dots" else [])])
 
     def shape(self, chunk_len: int) -> ShapeClass:
-        """The shape class of its microbatches.
+        """Returns the shape class of the case's microbatches.
+
+        Args:
+          chunk_len: tokens of a chunk, a power of two of at least 64.
 
         Raises:
-          PlanningError: rows do not hold whole samples, or microbatches whole rows.
+          PlanningError: rows do not consist of whole samples, microbatches do not consist of whole
+            rows and chunks, or the row length or `chunk_len` is not a power of two of at least 64.
         """
         row_len = self.row_len or self.length
         if self.tokens % row_len or row_len % self.length:
@@ -75,16 +82,17 @@ class Case(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The measured and the predicted costs of a case.
+    """The measured and the predicted costs of a case. `compare` yields one for each case.
 
     Attributes:
       case: the case.
-      seconds: seconds of a round, measured and predicted.
-      peak: peak bytes, measured and predicted. The measured peak is None where the device does not
-        report it, or where an earlier case needed more. The predicted peak is None where the
-        profile does not hold the device's memory.
-      online_peak: peak bytes as predicted by a model that has observed the cases before; None as
-        for the predicted peak.
+      seconds: pair (measured, predicted) of the seconds of a round.
+      peak: pair (measured, predicted) of the peak bytes of the device's memory. The prediction uses
+        the profile alone. The measured value is None if the device does not report its peak, or if
+        the peak did not rise above that of earlier work in the process. The predicted value is None
+        if the profile does not hold the device's memory.
+      online_peak: peak bytes as predicted by a memory model that has also learnt from the measured
+        peaks of the cases before this one; None if the profile does not hold the device's memory.
     """
 
     case: Case
@@ -94,7 +102,12 @@ class Comparison(NamedTuple):
 
 
 def default_cases(grid: Grid) -> list[Case]:
-    """Cases whose tokens, row lengths, tasks and ranks lie between the grid's points."""
+    """Returns four cases that differ from the grid's points in tokens, row length, tasks or rank.
+
+    Args:
+      grid: the grid of the profile that is checked. The cases are made from its reference tokens,
+        its reference row length and its first rank.
+    """
     tokens, row_len, rank = grid.reference_tokens, grid.row_len, grid.ranks[0]
     return [
         Case(2, row_len // 2, rank, tokens // 2),
@@ -107,17 +120,25 @@ def default_cases(grid: Grid) -> list[Case]:
 def compare(
     backbone: Backbone, profile: Profile, cases: Sequence[Case], chunk_len: int, seconds: float
 ) -> Iterator[Comparison]:
-    """Trains each case and yields its comparison.
+    """Trains a round of each case on this machine and compares its cost with the prediction.
 
-    The case of least predicted memory comes first, because a device reports only the highest peak
-    of the whole process.
+    Cases are trained in the order of their predicted memory, least first, because a device reports
+    only the highest peak since the process began.
 
     Args:
       backbone: the backbone to train; its number of layers may differ from the profiled one's.
       profile: the profile to which the cost models are fitted.
-      cases: the cases.
+      cases: the cases, for example from `default_cases` or `Case.parse`.
       chunk_len: tokens of a chunk.
-      seconds: time to spend on each case, without compilation.
+      seconds: seconds to spend on each case, without compilation. A case trains at least 7 rounds,
+        even if they take longer.
+
+    Yields:
+      The comparison of each case, as soon as it is trained.
+
+    Raises:
+      ProfileError: the profile lacks a measurement that the models need.
+      PlanningError: a case has no shape class (see `Case.shape`).
     """
     size = dataclasses.replace(profile.backbone, layers=backbone.config.num_layers)
     profile = dataclasses.replace(profile, backbone=size)
@@ -142,7 +163,12 @@ def compare(
 
 
 def mean_absolute_error(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Mean of |predicted / measured - 1| over the pairs (measured, predicted) of known numbers;
-    None if there is no such pair."""
+    """Returns the mean relative error |predicted / measured - 1| of predictions; 0.1 means 10%.
+
+    Pairs in which a number is None are left out. The result is None if no pair remains.
+
+    Args:
+      pairs: pairs (measured, predicted), such as the `seconds` or the `peak` of each `Comparison`.
+    """
     errors = [abs(p / m - 1) for m, p in pairs if m is not None and p is not None]
     return sum(errors) / len(errors) if errors else None

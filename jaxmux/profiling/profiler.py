@@ -1,4 +1,4 @@
-"""Completes a profile: measures the points that its file lacks."""
+"""Completes a profile by measuring the points that its file lacks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ _BATCH = 8
 
 
 def _empty_profile(config: BackboneConfig, dtype: jnp.dtype) -> Profile:
-    """A profile of this process's first device without measurements, and without `kept` bytes."""
+    """Returns a profile of this process's first device, without measurements and `kept` bytes."""
     return Profile(
         device=jax.devices()[0].device_kind,
         memory_bytes=device_memory(),
@@ -51,18 +51,24 @@ def complete_profile(
     seconds: float,
     report: Callable[[Measurement, int, int], None] = lambda measurement, done, total: None,
 ) -> Profile:
-    """Measures the points of a grid that the profile's file does not hold yet.
+    """Measures the points of a grid that a profile's file does not hold yet, and returns the
+    profile.
 
-    The file is created if it does not exist, and saved after every measurement.
+    The file is created if it does not exist, and saved after every measurement. So an interrupted
+    call loses no finished measurement: call the function again with the same arguments.
 
     Args:
       path: the profile's file.
-      config: configuration of the backbone, whose weights are random.
+      config: configuration of the backbone. Its weights are random, and `grid.layers` replaces its
+        number of layers in the measured programs.
       dtype: dtype of the weights and of the stream.
-      grid: the values of the points.
-      seconds: time to spend on one measurement, without compilation.
-      report: called after every measurement with the number of points that are measured and the
-        number of all points.
+      grid: the values of the points, for example `Grid()` or `CPU_GRID`.
+      seconds: seconds to spend on one measurement, without compilation.
+      report: function that is called after every measurement with the measurement, the number of
+        points measured so far and the number of all points. The default does nothing.
+
+    Returns:
+      The profile with all points of the grid, and with any other points that the file held.
 
     Raises:
       ProfileError: the file cannot be read, or it is the profile of another backbone, device, dtype

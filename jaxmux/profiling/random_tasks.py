@@ -25,16 +25,20 @@ def random_task(
     rank: int,
     seed: int = 0,
 ) -> PreparedTask:
-    """A task with LoRA on all linears and samples of random tokens.
+    """Returns a prepared task with samples of random tokens, to be registered with
+    `Engine.register_tasks`.
+
+    The task trains LoRA on all linears of the backbone, with AdamW at a learning rate of 1e-4. It
+    has no held-out data. `in_other_names` makes further tasks from it.
 
     Args:
       config: configuration of the backbone.
       name: name of the task.
-      lengths: stream lengths of its samples, in tokens.
-      batch: samples of a global batch.
-      steps: steps that the task trains.
-      rank: rank of its adapter.
-      seed: seed of the samples.
+      lengths: stream length of each sample, in tokens (its tokens without the last one).
+      batch: number of samples of a global batch.
+      steps: number of global batches that the task trains.
+      rank: rank of the LoRA adapter.
+      seed: seed of the random tokens.
     """
     optimizer = OPTIMIZERS[OPTIMIZER](1e-4)
     task = Task(name, "random", LoRA(rank), optimizer, batch_size=batch, steps=steps)
@@ -52,8 +56,16 @@ def random_task(
 
 
 def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) -> list[Sample]:
-    """Samples of these stream lengths. Each has one token more than its stream length; all tokens
-    but the first are targets."""
+    """Returns samples of random tokens; `random_task` makes a whole task from them.
+
+    A sample has one token more than its stream length. All of its tokens but the first are targets
+    of the loss.
+
+    Args:
+      config: configuration of the backbone; tokens are drawn from its vocabulary.
+      lengths: stream length of each sample, in tokens.
+      seed: seed of the random tokens; equal seeds give equal samples.
+    """
     rng = np.random.default_rng(seed)
     return [
         Sample(
@@ -64,8 +76,15 @@ def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) ->
 
 
 def in_other_names(task: PreparedTask, count: int) -> list[PreparedTask]:
-    """`count` copies of a task, named task0, task1, and so on. Copying is faster than making each
-    task, which reads or draws its samples."""
+    """Returns copies of a task under the names "task0", "task1" and so on.
+
+    The copies share the samples and start from equal adapters. Copying is faster than preparing
+    each task, which would read or draw its samples again.
+
+    Args:
+      task: the task to copy; it is not changed.
+      count: number of copies.
+    """
     return [
         dataclasses.replace(task, task=dataclasses.replace(task.task, name=f"task{i}"))
         for i in range(count)

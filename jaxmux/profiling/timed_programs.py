@@ -53,9 +53,9 @@ class Program(NamedTuple):
       inputs: arrays that a round of the engine computes itself; their memory counts as part of the
         peak.
       constants: weights, adapters and arrays of the microbatch.
-      repeats: how many times a call runs the point's operator.
-      compiled_for: programs with equal points here differ only in the values of their arguments, so
-        one compiled program serves all of them.
+      repeats: number of times that one call executes the point's operator.
+      compiled_for: a point that identifies the compiled program. Programs with equal `compiled_for`
+        differ only in the values of their arguments, so one compiled program serves all of them.
     """
 
     function: Callable[..., Any]
@@ -67,12 +67,12 @@ class Program(NamedTuple):
 
 
 def make_program(backbone: Backbone, point: Point) -> Program:
-    """The program of a point that is measured on one device.
+    """Returns the program of a point that is measured on one device.
 
     Args:
-      backbone: the backbone; it has as many layers as the program of a `LayerPoint` or an
-        `AttentionPoint` runs.
-      point: any point but a `RoundPoint` or a `CollectivePoint`.
+      backbone: the backbone. It has as many layers as the program of a `LayerPoint` or an
+        `AttentionPoint` executes.
+      point: any point except a `RoundPoint` or a `CollectivePoint`.
     """
     makers = {
         LayerPoint: _layers,
@@ -198,8 +198,8 @@ def _update(backbone: Backbone, point: UpdatePoint) -> Program:
 
 
 def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) -> jax.Array:
-    """Normally distributed values, because a device's clock depends on how many bits change. One
-    block of them is repeated, because the host draws them slowly."""
+    """Returns normally distributed values, because a device's clock depends on how many bits
+    change. One block of values is repeated, because the host draws them slowly."""
     block = np.random.default_rng(0).normal(0, deviation, _RANDOM_VALUES).astype(dtype)
     return jnp.asarray(np.resize(block, shape))
 
@@ -224,8 +224,8 @@ def _segments(point: LayerPoint | AttentionPoint) -> Segments:
 
 
 def _stream(config: BackboneConfig, point: LayerPoint) -> Stream:
-    """A stream of rows of one sequence. The chunks belong to the tasks in equal parts, and those of
-    the padding at the end of each row to no task."""
+    """Returns a stream of rows of one sequence. The tasks own equal parts of the chunks; the
+    padding chunks at the end of each row belong to no task."""
     rows, chunks = point.tokens // point.row_len, point.tokens // point.chunk_len
     positions = np.tile(np.arange(point.row_len, dtype=np.int32), (rows, 1))
     first_tokens = np.arange(chunks) * point.chunk_len % point.row_len

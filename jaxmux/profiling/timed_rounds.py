@@ -21,12 +21,13 @@ _STEPS = 10**6
 
 
 def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Measurement:
-    """Median time of a round with one microbatch, of which each task owns an equal part.
+    """Measures the median time of a round with one microbatch, of which each task owns an equal
+    part.
 
     Args:
       backbone: a backbone of `point.layers` layers.
       point: the point to measure.
-      seconds: time to spend, without compilation.
+      seconds: seconds to spend, without compilation.
     """
     shape = shape_of(point)
     taken, _ = run_rounds(backbone, shape, point.tasks, point.rank, "dots", seconds)
@@ -41,15 +42,15 @@ def run_rounds(
     Args:
       backbone: the backbone.
       shape: shape class of the microbatches; every row holds `shape.max_sequences` samples.
-      tasks: number of tasks. A round has several microbatches if the rows of one cannot be divided
-        among the tasks equally.
+      tasks: number of tasks. A round has several microbatches if the rows of one microbatch cannot
+        be divided equally among the tasks.
       rank: rank of the adapters.
       remat: remat policy of all layers.
-      seconds: time to spend, without compilation.
+      seconds: seconds to spend, without compilation.
 
     Returns:
-      Median seconds of a round, from its start until the device is done, and its number of
-      microbatches.
+      The median seconds of a round, from its start until the device is done, and the number of
+      microbatches of a round.
 
     Raises:
       RuntimeError: the engine packed the samples into another number of microbatches.

@@ -20,11 +20,11 @@ _MOST_COMPILERS = 8
 
 
 def measure(programs: Sequence[tuple[Point, Program]], seconds: float) -> Iterator[Measurement]:
-    """Times programs; programs of equal `compiled_for` are compiled once.
+    """Times programs; programs with equal `compiled_for` are compiled once.
 
     Args:
       programs: points with their programs.
-      seconds: time to spend on one measurement, without compilation.
+      seconds: seconds to spend on one measurement, without compilation.
     """
     executables = {}
     # The compiler releases Python's lock, so the next program is lowered meanwhile. The compiler
@@ -47,7 +47,7 @@ def median_seconds(
     arguments: tuple[Any, ...],
     seconds: float,
 ) -> float:
-    """Median seconds of a call `state, results = function(state, *arguments)`.
+    """Returns the median seconds of a call `state, results = function(state, *arguments)`.
 
     A sample is the mean over several calls. The host queues all calls of a sample before it waits
     for the device.
@@ -56,8 +56,8 @@ def median_seconds(
       function: the function, which donates `state`.
       state: its first argument in the first call.
       arguments: its other arguments.
-      seconds: time to spend. A part of it warms the device up, until its clock has settled to a
-        frequency that it can sustain.
+      seconds: seconds to spend. A part of this time warms the device up, until its clock has
+        settled to a frequency that the device can sustain.
     """
 
     def queue(state: Any, calls: int) -> tuple[Any, float]:
@@ -80,7 +80,8 @@ def median_seconds(
 
 
 def _peak_bytes(executable: Any, program: Program) -> int | None:
-    """Memory in bytes that a program needs besides its state and constants; None if unknown."""
+    """Returns the bytes of memory that a program needs besides its state and constants; None if
+    unknown."""
     stats = executable.memory_analysis()
     if stats is None:
         return None

@@ -1,5 +1,5 @@
-"""Training runs: tasks are trained from their data to exported adapters, with checkpoints, metrics
-and reports in a run directory."""
+"""Training runs: one call of `fine_tune` trains tasks from their data to exported adapters, with
+checkpoints, metrics and reports in a run directory."""
 
 from .checkpoints import read_task
 from .run import Interrupted, fine_tune

@@ -1,5 +1,8 @@
-"""Checkpoints of a training run: one entry per task at the task's own rank, which any pool, packing
-or set of devices restores."""
+"""Checkpoints of a training run.
+
+A checkpoint has one entry for each task, at the task's own rank, so any pool, packing or device can
+restore it.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +19,7 @@ from jaxmux.tasks import TaskError
 
 from .run_directory import RunDirectoryError
 
-# Of what a checkpoint holds. Older versions had no number.
+# The format of a checkpoint's contents. Checkpoints of older versions have no format number.
 FORMAT = 2
 
 _TASK = "task."
@@ -24,14 +27,14 @@ _TASK = "task."
 
 @dataclasses.dataclass
 class RunPosition:
-    """Where a training run stands, besides its tasks.
+    """The position of a training run, besides the progress of its tasks.
 
     Attributes:
-      rounds: rounds completed.
-      microbatches: microbatches trained, those of the unfinished round included.
-      metrics_bytes: length of metrics.jsonl up to this position.
-      computed_tokens: tokens computed in training, padding included.
-      train_seconds: wall time spent training.
+      rounds: number of rounds completed.
+      microbatches: number of microbatches trained, those of the unfinished round included.
+      metrics_bytes: length of metrics.jsonl at this position, in bytes.
+      computed_tokens: number of tokens computed in training, padding included.
+      train_seconds: wall time spent training, in seconds.
     """
 
     rounds: int = 0
@@ -42,19 +45,34 @@ class RunPosition:
 
 
 class Checkpoints:
-    """Saves asynchronously and atomically, keeps the last few, restores the newest.
+    """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest.
 
     A checkpoint has an item `run` (JSON) and an item of arrays for each task. `run` holds the
-    format, the position, the shape class, and of every task its adapter kind, its progress, a
-    checksum of its data, and the samples of the round in progress that its accumulators hold.
+    format, the position and the shape class. For every task, `run` holds the adapter kind, the
+    progress, a checksum of the data, and the indices of the samples in the unfinished round whose
+    gradients the accumulators hold.
     """
 
     def __init__(self, folder: Path, keep: int):
+        """Opens the folder of the checkpoints.
+
+        Args:
+          folder: the folder; it is created if it does not exist.
+          keep: number of checkpoints to keep; older ones are deleted.
+        """
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     def save(self, engine: Engine, position: RunPosition) -> None:
-        """Saves everything that the run needs to go on from here. The engine must be drained."""
+        """Starts to save everything that the training run needs to continue from here.
+
+        The number of the checkpoint is the number of rounds plus the number of microbatches so far.
+        Nothing is saved if this checkpoint exists already.
+
+        Args:
+          engine: the engine; its results must have been fetched (`Engine.drain`).
+          position: the position of the training run.
+        """
         # Every microbatch and every update makes a new position.
         step = position.microbatches + position.rounds
         if step in self._manager.all_steps():
@@ -71,11 +89,17 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, engine: Engine) -> RunPosition | None:
-        """Puts the engine where the newest checkpoint was taken; None if there is none.
+        """Restores every task of the engine from the newest checkpoint.
+
+        Args:
+          engine: an engine in which the tasks of the training run are registered.
+
+        Returns:
+          The position of the checkpoint; None if there is no checkpoint.
 
         Raises:
           RunDirectoryError: the checkpoint has another format.
-          TaskError: a task's data has changed since.
+          TaskError: a task's data has changed since the checkpoint.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -105,11 +129,15 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
+        """Releases the folder."""
         self._manager.close()
 
 
 def read_shape(folder: Path) -> ShapeClass | None:
     """The shape class in the newest checkpoint of a folder; None if there is no checkpoint.
+
+    Args:
+      folder: the folder `checkpoints` of a run directory.
 
     Raises:
       RunDirectoryError: the checkpoint has another format.
@@ -122,19 +150,23 @@ def read_shape(folder: Path) -> ShapeClass | None:
 
 
 def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, SlotArrays]:
-    """Reads the arrays of one task from the checkpoints of a training run.
+    """Reads the arrays of one task from the checkpoints of a training run, without an engine.
+
+    `peft.adapter_of` makes the task's adapter of these arrays.
 
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
-      step: number of the checkpoint, which is the name of its folder; None takes the newest.
+      step: number of the checkpoint, which is the name of its folder: the rounds plus the
+        microbatches trained before it. None takes the newest checkpoint.
 
     Returns:
-      The number of the checkpoint, and the task's arrays by path, at its own rank.
+      The number of the checkpoint, and the task's NumPy arrays by path ("adapter/mlp.up_proj/a"),
+      at the task's own rank: its adapter, accumulators, accumulated loss and optimizer state.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint, or no such task in it. The message lists the
-        checkpoints.
+      FileNotFoundError: there is no such checkpoint, or no such task in it. The message names the
+        folder and, where the checkpoint is missing, the existing checkpoints.
       RunDirectoryError: the checkpoint has another format.
     """
     if not folder.is_dir():

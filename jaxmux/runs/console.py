@@ -18,9 +18,15 @@ _PLAIN_LINES = 10
 
 
 class RunConsole:
-    """Prints the progress and the results of a training run."""
+    """Prints the progress and the results of a training run: a live table on a terminal, else
+    lines."""
 
     def __init__(self, console: Console | None = None):
+        """Creates the console; nothing is printed yet.
+
+        Args:
+          console: the rich console to print to; None for standard output.
+        """
         self.console = console or Console(highlight=False)
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
@@ -30,12 +36,14 @@ class RunConsole:
 
     def say(self, text: str) -> None:
         # Lines in a log are not wrapped.
+        """Prints one line of text as it is."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def announce(self, tasks: Sequence[PreparedTask], context: int) -> None:
-        """Prints how many samples each task has, and warns of samples longer than `context`.
+        """Prints the number of samples of each task, and warns of samples longer than `context`.
 
         Args:
+          tasks: the tasks of the training run.
           context: longest sequence, in tokens, for which the backbone was trained.
         """
         for prepared in tasks:
@@ -56,6 +64,11 @@ class RunConsole:
                 )
 
     def start(self, engine: Engine) -> None:
+        """Begins to measure tokens per second and, on a terminal, to show the live table.
+
+        Args:
+          engine: the engine with its tasks, at the position from which training continues.
+        """
         self._started = time.monotonic()
         self._first_steps = {name: engine.progress(name).step for name in engine.names}
         if self.console.is_terminal:
@@ -63,6 +76,12 @@ class RunConsole:
             self._live.start()
 
     def show(self, engine: Engine, updates: Sequence[TaskUpdate]) -> None:
+        """Shows new updates: in the live table, or as about ten lines for each task.
+
+        Args:
+          engine: the engine.
+          updates: the updates of a round.
+        """
         for update in updates:
             self._latest[update.task] = update
             self._tokens[update.task] = self._tokens.get(update.task, 0) + update.tokens
@@ -77,12 +96,18 @@ class RunConsole:
             self._live.update(self._table(engine))
 
     def stop(self) -> None:
+        """Removes the live table."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def summarise(self, summary: Summary, adapters: Mapping[str, str]) -> None:
-        """Prints the final table, the adapter folders and the errors of failed tasks."""
+        """Prints the final table, the adapter folders and the errors of failed tasks.
+
+        Args:
+          summary: the results of the training run.
+          adapters: by task, the folder of its exported adapter.
+        """
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
             table.add_column(column, justify="left" if column in ("task", "status") else "right")
@@ -103,7 +128,14 @@ class RunConsole:
                 self.say(f"FAILED task {name}: {task['error']}")
 
     def samples(self, task: str, prompt: str, before: str, after: str) -> None:
-        """Prints a prompt with its completions before and after training."""
+        """Prints a prompt with its completions before and after training.
+
+        Args:
+          task: name of the task.
+          prompt: the prompt.
+          before: completion of the bare backbone.
+          after: completion with the trained adapter.
+        """
         self.say(f"\n{task}: {prompt}\n  before: {before.strip()}\n  after:  {after.strip()}")
 
     def _plain_line(self, engine: Engine, update: TaskUpdate) -> None:

@@ -17,10 +17,12 @@ class MetricsWriter:
     """Appends every task update to metrics.jsonl and to TensorBoard."""
 
     def __init__(self, directory: RunDirectory, position_bytes: int, rounds: int):
-        """Opens the files and removes what was written after the last checkpoint.
+        """Opens the files and removes everything that was written after the last checkpoint.
 
         Args:
-          position_bytes: length of metrics.jsonl at the checkpoint.
+          directory: the run directory.
+          position_bytes: length of metrics.jsonl at the checkpoint, in bytes; 0 for a new training
+            run.
           rounds: rounds completed at the checkpoint.
         """
         self._file = open(directory.metrics, "a+b")
@@ -28,6 +30,7 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=rounds)
 
     def write(self, updates: Iterable[TaskUpdate]) -> None:
+        """Appends one line for each update. Numbers that are not finite become null."""
         for update in updates:
             line = {key: _json_number(value) for key, value in update._asdict().items()}
             self._file.write(json.dumps(line).encode() + b"\n")
@@ -47,7 +50,11 @@ class MetricsWriter:
 
 
 def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, parsed."""
+    """The lines of metrics.jsonl as dicts with the fields of `TaskUpdate`.
+
+    Args:
+      directory: the run directory.
+    """
     return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
 
 

@@ -33,9 +33,16 @@ DEFAULTS = RunOptions()
 
 
 class Interrupted(Exception):
-    """A signal stopped the training run after it saved its state. The same call continues it."""
+    """SIGINT or SIGTERM stopped the training run after its state was saved.
+
+    The same call of `fine_tune` continues the training run.
+
+    Attributes:
+      signal_number: number of the signal, for example `signal.SIGTERM`.
+    """
 
     def __init__(self, signal_number: int):
+        """Makes the exception for the signal of this number."""
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.signal_number = signal_number
 
@@ -52,28 +59,38 @@ def fine_tune(
 ) -> Summary:
     """Trains all tasks together on one frozen backbone and exports their adapters.
 
-    Every task is read and checked before anything is trained. If the last call with the same
-    arguments was interrupted, this call continues from its last checkpoint. If it finished, this
-    call returns its summary.
+    Every task is read and checked before training starts. If the last call with the same arguments
+    was interrupted, this call continues from the last checkpoint. If the last call finished, this
+    call returns its summary. A call with another backbone, other tasks, or another dtype,
+    tokens_per_microbatch, row_len or chunk_len is refused in the same folder; the other options may
+    change.
+
+    A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The other
+    tasks continue.
 
     Args:
-      backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
-      tasks: the tasks to train, at least one.
-      run_dir: folder for metrics, checkpoints, adapters, plots and the summary.
+      backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
+        may begin with "jaxmux:" for a folder of the package.
+      tasks: the tasks to train, at least one, with different names.
+      run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round),
+        tensorboard, checkpoints, adapters/<task> (Hugging Face PEFT folders of the tasks that
+        succeeded), loss.png, summary.json, and run.json (the record of what is trained).
       options: sizes of microbatches, memory, checkpoints and other settings.
-      restart: deletes the files that an earlier training run wrote to `run_dir`, and starts anew.
-      config_text: a gin config that is kept as `run_dir/config.gin`.
-      console: prints progress and results; None prints them to the terminal.
+      restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
+        anew.
+      config_text: text of a gin config that is kept as `run_dir/config.gin`; None keeps none.
+      console: prints progress and results; None prints them to standard output.
 
     Returns:
-      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is true if every
+      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if every
       task succeeded.
 
     Raises:
-      TaskError: a task cannot be trained. The message names it; nothing has been trained.
+      TaskError: a task cannot be trained. The message names the task; nothing has been trained.
       BackboneError, DataError, PlanningError, RunDirectoryError: the backbone, data, options or
         folder that the message names cannot be used; nothing has been trained.
-      Interrupted: SIGINT or SIGTERM arrived; the state is saved.
+      Interrupted: SIGINT or SIGTERM arrived during training; the state is saved. Signals are
+        handled only if `fine_tune` runs in the main thread.
     """
     console = console or RunConsole()
     backbone = str(Path(resolve_path(backbone)).absolute())
@@ -137,8 +154,8 @@ def _plan_run(
     restart: bool,
     console: RunConsole,
 ) -> tuple[ShapeClass, Admission | None]:
-    """The shape class of the microbatches, and the admission of tasks; None if the device's memory
-    is unknown."""
+    """The shape class of the microbatches, and the memory check of tasks, which is None if the
+    device's memory is unknown."""
     # A training run keeps the shape class that it began with.
     shape = None if restart else read_shape(directory.checkpoints)
     costs = run_costs(prepared, model.config, model.compute_dtype, options.remat, options.memory)
@@ -273,7 +290,7 @@ def _identity(task: Task) -> dict[str, Any]:
 
 
 class _StopSignals:
-    """A function that returns true once SIGINT or SIGTERM has arrived. A second signal takes its
+    """A function that returns True once SIGINT or SIGTERM has arrived. A second signal takes its
     usual effect."""
 
     def __init__(self):

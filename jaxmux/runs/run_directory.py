@@ -22,21 +22,27 @@ class RunDirectory:
     """The folder of a training run. It is locked against other processes until `close`.
 
     Attributes:
-      path: the folder.
-      metrics, summary, loss_plot, tensorboard, checkpoints: paths of its files and folders.
+      path: absolute path of the folder.
+      metrics: path of metrics.jsonl, one line for each task and round.
+      summary: path of summary.json.
+      loss_plot: path of loss.png.
+      tensorboard: path of the folder of TensorBoard's files.
+      checkpoints: path of the folder of the checkpoints.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
-        """Creates or opens the folder. Nothing but its lock is written before `begin`.
+        """Creates or opens the folder and locks it. No other file is written before `begin`.
 
         Args:
           path: the folder.
-          identity: what is trained, as JSON. A folder that records another identity is refused.
-          restart: `begin` deletes the files of an earlier training run.
+          identity: description of what is trained, as a JSON object. A folder that records another
+            identity is refused.
+          restart: True accepts any folder, and `begin` deletes the files of an earlier training
+            run.
 
         Raises:
           RunDirectoryError: the folder is not writable, another process uses it, it belongs to
-            another training run, or it holds files of a run without their record.
+            another training run, or it holds files of a training run without run.json.
         """
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
@@ -67,10 +73,19 @@ class RunDirectory:
                 raise
 
     def adapter(self, task: str) -> Path:
+        """Path of the folder to which a task's adapter is exported.
+
+        Args:
+          task: name of the task.
+        """
         return self.path / "adapters" / task
 
     def begin(self, config_text: str | None) -> None:
-        """Records what is trained in the folder. Call it when everything has been checked."""
+        """Writes run.json and config.gin. Call it when everything has been checked.
+
+        Args:
+          config_text: text of config.gin; None writes no such file.
+        """
         if self._restart:
             self._clear()
         write_atomically(self.path / "run.json", json.dumps(self._identity, indent=2) + "\n")
@@ -105,10 +120,17 @@ class RunDirectory:
 
 
 def read_identity(path: Path) -> dict[str, Any]:
-    """The record (run.json) of what a training run trains.
+    """Reads run.json, the record of what a training run trains.
+
+    Args:
+      path: the run directory.
+
+    Returns:
+      A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len, and
+      tasks: by name, the fields of the `Task` except name and sample_prompt.
 
     Raises:
-      RunDirectoryError: the folder has no run.json, or it is damaged or has another format.
+      RunDirectoryError: the folder has no run.json, or run.json is damaged or has another format.
     """
     try:
         identity = json.loads((path / "run.json").read_text())
@@ -126,7 +148,12 @@ def read_identity(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that readers find it complete or not at all, even after a crash."""
+    """Writes a file so that readers find it complete or not at all, even after a crash.
+
+    Args:
+      path: the file.
+      text: its new content.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "w") as file:
         file.write(text)

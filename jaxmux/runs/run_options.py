@@ -1,4 +1,4 @@
-"""What a training run is told besides its backbone, its tasks and its folder."""
+"""The settings of a training run, besides its backbone, its tasks and its folder."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,32 +28,41 @@ _COUNTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a training run is carried out.
+    """Settings of a training run.
+
+    A *microbatch* is the unit of one forward and backward pass: rows of `row_len` tokens, divided
+    into chunks of `chunk_len` tokens that each belong to one task. A *round* is one global batch of
+    every live task.
 
     Attributes:
-      dtype: of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16" or
-        "float32". Adapters and their optimizer states are always float32.
-      tokens_per_microbatch: N, the most tokens of a forward and backward pass; memory grows with
-        it.
-      row_len: tokens that attention sees together, a power of two, at least the longest sample.
-      chunk_len: tokens of the unit that belongs to one task, a power of two; the kernels need 128
-        or more. Where `row_len` or `chunk_len` is None, it is chosen, together with the tokens of a
-        pass (at most N), so that training is predicted to be fastest. Where both are given, a pass
-        takes N tokens.
-      remat: what a layer keeps from forward to backward, from most to least memory: "none",
-        "norms", "dots" (recomputes no matrix product), "lean" or "full". "auto" mixes them over the
-        layers so that least is recomputed in the memory that there is.
-      memory_gib: memory of the device to use, in GiB. Tasks that do not fit are refused, and "auto"
-        chooses by it. None stands for all that JAX may use.
-      attention: implementation of attention: "xla", "cudnn" or "short"; None picks by device, dtype
-        and shape class.
-      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
-      reserved_slots, reserved_rank: the compiled step has room for at least this many tasks and
-        this rank.
-      checkpoint_every: rounds between checkpoints. A round is one global batch of every task.
-      keep_checkpoints: how many checkpoints are kept.
-      max_bad_steps: consecutive non-finite updates after which a task fails; the others go on.
-      sample_tokens: length of the longest completion of a task's `sample_prompt`, in tokens.
+      dtype: dtype of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16"
+        or "float32". Adapters and their optimizer states are always float32.
+      tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
+      row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
+        Attention sees one row. None chooses the row length that is predicted to train fastest.
+      chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
+        chooses the chunk length that is predicted to train fastest. If `row_len` or `chunk_len` is
+        None, microbatches may also get fewer tokens than N; if both are given, microbatches have N
+        tokens, rounded up to whole rows and chunks.
+      remat: the values that a layer keeps from its forward to its backward pass; other values are
+        computed again. From most to least memory: "none" keeps everything, "norms" recomputes
+        neither norms nor matrix products, "dots" recomputes no matrix product, "lean" recomputes
+        the products of gate and up, "full" keeps only each layer's input. "auto" picks a policy for
+        each layer so that least is recomputed in the available memory.
+      memory_gib: memory of the device to use, in GiB. Tasks that do not fit are refused, and
+        remat="auto" chooses policies that fit. None stands for all memory that JAX may use.
+      attention: implementation of attention: "xla" (any device), "cudnn" (GPU, half precision) or
+        "short" (a kernel for Hopper GPUs, rows of at most 128 tokens). None picks the fastest for
+        the device, dtype and row length.
+      grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
+        "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
+      reserved_slots: least number of tasks for which the arrays have room.
+      reserved_rank: least rank for which the arrays have room.
+      checkpoint_every: number of rounds between two checkpoints.
+      keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
+      max_bad_steps: number of consecutive non-finite updates after which a task fails. The other
+        tasks continue.
+      sample_tokens: most tokens of the completions of a task's `sample_prompt`.
 
     Raises:
       PlanningError: a value is outside its range.
@@ -88,20 +97,24 @@ class RunOptions:
 
     @property
     def reserved(self) -> PoolSpec:
-        """The pool that the compiled step has room for at least."""
+        """The smallest pool for which arrays are allocated, from `reserved_slots` and
+        `reserved_rank`."""
         return PoolSpec(self.reserved_slots, self.reserved_rank, modules=())
 
     @property
     def memory(self) -> int | None:
-        """`memory_gib` in bytes."""
+        """`memory_gib` in bytes; None if `memory_gib` is None."""
         return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
 
 def check_names(tasks: Sequence[Task]) -> None:
-    """Checks that no two tasks have one name.
+    """Checks that no two tasks have the same name.
+
+    Args:
+      tasks: the tasks of a training run.
 
     Raises:
-      TaskError: they have.
+      TaskError: two tasks have the same name.
     """
     names = [task.name for task in tasks]
     if repeated := sorted({name for name in names if names.count(name) > 1}):

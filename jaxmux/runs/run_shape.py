@@ -1,12 +1,13 @@
 """Chooses the shape class of a training run on one device by predicted time (MuxTune 3.5).
 
-All tasks are one hTask, so any of them may share a microbatch. MuxTune fuses tasks into several
-hTasks (`planner.pipeline.fusion`) to fill a pipeline, and one device has none. Separate hTasks
-would have separate microbatches: the last one of each round is partly empty, and every one takes
-some time that does not depend on its tokens. Over mixes of real data sets, estimates for an H200
-say that two hTasks, each in its own best shape class, take 0.96 to 1.15 times as long as one, and
-that one hTask per task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore
-not worth compiling a second program.
+An *hTask* (MuxTune's hybrid task) is a group of tasks that may share microbatches. Here all tasks
+are one hTask. MuxTune fuses tasks into several hTasks (`planner.pipeline.fusion`) to fill a
+pipeline, and one device has no pipeline. Separate hTasks would have separate microbatches. The last
+microbatch of each hTask in a round is partly empty, and every microbatch takes some time that does
+not depend on its tokens. Over mixes of real data sets, estimates for an H200 say that two hTasks,
+each in its own best shape class, take 0.96 to 1.15 times as long as one, and that one hTask per
+task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore not worth
+compiling a second program.
 """
 
 from collections.abc import Sequence
@@ -42,9 +43,10 @@ from jaxmux.planner.packing import (
 
 
 class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths in tokens of the samples of a task's global batch.
+    """By step, the stream lengths in tokens of the samples in a task's global batch.
 
-    A step's global batch is read only when its lengths are asked for.
+    The stream length of a sample is its number of tokens minus 1, because the model does not read
+    the last token. A global batch is read only when its lengths are requested.
 
     Attributes:
       batches: global batches of the task.
@@ -67,9 +69,9 @@ class RunCosts(NamedTuple):
     """Predicted costs of a training run on this device.
 
     Attributes:
-      replica: costs of a microbatch, by shape class.
-      source: where the costs come from, for messages: "measured for cpu".
-      least_chunk_len: tokens of the shortest chunk that the device's kernels take.
+      replica: cost model that gives the seconds and bytes of a microbatch for a shape class.
+      source: origin of the costs, as messages show it, for example "measured for cpu".
+      least_chunk_len: tokens of the shortest chunk that the device's kernels support.
     """
 
     replica: ReplicaCosts
@@ -78,12 +80,15 @@ class RunCosts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen shape class and, for comparison, that of the plain rule.
+    """The chosen shape class and, for comparison, the shape class of the plain rule.
+
+    The plain rule takes the shortest row that holds the longest sample, the shortest chunk, and N
+    tokens.
 
     Attributes:
-      alignment: the chosen shape class, with its cost over the sampled rounds.
-      plain: the shape class of the plain rule, with its cost over the same rounds.
-      source: where the costs come from, as in `RunCosts`.
+      alignment: the chosen shape class, with its predicted cost over a sample of the rounds.
+      plain: the shape class of the plain rule, with its predicted cost over the same rounds.
+      source: origin of the costs, as in `RunCosts`.
     """
 
     alignment: PricedShape
@@ -105,7 +110,7 @@ def run_costs(
     remat: str = "auto",
     memory: int | None = None,
 ) -> RunCosts:
-    """The costs of training these tasks together on this device.
+    """The predicted costs of training tasks together on this device.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -136,18 +141,18 @@ def choose_run_shape(
     row_len: int | None = None,
     chunk_len: int | None = None,
 ) -> Choice:
-    """The shape class in which the tasks' rounds are predicted to take the least time.
+    """Chooses the shape class in which the tasks' rounds are predicted to take the least time.
 
     Args:
       tasks: the tasks of the training run, at least one.
-      costs: their costs on this device.
-      tokens: N, the most tokens of a microbatch. Where both lengths are given, microbatches have N
-        tokens.
-      row_len: tokens of a row; None to choose them.
-      chunk_len: tokens of a chunk; None to choose them.
+      costs: the costs of these tasks on this device, from `run_costs`.
+      tokens: N, the most tokens of a microbatch. If both `row_len` and `chunk_len` are given,
+        microbatches have N tokens.
+      row_len: tokens of a row, a power of two; None chooses the row length.
+      chunk_len: tokens of a chunk, a power of two; None chooses the chunk length.
 
     Raises:
-      PlanningError: a sample is longer than `row_len`, or a length is not a power of two.
+      PlanningError: a sample is longer than `row_len`, or a given length is not a power of two.
     """
     request = ShapeRequest(tokens, row_len, chunk_len, costs.least_chunk_len)
     lengths = [length for task in tasks for length in task.lengths]
@@ -163,14 +168,20 @@ def best_shape(
     remat: str = "auto",
     memory: int | None = None,
 ) -> ShapeClass:
-    """The shape class in which `fine_tune` would train these tasks, for users of `Engine`.
+    """Chooses the sizes of microbatches for users of `Engine`: the value of `EngineOptions.shape`.
+
+    The result is the shape class whose rounds are predicted to take the least time on this device.
+    `fine_tune` makes the same choice itself if `row_len` and `chunk_len` are None.
 
     Args:
-      tasks: the tasks that the engine will train.
+      tasks: the tasks that the engine will train, from `prepare_task`, at least one.
       backbone: the frozen backbone.
-      tokens_per_microbatch: most tokens of a microbatch; rounded up to a whole row.
+      tokens_per_microbatch: most tokens of a microbatch; rounded up to whole rows and chunks.
       remat: remat policy, as in `EngineOptions`.
-      memory: bytes that the engine may use, as in `EngineOptions`.
+      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
+
+    Returns:
+      The shape class: rows, row_len and chunk_len in tokens, and the most sequences in a row.
 
     Raises:
       PlanningError: there are no tasks.
@@ -182,8 +193,8 @@ def best_shape(
 
 
 def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> CostModels:
-    """Cost models of this machine's device. Without its profile they are estimates for an H200,
-    which suffice to rank shape classes."""
+    """Cost models of this machine's device. Without a profile of the device, they are estimates for
+    an H200, which suffice to rank shape classes."""
     device = jax.local_devices()[0].device_kind
     return device_models(size, memory, ONE_DEVICE, device, jnp.dtype(dtype).name, PROFILES)
 

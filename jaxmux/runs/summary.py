@@ -24,13 +24,21 @@ class Summary(NamedTuple):
     """The results of a training run.
 
     Attributes:
-      tasks: by name, the task's status ("succeeded" or "failed"), error, steps, losses (nats per
-        target token) and numbers of tokens.
+      tasks: by name, a dict with the task's results. "status" is "succeeded" or "failed", and
+        "error" is the reason for a failure or None. "steps" is the number of global batches
+        trained. "train_loss_first" and "train_loss_last" are the losses of the first and last
+        applied update; "eval_loss_first" and "eval_loss" are the losses of the held-out data before
+        and after training. Losses are in nats per target token, or None if there is none. "tokens"
+        and "target_tokens" count the tokens trained and those of them that count in the loss;
+        "eval_target_tokens" counts those of the held-out data. "skipped" is the number of skipped
+        updates. "samples_truncated" and "samples_dropped" count the training samples that were cut
+        or left out.
       tokens_per_second: computed tokens, padding included, per second of training.
-      effective_tokens_per_second: the same without padding.
-      padding_fraction: the part of the computed tokens that is padding.
-      wall_seconds: seconds spent training, summed over all resumptions.
-      versions: versions of jaxmux, JAX, Flax and optax.
+      effective_tokens_per_second: computed tokens without padding per second of training.
+      padding_fraction: fraction of the computed tokens that is padding.
+      wall_seconds: seconds spent training, summed over all resumptions. Compilation is included;
+        loading and the evaluations are not.
+      versions: versions of the packages jaxmux, jax, jaxlib, flax and optax.
     """
 
     tasks: dict[str, dict[str, Any]]
@@ -42,10 +50,17 @@ class Summary(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
+        """True if every task succeeded."""
         return all(task["status"] == "succeeded" for task in self.tasks.values())
 
     @classmethod
     def of(cls, engine: Engine, position: RunPosition) -> "Summary":
+        """The summary of a finished training run.
+
+        Args:
+          engine: the engine, after training.
+          position: the final position of the training run.
+        """
         tasks = {name: _task_summary(engine, name) for name in engine.names}
         useful = sum(task["tokens"] for task in tasks.values())
         seconds = max(position.train_seconds, 1e-9)
@@ -60,10 +75,15 @@ class Summary(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Summary | None":
-        """Reads summary.json; None if the file does not exist."""
+        """Reads summary.json; None if the file does not exist.
+
+        Args:
+          path: path of summary.json.
+        """
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
     def to_json(self) -> str:
+        """The text of summary.json."""
         return json.dumps(self._asdict(), indent=2) + "\n"
 
 

@@ -1,5 +1,5 @@
-"""`y = x W + scale[t] · dropout_t(x) A[t] B[t]` for a stream whose chunks belong to different
-tasks.
+"""The grouped LoRA linear: `y = x W + scale[t] · dropout_t(x) A[t] B[t]` for a stream whose chunks
+belong to different tasks t.
 """
 
 from .api import IMPLEMENTATIONS, Factors, Projection, Routing, grouped_lora_linear

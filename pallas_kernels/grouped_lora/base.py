@@ -1,22 +1,23 @@
-"""The plain-XLA implementation: it runs everywhere and defines what is right.
+"""The plain-XLA implementation of the grouped LoRA linear: it runs on every device and is the
+reference for the others.
 
 Every chunk belongs to one task, so the low-rank products are matrix products batched over chunks,
-with each chunk's factors gathered from the slots. Nothing of two tasks ever enters one sum.
+with each chunk's factors gathered from the slots. Values of two tasks never enter one sum.
 """
 
 from functools import partial
 
 import jax
-import jax.ad_checkpoint
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout, keep_mask, token_counters
 from ..frozen_weight import unknown_format
 from ..slot_sum import add_to_slots
 
-# Under these names a rematerialisation policy can keep the rank-r intermediates, and the two halves
-# of a gated MLP.
+# Checkpoint names, by which a rematerialisation policy can keep the rank-r intermediates and the
+# two halves of a gated MLP.
 LOW_RANK = "low_rank"
 GATE = "gate"
 UP = "up"
@@ -29,7 +30,14 @@ def refusal(x, projections, routing, dropout) -> str | None:
 
 
 def grouped_lora_linear_xla(
-    modules, x, projections, accumulators, routing, dropout, layer, residual
+    modules: tuple[int, ...],
+    x: Float[Array, "N k"],
+    projections,
+    accumulators,
+    routing,
+    dropout: Dropout | None,
+    layer: Int[Array, ""] | int,
+    residual: Float[Array, "N n"] | None,
 ):
     """See `api.grouped_lora_linear`; `modules` is static."""
     outputs, accumulators = _grouped_lora_linear(
@@ -38,14 +46,22 @@ def grouped_lora_linear_xla(
     return add_residual(outputs, residual, routing), accumulators
 
 
-def add_residual(outputs: tuple[Array, ...], residual: Array | None, routing) -> tuple[Array, ...]:
-    """A single output plus the residual, zero on empty chunks; without one the outputs as they
-    are."""
+def add_residual(
+    outputs: tuple[Float[Array, "N _"], ...], residual: Float[Array, "N n"] | None, routing
+) -> tuple[Float[Array, "N _"], ...]:
+    """Adds the residual, with empty chunks set to zero, to the single output; returns the outputs
+    unchanged if there is no residual."""
     return outputs if residual is None else (_clear_empty(residual, routing) + outputs[0],)
 
 
-def module_counters(modules, routing, dropout: Dropout, layer, tokens: int) -> list[Array]:
-    """The dropout counters of every token, uint32 [N], for each module."""
+def module_counters(
+    modules: tuple[int, ...],
+    routing,
+    dropout: Dropout,
+    layer: Int[Array, ""] | int,
+    tokens: int,
+) -> list[UInt32[Array, "{tokens}"]]:
+    """The dropout counters of every token, for each module."""
     owner = _token_slots(routing, tokens)
     return [token_counters(dropout, owner, layer, module) for module in modules]
 
@@ -62,7 +78,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         dropped = _drop(x, routing, dropout, layer, module)
         a, b = _factors(p, routing, layer, x.dtype)
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
-        s = jax.ad_checkpoint.checkpoint_name(s.astype(x.dtype), LOW_RANK)
+        s = checkpoint_name(s.astype(x.dtype), LOW_RANK)
         delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
         outputs.append(_clear_empty(p.weight.at_layer(layer).matmul(x) + delta, routing))
         intermediates.append(s)
@@ -73,8 +89,13 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
 def _backward(modules, residuals, cotangents):
     x, projections, routing, dropout, layer, intermediates = residuals
     scale = _gather(routing.scale, routing.chunk_slot)[:, None, None]
-    dx, gradients = 0.0, []
-    for module, p, s, dy, sums in zip(
+
+    def add(accumulator, per_chunk):
+        summed = add_to_slots(accumulator[layer], per_chunk, routing.chunk_slot)
+        return accumulator.at[layer].set(summed)
+
+    dx, next_accumulators = 0.0, []
+    for module, p, s, dy, accumulators in zip(
         modules, projections, intermediates, *cotangents, strict=True
     ):
         a, b = _factors(p, routing, layer, x.dtype)
@@ -87,52 +108,59 @@ def _backward(modules, residuals, cotangents):
         dx += p.weight.at_layer(layer).matmul_transposed(dy) + _drop(
             dx_lora, routing, dropout, layer, module
         )
-        gradients.append(
-            sums._replace(
-                a=sums.a.at[layer].set(add_to_slots(sums.a[layer], da, routing.chunk_slot)),
-                b=sums.b.at[layer].set(add_to_slots(sums.b[layer], db, routing.chunk_slot)),
-            )
+        next_accumulators.append(
+            accumulators._replace(a=add(accumulators.a, da), b=add(accumulators.b, db))
         )
-    return _clear_empty(dx, routing), None, tuple(gradients), None, None, None
+    return _clear_empty(dx, routing), None, tuple(next_accumulators), None, None, None
 
 
 _grouped_lora_linear.defvjp(_forward, _backward)
 
 
-def _gather(per_slot: Float[Array, "T ..."], chunk_slot: Int[Array, "C"]) -> Float[Array, "C ..."]:
-    """Each chunk's entry; zeros for empty chunks, so that no live slot's values reach padding."""
+def _gather(
+    per_slot: Float[Array, "T *value"], chunk_slot: Int[Array, "chunks"]
+) -> Float[Array, "chunks *value"]:
+    """The value of each chunk's owner; zeros for empty chunks, so that no live slot's values reach
+    padding."""
     owner = jnp.where(chunk_slot < 0, per_slot.shape[0], chunk_slot)
     return per_slot.at[owner].get(mode="fill", fill_value=0)
 
 
-def _factors(p, routing, layer, dtype) -> tuple[Float[Array, "C k r"], Float[Array, "C r n"]]:
-    """Each chunk's factors, in the compute dtype."""
-    a, b = (_gather(factor[layer].astype(dtype), routing.chunk_slot) for factor in p.factors)
+def _factors(
+    projection, routing, layer, dtype
+) -> tuple[Float[Array, "chunks k r"], Float[Array, "chunks r n"]]:
+    """The factors of each chunk's owner, in the compute dtype."""
+    a, b = (
+        _gather(factor[layer].astype(dtype), routing.chunk_slot) for factor in projection.factors
+    )
     return a, b
 
 
 def _clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
+    """`x` with zeros on empty chunks."""
     owned = (routing.chunk_slot >= 0)[:, None, None]
     return jnp.where(owned, _chunked(x, routing), 0).reshape(x.shape)
 
 
-def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "C l k"]:
+def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "chunks C k"]:
     return x.reshape(len(routing.chunk_slot), -1, x.shape[-1])
 
 
-def _token_slots(routing, tokens: int) -> Int[Array, "N"]:
+def _token_slots(routing, tokens: int) -> Int[Array, "{tokens}"]:
     """The owner of every token; slot 0 for those of empty chunks."""
     return jnp.repeat(jnp.maximum(routing.chunk_slot, 0), tokens // len(routing.chunk_slot))
 
 
-def _matmul(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
+def _matmul(spec: str, left: Float[Array, "..."], right: Float[Array, "..."]):
+    """A product whose sums and result are float32."""
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
 
 
 def _drop(
     x: Float[Array, "N k"], routing, dropout: Dropout | None, layer, module: int
 ) -> Float[Array, "N k"]:
-    """The task's dropout of `x`, unscaled. It is linear in `x` and its own transpose."""
+    """`x` with the dropped features set to zero, and the others not scaled. The function is linear
+    in `x` and equal to its own transpose."""
     if dropout is None:
         return x
     rate = dropout.rate[_token_slots(routing, len(x))]

@@ -1,12 +1,14 @@
-"""Adds the products of a long activation with its rank-r intermediates to the accumulators of the
-tasks, at the speed of memory, for Hopper: `X^T dS` and `S^T dY`.
+"""Adds the products of an activation with its rank-r intermediates to the tasks' gradient
+accumulators, for Hopper GPUs: `X^T dS` and `S^T dY`.
 
-Every thread block owns a stripe of columns and walks over all rows in stream order, with the sums
-of the task whose chunks pass in registers: no atomics, and one left fold for every task. One
-warpgroup loads tiles through TMA and one multiplies them; with dropout, others in between drop the
-tiles where they lie. As in `row_products_sm90`, what meets the activation is rank-major.
+The kernel is bound by memory bandwidth. Every thread block owns a stripe of columns and visits all
+rows in stream order. It holds the accumulators of the current chunk's task in registers, so there
+are no atomics and every task's sum is one left fold. One warpgroup loads tiles through TMA and one
+multiplies them; with dropout, further warpgroups drop features of a loaded tile in place before it
+is multiplied. As in `row_products_sm90`, the other operand of a product is rank-major.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -42,27 +44,31 @@ from .tiles_sm90 import (
 )
 from .tilings import multiprocessors
 
-# Warpgroups of a thread block. Those from the third on drop so many rows of a tile at once.
+# Warpgroups of a thread block. Those from the third on apply dropout.
 LOADER, MULTIPLIER, FIRST_DROPPER = range(3)
+# Number of rows to which a warpgroup applies dropout at once.
 DROPPED_ROWS = 64
-# The sums and one step's products of so many columns fit into the registers of a warpgroup.
+# Largest sum of ranks for which a stripe's accumulators and one step's products fit into the
+# registers of a warpgroup.
 DEEPEST = 192
 
 
-class ColumnJob(NamedTuple):
-    """An activation, the intermediates that multiply its columns, and where the sums go.
+class ColumnOperands(NamedTuple):
+    """A group of operands: an activation, the intermediates that multiply its columns, and the
+    accumulators of their products.
 
     Attributes:
-      z: [N, w] in half precision.
-      lows: [r, N] each, in the dtype of `z`.
-      accumulators: one per intermediate, float32 [T, w, r] or, if rank-major, [T, r, w]; those of
-        several layers as [L, T, …], with the slots of layer l counted from l T.
-      rank_major: whether the accumulators are, as the gradient of `b` is.
-      masks: dropout of `z`, with counters per intermediate; None for none.
+      z: the activation, half precision.
+      lows: the rank-r intermediates, in the dtype of `z`.
+      accumulators: float32, one for each intermediate: [T, w, r] or, if rank-major, [T, r, w].
+        Accumulators of all layers, [L, T, …], are addressed like those of L T slots.
+      rank_major: whether the accumulators are rank-major, like the gradient of B.
+      masks: dropout of `z`, with counters for each intermediate and a rate for each place in the
+        accumulators; None for none.
     """
 
     z: Float[Array, "N w"]
-    lows: tuple[Float[Array, "r N"], ...]
+    lows: tuple[Float[Array, "_ N"], ...]
     accumulators: tuple[Float[Array, "*T _ _"], ...]
     rank_major: bool
     masks: Masks | None = None
@@ -73,9 +79,9 @@ class ColumnTiling(NamedTuple):
 
     Attributes:
       stripe: columns of a thread block, a multiple of 64.
-      tile_rows: rows of one load, a divisor of the chunk and a multiple of 64. Sums are folded by
-        this many rows, so it changes their last bits.
-      stages: loads in flight, at most; fewer where shared memory ends.
+      tile_rows: rows of one load, a divisor of the chunk's tokens and a multiple of 64. Products of
+        this many rows are added at a time, so it changes the last bits of the sums.
+      stages: largest number of loads in flight; it is reduced to what fits into shared memory.
     """
 
     stripe: int = 64
@@ -84,36 +90,39 @@ class ColumnTiling(NamedTuple):
 
 
 def column_products(
-    jobs: tuple[ColumnJob, ...],
-    chunk_slot: Int[Array, "C"],
+    groups: tuple[ColumnOperands, ...],
+    chunk_place: Int[Array, "chunks"],
     *,
     tiling: ColumnTiling = ColumnTiling(),  # noqa: B008
     interpret: Any = None,
 ) -> tuple[tuple[Float[Array, "*T _ _"], ...], ...]:
-    """Every accumulator plus the sum over each slot's chunks of `z^T low^T`.
+    """Adds `z^T low^T`, summed over each slot's chunks, to every accumulator.
 
-    An accumulator's sum is one left fold in stream order over the products of `tile_rows` rows: its
-    bits depend on the task's own rows alone. Slots that own no chunk keep their bits; empty chunks
-    (slot -1) are not read. XLA updates the accumulators in place where it may.
+    A sum is one left fold in stream order over the products of `tile_rows` rows, so its bits depend
+    only on the task's own rows. Slots that own no chunk keep their bits; empty chunks are not read.
+    XLA updates the accumulators in place if nothing else uses them.
 
     Args:
-      jobs: what to multiply, all with N rows and in one launch; each `z` is read once for all its
-        intermediates, but with dropout or ranks that exceed the registers, once for each.
-      chunk_slot: int32 [C], owner slot of each chunk of N / C rows; see `row_products`.
+      groups: the operands, all with N rows; one launch serves all groups. Each `z` is read once for
+        all its intermediates, or, with dropout or with too many ranks for the registers, once for
+        each of them.
+      chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk.
+        Where these are of all layers, that is `layer * T + slot`.
+      tiling: tile sizes.
       interpret: see `plgpu.kernel`.
 
     Returns:
-      Per job, the new accumulators in the shapes of the old.
+      For each group, the new accumulators in the shapes of the old ones.
 
     Raises:
       ValueError: the tiling does not divide the arrays.
     """
-    for job in jobs:
-        _check_columns(job, chunk_slot, tiling)
+    for group in groups:
+        _check_columns(group, chunk_place, tiling)
     return _column_products(
-        tuple(job._replace(rank_major=None) for job in jobs),
-        chunk_slot,
-        rank_major=tuple(job.rank_major for job in jobs),
+        tuple(group._replace(rank_major=None) for group in groups),
+        chunk_place,
+        rank_major=tuple(group.rank_major for group in groups),
         tiling=tiling,
         multiprocessors=multiprocessors(),
         interpret=interpret,
@@ -122,9 +131,9 @@ def column_products(
 
 @traced_once("rank_major", "tiling", "multiprocessors", "interpret")
 def _column_products(
-    jobs, chunk_slot, *, rank_major: tuple[bool, ...], tiling, multiprocessors: int, interpret
+    groups, chunk_place, *, rank_major: tuple[bool, ...], tiling, multiprocessors: int, interpret
 ):
-    operands = _column_operands(jobs)
+    operands = _flat_column_operands(groups)
     parts, rank_major = zip(
         *(
             (part, flag)
@@ -134,91 +143,98 @@ def _column_products(
         strict=True,
     )
     stripes = sum(part.z.shape[1] for part in parts) // tiling.stripe
-    crowd = _crowd(parts, tiling, -(-stripes // multiprocessors))
+    occupancy = _occupancy(parts, tiling, -(-stripes // multiprocessors))
 
-    def body(slot_gmem, parts):
+    def body(place_gmem, parts):
         stripe = lax.axis_index("stripe")
-        _multiply_stripe(tiling, crowd, slot_gmem, parts, rank_major, stripe)
+        _multiply_stripe(tiling, occupancy, place_gmem, parts, rank_major, stripe)
 
     plgpu.kernel(
         body,
         grid=(stripes,),
         grid_names=("stripe",),
-        num_threads=FIRST_DROPPER + crowd.droppers,
+        num_threads=FIRST_DROPPER + occupancy.droppers,
         thread_name="wg",
         kernel_name="column_products",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(chunk_slot, parts)
-    return _new_accumulators(jobs, operands)
+    )(chunk_place, parts)
+    return _new_accumulators(groups, operands)
 
 
-class _ColumnOperands(NamedTuple):
+class _FlatColumnOperands(NamedTuple):
     z: Any
     lows: tuple
     accumulators: tuple
     masks: MaskOperands | None
 
 
-def _column_operands(jobs) -> list[_ColumnOperands]:
+def _flat_column_operands(groups) -> list[_FlatColumnOperands]:
     return [
-        _ColumnOperands(
-            job.z,
-            job.lows,
-            tuple(jax.new_ref(flat(g)) for g in job.accumulators),
-            mask_operands(job.masks),
+        _FlatColumnOperands(
+            group.z,
+            group.lows,
+            tuple(jax.new_ref(flat(g)) for g in group.accumulators),
+            mask_operands(group.masks),
         )
-        for job in jobs
+        for group in groups
     ]
 
 
-def _parts(job: _ColumnOperands) -> list[_ColumnOperands]:
-    """A job as several where its intermediates cannot share a tile of `z`: dropped, it is another
-    for each; and the sums of all must fit into registers."""
-    if job.masks is None and sum(low.shape[0] for low in job.lows) <= DEEPEST:
-        return [job]
-    counters = [None] * len(job.lows) if job.masks is None else job.masks.counters
+def _parts(group: _FlatColumnOperands) -> list[_FlatColumnOperands]:
+    """Splits a group into one for each intermediate if they cannot share a tile of `z`: with
+    dropout the tile differs, and the accumulators of all must fit into registers."""
+    if group.masks is None and sum(low.shape[0] for low in group.lows) <= DEEPEST:
+        return [group]
+    counters = [None] * len(group.lows) if group.masks is None else group.masks.counters
     return [
-        _ColumnOperands(job.z, (low,), (sums,), job.masks and job.masks._replace(counters=(c,)))
-        for low, sums, c in zip(job.lows, job.accumulators, counters, strict=True)
+        _FlatColumnOperands(
+            group.z, (low,), (accumulator,), group.masks and group.masks._replace(counters=(c,))
+        )
+        for low, accumulator, c in zip(group.lows, group.accumulators, counters, strict=True)
     ]
 
 
-def _new_accumulators(jobs, operands: list[_ColumnOperands]) -> tuple:
+def _new_accumulators(groups, operands: list[_FlatColumnOperands]) -> tuple:
     return tuple(
         tuple(
             jax.freeze(new).reshape(old.shape)
-            for new, old in zip(refs.accumulators, job.accumulators, strict=True)
+            for new, old in zip(refs.accumulators, group.accumulators, strict=True)
         )
-        for refs, job in zip(operands, jobs, strict=True)
+        for refs, group in zip(operands, groups, strict=True)
     )
 
 
-class _Crowd(NamedTuple):
-    """How many warpgroups of a thread block drop, and how many blocks share a multiprocessor."""
+class _Occupancy(NamedTuple):
+    """Number of warpgroups of a thread block that apply dropout, and of thread blocks that share a
+    multiprocessor."""
 
     droppers: int
     blocks: int
 
     def reserved(self, elements: int, dtype) -> int:
-        """Elements of shared memory for the other blocks, if three loads of so many remain."""
+        """Number of elements of shared memory to leave to the other blocks, as long as three stages
+        of `elements` remain for each."""
         available = SHARED_MEMORY // jnp.dtype(dtype).itemsize
         blocks = max(1, min(self.blocks, available // (3 * elements)))
         return available - available // blocks
 
 
-def _crowd(jobs: list[_ColumnOperands], tiling: ColumnTiling, blocks: int) -> _Crowd:
-    if all(job.masks is None for job in jobs):
-        return _Crowd(0, min(blocks, 3))
-    # Droppers, blocks and high ranks share the registers.
-    deepest = max(low.shape[0] for job in jobs for low in job.lows)
+def _occupancy(
+    groups: Sequence[_FlatColumnOperands], tiling: ColumnTiling, blocks: int
+) -> _Occupancy:
+    if all(group.masks is None for group in groups):
+        return _Occupancy(0, min(blocks, 3))
+    # Registers are divided among the warpgroups and blocks; high ranks need more of them.
+    deepest = max(low.shape[0] for group in groups for low in group.lows)
     blocks = min(blocks, 2 if deepest <= 32 else 1)
     is_alone = blocks == 1 and deepest <= 64
-    return _Crowd(2 if is_alone and tiling.tile_rows % (2 * DROPPED_ROWS) == 0 else 1, blocks)
+    return _Occupancy(2 if is_alone and tiling.tile_rows % (2 * DROPPED_ROWS) == 0 else 1, blocks)
 
 
-class _Buffers(NamedTuple):
-    """Tiles of one stage each: `z`, dropped in its place, and the intermediates, stacked."""
+class _Scratch(NamedTuple):
+    """Stages of operands and their barriers: tiles of `z`, to which dropout is applied in place,
+    and of the intermediates, stacked along the ranks."""
 
     z: Any
     lows: Any
@@ -228,60 +244,62 @@ class _Buffers(NamedTuple):
 
 
 class _Stripe(NamedTuple):
-    """What one of the thread blocks works on; `column` is its first."""
+    """The work of one thread block: the columns of a group from `column` on."""
 
-    job: _ColumnOperands
-    slot_gmem: Any
+    group: _FlatColumnOperands
+    place_gmem: Any
     column: Any
     tiling: ColumnTiling
-    crowd: _Crowd
+    occupancy: _Occupancy
     rank_major: bool
 
     @property
     def ranks(self) -> list[int]:
-        return [low.shape[0] for low in self.job.lows]
+        return [low.shape[0] for low in self.group.lows]
 
     @property
     def stacked(self) -> list[slice]:
-        """Where each intermediate has its ranks among those of all."""
+        """The ranks of each intermediate among those of all intermediates."""
         return [slice(*ends) for ends in pairwise((0, *accumulate(self.ranks)))]
 
     @property
     def layout(self):
-        """In which accumulators are accessed along their rows."""
+        """The register layout in which accumulators are loaded and stored along their rows."""
         return plgpu.Layout.WGMMA_TRANSPOSED if self.rank_major else plgpu.Layout.WGMMA
 
     @property
     def tiles(self) -> int:
-        return self.job.z.shape[0] // self.tiling.tile_rows
+        return self.group.z.shape[0] // self.tiling.tile_rows
 
     def rows(self, tile):
         return pl.ds(tile * self.tiling.tile_rows, self.tiling.tile_rows)
 
     def owner(self, tile):
-        return owner(self.slot_gmem, tile, self.tiles)
+        return owner(self.place_gmem, tile, self.tiles)
 
 
-def _multiply_stripe(tiling: ColumnTiling, crowd: _Crowd, slot_gmem, jobs, rank_major, index):
-    """The products of the stripe of columns with a number that counts through all jobs."""
+def _multiply_stripe(
+    tiling: ColumnTiling, occupancy: _Occupancy, place_gmem, groups, rank_major, index
+):
+    """Computes the products of one stripe; stripes are numbered through all groups."""
     first = 0
-    for job, is_rank_major in zip(jobs, rank_major, strict=True):
-        count = job.z.shape[1] // tiling.stripe
+    for group, is_rank_major in zip(groups, rank_major, strict=True):
+        count = group.z.shape[1] // tiling.stripe
 
         @pl.when((index >= first) & (index < first + count))
-        def _(job=job, is_rank_major=is_rank_major, first=first):
+        def _(group=group, is_rank_major=is_rank_major, first=first):
             column = (index - first) * tiling.stripe
-            _multiply_columns(_Stripe(job, slot_gmem, column, tiling, crowd, is_rank_major))
+            _multiply_columns(_Stripe(group, place_gmem, column, tiling, occupancy, is_rank_major))
 
         first += count
 
 
 def _multiply_columns(stripe: _Stripe):
-    """Adds the products of one stripe of columns, over all rows, to the owners' accumulators."""
+    """Adds the products of one stripe, over all rows, to the owners' accumulators."""
     thread = lax.axis_index("wg")
-    dtype, ranks, tile = stripe.job.z.dtype, stripe.ranks, stripe.tiling.tile_rows
+    dtype, ranks, tile = stripe.group.z.dtype, stripe.ranks, stripe.tiling.tile_rows
     elements = tile * (stripe.tiling.stripe + sum(ranks))
-    reserved = stripe.crowd.reserved(elements, dtype)
+    reserved = stripe.occupancy.reserved(elements, dtype)
     stages = stages_that_fit(stripe.tiling.stages, elements, dtype, reserved)
 
     def tiles(*shape: int):
@@ -296,16 +314,16 @@ def _multiply_columns(stripe: _Stripe):
         consumed=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         collective_axes="wg",
     )
-    def _scope(**buffers):
-        scratch = _Buffers(**buffers)
+    def _scope(**stages):
+        scratch = _Scratch(**stages)
         pl.when(thread == LOADER)(lambda: _load_tiles(stripe, scratch))
         pl.when(thread == MULTIPLIER)(lambda: _add_products(stripe, scratch))
-        if stripe.job.masks is not None:
+        if stripe.group.masks is not None:
             dropper = thread - FIRST_DROPPER
             pl.when(dropper >= 0)(lambda: _drop_tiles(stripe, scratch, dropper))
 
 
-def _load_tiles(stripe: _Stripe, buffers: _Buffers):
+def _load_tiles(stripe: _Stripe, scratch: _Scratch):
     columns = pl.ds(stripe.column, stripe.tiling.stripe)
 
     def visit(tile, step):
@@ -313,22 +331,21 @@ def _load_tiles(stripe: _Stripe, buffers: _Buffers):
 
         @pl.when(is_owned)
         def _():
-            stage, rows = claim(buffers.consumed, step), stripe.rows(tile)
-            copy = partial(plgpu.copy_gmem_to_smem, barrier=buffers.loaded.at[stage])
-            copy(stripe.job.z.at[rows, columns], buffers.z.at[stage])
-            for low, ranks in zip(stripe.job.lows, stripe.stacked, strict=True):
-                copy(low.at[:, rows], buffers.lows.at[stage, ranks])
+            stage, rows = claim(scratch.consumed, step), stripe.rows(tile)
+            copy = partial(plgpu.copy_gmem_to_smem, barrier=scratch.loaded.at[stage])
+            copy(stripe.group.z.at[rows, columns], scratch.z.at[stage])
+            for low, ranks in zip(stripe.group.lows, stripe.stacked, strict=True):
+                copy(low.at[:, rows], scratch.lows.at[stage, ranks])
 
         return step + is_owned.astype(jnp.int32)
 
     steps = lax.fori_loop(0, stripe.tiles, visit, jnp.int32(0))
-    # No barrier may be left with an arrival that nobody waited for.
-    await_all(buffers.consumed, steps)
+    await_all(scratch.consumed, steps)
 
 
-def _drop_tiles(stripe: _Stripe, buffers: _Buffers, dropper):
-    """Drops this warpgroup's rows of every tile."""
-    masks, droppers = stripe.job.masks, stripe.crowd.droppers
+def _drop_tiles(stripe: _Stripe, scratch: _Scratch, dropper):
+    """Applies dropout to this warpgroup's rows of every tile."""
+    masks, droppers = stripe.group.masks, stripe.occupancy.droppers
     starts = [
         (dropper + i) * DROPPED_ROWS
         for i in range(0, stripe.tiling.tile_rows // DROPPED_ROWS, droppers)
@@ -341,97 +358,100 @@ def _drop_tiles(stripe: _Stripe, buffers: _Buffers, dropper):
     def drop(tile, carry):
         step, counters = carry
         place = stripe.owner(tile)
-        # They take long to arrive.
+        # Loaded one tile ahead, because these loads have a long latency.
         next_counters = load(lax.min(tile + 1, jnp.int32(stripe.tiles - 1)))
 
         @pl.when(place >= 0)
         def _():
-            stage = stage_of(buffers.loaded, step)
-            plgpu.barrier_wait(buffers.loaded.at[stage])
+            stage = stage_of(scratch.loaded, step)
+            plgpu.barrier_wait(scratch.loaded.at[stage])
             for start, of_part in zip(starts, counters, strict=True):
-                part = buffers.z.at[stage].at[pl.ds(start, DROPPED_ROWS)]
+                part = scratch.z.at[stage].at[pl.ds(start, DROPPED_ROWS)]
                 tokens = [Tokens.of(each) for each in of_part]
                 for _ in dropped_tiles(part, masks, tokens, place, stripe.column):
-                    plgpu.barrier_arrive(buffers.dropped.at[stage])
+                    plgpu.barrier_arrive(scratch.dropped.at[stage])
 
         return step + (place >= 0).astype(jnp.int32), next_counters
 
     lax.fori_loop(0, stripe.tiles, drop, (jnp.int32(0), load(jnp.int32(0))))
 
 
-def _add_products(stripe: _Stripe, buffers: _Buffers):
-    """The loop over the rows. It carries the slot whose chunks pass, its sums in registers, and the
-    owner of the next tile, which takes long to arrive."""
+def _add_products(stripe: _Stripe, scratch: _Scratch):
+    """Loops over the row tiles. The loop carries the owner of the next tile, loaded one tile ahead
+    because that load has a long latency; the number of steps so far; the current owner; and its
+    accumulators, in registers."""
 
     def visit(tile, carry):
         place, *state = carry
         next_place = stripe.owner(lax.min(tile + 1, jnp.int32(stripe.tiles - 1)))
 
-        def add(step, place_before, sums):
+        def add(step, place_before, accumulated):
             def change_owner():
-                _store_sums(stripe, place_before, sums)
-                return _load_sums(stripe, place)
+                _store_accumulators(stripe, place_before, accumulated)
+                return _load_accumulators(stripe, place)
 
-            sums = lax.cond(place != place_before, change_owner, lambda: sums)
-            return step + 1, place, sums + _products(stripe, buffers, step)
+            accumulated = lax.cond(place != place_before, change_owner, lambda: accumulated)
+            return step + 1, place, accumulated + _products(stripe, scratch, step)
 
         return next_place, *lax.cond(place >= 0, add, lambda *state: state, *state)
 
     zeros = jnp.zeros((stripe.tiling.stripe, sum(stripe.ranks)))
-    sums = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-    carry = stripe.owner(jnp.int32(0)), jnp.int32(0), jnp.int32(-1), sums
-    _, _, place, sums = lax.fori_loop(0, stripe.tiles, visit, carry)
-    _store_sums(stripe, place, sums)
+    accumulated = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    carry = stripe.owner(jnp.int32(0)), jnp.int32(0), jnp.int32(-1), accumulated
+    _, _, place, accumulated = lax.fori_loop(0, stripe.tiles, visit, carry)
+    _store_accumulators(stripe, place, accumulated)
 
 
-def _products(stripe: _Stripe, buffers: _Buffers, step):
+def _products(stripe: _Stripe, scratch: _Scratch, step):
     """Waits for one step's tiles and returns `z^T low^T` of all intermediates, side by side."""
-    stage = stage_of(buffers.loaded, step)
-    plgpu.barrier_wait(buffers.loaded.at[stage])
-    if stripe.job.masks is not None:
-        plgpu.barrier_wait(buffers.dropped.at[stage])
+    stage = stage_of(scratch.loaded, step)
+    plgpu.barrier_wait(scratch.loaded.at[stage])
+    if stripe.group.masks is not None:
+        plgpu.barrier_wait(scratch.dropped.at[stage])
 
     def multiply(acc):
-        z, lows = (tiles.at[stage].transpose((1, 0)) for tiles in (buffers.z, buffers.lows))
-        # One for all: as narrow as they are, it lasts as long as it takes to read `z`.
+        z, lows = (tiles.at[stage].transpose((1, 0)) for tiles in (scratch.z, scratch.lows))
+        # One product for all intermediates: it takes as long as reading `z`, however narrow they
+        # are.
         plgpu.wgmma(acc, z, lows)
         products = acc[...]
-        plgpu.barrier_arrive(buffers.consumed.at[stage])
+        plgpu.barrier_arrive(scratch.consumed.at[stage])
         return products
 
     return pl.run_scoped(multiply, plgpu.ACC((stripe.tiling.stripe, sum(stripe.ranks))))
 
 
-def _sums_at(stripe: _Stripe, place) -> list:
-    """The [stripe, r] parts of one slot's accumulators, whose slots are stacked along the rows."""
-    size, sums = stripe.tiling.stripe, zip(stripe.job.accumulators, stripe.ranks, strict=True)
+def _accumulator_parts(stripe: _Stripe, place) -> list:
+    """The [stripe, r] part of each of one owner's accumulators, in global memory."""
+    size = stripe.tiling.stripe
+    accumulators = zip(stripe.group.accumulators, stripe.ranks, strict=True)
     if stripe.rank_major:
         columns = pl.ds(stripe.column, size)
-        return [s.at[pl.ds(place * r, r), columns].transpose((1, 0)) for s, r in sums]
-    rows = pl.ds(place * stripe.job.z.shape[1] + stripe.column, size)
-    return [s.at[rows] for s, _ in sums]
+        return [a.at[pl.ds(place * r, r), columns].transpose((1, 0)) for a, r in accumulators]
+    rows = pl.ds(place * stripe.group.z.shape[1] + stripe.column, size)
+    return [a.at[rows] for a, _ in accumulators]
 
 
-def _load_sums(stripe: _Stripe, place):
-    # Loads that count as optimized exist for shared memory only.
+def _load_accumulators(stripe: _Stripe, place):
+    # Optimized loads exist for shared memory only.
     load = partial(plgpu.load, layout=stripe.layout, optimized=False)
-    sums = jnp.concatenate([load(at) for at in _sums_at(stripe, place)], axis=1)
-    return plgpu.layout_cast(sums, plgpu.Layout.WGMMA)
+    accumulated = jnp.concatenate([load(at) for at in _accumulator_parts(stripe, place)], axis=1)
+    return plgpu.layout_cast(accumulated, plgpu.Layout.WGMMA)
 
 
-def _store_sums(stripe: _Stripe, place, sums):
+def _store_accumulators(stripe: _Stripe, place, accumulated):
     @pl.when(place >= 0)
     def _():
-        for at, ranks in zip(_sums_at(stripe, place), stripe.stacked, strict=True):
-            at[...] = plgpu.layout_cast(sums[:, ranks], stripe.layout)
+        for at, ranks in zip(_accumulator_parts(stripe, place), stripe.stacked, strict=True):
+            at[...] = plgpu.layout_cast(accumulated[:, ranks], stripe.layout)
 
 
-def _check_columns(job: ColumnJob, chunk_slot, tiling: ColumnTiling):
-    rows, width = job.z.shape
-    check_chunks(rows, chunk_slot, "tile_rows", tiling.tile_rows)
+def _check_columns(group: ColumnOperands, chunk_place, tiling: ColumnTiling):
+    rows, width = group.z.shape
+    check_chunks(rows, chunk_place, "tile_rows", tiling.tile_rows)
     if width % tiling.stripe or tiling.stripe % 64:
         raise ValueError(
             f"z has {width} columns; expected a multiple of stripe = {tiling.stripe}, itself a "
             "multiple of 64"
         )
-    check_ranks([low.shape[0] for low in job.lows])
+    check_ranks([low.shape[0] for low in group.lows])

@@ -14,8 +14,8 @@ class Masks(NamedTuple):
     """The dropout of an activation, see `counter_dropout`.
 
     Attributes:
-      counters: uint32 [N] each, the `token_counters` for every matrix that the activation meets.
-      rate: float32 [T], probability in [0, 1) that a feature is dropped.
+      counters: the `token_counters`, one array for each matrix that multiplies the activation.
+      rate: float32, probability in [0, 1) that a feature of a slot is dropped.
     """
 
     counters: tuple[UInt32[Array, "N"], ...]
@@ -23,20 +23,21 @@ class Masks(NamedTuple):
 
 
 class MaskOperands(NamedTuple):
-    """What a kernel takes of `Masks`: the counters, and the `keep_threshold` of every slot."""
+    """`Masks` as operands of a kernel: the counters, and the `keep_threshold` of every slot."""
 
     counters: tuple
     threshold: Any
 
 
 def mask_operands(masks: Masks | None) -> MaskOperands | None:
+    """The operands of a kernel for these masks; None for no dropout."""
     if masks is None:
         return None
     return MaskOperands(masks.counters, keep_threshold(masks.rate))
 
 
 class Tokens(NamedTuple):
-    """The counters of some rows, and what is derived of them alone."""
+    """The counters of some rows and the salts derived from them."""
 
     counters: UInt32[Array, "rows"]
     salts: UInt32[Array, "rows"]
@@ -47,20 +48,26 @@ class Tokens(NamedTuple):
 
 
 def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
-    """What the dropout of some rows needs, for each of the matrices; nothing without dropout."""
+    """Loads the tokens of some rows, for each of the matrices; an empty list without dropout."""
     return [] if masks is None else list(map(Tokens.of, load_raw_counters(masks, rows)))
 
 
 def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, "rows"]]:
-    """The counters of some rows in registers, for each of the matrices."""
+    """Loads the counters of some rows into registers, for each of the matrices."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     return [plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters]
 
 
 def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):
-    """Zeros where the mask of a tile [rows, columns] in the WGMMA layout says so.
+    """A tile [rows, columns] in the WGMMA layout with the dropped features set to zero.
 
-    Its first column is a multiple of `counter_dropout.PERIOD`.
+    Args:
+      value: the tile.
+      masks: the dropout of the activation.
+      tokens: counters of the tile's rows.
+      slot: owner of the tile.
+      first_column: the tile's first column in the activation, a multiple of
+        `counter_dropout.PERIOD`.
     """
     threshold = masks.threshold[slot]
 
@@ -83,24 +90,27 @@ def _select(value, drawn, threshold):
 
 
 def _select_packed(value, drawn, threshold):
-    """`_select` with instructions for two 16-bit numbers, of which a comparison is not one: clamped
-    between threshold - 1 and threshold, a draw less the threshold is all ones or zero."""
+    """`_select` by instructions that work on two 16-bit numbers at a time. No comparison is among
+    them, so the draw is clamped to [threshold - 1, threshold]; minus the threshold it is then -1,
+    all bits set, or 0, and masks the value."""
     lowest, highest, minus = (t.astype(jnp.int16) for t in (threshold - 1, threshold, -threshold))
     clamped = jnp.minimum(jnp.maximum((drawn >> 16).astype(jnp.int16), lowest), highest)
-    # Added, because there is no subtraction of pairs.
+    # -threshold is added because there is no instruction that subtracts pairs.
     bits = lax.bitcast_convert_type(value, jnp.int16) & (clamped + minus)
     return lax.bitcast_convert_type(bits, value.dtype)
 
 
 def dropped_tiles(z_smem, masks: MaskOperands, tokens: list[Tokens], slot, first_column):
-    """Writes a tile of `z` in its own place with the owner's dropout applied, for one matrix after
-    the other; between them, the caller starts the product that reads it.
+    """Overwrites a tile of `z` in shared memory by the tile with the owner's dropout applied.
+
+    This generator does it for one matrix after the other, each with its own mask. When it yields,
+    the caller starts the product that reads the tile.
     """
     z = plgpu.load(z_smem, layout=plgpu.Layout.WGMMA)
     for i, each in enumerate(tokens):
         dropped = drop(z, masks, each, slot, first_column)
         if i > 0:
-            # The product before may still read the place.
+            # The previous product may still be reading the tile.
             plgpu.wgmma_wait(0)
         z_smem[...] = dropped
         plgpu.commit_smem()

@@ -1,9 +1,11 @@
-"""Prepares the LoRA factors of one layer for the matrix products, at the speed of memory, for
-Hopper: out of the float32 pools of all layers, cast to the compute dtype and *rank-major*.
+"""Prepares the LoRA factors of one layer for the matrix products on Hopper GPUs: reads them from
+the float32 pools of all layers, casts them to the compute dtype and makes them *rank-major*,
+[r, w].
 
-One launch serves all projections of a call. Every thread block turns one tile of one array: loads
-go to registers, each 32 bytes of them whole, and leave through shared memory in long rows. The
-blocks are small, so many share a multiprocessor and keep enough loads in flight.
+The kernel is bound by memory bandwidth. One launch serves all projections of a call, and every
+thread block transposes one tile of one array: it loads whole sectors of 32 bytes to registers and
+stores long rows through shared memory. The blocks are small, so many of them share a multiprocessor
+and keep enough loads in flight.
 """
 
 from functools import partial
@@ -19,35 +21,36 @@ from jaxtyping import Array, Float, Int
 from ..compilation import traced_once
 from .tiles_sm90 import COMPILER_PARAMS, flat, store_rank_major, swizzled
 
-# Elements that a thread block loads, where its tile is not as narrow as can be.
+# Largest number of elements that a thread block loads, unless even the narrowest tile has more.
 TILE_SIZE = 4096
+# Numbers of columns that a tile may have.
 TILE_WIDTHS = (256, 128, 64)
 
 
 @traced_once("rank", "dtype", "interpret")
 def rank_major_factors(
-    pools: tuple[tuple[Float[Array, "L T k r"], Float[Array, "L T r n"]], ...],
+    pools: tuple[tuple[Float[Array, "L T _ _"], Float[Array, "L T _ _"]], ...],
     layer: Int[Array, ""] | int,
     *,
     rank: int,
-    dtype,
+    dtype: Any,
     interpret: Any = None,
-) -> tuple[tuple[Float[Array, "T R k"], Float[Array, "T R n"]], ...]:
-    """One layer of every pair of factors, `a` with its last axes swapped, `b` as it is.
+) -> tuple[tuple[Float[Array, "T {rank} _"], Float[Array, "T {rank} _"]], ...]:
+    """One layer of every pair of factors: `a` with its last two axes swapped, and `b`.
 
     Args:
-      pools: pairs of `a` and `b`, float32 or already in the compute dtype; all ranks are multiples
-        of 8.
+      pools: pairs of `a` and `b`, float32 or already in the compute dtype; their ranks are
+        multiples of 8.
       layer: index of the layer.
-      rank: R, to which the ranks are padded with zeros; a multiple of 8.
-      dtype: of the results, in half precision.
+      rank: rank of the results, to which factors are padded with zeros; a multiple of 8.
+      dtype: dtype of the results, half precision.
       interpret: see `plgpu.kernel`.
 
     Returns:
-      Per pair, the two factors.
+      For each pair, the two factors [T, rank, k] and [T, rank, n].
 
     Raises:
-      ValueError: the tiles do not divide the arrays.
+      ValueError: the tiles do not divide the arrays, or a rank cannot be padded to `rank`.
     """
     arrays = [_Pool(each, is_a) for a, b in pools for each, is_a in ((a, True), (b, False))]
     for array in arrays:
@@ -59,7 +62,7 @@ def rank_major_factors(
 
             @pl.when((tile >= first) & (tile < first + array.tiles))
             def _(array=array, pool=pool, out=out, first=first):
-                _turn_tile(array, pool, out, layer_gmem[0], tile - first)
+                _transpose_tile(array, pool, out, layer_gmem[0], tile - first)
 
             first += array.tiles
 
@@ -75,7 +78,6 @@ def rank_major_factors(
         interpret=interpret,
     )(
         jnp.reshape(layer, 1).astype(jnp.int32),
-        # A slice of a four-dimensional array does not lower: layers and slots become row offsets.
         [flat(array.values) for array in arrays],
     )
     stacked = [out.reshape(-1, rank, out.shape[1]) for out in outputs]
@@ -83,7 +85,7 @@ def rank_major_factors(
 
 
 class _Pool(NamedTuple):
-    """A factor of all layers and slots."""
+    """A factor of all layers and slots: `a` [L, T, k, r] or `b` [L, T, r, n]."""
 
     values: Any
     is_a: bool
@@ -110,14 +112,13 @@ class _Pool(NamedTuple):
         return self.slots * self.width // self.tile_width
 
 
-def _turn_tile(array: _Pool, pool, out, layer, tile):
-    """Writes all ranks of some columns of one slot."""
+def _transpose_tile(array: _Pool, pool, out, layer, tile):
+    """Writes all ranks of the columns of one tile, which belongs to one slot."""
     width = array.tile_width
     slot = lax.div(tile, jnp.int32(array.width // width))
     column = lax.rem(tile, jnp.int32(array.width // width)) * width
     place, columns = layer * array.slots + slot, pl.ds(column, width)
-    # Each layout loads along the rows of its pool. Loads that count as optimized exist for shared
-    # memory only.
+    # Each layout loads along the rows of its pool. Optimized loads exist for shared memory only.
     load = partial(plgpu.load, optimized=False)
     if array.is_a:
         at = pool.at[pl.ds(place * array.width + column, width)]

@@ -1,10 +1,10 @@
-"""The gradients of `silu(gate) * up`, fused with the five low-rank products that meet them and the
-activation, for Hopper.
+"""The gradients of `silu(gate) * up`, and in the same kernel the five low-rank products of these
+gradients and of the activation, for Hopper GPUs.
 
-Each long array is read or written once. A warpgroup loads tiles through TMA; two others compute
-each result in the place of one of its inputs, where it is an operand of the products and the source
-of the TMA store, and go on to the next tile while these run. As in `row_products_sm90`, everything
-that meets a long array is rank-major.
+Every array of N rows is read or written once. One warpgroup loads tiles through TMA; two others
+compute the results. They write each result over one of its inputs in shared memory, where it is an
+operand of the products and the source of the TMA store, and go on to the next tile while these run.
+As in `row_products_sm90`, the low-rank operands are rank-major.
 """
 
 from functools import partial
@@ -41,7 +41,8 @@ from .tiles_sm90 import (
     write_zeros,
 )
 
-# Up to this rank, registers suffice to differentiate a tile during the products of the one before.
+# Up to this rank there are enough registers to differentiate a tile during the previous tile's
+# products.
 RANK_AHEAD = 32
 
 
@@ -49,7 +50,7 @@ class BackwardTiling(NamedTuple):
     """Tile sizes of `gated_backward`, whose tiles have 64 rows and 128 columns.
 
     Attributes:
-      stages: loads in flight, at most; fewer where shared memory ends.
+      stages: largest number of loads in flight; it is reduced to what fits into shared memory.
     """
 
     stages: int = 4
@@ -63,8 +64,8 @@ def gated_backward(
     b: tuple[Float[Array, "T r w"], Float[Array, "T r w"]],
     lows: tuple[Float[Array, "r N"], Float[Array, "r N"], Float[Array, "r N"]],
     accumulators: tuple[Float[Array, "*LT r w"], Float[Array, "*LT r w"], Float[Array, "*LT w r"]],
-    chunk_slot: Int[Array, "C"],
-    place: Int[Array, "C"],
+    chunk_slot: Int[Array, "chunks"],
+    chunk_place: Int[Array, "chunks"],
     *,
     tiling: BackwardTiling = BackwardTiling(),  # noqa: B008
     interpret: Any = None,
@@ -73,31 +74,35 @@ def gated_backward(
     Float[Array, "2 splits r N"],
     tuple[Float[Array, "*LT r w"], Float[Array, "*LT r w"], Float[Array, "*LT w r"]],
 ]:
-    """The gradients of `h = silu(gate) * up`, and every low-rank product that meets them or h.
+    """The gradients of `h = silu(gate) * up`, and all low-rank products of them and of h.
 
-    With σ the sigmoid of the gate, `dup = dh gate σ` and `dgate = dh up σ (1 + gate (1 - σ))`, each
-    computed in float32 and rounded once; h is made again in the same way and never written. The
-    products see the rounded values. An accumulator's sum is one left fold in stream order over the
-    products of 64 rows: its bits depend on the task's own rows alone. Slots that own no chunk keep
-    their bits. Rows of empty chunks (slot -1) are zeros and their inputs are not read. XLA updates
-    the accumulators in place where it may.
+    With σ the sigmoid of the gate, `dup = dh gate σ` and `dgate = dh up σ (1 + gate (1 - σ))`. Each
+    is computed in float32 and rounded once. h is computed again in the same way and not written to
+    memory. The products are those of the rounded values. The sum in an accumulator is one left fold
+    in stream order over the products of 64 rows, so its bits depend only on the task's own rows.
+    Slots that own no chunk keep their bits. Rows of empty chunks (slot -1) are zeros; there the
+    inputs are not read. XLA updates the accumulators in place if nothing else uses them.
 
     Args:
-      gate: in half precision, as is all but the sums and accumulators.
-      dh: the cotangent of h.
-      b: the B factors of `gate_proj` and `up_proj`.
-      lows: s of `gate_proj` and `up_proj`, whose products with dgate and dup are the gradients of
-        their B; and ds of `down_proj`, whose product with h is the gradient of its A.
-      accumulators: float32, of those three gradients.
-      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
-      place: int32 [C], index of each chunk's owner in the accumulators, -1 for an empty chunk.
+      gate: output of `gate_proj`, half precision.
+      up: output of `up_proj`, in the same dtype.
+      dh: the cotangent of h, in the same dtype.
+      b: the B factors of `gate_proj` and `up_proj`, in the same dtype.
+      lows: rank-r intermediates, in the same dtype: s of `gate_proj` and of `up_proj`, whose
+        products with dgate and dup are the gradients of their B; and ds of `down_proj`, whose
+        product with h is the gradient of its A.
+      accumulators: float32, those of the three gradients.
+      chunk_slot: int32, owner slot of each chunk.
+      chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk;
+        see `column_products`.
+      tiling: tile sizes.
       interpret: see `plgpu.kernel`.
 
     Returns:
-      dgate and dup; `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, in partial sums
-      over the second axis; the new accumulators. The partial sums are rounded, so that half the
-      bytes are written: the errors of as many as there are average out, and their sum is as good as
-      the sum of exact ones rounded once.
+      dgate and dup; the products `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, as
+      partial sums over the second axis; the new accumulators. The partial sums are rounded to half
+      precision, so that half as many bytes are written. There are so many of them that their
+      errors average out: their sum is as accurate as an exact sum that is rounded once.
 
     Raises:
       ValueError: the tiles do not divide the arrays.
@@ -109,7 +114,7 @@ def gated_backward(
     check_gated_rank(rank)
     refs = tuple(jax.new_ref(flat(each)) for each in accumulators)
     stripes = width // (2 * PART)
-    dgate, dup, sums = plgpu.kernel(
+    dgate, dup, partial_sums = plgpu.kernel(
         _backward_kernel,
         out_type=(
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
@@ -122,14 +127,15 @@ def gated_backward(
         kernel_name="gated_backward",
         **WARPGROUPS,
         interpret=interpret,
-    )(chunk_slot, place, (gate, up, dh), tuple(map(flat, b)), lows, refs)
+    )(chunk_slot, chunk_place, (gate, up, dh), tuple(map(flat, b)), lows, refs)
     new = (jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, accumulators, strict=True))
-    return (dgate, dup), sums, tuple(new)
+    return (dgate, dup), partial_sums, tuple(new)
 
 
 class _BackwardScratch(NamedTuple):
-    """Tiles of one stage each: gate, up and dh, in whose places dgate, dup and h are written; the
-    three lows. And two tiles of each factor, for the owner now and the next.
+    """Stages of operands and their barriers: gate, up and dh, over which dgate, dup and h are
+    written; the three intermediates. Also two tiles of each factor, one for the current owner and
+    one for the next.
     """
 
     activations: Any
@@ -143,7 +149,7 @@ class _BackwardScratch(NamedTuple):
 
 
 class _Stripe(NamedTuple):
-    """What one thread block works on: two parts of 64 columns each, over all rows."""
+    """The work of one thread block: two parts of 64 columns each, over all rows."""
 
     slots: Any
     places: Any
@@ -152,18 +158,18 @@ class _Stripe(NamedTuple):
     lows: tuple
     accumulators: tuple
     gradients: tuple
-    sums: Any
+    partial_sums: Any
     scratch: _BackwardScratch
     index: Any
     thread: Any
 
     @property
     def rank(self) -> int:
-        return self.sums.shape[2]
+        return self.partial_sums.shape[2]
 
     @property
     def tiles(self) -> int:
-        return self.sums.shape[3] // PART
+        return self.partial_sums.shape[3] // PART
 
     @property
     def columns(self):
@@ -185,21 +191,21 @@ class _Stripe(NamedTuple):
         return inside & (self.place(jnp.clip(tile, 0, self.tiles - 1)) >= 0)
 
     def is_ahead(self, tile):
-        """Whether a tile is differentiated during the products of the one before."""
+        """Whether a tile is differentiated during the products of the previous tile."""
         return self.is_owned(tile - 1) & self.is_owned(tile) & (self.rank <= RANK_AHEAD)
 
 
 class _Progress(NamedTuple):
-    """What the loop over the row tiles carries.
+    """The progress of a loop over the row tiles.
 
     Attributes:
-      step: tiles with an owner, so far.
-      runs: runs of tiles of the same owner, so far.
-      place: the owner of the last of them.
+      step: number of tiles with an owner so far.
+      spans: number of spans so far: consecutive tiles of the same owner.
+      place: the owner of the last of these tiles, as an index in the accumulators.
     """
 
     step: Int[Array, ""]
-    runs: Int[Array, ""]
+    spans: Int[Array, ""]
     place: Int[Array, ""]
 
 
@@ -229,7 +235,7 @@ def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> tuple:
 
 
 def _backward_kernel(slots, places, activations, factors, lows, accumulators, *outputs_scratch):
-    dgate, dup, sums, *scratch = outputs_scratch
+    dgate, dup, partial_sums, *scratch = outputs_scratch
     stripe = _Stripe(
         slots,
         places,
@@ -238,7 +244,7 @@ def _backward_kernel(slots, places, activations, factors, lows, accumulators, *o
         lows,
         accumulators,
         (dgate, dup),
-        sums,
+        partial_sums,
         _BackwardScratch(*scratch),
         lax.axis_index("stripe"),
         lax.axis_index("wg"),
@@ -253,23 +259,22 @@ def _load_tiles(stripe: _Stripe):
         place = stripe.place(tile)
 
         def load_owned(progress):
-            starts_run = place != progress.place
-            pl.when(starts_run)(lambda: _load_factors(stripe, tile, progress.runs))
+            starts_span = place != progress.place
+            pl.when(starts_span)(lambda: _load_factors(stripe, tile, progress.spans))
             _load_tile(stripe, tile, progress.step)
-            runs = progress.runs + starts_run.astype(jnp.int32)
-            return _Progress(progress.step + 1, runs, place)
+            spans = progress.spans + starts_span.astype(jnp.int32)
+            return _Progress(progress.step + 1, spans, place)
 
         return lax.cond(place >= 0, load_owned, lambda progress: progress, progress)
 
     progress = lax.fori_loop(0, stripe.tiles, load, _no_progress())
-    # No barrier may be left with an arrival that nobody waited for.
     await_all(scratch.consumed, progress.step)
-    await_all(scratch.factors_consumed, progress.runs)
+    await_all(scratch.factors_consumed, progress.spans)
 
 
-def _load_factors(stripe: _Stripe, tile, run):
+def _load_factors(stripe: _Stripe, tile, span):
     scratch = stripe.scratch
-    stage = claim(scratch.factors_consumed, run)
+    stage = claim(scratch.factors_consumed, span)
     slot = owner(stripe.slots, tile, stripe.tiles)
     ranks = pl.ds(slot * stripe.rank, stripe.rank)
     for i, factor in enumerate(stripe.factors):
@@ -290,77 +295,79 @@ def _load_tile(stripe: _Stripe, tile, step):
 
 
 def _compute_tiles(stripe: _Stripe):
-    """The loop over the row tiles. It carries, in registers, the sums of the owner that passes."""
+    """Loops over the row tiles. The loop carries the current owner's accumulators in registers."""
 
     def compute(tile, carry):
         place = stripe.place(tile)
 
-        def compute_owned(progress, sums):
-            runs, sums = lax.cond(
+        def compute_owned(progress, accumulated):
+            spans, accumulated = lax.cond(
                 place != progress.place,
-                lambda: (progress.runs + 1, _change_owner(stripe, progress, place, sums)),
-                lambda: (progress.runs, sums),
+                lambda: (progress.spans + 1, _change_owner(stripe, progress, place, accumulated)),
+                lambda: (progress.spans, accumulated),
             )
-            progress = _Progress(progress.step, runs, place)
+            progress = _Progress(progress.step, spans, place)
             pl.when(~stripe.is_ahead(tile))(lambda: _differentiate(stripe, progress.step))
             products = _products(stripe, tile, progress)
-            sums = [total + new for total, new in zip(sums, products, strict=True)]
-            return progress._replace(step=progress.step + 1), sums
+            accumulated = [total + new for total, new in zip(accumulated, products, strict=True)]
+            return progress._replace(step=progress.step + 1), accumulated
 
         def clear(*carry):
             rows = pl.ds(tile * PART, PART)
             for gradient in stripe.gradients:
                 write_zeros(gradient.at[rows, stripe.part])
-            zeros = jnp.zeros((PART, stripe.rank), stripe.sums.dtype)
-            store_rank_major(stripe.sums.at[stripe.thread, stripe.index].at[:, rows], zeros)
+            zeros = jnp.zeros((PART, stripe.rank), stripe.partial_sums.dtype)
+            store_rank_major(stripe.partial_sums.at[stripe.thread, stripe.index].at[:, rows], zeros)
             return carry
 
         return lax.cond(place >= 0, compute_owned, clear, *carry)
 
     zeros = jnp.zeros((PART, stripe.rank), jnp.float32)
-    sums = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)] * 3
-    carry = _no_progress(), sums
-    progress, sums = lax.fori_loop(0, stripe.tiles, compute, carry)
+    accumulated = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)] * 3
+    carry = _no_progress(), accumulated
+    progress, accumulated = lax.fori_loop(0, stripe.tiles, compute, carry)
 
     @pl.when(progress.step > 0)
     def _():
-        _store_sums(stripe, progress.place, sums)
-        plgpu.barrier_arrive(stripe.scratch.factors_consumed.at[lax.rem(progress.runs - 1, 2)])
+        _store_accumulators(stripe, progress.place, accumulated)
+        plgpu.barrier_arrive(stripe.scratch.factors_consumed.at[lax.rem(progress.spans - 1, 2)])
 
 
-def _change_owner(stripe: _Stripe, before: _Progress, place, sums: list) -> list:
-    """Puts the sums of the owner before away, and returns those of the next."""
+def _change_owner(stripe: _Stripe, before: _Progress, place, accumulated: list) -> list:
+    """Stores the accumulators of the previous owner, and returns those of the next."""
 
-    @pl.when(before.runs > 0)
+    @pl.when(before.spans > 0)
     def _():
-        _store_sums(stripe, before.place, sums)
-        plgpu.barrier_arrive(stripe.scratch.factors_consumed.at[lax.rem(before.runs - 1, 2)])
+        _store_accumulators(stripe, before.place, accumulated)
+        plgpu.barrier_arrive(stripe.scratch.factors_consumed.at[lax.rem(before.spans - 1, 2)])
 
-    plgpu.barrier_wait(stripe.scratch.factors_loaded.at[lax.rem(before.runs, 2)])
-    return _load_sums(stripe, place)
+    plgpu.barrier_wait(stripe.scratch.factors_loaded.at[lax.rem(before.spans, 2)])
+    return _load_accumulators(stripe, place)
 
 
 def _differentiate(stripe: _Stripe, step):
-    """Makes dgate, dup and h of this warpgroup's part of a tile."""
+    """Computes dgate, dup and h of this warpgroup's part of a tile."""
     scratch, stage = stripe.scratch, stripe.stage(step)
     plgpu.barrier_wait(scratch.loaded.at[stage])
     part = pl.ds(stripe.thread * PART, PART)
-    places = [scratch.activations.at[stage, i].at[:, part] for i in range(3)]
-    gate, up, dh = map(load_float32, places)
-    openness = sigmoid(gate)
-    silu = gate * openness
-    slope = openness * (1 + gate * (1 - openness))
-    # In the other order, rank 32 runs out of registers.
-    for place, value in zip(places[::-1], (silu * up, silu * dh, slope * dh * up), strict=True):
-        place[...] = value.astype(place.dtype)
+    tiles = [scratch.activations.at[stage, i].at[:, part] for i in range(3)]
+    gate, up, dh = map(load_float32, tiles)
+    sigma = sigmoid(gate)
+    silu = gate * sigma
+    slope = sigma * (1 + gate * (1 - sigma))
+    # Written from last to first: in the other order, registers do not suffice at rank 32.
+    for tile, value in zip(tiles[::-1], (silu * up, silu * dh, slope * dh * up), strict=True):
+        tile[...] = value.astype(tile.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.written.at[stage])
 
 
 def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
-    """Products of a tile: over its rows for this warpgroup's columns, returned; and over its
-    columns, of dgate by the first warpgroup and dup by the second, stored. Meanwhile the next tile
-    is differentiated, if it is ahead.
+    """Computes the products of a tile, and meanwhile differentiates the next tile if
+    `is_ahead` says so.
+
+    The products over the tile's rows, for this warpgroup's columns, are returned. The products over
+    the tile's columns are stored: the first warpgroup computes that of dgate, the second of dup.
     """
     scratch, stage, thread = stripe.scratch, stripe.stage(progress.step), stripe.thread
     part, rows = pl.ds(thread * PART, PART), pl.ds(tile * PART, PART)
@@ -372,13 +379,13 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
             low = scratch.lows.at[stage, i]
             plgpu.wgmma(acc, activation.transpose((1, 0)), low.transpose((1, 0)))
         plgpu.barrier_wait(scratch.written.at[stage])
-        factor = scratch.factors.at[lax.rem(progress.runs - 1, 2), thread]
+        factor = scratch.factors.at[lax.rem(progress.spans - 1, 2), thread]
         plgpu.wgmma(row_acc, scratch.activations.at[stage, thread], factor.transpose((1, 0)))
         _store_gradient(stripe, rows, stage)
         pl.when(next_is_ahead)(lambda: _differentiate(stripe, progress.step + 1))
         release(scratch.consumed.at[stage])
-        row_sums = row_acc[...].astype(stripe.sums.dtype)
-        store_rank_major(stripe.sums.at[thread, stripe.index].at[:, rows], row_sums)
+        row_products = row_acc[...].astype(stripe.partial_sums.dtype)
+        store_rank_major(stripe.partial_sums.at[thread, stripe.index].at[:, rows], row_products)
         return [acc[...] for acc in column_accs]
 
     accs = (plgpu.ACC((PART, stripe.rank)) for _ in range(4))
@@ -395,8 +402,9 @@ def _store_gradient(stripe: _Stripe, rows, stage):
             plgpu.copy_smem_to_gmem(tile, gradient.at[rows, stripe.columns])
 
 
-def _sums_at(stripe: _Stripe, place) -> list:
-    """This warpgroup's [64, r] parts of one owner's accumulators, and the layout to access each."""
+def _accumulator_parts(stripe: _Stripe, place) -> list:
+    """This warpgroup's [64, r] part of each of one owner's accumulators, in global memory, and the
+    register layout to load and store it."""
     *rank_major, da_down = stripe.accumulators
     ranks = pl.ds(place * stripe.rank, stripe.rank)
     width = stripe.gradients[0].shape[1]
@@ -406,14 +414,14 @@ def _sums_at(stripe: _Stripe, place) -> list:
     ] + [(da_down.at[pl.ds(place * width + stripe.part.start, PART)], plgpu.Layout.WGMMA)]
 
 
-def _load_sums(stripe: _Stripe, place) -> list:
-    # Loads that count as optimized exist for shared memory only.
+def _load_accumulators(stripe: _Stripe, place) -> list:
+    # Optimized loads exist for shared memory only.
     return [
         plgpu.layout_cast(plgpu.load(at, layout=layout, optimized=False), plgpu.Layout.WGMMA)
-        for at, layout in _sums_at(stripe, place)
+        for at, layout in _accumulator_parts(stripe, place)
     ]
 
 
-def _store_sums(stripe: _Stripe, place, sums: list):
-    for (at, layout), value in zip(_sums_at(stripe, place), sums, strict=True):
+def _store_accumulators(stripe: _Stripe, place, accumulated: list):
+    for (at, layout), value in zip(_accumulator_parts(stripe, place), accumulated, strict=True):
         at[...] = plgpu.layout_cast(value, layout)

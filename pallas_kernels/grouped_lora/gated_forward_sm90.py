@@ -1,8 +1,8 @@
-"""The activation of a gated MLP, `silu(gate) * up`, fused with its product with the A factors of
-`down_proj`, for Hopper.
+"""The activation of a gated MLP, `silu(gate) * up`, and in the same kernel its product with the A
+factors of `down_proj`, for Hopper GPUs.
 
-A warpgroup loads tiles through TMA; two others compute each result in the place of one of its
-inputs, where it is an operand of the product and the source of the TMA store. As in
+One warpgroup loads tiles through TMA; two others compute the activation. They write it over its
+input in shared memory, where it is an operand of the product and the source of the TMA store. As in
 `row_products_sm90`, the factors are rank-major.
 """
 
@@ -46,8 +46,8 @@ class ForwardTiling(NamedTuple):
 
     Attributes:
       tile_k: columns of one load, a multiple of 64.
-      splits: thread blocks that share the columns of a row tile.
-      stages: loads in flight, at most; fewer where shared memory ends.
+      splits: number of thread blocks among which the columns of a row tile are divided.
+      stages: largest number of loads in flight; it is reduced to what fits into shared memory.
     """
 
     tile_k: int = 128
@@ -56,7 +56,8 @@ class ForwardTiling(NamedTuple):
 
 
 def forward_tiling(width: int, rank: int) -> ForwardTiling:
-    """Tile sizes for arrays of so many columns: long loads, where three of them fit."""
+    """Tile sizes for arrays of `width` columns: loads of 128 columns if three of them fit into
+    shared memory, else of 64."""
     tiling = ForwardTiling()
     fits = width % (tiling.splits * tiling.tile_k) == 0 and rank <= 32
     return tiling if fits else tiling._replace(tile_k=64)
@@ -67,26 +68,27 @@ def gated_forward(
     gate: Float[Array, "N w"],
     up: Float[Array, "N w"],
     a: Float[Array, "T r w"],
-    chunk_slot: Int[Array, "C"],
+    chunk_slot: Int[Array, "chunks"],
     *,
     tiling: ForwardTiling | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "N w"], Float[Array, "splits r N"]]:
-    """`h = silu(gate) * up` and `h a[t]^T`, the latter rank-major in partial sums over ranges of
-    columns.
+    """`h = silu(gate) * up`, and `h a[t]^T` as partial sums over ranges of columns.
 
-    The activation is computed in float32 and rounded once; the products see the rounded one. Rows
-    of empty chunks (slot -1) are zeros and their inputs are not read.
+    The activation is computed in float32 and rounded once; the product is that of the rounded
+    activation. Rows of empty chunks (slot -1) are zeros; there the inputs are not read.
 
     Args:
-      gate: in half precision, as is all but the sums.
-      a: the A factors of `down_proj`, rank-major.
-      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
-      tiling: `forward_tiling` unless given.
+      gate: output of `gate_proj`, half precision.
+      up: output of `up_proj`, in the same dtype.
+      a: the A factors of `down_proj`, rank-major, in the same dtype.
+      chunk_slot: int32, owner slot of each chunk.
+      tiling: tile sizes; None for `forward_tiling`.
       interpret: see `plgpu.kernel`.
 
     Returns:
-      h; and float32 sums whose sum over the first axis is the product.
+      h in the dtype of the inputs, and float32 partial sums, rank-major, whose sum over the first
+      axis is the product.
 
     Raises:
       ValueError: the tiling does not divide the arrays.
@@ -113,7 +115,7 @@ def gated_forward(
 
 
 class _ForwardScratch(NamedTuple):
-    """Tiles of one stage each: gate, in whose place h is written; up; the factor."""
+    """Stages of operands and their barriers: gate, over which h is written; up; the factor."""
 
     gate: Any
     up: Any
@@ -140,14 +142,14 @@ def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> tuple:
 
 
 class _RowTile(NamedTuple):
-    """What one thread block works on: two parts of 64 rows each, over one range of columns."""
+    """The work of one thread block: two parts of 64 rows each, over one range of columns."""
 
     tiling: ForwardTiling
     gate: Any
     up: Any
     a: Any
     h: Any
-    sums: Any
+    partial_sums: Any
     scratch: _ForwardScratch
     slot: Any
     row: Any
@@ -164,23 +166,25 @@ class _RowTile(NamedTuple):
         return stage_of(self.scratch.loaded, step)
 
 
-def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, sums, *scratch):
+def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, partial_sums, *scratch):
     tile, split = lax.axis_index("tile"), lax.axis_index("split")
     slot, row = owner(slot_gmem, tile, gate.shape[0] // (2 * PART)), tile * 2 * PART
-    block = _RowTile(tiling, gate, up, a, h, sums, _ForwardScratch(*scratch), slot, row, split)
+    block = _RowTile(
+        tiling, gate, up, a, h, partial_sums, _ForwardScratch(*scratch), slot, row, split
+    )
 
     def load():
         pl.when(slot >= 0)(lambda: _load_columns(block))
 
     def compute(thread):
-        acc = plgpu.ACC((PART, sums.shape[1]))
+        acc = plgpu.ACC((PART, partial_sums.shape[1]))
         pl.run_scoped(lambda acc: _compute_columns(block, thread, acc), acc)
 
     run_warpgroups(load, compute)
 
 
 def _load_columns(block: _RowTile):
-    scratch, rank = block.scratch, block.sums.shape[1]
+    scratch, rank = block.scratch, block.partial_sums.shape[1]
     rows, ranks = pl.ds(block.row, 2 * PART), pl.ds(block.slot * rank, rank)
 
     @pl.loop(0, block.steps)
@@ -191,12 +195,11 @@ def _load_columns(block: _RowTile):
         copy(block.up.at[rows, columns], scratch.up.at[stage])
         copy(block.a.at[ranks, columns], scratch.a.at[stage])
 
-    # No barrier may be left with an arrival that nobody waited for.
     await_all(scratch.consumed, block.steps)
 
 
 def _compute_columns(block: _RowTile, thread, acc):
-    """This warpgroup's rows of h, and their product with the owner's factor."""
+    """Computes this warpgroup's rows of h, and their product with the owner's factor."""
     scratch, rows = block.scratch, pl.ds(block.row + thread * PART, PART)
     part = pl.ds(thread * PART, PART)
 
@@ -209,7 +212,7 @@ def _compute_columns(block: _RowTile, thread, acc):
             h_smem = scratch.gate.at[stage].at[part]
             gate, up = load_float32(h_smem), load_float32(scratch.up.at[stage].at[part])
             h = (gate * sigmoid(gate) * up).astype(h_smem.dtype)
-            # What the step before has in flight ends during the arithmetic.
+            # Released only now: the previous step's product and store run during the arithmetic.
             pl.when(i > 0)(lambda: release(scratch.consumed.at[block.stage(i - 1)]))
             h_smem[...] = h
             plgpu.commit_smem()
@@ -222,4 +225,4 @@ def _compute_columns(block: _RowTile, thread, acc):
     def _():
         pl.loop(0, block.steps)(lambda i: write_zeros(block.h.at[rows, block.columns(i)]))
 
-    store_rank_major(block.sums.at[block.split].at[:, rows], acc[...])
+    store_rank_major(block.partial_sums.at[block.split].at[:, rows], acc[...])

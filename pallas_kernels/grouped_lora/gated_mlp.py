@@ -1,7 +1,8 @@
-"""A whole gated MLP with the LoRA of every task, on Hopper: `down(silu(gate(x)) * up(x))`.
+"""A gated MLP with the LoRA of every task, on Hopper GPUs: `down(silu(gate(x)) * up(x))`.
 
-What `mosaic_gpu` does for each linear, with the activation and its gradient fused with the low-rank
-products that read them: none of the wide arrays between the linears is read twice.
+It runs the same kernels as `mosaic_gpu` does for each linear, except that the activation and its
+gradient are computed in one kernel with the low-rank products that read them. Each of the wide
+arrays between the linears is thus read once in each direction.
 """
 
 from functools import partial
@@ -9,17 +10,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from . import mosaic_gpu
 from .base import GATE, LOW_RANK, UP
-from .column_products_sm90 import ColumnJob, column_products
+from .column_products_sm90 import ColumnOperands, column_products
 from .gated_backward_sm90 import gated_backward
 from .gated_forward_sm90 import gated_forward
 from .gated_tiles_sm90 import GATED_RANKS
 from .mosaic_gpu import chunk_places, low_ranks, matmul, prepared_factors
 from .routed_matmul_sm90 import Term
-from .row_products_sm90 import RowJob
+from .row_products_sm90 import RowOperands
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
@@ -37,18 +38,28 @@ def refusal(x, projections, routing, dropout) -> str | None:
 
 
 @jax.custom_vjp
-def grouped_lora_gated_mlp(x, projections, accumulators, routing, layer, residual):
+def grouped_lora_gated_mlp(
+    x: Float[Array, "N d"],
+    projections,
+    accumulators,
+    routing,
+    layer: Int[Array, ""] | int,
+    residual: Float[Array, "N d"],
+):
     """`residual + down(silu(gate(x)) * up(x))`, each linear with the LoRA of the chunk's task.
 
+    The function is differentiable like `api.grouped_lora_linear`.
+
     Args:
-      x: [N, d] in half precision.
-      projections: gate, up and down, as in `api.grouped_lora_linear`.
-      accumulators: one for each, threaded through as there.
-      routing, layer: as there.
-      residual: [N, d].
+      x: the stream, half precision.
+      projections: three `api.Projection`s: gate, up and down.
+      accumulators: three `api.Factors`, the gradient accumulators of the projections.
+      routing: `api.Routing`.
+      layer: index of the layer in the stacked arrays.
+      residual: added to the output.
 
     Returns:
-      [N, d], zero on empty chunks, and the accumulators.
+      The output [N, d], zero on empty chunks, and the accumulators as they were given.
     """
     return _forward(x, projections, accumulators, routing, layer, residual)[0]
 
@@ -59,7 +70,7 @@ def _forward(x, projections, accumulators, routing, layer, residual):
     (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
     kept = partial(checkpoint_name, name=LOW_RANK)
 
-    (lows,) = low_ranks((RowJob(x, (a_gate, a_up)),), routing)
+    (lows,) = low_ranks((RowOperands(x, (a_gate, a_up)),), routing)
     s_gate, s_up = map(kept, lows)
     product = partial(matmul, routing=routing, layer=layer, transposed=False)
     g = checkpoint_name(product((Term(x, gate.weight, s_gate, b_gate),)), GATE)
@@ -73,12 +84,12 @@ def _forward(x, projections, accumulators, routing, layer, residual):
 
 def _backward(residuals, cotangents):
     x, (gate, up, down), factors, routing, layer, g, u, (s_gate, s_up, s_down) = residuals
-    d_out, (sums_gate, sums_up, sums_down) = cotangents
+    d_out, (of_gate, of_up, of_down) = cotangents
     (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
-    place = chunk_places(routing, sums_gate, layer)
+    chunk_place = chunk_places(routing, of_gate, layer)
     product = partial(matmul, routing=routing, layer=layer, transposed=True)
 
-    ((ds_down,),) = low_ranks((RowJob(d_out, (b_down,)),), routing)
+    ((ds_down,),) = low_ranks((RowOperands(d_out, (b_down,)),), routing)
     dh = product((Term(d_out, down.weight, ds_down, a_down),))
 
     (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
@@ -87,27 +98,27 @@ def _backward(residuals, cotangents):
         dh,
         (b_gate, b_up),
         (s_gate, s_up, ds_down),
-        (sums_gate.b, sums_up.b, sums_down.a),
+        (of_gate.b, of_up.b, of_down.a),
         routing.chunk_slot,
-        place,
+        chunk_place,
     )
     ds_gate, ds_up = _low_ranks(partial_sums, routing, x.dtype)
     dx = product((Term(dg, gate.weight, ds_gate, a_gate), Term(du, up.weight, ds_up, a_up)))
-    jobs = (
-        ColumnJob(d_out, (s_down,), (sums_down.b,), rank_major=True),
-        ColumnJob(x, (ds_gate, ds_up), (sums_gate.a, sums_up.a), rank_major=False),
+    groups = (
+        ColumnOperands(d_out, (s_down,), (of_down.b,), rank_major=True),
+        ColumnOperands(x, (ds_gate, ds_up), (of_gate.a, of_up.a), rank_major=False),
     )
-    (new_b_down,), (new_a_gate, new_a_up) = column_products(jobs, place)
+    (new_b_down,), (new_a_gate, new_a_up) = column_products(groups, chunk_place)
 
-    new = (
-        sums._replace(a=a, b=b)
-        for sums, a, b in (
-            (sums_gate, new_a_gate, new_b_gate),
-            (sums_up, new_a_up, new_b_up),
-            (sums_down, new_a_down, new_b_down),
+    new_accumulators = (
+        old._replace(a=a, b=b)
+        for old, a, b in (
+            (of_gate, new_a_gate, new_b_gate),
+            (of_up, new_a_up, new_b_up),
+            (of_down, new_a_down, new_b_down),
         )
     )
-    return dx, None, tuple(new), None, None, d_out
+    return dx, None, tuple(new_accumulators), None, None, d_out
 
 
 grouped_lora_gated_mlp.defvjp(_forward, _backward)
@@ -120,6 +131,6 @@ def _low_ranks(
     slot = routing.chunk_slot
     scale = jnp.where(slot < 0, 0, routing.scale[slot])
     per_token = jnp.broadcast_to(scale[:, None], (len(slot), partial_sums.shape[3] // len(slot)))
-    # One reduction of all arrays is one launch; XLA does not merge those of each.
+    # One reduction of the stacked arrays is one launch; XLA does not merge separate reductions.
     sums = partial_sums.sum(axis=1, dtype=jnp.float32)
     return tuple((s * per_token.reshape(-1)).astype(dtype) for s in sums)

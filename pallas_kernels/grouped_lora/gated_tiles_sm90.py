@@ -1,4 +1,4 @@
-"""What the two kernels of the gated activation share."""
+"""Shared by the two kernels of the gated activation."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,25 +19,28 @@ WARPGROUPS = dict(
 )
 
 
-def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    # Where the exponential overflows, the inverse root is zero. It is one instruction, a division
-    # many.
+def sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The logistic function. Where the exponential overflows, it is 0."""
+    # The reciprocal square root is one instruction, a division is many.
     root = lax.rsqrt(1 + jnp.exp(-x))
     return root * root
 
 
-def load_float32(smem) -> Float[Array, "_ _"]:
+def load_float32(smem) -> Float[Array, "rows columns"]:
+    """Loads a tile from shared memory into registers, as float32."""
     return plgpu.load(smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def release(consumed):
-    """Gives a stage back to the loader, once the products and the store in flight have read it."""
+    """Returns a stage to the loading warpgroup, once the products and stores that read it are
+    complete."""
     plgpu.wgmma_wait(0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(consumed)
 
 
 def check_width(width: int, size: int):
+    """Raises a ValueError if tiles of `size` columns do not divide the width."""
     if width % size or size % PART:
         raise ValueError(
             f"arrays of {width} columns; expected a multiple of {size}, the columns that a thread "
@@ -46,5 +49,6 @@ def check_width(width: int, size: int):
 
 
 def check_gated_rank(rank: int):
+    """Raises a ValueError if the kernels have no variant for the rank."""
     if rank not in GATED_RANKS:
         raise ValueError(f"rank {rank}; expected 16, 32, 48 or 64")

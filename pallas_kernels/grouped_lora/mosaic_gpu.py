@@ -1,9 +1,10 @@
-"""The implementation for Hopper: Pallas Mosaic GPU kernels, split at the rank-r intermediates
-(LoRAFusion 5.1).
+"""The implementation of the grouped LoRA linear for Hopper GPUs: Pallas Mosaic GPU kernels, split
+at the rank-r intermediates (LoRAFusion 5.1).
 
-Forward: one read of x gives the intermediates of all its projections, then each projection's matrix
-product adds its low-rank part in the accumulator. Backward: one read of each dy gives ds, one
-matrix product over all projections gives dx, one launch that reads each dy and x gives dB and dA.
+Forward: one read of x gives the intermediates s of all its projections; then the matrix product of
+each projection adds its low-rank part in the accumulator. Backward: one read of each dy gives its
+ds; one matrix product over all projections gives dx; one launch that reads each dy and x gives dB
+and dA.
 """
 
 from functools import partial
@@ -14,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from .base import LOW_RANK, module_counters
-from .column_products_sm90 import ColumnJob, column_products
+from .column_products_sm90 import ColumnOperands, column_products
 from .dropout_sm90 import Masks
 from .factors_sm90 import rank_major_factors
 from .routed_matmul_sm90 import TILE_M, Term, Tiling, routed_matmul
-from .row_products_sm90 import RowJob, row_products
+from .row_products_sm90 import RowOperands, row_products
 from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
 
 
@@ -48,7 +49,14 @@ def refusal(x, projections, routing, dropout) -> str | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_lora_linear_mosaic_gpu(
-    modules, x, projections, accumulators, routing, dropout, layer, residual
+    modules: tuple[int, ...],
+    x: Float[Array, "N k"],
+    projections,
+    accumulators,
+    routing,
+    dropout,
+    layer: Int[Array, ""] | int,
+    residual: Float[Array, "N n"] | None,
 ):
     """See `api.grouped_lora_linear`; `modules` is static."""
     return _forward(modules, x, projections, accumulators, routing, dropout, layer, residual)[0]
@@ -57,7 +65,7 @@ def grouped_lora_linear_mosaic_gpu(
 def _forward(modules, x, projections, accumulators, routing, dropout, layer, residual):
     masks = _masks(modules, x, routing, dropout, layer)
     factors = prepared_factors(projections, layer, x.dtype)
-    rows = RowJob(x, tuple(a for a, _ in factors), masks)
+    rows = RowOperands(x, tuple(a for a, _ in factors), masks)
     (lows,) = low_ranks((rows,), routing)
     lows = tuple(checkpoint_name(low, LOW_RANK) for low in lows)
     outputs = tuple(
@@ -65,18 +73,19 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer, res
         for p, low, (_, b) in zip(projections, lows, factors, strict=True)
     )
     added = None if residual is None else ()
-    # With rematerialisation, what the backward pass prepares again serves all of its products.
+    # With rematerialisation the factors are prepared again, once for all products of the backward
+    # pass.
     residuals = (x, projections, factors, routing, dropout, layer, lows, added)
     return (outputs, accumulators), residuals
 
 
 def _backward(modules, residuals, cotangents):
     x, projections, factors, routing, dropout, layer, lows, added = residuals
-    gradients, sums = cotangents
+    gradients, accumulators = cotangents
     rank = projections[0].factors.a.shape[-1]
-    place = chunk_places(routing, sums[0], layer)
+    chunk_place = chunk_places(routing, accumulators[0], layer)
 
-    rows = tuple(RowJob(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
+    rows = tuple(RowOperands(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
     d_lows = tuple(d_low for (d_low,) in low_ranks(rows, routing))
     masks = _masks(modules, x, routing, dropout, layer)
     dx = matmul(
@@ -89,21 +98,24 @@ def _backward(modules, residuals, cotangents):
         transposed=True,
         masks=masks,
     )
-    # All in one launch: a narrow array alone does not occupy the GPU.
-    of_b = tuple(
-        ColumnJob(dy, (low[:rank],), (s.b,), rank_major=True)
-        for dy, low, s in zip(gradients, lows, sums, strict=True)
+    # All products are in one launch, because those of a narrow array alone do not fill the GPU.
+    for_b = tuple(
+        ColumnOperands(dy, (low[:rank],), (each.b,), rank_major=True)
+        for dy, low, each in zip(gradients, lows, accumulators, strict=True)
     )
-    of_a = ColumnJob(
+    layers = len(accumulators[0].a)
+    for_a = ColumnOperands(
         x,
         tuple(d_low[:rank] for d_low in d_lows),
-        tuple(s.a for s in sums),
+        tuple(each.a for each in accumulators),
         rank_major=False,
-        masks=masks and masks._replace(rate=jnp.tile(masks.rate, len(sums[0].a))),
+        masks=masks and masks._replace(rate=jnp.tile(masks.rate, layers)),
     )
-    *new_b, new_a = column_products((*of_b, of_a), place)
-    new_sums = tuple(s._replace(a=a, b=b) for s, a, (b,) in zip(sums, new_a, new_b, strict=True))
-    return dx, None, new_sums, None, None, None, None if added is None else gradients[0]
+    *new_b, new_a = column_products((*for_b, for_a), chunk_place)
+    new = tuple(
+        each._replace(a=a, b=b) for each, a, (b,) in zip(accumulators, new_a, new_b, strict=True)
+    )
+    return dx, None, new, None, None, None, None if added is None else gradients[0]
 
 
 grouped_lora_linear_mosaic_gpu.defvjp(_forward, _backward)
@@ -117,8 +129,14 @@ def _masks(modules, x, routing, dropout, layer) -> Masks | None:
 
 
 def matmul(
-    terms: tuple[Term, ...], routing, layer, *, transposed: bool, residual=None, masks=None
-) -> Float[Array, "N n"]:
+    terms: tuple[Term, ...],
+    routing,
+    layer: Int[Array, ""] | int,
+    *,
+    transposed: bool,
+    residual: Float[Array, "N M"] | None = None,
+    masks: Masks | None = None,
+) -> Float[Array, "N M"]:
     """`routed_matmul` with the tiling for its shape and device."""
     return routed_matmul(
         terms,
@@ -139,27 +157,32 @@ def matmul(
 
 
 def _padded_rank(rank: int) -> int:
-    """The next rank that the kernels divide evenly."""
+    """The next rank that the kernels' tiles divide."""
     return -(-rank // 16) * 16 if rank <= 64 else -(-rank // 64) * 64
 
 
-def chunk_places(routing, sums, layer) -> Int[Array, "C"]:
-    """Of each chunk's owner, the index in accumulators whose layers lie one behind the other."""
-    slots = sums.a.shape[1]
+def chunk_places(routing, accumulators, layer: Int[Array, ""] | int) -> Int[Array, "chunks"]:
+    """The index of each chunk's owner in accumulators [L, T, …] whose first two axes are merged; -1
+    for an empty chunk."""
+    slots = accumulators.a.shape[1]
     return jnp.where(routing.chunk_slot < 0, -1, layer * slots + routing.chunk_slot)
 
 
-def prepared_factors(projections, layer, dtype) -> tuple[tuple[Array, Array], ...]:
-    """`rank_major_factors` of a call, in the compute dtype and with the rank that kernels take."""
-    first = projections[0]
+def prepared_factors(
+    projections, layer: Int[Array, ""] | int, dtype
+) -> tuple[tuple[Float[Array, "T R _"], Float[Array, "T R _"]], ...]:
+    """`rank_major_factors` of all projections, with the rank padded to R, a rank that the kernels
+    support."""
     return rank_major_factors(
         tuple(p.factors for p in projections),
         layer,
-        rank=_padded_rank(first.factors.a.shape[-1]),
+        rank=_padded_rank(projections[0].factors.a.shape[-1]),
         dtype=dtype,
     )
 
 
-def low_ranks(jobs: tuple[RowJob, ...], routing) -> tuple[tuple[Float[Array, "r N"], ...], ...]:
-    """`row_products` with the tiling for its jobs."""
-    return row_products(jobs, routing.chunk_slot, routing.scale, tiling=row_tiling(*jobs))
+def low_ranks(
+    groups: tuple[RowOperands, ...], routing
+) -> tuple[tuple[Float[Array, "_ N"], ...], ...]:
+    """`row_products` with the tiling for its operands."""
+    return row_products(groups, routing.chunk_slot, routing.scale, tiling=row_tiling(*groups))

@@ -1,14 +1,16 @@
-"""Matrix products with a low-rank product of the tile's task added in the accumulator, for Hopper.
+"""Matrix products to which the low-rank product of the tile's task is added in the accumulator, for
+Hopper GPUs.
 
 One persistent kernel serves the forward pass, `x W + s B[t]`, and the input gradient,
-`Σ dy W^T + ds A[t]^T` (LoRAFusion 5.1). A warpgroup loads tiles through TMA; two others multiply
-them, each half the rows of an output tile. All of its `TILE_M` rows are of one chunk, so one task's
-factor is loaded for it. Blocks take tiles in turns, first those with an owner, so that each has an
-equal share of the work wherever the empty chunks are.
+`Σ dy W^T + ds A[t]^T` (LoRAFusion 5.1). One warpgroup loads tiles through TMA. Two others multiply
+them, each half the rows of an output tile. All `TILE_M` rows of a tile belong to one chunk, so one
+task's factor is loaded for the tile. Thread blocks take tiles in turns, first those with an owner,
+so that each block has an equal share of the work wherever the empty chunks are.
 
-A finished tile leaves through shared memory, nearly all of which the pipeline has taken. It borrows
-room there: where a warpgroup's rows of the last operands were. Their stages go back to the loading
-warpgroup one product later, in the next tile, when the stores have long been read.
+A finished output tile is stored through shared memory, nearly all of which holds the stages of the
+pipeline. The tile therefore *borrows* the place of the last left operands, of which each warpgroup
+uses its own rows. The borrowed stages are released to the loading warpgroup only after the first
+product of the next tile; by then the stores have read them.
 """
 
 from functools import partial
@@ -38,25 +40,27 @@ TILE_M = 128
 TILE_N = 256
 # Depth of one pipeline step.
 TILE_K = 64
-# Rows and columns of the output stored at once. A warpgroup has so many rows of a tile, and a piece
-# the layout of an operand.
+# Rows and columns of a piece of the output that is stored at once. It is also the number of a
+# tile's rows that one warpgroup computes.
 PIECE = 64
 
 
 class Tiling(NamedTuple):
-    """How the kernel divides shared memory, and the order of its tiles.
+    """How the kernel divides shared memory, and the order of its output tiles.
 
-    `tilings.fitted` makes it fit; `scripts/tune_grouped_lora.py` finds the best.
+    `tilings.fitted` reduces a tiling until it fits; `scripts/tune_grouped_lora.py` finds the
+    fastest.
 
     Attributes:
-      stages: pipeline steps in flight, at least 2.
-      borrowed: of them, those that a finished tile borrows, at least 1 and less than all.
-      spare: pieces of a finished tile, 0 or 1 of each warpgroup, that have a place of their own.
-      tile_r: depth of one low-rank product, at most.
-      low_stages: low-rank products in flight, at most.
-      minor: the dimension that varies fastest, 0 for rows and 1 for columns, with which empty rows
-        come again and again.
-      group: output tiles that neighbouring blocks share along `minor`, for the L2 cache.
+      stages: number of pipeline steps in flight, at least 2.
+      borrowed: number of stages that a finished tile borrows, at least 1 and less than `stages`.
+      spare: number of pieces of a finished tile, 0 or 1 for each warpgroup, that have a place of
+        their own in shared memory.
+      tile_r: largest depth of one low-rank product.
+      low_stages: largest number of low-rank products in flight.
+      minor: the dimension of the output along which consecutive tiles lie, 0 for rows and 1 for
+        columns.
+      group: number of consecutive tiles along `minor`, which share operands in the L2 cache.
     """
 
     stages: int = 4
@@ -69,45 +73,51 @@ class Tiling(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One product and its low-rank companion: `lhs @ weight + low^T @ factor[t]`.
+    """One product and the low-rank product that belongs to it:
+    `lhs @ weight[layer] + low^T @ factor[t]`, or with the transposed weight.
+
+    K is the depth of the product: k, or n with the transposed weight. M is the other width.
 
     Attributes:
-      lhs: [N, K] in half precision.
-      weight: [L, k, n] in the dtype of `lhs`, of which layer `layer` is used: [K, n] or,
-        transposed, [k, K].
-      low: [r, N], the rank-r intermediate, rank-major.
-      factor: [T, r, n], rank-major: `b` as it is, `a` with its last axes swapped.
+      lhs: half precision.
+      weight: [L, k, n], stored in the dtype of `lhs`.
+      low: the rank-r intermediate, rank-major.
+      factor: rank-major: B as it is, or A with its last two axes swapped.
     """
 
     lhs: Float[Array, "N K"]
     weight: FrozenWeight
     low: Float[Array, "r N"]
-    factor: Float[Array, "T r n"]
+    factor: Float[Array, "T r M"]
 
 
 @traced_once("transposed", "tiling", "blocks", "interpret")
 def routed_matmul(
     terms: tuple[Term, ...],
-    chunk_slot: Int[Array, "C"],
+    chunk_slot: Int[Array, "chunks"],
     layer: Int[Array, ""],
     *,
     transposed: bool,
     tiling: Tiling,
     blocks: int,
-    residual: Float[Array, "N n"] | None = None,
+    residual: Float[Array, "N M"] | None = None,
     masks: Masks | None = None,
     interpret: Any = None,
-) -> Float[Array, "N n"]:
-    """Sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
+) -> Float[Array, "N M"]:
+    """The sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
 
-    Rows of empty chunks (slot -1) are zeros. Sums are float32; the result has the dtype of `lhs`.
+    Sums are float32; the result has the dtype of `lhs`. Rows of empty chunks (slot -1) are zeros.
 
     Args:
-      chunk_slot: int32 [C], owner slot of each chunk; N / C is a multiple of `TILE_M`, and n of
-        `TILE_N`.
-      blocks: thread blocks to launch, one per multiprocessor.
-      residual: added to the result; only with W as it is.
-      masks: dropout of each term's low-rank product, with counters per term; None for none.
+      terms: the products to add up, all with the same number of rows and columns. The columns M are
+        a multiple of `TILE_N`.
+      chunk_slot: int32, owner slot of each chunk. The tokens of a chunk are a multiple of `TILE_M`.
+      layer: int32, index of the layer in the stacks of weights.
+      transposed: whether to multiply by the transpose of W.
+      tiling: a tiling that fits into shared memory.
+      blocks: number of thread blocks to launch, one for each multiprocessor.
+      residual: added to the result; only allowed if `transposed` is False.
+      masks: dropout of each term's low-rank product, with counters for each term; None for none.
       interpret: see `plgpu.kernel`.
     """
     first = terms[0]
@@ -128,17 +138,25 @@ def routed_matmul(
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )
-    # A slice of a three-dimensional array does not lower: layers and slots become row offsets.
-    operands = [Term(t.lhs, flat(t.weight.values), t.low, flat(t.factor)) for t in terms]
+    operands = [_FlatTerm(t.lhs, flat(t.weight.values), t.low, flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
-    # As the product with an identity, the residual takes the pipeline's way into the accumulator.
+    # The residual enters the accumulator through the pipeline, as a product with the identity.
     added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
     order = owned_first(chunk_slot, rows // TILE_M)
     return kernel(layer, order, operands, added, mask_operands(masks))
 
 
+class _FlatTerm(NamedTuple):
+    """A term whose layers and slots are stacked along the rows."""
+
+    lhs: Any
+    weight: Any
+    low: Any
+    factor: Any
+
+
 class _Layout(NamedTuple):
-    """Static facts of one call; `heights` are the rows of one layer of each weight."""
+    """Static properties of one call; `heights` are the numbers of rows k of each weight."""
 
     tiling: Tiling
     transposed: bool
@@ -147,7 +165,7 @@ class _Layout(NamedTuple):
 
     @property
     def low_steps(self) -> int:
-        """Low-rank products of an output tile, each at most `tiling.tile_r` deep."""
+        """Number of low-rank products of an output tile, each at most `tiling.tile_r` deep."""
         return len(self.heights) * (self.rank // self.tile_r)
 
     @property
@@ -156,6 +174,8 @@ class _Layout(NamedTuple):
 
 
 class _Scratch(NamedTuple):
+    """Stages of the operands, pieces of the output, and barriers of the stages."""
+
     lhs: Any
     weight: Any
     low: Any
@@ -168,7 +188,7 @@ class _Scratch(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Where a thread block works."""
+    """An output tile and its owner."""
 
     rows: Any
     columns: Any
@@ -180,7 +200,7 @@ def _scratch(layout: _Layout, dtype) -> tuple:
     weight = (TILE_N, TILE_K) if layout.transposed else (TILE_K, TILE_N)
 
     def tiles(count: int, rows: int, columns: int, depth: int = TILE_K):
-        # The swizzle of an operand may not exceed the depth of the product.
+        # The swizzle of an operand must not be wider than the depth of the product.
         return plgpu.SMEM((count, rows, columns), dtype, transforms=_swizzled(depth, dtype))
 
     return tuple(
@@ -212,7 +232,8 @@ def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, *
     steps = depth // TILE_K
 
     def for_each_tile(body):
-        """Calls `body(tile, owned)`, with the number of tiles so far that had an owner."""
+        """Calls `body(tile, owned)`, where `owned` is the number of this thread block's tiles so
+        far that had an owner; returns their final number."""
 
         @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=jnp.int32(0))
         def count(info, carry):
@@ -234,7 +255,6 @@ def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, *
                 _load_steps(layout, terms, added, scratch, tile, layer, owned * steps)
 
         owned = for_each_tile(load_tile)
-        # No barrier may be left with an arrival that nobody waited for.
         await_all(scratch.consumed, owned * steps)
         await_all(scratch.low_consumed, owned * layout.low_steps)
 
@@ -340,7 +360,8 @@ def _release_low_rank(layout: _Layout, scratch: _Scratch, step):
 
 
 def _add_dropped(layout, scratch, masks, tokens, tile, part, step, total, column: int):
-    """A piece of the output at a column of a tile, plus its dropped low-rank products."""
+    """`total`, the piece of a tile that starts at a column, plus the low-rank products with
+    dropout."""
     columns = pl.ds(column, PIECE)
     per_term = layout.low_steps // len(layout.heights)
 
@@ -363,8 +384,8 @@ def _add_dropped(layout, scratch, masks, tokens, tile, part, step, total, column
 
 
 def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, steps: int):
-    """All steps of a tile. A stage is released once the next product is on its way, save the last,
-    which are borrowed."""
+    """Multiplies all steps of a tile. A stage is released when the product after it has been
+    started; the last stages are not, because the finished tile borrows them."""
 
     def multiply(i):
         stage = stage_of(scratch.loaded, first_step + i)
@@ -387,19 +408,21 @@ def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, s
 
 
 def _borrowed(layout: _Layout, scratch: _Scratch, step) -> list:
-    """The stages that are borrowed for a tile whose steps end before this one."""
+    """The stages that are borrowed for a tile whose last step is the one before `step`."""
     return [stage_of(scratch.consumed, step - 1 - i) for i in range(layout.tiling.borrowed)]
 
 
 def _return_stages(layout: _Layout, scratch: _Scratch, step):
-    """Releases what the tile that ended before this step has borrowed, once its output has left."""
+    """Releases the stages borrowed by the tile that ended before `step`, when its stores have read
+    them."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for stage in _borrowed(layout, scratch, step):
         plgpu.barrier_arrive(scratch.consumed.at[stage])
 
 
 def _store(total, out_gmem, places, add=lambda piece, column: piece):
-    """Stores a warpgroup's rows of a tile, piece by piece, through places that take turns."""
+    """Stores a warpgroup's rows of a tile, piece by piece, through places in shared memory that are
+    used in turns. `add(piece, column)` may change a piece first."""
     for i in range(TILE_N // PIECE):
         column, place = i * PIECE, places[i % len(places)]
         piece = add(total[:, column : column + PIECE], column)

@@ -1,12 +1,12 @@
-"""Rows of a long activation times the low-rank factor of the task that owns them, at the speed of
-memory, for Hopper: the rank-r intermediates `c[t] X A[t]` and `c[t] dY B[t]^T`.
+"""Products of an activation's rows with the low-rank factor of the task that owns them, for Hopper
+GPUs: the rank-r intermediates `scale[t] X A[t]` and `scale[t] dY B[t]^T`.
 
-One warpgroup a thread block loads tiles through TMA and one multiplies them; with dropout up to two
-do, each drops and multiplies half of the columns. Several stages of loads in flight, not
-arithmetic, set the pace. Row tiles are low: there is one for every multiprocessor, and no two
-blocks share a sum. Factors are *rank-major*, `[r, w]`: the two operands of a `wgmma` share one
-swizzle, and only rank-major tiles of rank 16 have the wide swizzle with which the activation loads
-fast.
+The kernel is bound by memory bandwidth, so it keeps several stages of loads in flight. In each
+thread block one warpgroup loads tiles through TMA and one multiplies them; with dropout up to two
+do, each of which drops and multiplies its share of the columns. Row tiles have few rows, so that
+there is at least one for every multiprocessor, and thread blocks share no sum. Factors are
+*rank-major*, [r, w]: both operands of a `wgmma` have the same swizzle, and of tiles of rank 16 only
+rank-major ones have the wide swizzle with which the activation loads fast.
 """
 
 from collections.abc import Iterator
@@ -39,21 +39,21 @@ from .tiles_sm90 import (
 
 # Warpgroups of a thread block. Those from the second on multiply.
 LOADER, FIRST_MULTIPLIER = range(2)
-# Columns of a load that a warpgroup drops.
+# Number of a load's columns that one warpgroup drops and multiplies, with dropout.
 DROPPED_COLUMNS = 64
 
 
-class RowJob(NamedTuple):
-    """An activation and the factors that multiply its rows.
+class RowOperands(NamedTuple):
+    """A group of operands: an activation and the factors that multiply its rows.
 
     Attributes:
-      z: [N, w] in half precision.
-      factors: [T, r, w] each, in the dtype of `z`: `b` as it is, `a` with its last axes swapped.
-      masks: dropout of `z`, with counters per factor; None for none.
+      z: the activation, half precision.
+      factors: rank-major, in the dtype of `z`: B as it is, or A with its last two axes swapped.
+      masks: dropout of `z`, with counters for each factor; None for none.
     """
 
     z: Float[Array, "N w"]
-    factors: tuple[Float[Array, "T r w"], ...]
+    factors: tuple[Float[Array, "T _ w"], ...]
     masks: Masks | None = None
 
 
@@ -61,9 +61,9 @@ class RowTiling(NamedTuple):
     """Tile sizes of `row_products`.
 
     Attributes:
-      tile_m: rows of a thread block, a divisor of the chunk.
+      tile_m: rows of a thread block, a divisor of the chunk's tokens.
       tile_k: columns of one load, a multiple of 64.
-      stages: loads in flight, at most; fewer where shared memory ends.
+      stages: largest number of loads in flight; it is reduced to what fits into shared memory.
     """
 
     tile_m: int = 64
@@ -73,42 +73,43 @@ class RowTiling(NamedTuple):
 
 @traced_once("tiling", "interpret")
 def row_products(
-    jobs: tuple[RowJob, ...],
-    chunk_slot: Int[Array, "C"],
+    groups: tuple[RowOperands, ...],
+    chunk_slot: Int[Array, "chunks"],
     scale: Float[Array, "T"],
     *,
     tiling: RowTiling = RowTiling(),  # noqa: B008
     interpret: Any = None,
-) -> tuple[tuple[Float[Array, "r N"], ...], ...]:
-    """`scale[t] z F[t]^T` for every factor of every job, rank-major.
+) -> tuple[tuple[Float[Array, "_ N"], ...], ...]:
+    """`scale[t] z F[t]^T` for every factor F of every group, rank-major.
 
-    Sums and their scaling are float32, rounded once. Rows of empty chunks (slot -1) are zeros and
-    their `z` is not read.
+    Sums and scaling are float32, and the result is rounded once. Rows of empty chunks (slot -1) are
+    zeros; there `z` is not read.
 
     Args:
-      jobs: what to multiply; each `z` is read once for all its factors.
-      chunk_slot: int32 [C], owner slot of each chunk of N / C rows.
-      scale: float32 [T], factor of each slot's products.
+      groups: the operands; each `z` is read once for all its factors.
+      chunk_slot: int32, owner slot of each chunk.
+      scale: float32, factor of each slot's products.
+      tiling: tile sizes.
       interpret: see `plgpu.kernel`.
 
     Returns:
-      Per job and factor, the products in the dtype of `z`.
+      For each group and factor, the products [r, N] in the dtype of `z`.
 
     Raises:
       ValueError: the tiling does not divide the arrays.
     """
-    for job in jobs:
-        _check_rows(job, chunk_slot, tiling)
-    tiles = jobs[0].z.shape[0] // tiling.tile_m
-    masked = any(job.masks for job in jobs)
+    for group in groups:
+        _check_rows(group, chunk_slot, tiling)
+    tiles = groups[0].z.shape[0] // tiling.tile_m
+    masked = any(group.masks for group in groups)
     multipliers = tiling.tile_k // DROPPED_COLUMNS if masked else 1
 
-    def body(slot_gmem, scale_gmem, jobs, *outputs_scratch):
+    def body(slot_gmem, scale_gmem, groups, *outputs_scratch):
         *outputs, scratch = outputs_scratch
         tile, thread = lax.axis_index("tile"), lax.axis_index("wg")
         slot = owner(slot_gmem, tile, tiles)
         rows = pl.ds(tile * tiling.tile_m, tiling.tile_m)
-        block = _Block(tiling, multipliers, jobs, outputs, scratch, slot, rows)
+        block = _Block(tiling, multipliers, groups, outputs, scratch, slot, rows)
         pl.when((thread == LOADER) & (slot >= 0))(lambda: _load_tiles(block))
 
         @pl.when(thread >= FIRST_MULTIPLIER)
@@ -118,8 +119,8 @@ def row_products(
 
     return plgpu.kernel(
         body,
-        out_type=_row_outputs(jobs),
-        scratch_types=(_row_scratch(jobs, tiling, multipliers),),
+        out_type=_row_outputs(groups),
+        scratch_types=(_row_scratch(groups, tiling, multipliers),),
         grid=(tiles,),
         grid_names=("tile",),
         num_threads=FIRST_MULTIPLIER + multipliers,
@@ -127,47 +128,46 @@ def row_products(
         kernel_name="row_products",
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(chunk_slot, scale, _row_operands(jobs))
+    )(chunk_slot, scale, _flat_row_operands(groups))
 
 
-class _RowOperands(NamedTuple):
+class _FlatRowOperands(NamedTuple):
     z: Any
     factors: tuple
     masks: MaskOperands | None
 
 
-def _row_operands(jobs) -> list[_RowOperands]:
-    # A slice of a three-dimensional array does not load: slots become row offsets.
+def _flat_row_operands(groups) -> list[_FlatRowOperands]:
     return [
-        _RowOperands(job.z, tuple(flat(f) for f in job.factors), mask_operands(job.masks))
-        for job in jobs
+        _FlatRowOperands(group.z, tuple(flat(f) for f in group.factors), mask_operands(group.masks))
+        for group in groups
     ]
 
 
-def _row_outputs(jobs) -> tuple:
-    def product(job, factor):
-        return jax.ShapeDtypeStruct((factor.shape[1], job.z.shape[0]), job.z.dtype)
+def _row_outputs(groups) -> tuple:
+    def product(group, factor):
+        return jax.ShapeDtypeStruct((factor.shape[1], group.z.shape[0]), group.z.dtype)
 
-    return tuple(tuple(product(job, factor) for factor in job.factors) for job in jobs)
+    return tuple(tuple(product(group, factor) for factor in group.factors) for group in groups)
 
 
 class _RowScratch(NamedTuple):
-    """Tiles of one stage each: `z`, dropped in its place, and the factors. And, of each job, the
-    sums of all multiplying warpgroups but the first, if there are more.
+    """Stages of operands: tiles of `z`, to which dropout is applied in place, and of the factors.
+    If several warpgroups multiply, also the partial sums of all of them but the first, by group.
     """
 
     z: Any
     factors: Any
     loaded: Any
     consumed: Any
-    sums: Any
+    partial_sums: Any
     summed: Any
 
 
-def _row_scratch(jobs, tiling: RowTiling, multipliers: int) -> _RowScratch:
-    dtype = jobs[0].z.dtype
-    ranks = [[factor.shape[1] for factor in job.factors] for job in jobs]
-    # The jobs share the stages: of every factor, the widest.
+def _row_scratch(groups, tiling: RowTiling, multipliers: int) -> _RowScratch:
+    dtype = groups[0].z.dtype
+    ranks = [[factor.shape[1] for factor in group.factors] for group in groups]
+    # The groups share the stages, so there is room for the highest rank of each factor.
     deepest = [max(each) for each in zip_longest(*ranks, fillvalue=0)]
     sums_size = (multipliers - 1) * tiling.tile_m * sum(map(sum, ranks))
     elements = (tiling.tile_m + sum(deepest)) * tiling.tile_k
@@ -177,7 +177,7 @@ def _row_scratch(jobs, tiling: RowTiling, multipliers: int) -> _RowScratch:
     def tiles(height: int):
         return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=swizzled(dtype))
 
-    def partial_sums(rank: int):
+    def sums_tile(rank: int):
         return plgpu.SMEM((multipliers - 1, tiling.tile_m, rank), jnp.float32)
 
     scratch = _RowScratch(
@@ -185,37 +185,38 @@ def _row_scratch(jobs, tiling: RowTiling, multipliers: int) -> _RowScratch:
         factors=[tiles(rank) for rank in deepest],
         loaded=plgpu.Barrier(num_arrivals=1 + len(deepest), num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=multipliers, num_barriers=stages),
-        sums=None,
+        partial_sums=None,
         summed=None,
     )
     if multipliers == 1:
         return scratch
     return scratch._replace(
-        sums=[list(map(partial_sums, each)) for each in ranks],
-        summed=plgpu.Barrier(num_arrivals=multipliers - 1, num_barriers=len(jobs)),
+        partial_sums=[list(map(sums_tile, each)) for each in ranks],
+        summed=plgpu.Barrier(num_arrivals=multipliers - 1, num_barriers=len(groups)),
     )
 
 
 class _Block(NamedTuple):
-    """What one thread block works on: a tile of rows, with one owner."""
+    """The work of one thread block: a tile of rows, which has one owner."""
 
     tiling: RowTiling
     multipliers: int
-    jobs: list[_RowOperands]
+    groups: list[_FlatRowOperands]
     outputs: list[tuple]
     scratch: _RowScratch
     slot: Any
     rows: Any
 
-    def each_job(self) -> Iterator[tuple[_RowOperands, tuple, int]]:
-        """The jobs with their outputs and first steps, which count through all jobs."""
+    def each_group(self) -> Iterator[tuple[_FlatRowOperands, tuple, int]]:
+        """Each group with its outputs and the number of its first step; steps are numbered through
+        all groups."""
         first = 0
-        for job, outputs in zip(self.jobs, self.outputs, strict=True):
-            yield job, outputs, first
-            first += self.steps(job)
+        for group, outputs in zip(self.groups, self.outputs, strict=True):
+            yield group, outputs, first
+            first += self.steps(group)
 
-    def steps(self, job: _RowOperands) -> int:
-        return job.z.shape[1] // self.tiling.tile_k
+    def steps(self, group: _FlatRowOperands) -> int:
+        return group.z.shape[1] // self.tiling.tile_k
 
     def stage(self, step):
         return stage_of(self.scratch.loaded, step)
@@ -226,32 +227,31 @@ class _Block(NamedTuple):
 
 def _load_tiles(block: _Block):
     tile_k, scratch = block.tiling.tile_k, block.scratch
-    for job, outputs, first in block.each_job():
+    for group, outputs, first in block.each_group():
 
-        @pl.loop(0, block.steps(job))
-        def _step(i, job=job, outputs=outputs, first=first):
+        @pl.loop(0, block.steps(group))
+        def _step(i, group=group, outputs=outputs, first=first):
             stage, columns = claim(scratch.consumed, first + i), pl.ds(i * tile_k, tile_k)
             loaded = scratch.loaded.at[stage]
-            plgpu.copy_gmem_to_smem(job.z.at[block.rows, columns], scratch.z.at[stage], loaded)
-            for factor, out, smem in zip(job.factors, outputs, scratch.factors, strict=False):
+            plgpu.copy_gmem_to_smem(group.z.at[block.rows, columns], scratch.z.at[stage], loaded)
+            for factor, out, smem in zip(group.factors, outputs, scratch.factors, strict=False):
                 rank = out.shape[0]
                 owned = factor.at[pl.ds(block.slot * rank, rank), columns]
                 plgpu.copy_gmem_to_smem(owned, smem.at[stage, pl.ds(0, rank)], loaded)
-            # Other jobs have more factors.
+            # The barrier expects as many arrivals as the group with the most factors has loads.
             for _ in scratch.factors[len(outputs) :]:
                 plgpu.barrier_arrive(loaded)
 
-    # No barrier may be left with an arrival that nobody waited for.
-    await_all(scratch.consumed, sum(map(block.steps, block.jobs)))
+    await_all(scratch.consumed, sum(map(block.steps, block.groups)))
 
 
 def _multiply_tiles(block: _Block, multiplier, scale):
-    """The products of the rows, of which this warpgroup sums those of its columns of every load."""
-    for i, (job, outputs, first) in enumerate(block.each_job()):
+    """Computes the products of the rows; each warpgroup sums over its columns of every load."""
+    for i, (group, outputs, first) in enumerate(block.each_group()):
 
         @partial(pl.run_scoped, accs=[_accumulator(block, out) for out in outputs])
-        def _scope(accs, i=i, job=job, outputs=outputs, first=first):
-            pl.when(block.slot >= 0)(lambda: _multiply_job(block, job, accs, first, multiplier))
+        def _scope(accs, i=i, group=group, outputs=outputs, first=first):
+            pl.when(block.slot >= 0)(lambda: _multiply_group(block, group, accs, first, multiplier))
             sums = [acc[...] for acc in accs]
             if block.multipliers > 1:
                 pl.when(multiplier > 0)(lambda: _hand_over(block, i, sums, multiplier))
@@ -267,54 +267,54 @@ def _accumulator(block: _Block, out):
     return plgpu.ACC((block.tiling.tile_m, out.shape[0]))
 
 
-def _multiply_job(block: _Block, job: _RowOperands, accs, first: int, multiplier):
-    scratch, tokens = block.scratch, load_counters(job.masks, block.rows)
+def _multiply_group(block: _Block, group: _FlatRowOperands, accs, first: int, multiplier):
+    scratch, tokens = block.scratch, load_counters(group.masks, block.rows)
     width = block.tiling.tile_k // block.multipliers
     part = pl.ds(multiplier * width, width)
 
-    @pl.loop(0, block.steps(job))
+    @pl.loop(0, block.steps(group))
     def _step(i):
         stage = block.stage(first + i)
         plgpu.barrier_wait(scratch.loaded.at[stage])
         z = scratch.z.at[stage].at[:, part]
         dropped = (None,) * len(accs)
-        if job.masks is not None:
+        if group.masks is not None:
             column = i * block.tiling.tile_k + part.start
-            dropped = dropped_tiles(z, job.masks, tokens, block.slot, column)
+            dropped = dropped_tiles(z, group.masks, tokens, block.slot, column)
         for acc, factor, _ in zip(accs, scratch.factors, dropped, strict=False):
             ranks = pl.ds(0, acc.shape[1])
             plgpu.wgmma(acc, z, factor.at[stage].at[ranks, part].transpose((1, 0)))
-        # The step before is over once only this step's products are in flight.
+        # When no products but this step's are in flight, those of the previous step are complete.
         plgpu.wgmma_wait(len(accs))
         pl.when(i > 0)(lambda: block.release(first + i - 1))
 
     plgpu.wgmma_wait(0)
-    block.release(first + block.steps(job) - 1)
+    block.release(first + block.steps(group) - 1)
 
 
-def _hand_over(block: _Block, job: int, sums: list, multiplier):
-    """Gives this warpgroup's sums to the first."""
-    for value, smem in zip(sums, block.scratch.sums[job], strict=True):
+def _hand_over(block: _Block, group: int, sums: list, multiplier):
+    """Passes this warpgroup's partial sums to the first warpgroup."""
+    for value, smem in zip(sums, block.scratch.partial_sums[group], strict=True):
         smem.at[multiplier - 1][...] = value
-    plgpu.barrier_arrive(block.scratch.summed.at[job])
+    plgpu.barrier_arrive(block.scratch.summed.at[group])
 
 
-def _total(block: _Block, job: int, sums: list) -> list:
-    """This warpgroup's sums and those of all others."""
-    plgpu.barrier_wait(block.scratch.summed.at[job])
+def _total(block: _Block, group: int, sums: list) -> list:
+    """The sums of all warpgroups, given this warpgroup's own."""
+    plgpu.barrier_wait(block.scratch.summed.at[group])
     for other in range(block.multipliers - 1):
-        others = [smem.at[other] for smem in block.scratch.sums[job]]
+        others = [smem.at[other] for smem in block.scratch.partial_sums[group]]
         load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
         sums = [value + load(smem) for value, smem in zip(sums, others, strict=True)]
     return sums
 
 
-def _check_rows(job: RowJob, chunk_slot, tiling: RowTiling):
-    rows, width = job.z.shape
+def _check_rows(group: RowOperands, chunk_slot, tiling: RowTiling):
+    rows, width = group.z.shape
     check_chunks(rows, chunk_slot, "tile_m", tiling.tile_m)
     if width % tiling.tile_k or tiling.tile_k % 64:
         raise ValueError(
             f"z has {width} columns; expected a multiple of tile_k = {tiling.tile_k}, itself a "
             "multiple of 64"
         )
-    check_ranks([factor.shape[1] for factor in job.factors])
+    check_ranks([factor.shape[1] for factor in group.factors])

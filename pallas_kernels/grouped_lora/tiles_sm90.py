@@ -1,6 +1,13 @@
-"""What the Hopper kernels share: owners of tiles, layouts in shared memory, and its limits."""
+"""Shared by the Hopper kernels: owners of tiles, layouts and limits of shared memory, and pipelines
+of loads.
 
-from typing import NamedTuple
+A kernel's *stage* is a place in shared memory for the operands of one pipeline step. Two arrays of
+barriers, with one barrier for each stage, synchronise the warpgroup that loads with those that
+multiply: `loaded` (the operands have arrived) and `consumed` (they are no longer needed).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,51 +15,72 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-# What a thread block may hold, less what barriers and alignment take.
+# Bytes that a thread block may use; Hopper's limit minus the bytes for barriers and alignment.
 SHARED_MEMORY = 224 * 1024
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
-def flat(stacked: Float[Array, "T _ _"]) -> Float[Array, "_ _"]:
+def flat(stacked: Float[Array, "*stack rows columns"]) -> Float[Array, "stacked_rows columns"]:
+    """The matrices of a stack below each other: kernels address them by row, because slices of
+    arrays with more than two dimensions do not lower."""
     return stacked.reshape(-1, stacked.shape[-1])
 
 
 def owner(slot_gmem, tile, tiles: int):
+    """The entry of an array over chunks for a row tile, one of `tiles` of equal height."""
     return slot_gmem[lax.div(tile, jnp.int32(tiles // slot_gmem.shape[0]))]
 
 
 class TileOrder(NamedTuple):
-    """Row tiles in the order in which a kernel takes them, and the slot of each."""
+    """Row tiles in the order in which a kernel takes them, and the slot of each.
+
+    Attributes:
+      tile: int32, index of a row tile.
+      slot: int32, owner of that tile.
+    """
 
     tile: Int[Array, "tiles"]
     slot: Int[Array, "tiles"]
 
 
-def owned_first(chunk_slot: Int[Array, "C"], tiles: int) -> TileOrder:
-    """All row tiles, those with an owner before those without (slot -1), else as they lie."""
+def owned_first(chunk_slot: Int[Array, "chunks"], tiles: int) -> TileOrder:
+    """All row tiles: first those with an owner, then those without (slot -1), each in stream
+    order."""
     slots = jnp.repeat(chunk_slot, tiles // chunk_slot.shape[0])
     index = jnp.arange(tiles, dtype=jnp.int32)
     _, *order = lax.sort((slots < 0, index, slots), num_keys=1, is_stable=True)
     return TileOrder(*order)
 
 
-def swizzled(dtype) -> tuple:
+def swizzled(dtype: Any) -> tuple:
+    """Transforms of a tile in shared memory with the widest swizzle, of 128 bytes."""
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
 
 
 def store_rank_major(ref, value: Float[Array, "rows r"]):
-    """Writes to a place [r, rows]."""
+    """Writes the transposed value to `ref`, an array [r, rows] in global or shared memory."""
     ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def write_zeros(gmem):
+    """Sets a tile in global memory to zero."""
     zeros = jnp.zeros(gmem.shape, gmem.dtype)
     gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
-def stages_that_fit(wanted: int, elements: int, dtype, reserved: int = 0) -> int:
-    """How many loads of so many elements fit beside the reserved ones."""
+def stages_that_fit(wanted: int, elements: int, dtype: Any, reserved: int = 0) -> int:
+    """The wanted number of stages, or fewer if shared memory has no room for them.
+
+    Args:
+      wanted: the largest number of stages.
+      elements: elements of one stage.
+      dtype: of the elements.
+      reserved: further elements that shared memory must hold.
+
+    Raises:
+      ValueError: not even two stages fit.
+    """
     available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
     if 2 * elements > available:
         raise ValueError(
@@ -62,7 +90,7 @@ def stages_that_fit(wanted: int, elements: int, dtype, reserved: int = 0) -> int
     return min(wanted, available // elements)
 
 
-def run_warpgroups(load, compute):
+def run_warpgroups(load: Callable[[], None], compute: Callable[[Any], None]):
     """Runs `load()` on the last of three warpgroups, and `compute(i)` on the others."""
     thread = lax.axis_index("wg")
 
@@ -78,23 +106,27 @@ def run_warpgroups(load, compute):
 
 
 def stage_of(barriers, step):
-    """Which stage a step has, where there are as many as barriers."""
+    """The stage of a pipeline step; there are as many stages as barriers."""
     return lax.rem(jnp.int32(step), jnp.int32(barriers.shape[0]))
 
 
 def claim(consumed, step):
-    """The stage of a step, once its last user has released it."""
+    """Waits until the stage of a step has been released by its previous step; returns the stage."""
     stage = stage_of(consumed, step)
     pl.when(step >= consumed.shape[0])(lambda: plgpu.barrier_wait(consumed.at[stage]))
     return stage
 
 
 def await_all(consumed, steps):
+    """Waits until all stages that `steps` steps have used are released. At the end of a kernel no
+    barrier may have an arrival for which nobody has waited."""
     for stage in range(consumed.shape[0]):
         pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
 
 
-def check_chunks(rows: int, chunk_slot, name: str, size: int):
+def check_chunks(rows: int, chunk_slot: Int[Array, "chunks"], name: str, size: int):
+    """Raises a ValueError if tiles of `size` rows do not divide the chunks; `name` is the tile
+    size's name."""
     chunks = chunk_slot.shape[0]
     if rows % (chunks * size) or size % 64:
         raise ValueError(
@@ -104,5 +136,6 @@ def check_chunks(rows: int, chunk_slot, name: str, size: int):
 
 
 def check_ranks(ranks: list[int]):
+    """Raises a ValueError if a rank is not one that the kernels can multiply."""
     if any(rank % 8 or rank > 256 for rank in ranks):
         raise ValueError(f"ranks {ranks}; expected multiples of 8, at most 256")

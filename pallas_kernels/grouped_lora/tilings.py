@@ -1,5 +1,5 @@
-"""Tile sizes of the Mosaic GPU kernels: a table of what `scripts/tune_grouped_lora.py` has found,
-by device and shape, and the rule that fits them into shared memory.
+"""Tile sizes of the Mosaic GPU kernels: the table that `scripts/tune_grouped_lora.py` writes, by
+device and shape, and the rules that fit a tiling into shared memory.
 """
 
 import json
@@ -11,7 +11,7 @@ import jax
 from jax.extend import backend
 
 from .routed_matmul_sm90 import PIECE, TILE_K, TILE_M, TILE_N, Tiling
-from .row_products_sm90 import RowJob, RowTiling
+from .row_products_sm90 import RowOperands, RowTiling
 from .tiles_sm90 import SHARED_MEMORY
 
 TABLE = Path(__file__).with_name("tilings.json")
@@ -20,7 +20,7 @@ TUNED = ("stages", "borrowed", "spare", "minor", "group")
 
 
 def is_hopper() -> bool:
-    """Whether kernels are traced for a Hopper GPU."""
+    """Whether the device for which kernels are traced is a Hopper GPU."""
     device = _device()
     if isinstance(device, jax.Device):
         return device.platform == "gpu" and device.compute_capability == "9.0"
@@ -28,10 +28,11 @@ def is_hopper() -> bool:
 
 
 def multiprocessors() -> int:
-    """Of the device that kernels are traced for."""
+    """Number of multiprocessors of the device for which kernels are traced."""
     device = _device()
     if isinstance(device, jax.Device):
-        # The interpreter runs anywhere, on as few blocks as can show an error between them.
+        # The interpreter runs on any device. Two thread blocks are the fewest that can race with
+        # each other.
         return device.core_count if device.platform == "gpu" else 2
     return device.num_cores
 
@@ -39,13 +40,14 @@ def multiprocessors() -> int:
 def matmul_tiling(
     k: int, widths: tuple[int, ...], rank: int, *, transposed: bool, masked: bool
 ) -> Tiling | None:
-    """How a `routed_matmul` works, or None if nothing fits.
+    """The tiling of a `routed_matmul`, or None if no tiling fits into shared memory.
 
     Args:
-      k, widths: of the weights [k, n] of the products that are added up.
-      rank: of the low-rank products.
-      transposed: whether the weights are.
-      masked: whether the low-rank products are dropped.
+      k: input width of all weights [k, n] of the call.
+      widths: n of each weight; the products of several weights are added up.
+      rank: rank of the low-rank products.
+      transposed: whether the products are with the transposed weights.
+      masked: whether the low-rank products have dropout.
     """
     entries = table()[_device().device_kind]
     tuned = entries.get(key(k, widths, transposed=transposed), {})
@@ -53,9 +55,16 @@ def matmul_tiling(
 
 
 def fitted(wanted: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | None:
-    """What shared memory holds of a tiling; None if it does not hold two stages.
+    """The wanted tiling, reduced to fit into shared memory; None if two stages do not fit.
 
-    With dropout all low-rank operands of a tile stay there, in thin slices.
+    With dropout, the low-rank operands of all terms of a tile stay in shared memory at the same
+    time, in thin slices.
+
+    Args:
+      wanted: the tiling to start from.
+      terms: number of products that are added up.
+      rank: rank of the low-rank products.
+      masked: whether the low-rank products have dropout.
     """
     tile_r = 16 if masked else 64
     low_bytes = min(rank, tile_r) * (TILE_M + TILE_N) * 2
@@ -70,7 +79,7 @@ def fitted(wanted: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | N
     spare = min(wanted.spare, (room - least_low) // spare_bytes)
     return wanted._replace(
         stages=stages,
-        # Two pieces on their way at least, and two stages for the next tile.
+        # At least two pieces of the output are in flight, and two stages of the next tile.
         borrowed=max(1, min(max(wanted.borrowed, 2 - spare), stages - 2)),
         spare=spare,
         tile_r=tile_r,
@@ -78,21 +87,21 @@ def fitted(wanted: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | N
     )
 
 
-def row_tiling(*jobs: RowJob) -> RowTiling:
-    """Tile sizes for `row_products`."""
-    deepest = max(sum(factor.shape[1] for factor in job.factors) for job in jobs)
-    # Several loads of activations and factors must fit, besides a warpgroup's sums.
+def row_tiling(*groups: RowOperands) -> RowTiling:
+    """Tile sizes for `row_products` of these groups of operands."""
+    deepest = max(sum(factor.shape[1] for factor in group.factors) for group in groups)
+    # Several loads of activations and factors must fit into shared memory beside the partial sums.
     return RowTiling() if deepest <= 128 else RowTiling(tile_k=64)
 
 
 def key(k: int, widths: tuple[int, ...], *, transposed: bool) -> str:
-    """The name of an entry of the table."""
+    """Name of an entry of the table, for example "4096x1024+1024 transposed"."""
     return f"{k}x{'+'.join(map(str, widths))}{' transposed' if transposed else ''}"
 
 
 @cache
 def table() -> defaultdict[str, dict[str, dict]]:
-    """By device kind and `key`, the tuned fields."""
+    """The tuned fields of tilings, by device kind and `key`."""
     return defaultdict(dict, json.loads(TABLE.read_text()))
 
 

@@ -1,8 +1,9 @@
-"""The Triton implementation, for Ampere, Ada and Hopper: LoRAFusion's split graph (section 5.1).
+"""The Triton implementation of the grouped LoRA linear, for Ampere, Ada and Hopper GPUs:
+LoRAFusion's split graph (section 5.1).
 
 The frozen product and the product with B share one accumulator, and so do all products of the input
-gradient; the rank-r intermediates S and dS pass through memory. Every tile of rows belongs to one
-slot, so that routing costs nothing and values of two tasks never enter one sum.
+gradient; the rank-r intermediates S and dS are written to memory. Every tile of rows belongs to one
+slot, so routing takes no extra work and values of two tasks never enter one sum.
 """
 
 from functools import partial
@@ -25,12 +26,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Device(NamedTuple):
-    """What the kernels need to know of a compute capability.
+    """Limits and tile sizes for a compute capability.
 
     Attributes:
-      shared_bytes: shared memory that one program may use.
+      shared_bytes: shared memory that one program may use, in bytes.
       tile_k: depth of one step of the large products, in half precision.
-      stages: most steps whose loads are in flight.
+      stages: largest number of steps whose loads are in flight.
     """
 
     shared_bytes: int
@@ -47,13 +48,14 @@ DEVICES = {
 
 
 class _Term(NamedTuple):
-    """One product and its low-rank companion: `lhs W[layer] + low F[t]`, or with W, F transposed.
+    """One product and the low-rank product that belongs to it: `lhs W[layer] + low F[t]`, or with W
+    and F transposed.
 
     Attributes:
-      lhs: [N, K].
-      weight: [L, k, n] in the dtype of `lhs`.
-      low: [N, r], the rank-r intermediate.
-      factor: [T, r, n] or, transposed, [T, k, r].
+      lhs: left operand; K is k, or n for the transposed weight.
+      weight: [L, k, n], stored in the dtype of `lhs`.
+      low: the rank-r intermediate.
+      factor: F, [T, r, n]; or [T, k, r], to be transposed.
     """
 
     lhs: Float[Array, "N K"]
@@ -63,7 +65,7 @@ class _Term(NamedTuple):
 
 
 class _Masks(NamedTuple):
-    """Dropout of one group of modules: counters [modules, N], rate [T]."""
+    """Dropout of modules that share their input: counters of the tokens, and rates of the slots."""
 
     counters: UInt32[Array, "modules N"]
     rate: Float[Array, "T"]
@@ -85,7 +87,7 @@ def refusal(x, projections, routing, dropout) -> str | None:
 
 
 def compute_capability(device: jax.Device) -> int | None:
-    """90 for compute capability 9.0; None for what is no CUDA GPU."""
+    """The compute capability times ten, 90 for 9.0; None if the device is not a CUDA GPU."""
     version = str(getattr(device, "compute_capability", ""))
     major, dot, minor = version.partition(".")
     return int(major) * 10 + int(minor) if dot and device.platform == "gpu" else None
@@ -118,9 +120,16 @@ def _unsupported_projection(projection, x) -> str | None:
 
 
 def grouped_lora_linear_triton(
-    modules, x, projections, accumulators, routing, dropout, layer, residual
+    modules: tuple[int, ...],
+    x: Float[Array, "N k"],
+    projections,
+    accumulators,
+    routing,
+    dropout: Dropout | None,
+    layer: Int[Array, ""] | int,
+    residual: Float[Array, "N n"] | None,
 ):
-    """See `api.grouped_lora_linear`; `modules` is static. `refusal` must have no objection."""
+    """See `api.grouped_lora_linear`; `modules` is static. `refusal` must return None."""
     outputs, accumulators = _grouped_lora_linear(
         modules, x, projections, accumulators, routing, dropout, layer
     )
@@ -149,7 +158,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
 
 def _backward(modules, residuals, cotangents):
     x, projections, routing, dropout, layer, intermediates = residuals
-    dys, sums = cotangents
+    dys, accumulators = cotangents
     masks = _masks(modules, routing, dropout, layer, len(x))
     down, up = _factors(projections, layer, x.dtype)
     ds = tuple(
@@ -159,20 +168,23 @@ def _backward(modules, residuals, cotangents):
     terms = tuple(map(_Term, dys, (p.weight for p in projections), ds, down))
     dx = _routed_matmul(terms, layer, routing, masks, transposed=True)
     add_gradients = partial(_add_gradients, layer, _chunks_by_slot(routing))
-    sums_a = add_gradients(masks, x, ds, tuple(f.a for f in sums), transposed=False)
-    sums_b = (
+    new_a = add_gradients(masks, x, ds, tuple(f.a for f in accumulators), transposed=False)
+    new_b = (
         add_gradients(None, dy, (s,), (f.b,), transposed=True)[0]
-        for dy, s, f in zip(dys, intermediates, sums, strict=True)
+        for dy, s, f in zip(dys, intermediates, accumulators, strict=True)
     )
-    next_sums = tuple(f._replace(a=a, b=b) for f, a, b in zip(sums, sums_a, sums_b, strict=True))
-    return dx, None, next_sums, None, None, None
+    new = (f._replace(a=a, b=b) for f, a, b in zip(accumulators, new_a, new_b, strict=True))
+    return dx, None, tuple(new), None, None, None
 
 
 _grouped_lora_linear.defvjp(_forward, _backward)
 
 
-def _factors(projections, layer, dtype) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The layer's factors [T, k, r] and [T, r, n] in the compute dtype, of a rank that fits."""
+def _factors(
+    projections, layer, dtype
+) -> tuple[tuple[Float[Array, "T k R"], ...], tuple[Float[Array, "T R _"], ...]]:
+    """The layer's factors A and B in the compute dtype, padded to a rank R that the kernels
+    support."""
     down = tuple(_pad_rank(p.factors.a[layer].astype(dtype), 2) for p in projections)
     up = tuple(_pad_rank(p.factors.b[layer].astype(dtype), 1) for p in projections)
     return down, up
@@ -185,32 +197,39 @@ def _masks(modules, routing, dropout: Dropout | None, layer, tokens: int) -> _Ma
     return _Masks(jnp.stack(counters), dropout.rate)
 
 
-def _pad_rank(factors: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Zero columns up to a power of two, at least 16: what a tensor core multiplies."""
+def _pad_rank(factors: Float[Array, "T _ _"], axis: int) -> Float[Array, "T _ _"]:
+    """The factors with the rank, their size along `axis`, padded with zeros to a power of two of at
+    least 16; tensor cores multiply no other sizes."""
     rank = factors.shape[axis]
     missing = max(16, 1 << (rank - 1).bit_length()) - rank
     widths = [(0, missing if i == axis else 0) for i in range(factors.ndim)]
     return jnp.pad(factors, widths) if missing else factors
 
 
-class _Walk(NamedTuple):
-    """The chunks of each slot, in stream order: order[starts[t] : starts[t + 1]]."""
+class _ChunksBySlot(NamedTuple):
+    """The chunks of each slot t, in stream order: order[starts[t] : starts[t + 1]]."""
 
-    order: Int[Array, "C+1"]
+    order: Int[Array, "chunks+1"]
     starts: Int[Array, "T+1"]
 
 
-def _chunks_by_slot(routing) -> _Walk:
+def _chunks_by_slot(routing) -> _ChunksBySlot:
     slots = jnp.arange(len(routing.scale) + 1)
     order = jnp.argsort(routing.chunk_slot, stable=True).astype(jnp.int32)
     starts = jnp.sum(routing.chunk_slot[None, :] < slots[:, None], axis=1, dtype=jnp.int32)
-    return _Walk(jnp.pad(order, (0, 1)), starts)
+    return _ChunksBySlot(jnp.pad(order, (0, 1)), starts)
 
 
-def _low_rank(x, factors, routing, masks: _Masks | None, transposed: bool) -> list[Array]:
-    """`scale[t] · dropout_m(x) F[m, t]` for each module m: [N, r] arrays in the dtype of x.
+def _low_rank(
+    x: Float[Array, "N w"],
+    factors: Float[Array, "modules T _ _"],
+    routing,
+    masks: _Masks | None,
+    transposed: bool,
+) -> list[Float[Array, "N r"]]:
+    """`scale[t] · dropout_m(x) F[m, t]` for each module m, in the dtype of x.
 
-    `factors` is [modules, T, width, r], or [modules, T, r, width] if transposed.
+    The factors F are [modules, T, w, r], or [modules, T, r, w] if transposed.
     """
     modules, slots = factors.shape[:2]
     tokens, width = x.shape
@@ -245,7 +264,7 @@ def _low_rank(x, factors, routing, masks: _Masks | None, transposed: bool) -> li
 def _routed_matmul(
     terms: tuple[_Term, ...], layer, routing, masks: _Masks | None, transposed: bool
 ) -> Float[Array, "N columns"]:
-    """`Σ_m lhs_m W_m[layer] + dropout_m(low_m F_m[t])`, or with W and F transposed; zeros in empty
+    """`Σ_m lhs_m W_m[layer] + dropout_m(low_m F_m[t])`, or with W and F transposed; zeros on empty
     chunks."""
     tokens, rank = terms[0].low.shape
     columns = terms[0].weight.shape[1 if transposed else 2]
@@ -281,39 +300,39 @@ def _routed_matmul(
 
 def _add_gradients(
     layer,
-    walk: _Walk,
+    chunks_by_slot: _ChunksBySlot,
     masks: _Masks | None,
-    x: Float[Array, "N width"],
-    lows: tuple[Float[Array, "N r"], ...],
+    x: Float[Array, "N w"],
+    lows: tuple[Float[Array, "N R"], ...],
     accumulators: tuple[Float[Array, "L T _ _"], ...],
     transposed: bool,
 ) -> list[Float[Array, "L T _ _"]]:
     """`accumulator_m[layer, t] + dropout_m(x)^T low_m` over slot t's tokens, for each module m.
 
-    The accumulators are [L, T, width, r], or [L, T, r, width] if transposed. They are updated in
-    place, unless their rank is one that `_pad_rank` changes.
+    The accumulators are [L, T, w, r], or [L, T, r, w] if transposed. They are updated in place,
+    unless r differs from R, the rank padded by `_pad_rank`.
     """
     axis = 2 if transposed else 3
     rank = accumulators[0].shape[axis]
     if rank == lows[0].shape[1]:
-        return _add_in_place(layer, walk, masks, x, lows, accumulators, transposed)
+        return _add_in_place(layer, chunks_by_slot, masks, x, lows, accumulators, transposed)
     padded = tuple(_pad_rank(a[layer], axis - 1)[None] for a in accumulators)
-    summed = _add_in_place(0, walk, masks, x, lows, padded, transposed)
+    summed = _add_in_place(0, chunks_by_slot, masks, x, lows, padded, transposed)
     return [
         a.at[layer].set(lax.slice_in_dim(new[0], 0, rank, axis=axis - 1))
         for a, new in zip(accumulators, summed, strict=True)
     ]
 
 
-def _add_in_place(layer, walk, masks, x, lows, accumulators, transposed) -> list[Array]:
+def _add_in_place(layer, chunks_by_slot, masks, x, lows, accumulators, transposed) -> list[Array]:
     modules, slots = len(lows), accumulators[0].shape[1]
     (tokens, width), rank = x.shape, lows[0].shape[1]
-    chunk_len = tokens // (len(walk.order) - 1)
+    chunk_len = tokens // (len(chunks_by_slot.order) - 1)
     tile_m = 32 if x.dtype == jnp.float32 else 64 if chunk_len % 128 else 128
     step = (64 + modules * rank) * tile_m * x.dtype.itemsize
-    # Anything but an accumulator, which XLA would copy to pass it beside its alias.
+    # Any array but an accumulator: XLA would copy one that is both an operand and an alias.
     unused = lows[:1] * (_MAX_MODULES - modules)
-    inputs = (_as_array(layer), x, *lows, *unused, *walk, *_mask_arguments(masks))
+    inputs = (_as_array(layer), x, *lows, *unused, *chunks_by_slot, *_mask_arguments(masks))
     return _call(
         "slot_gradient_kernel",
         *inputs,
@@ -338,7 +357,7 @@ def _add_in_place(layer, walk, masks, x, lows, accumulators, transposed) -> list
 
 
 def _call(kernel: str, *arrays, **options) -> list[Array]:
-    # Neither package is installed where there is no GPU.
+    # Imported here because neither package is installed on machines without a GPU.
     import jax_triton
 
     from . import triton_kernels
@@ -348,7 +367,7 @@ def _call(kernel: str, *arrays, **options) -> list[Array]:
         kernel=getattr(triton_kernels, kernel),
         name=kernel,
         compute_capability=compute_capability(jax.local_devices()[0]),
-        # Of float32 inputs alone: TF32 would round them to 10 bits.
+        # Matters for float32 inputs only: TF32 would round them to 10 bits.
         PRECISION="ieee",
         **options,
     )
@@ -363,12 +382,12 @@ def _mask_arguments(masks: _Masks | None) -> _Masks:
 
 
 def _unused_pointers(name: str, modules: int) -> dict[str, None]:
-    """Outputs come last among a kernel's arrays, so those of absent modules can be constants."""
+    """Constants for the outputs of absent modules; a kernel's outputs are its last arrays."""
     return {f"{name}_{m}_ptr": None for m in range(modules, _MAX_MODULES)}
 
 
 def _strides(width: int, rank: int, transposed: bool) -> dict[str, int]:
-    """Of [width, r] factors, or of [r, width] ones if transposed."""
+    """The strides of factors [width, r], or [r, width] if transposed, in elements."""
     if transposed:
         return {"STRIDE_WIDTH": 1, "STRIDE_RANK": width}
     return {"STRIDE_WIDTH": rank, "STRIDE_RANK": 1}

@@ -1,14 +1,15 @@
-"""The Triton kernels of `triton.py`: three, each used in the forward and in the backward pass.
+"""The three Triton kernels of `triton.py`; two of them serve the forward and the backward pass.
 
-Every tile of rows lies in one chunk and so belongs to one slot; a program loads the factors of that
-slot alone, and tiles of empty chunks (slot -1) load none. The kernels that serve a whole group of
-projections take three pointers of each sort; `MODULES` says how many of them are used.
+Every tile of rows lies in one chunk and so belongs to one slot. A program loads only the factors of
+that slot, and none for a tile of an empty chunk (slot -1). The kernels that serve several
+projections take three pointers for each kind of array; `MODULES` is the number that is used.
 """
 
 import triton
 import triton.language as tl
 
-# What `counter_dropout` calls _GOLDEN, the powers of its _MULTIPLIER, and its other multipliers.
+# Constants of `counter_dropout`: _GOLDEN, powers 1, 2 and 4 of _MULTIPLIER, and the multipliers of
+# its hashes.
 _GOLDEN = tl.constexpr(0x9E3779B9)
 _POWERS = tl.constexpr((2891336453, 894955033, 208698993))
 _MIX = tl.constexpr(0x85EBCA6B)
@@ -41,8 +42,8 @@ def low_rank_kernel(
 ):
     """`out_m = scale[t] · dropout_m(x) F[m, t]`: [N, r] from x [N, WIDTH]; zeros in empty chunks.
 
-    F is [MODULES, T, ...] with the given strides, so that it is A (forward) or B^T (backward).
-    One program makes TILE_M rows, for all modules.
+    F is [MODULES, T, ...] with the given strides: A in the forward pass, B^T in the backward pass.
+    One program computes TILE_M rows, for all modules.
     """
     row = tl.program_id(0) * TILE_M
     slot = tl.load(chunk_slot_ptr + row // CHUNK_LEN)
@@ -115,7 +116,7 @@ def routed_matmul_kernel(
     """`out = Σ_m lhs_m W_m[layer] + dropout_m(low_m F_m[t])`: [N, COLUMNS] from lhs_m [N, DEPTH_m].
 
     W is [L, DEPTH, COLUMNS] and F [T, r, COLUMNS]; the last two dimensions of both are swapped if
-    TRANSPOSED. One program makes one TILE_M x TILE_N tile; zeros in empty chunks.
+    TRANSPOSED. One program computes one TILE_M x TILE_N tile; empty chunks get zeros.
     """
     row_tile, column_tile = _tile_of_program(TOKENS // TILE_M, COLUMNS // TILE_N, GROUP_M)
     row, column = row_tile * TILE_M, column_tile * TILE_N
@@ -131,8 +132,9 @@ def routed_matmul_kernel(
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     if DROPOUT:
         rate = tl.load(rate_ptr + slot, mask=slot >= 0, other=0.0)
-        # The sum of masked products goes through the output's own tile, a slice at a time: beside
-        # the accumulator, a second float32 tile and its hashes would not fit the registers.
+        # The sum of the masked products is first stored in the output's own tile, a slice at a
+        # time: there are not enough registers for the accumulator, a second float32 tile and its
+        # hashes.
         for start in tl.range(column, column + TILE_N, SLICE_N, num_stages=1):
             dropped = tl.zeros((TILE_M, SLICE_N), tl.float32)
             for m in tl.static_range(MODULES):
@@ -193,10 +195,11 @@ def slot_gradient_kernel(
 ):
     """`after_m[layer, t] = before_m[layer, t] + dropout_m(x)^T low_m` over the tokens of slot t.
 
-    `after` is `before`, in place: float32 [L, T, ...] with the given strides, so that it is the
-    accumulator of A or of B. Slot t's chunks are order[starts[t] : starts[t + 1]], in stream order;
-    `order` has one entry more than there are chunks. One program owns TILE_K columns of x for one
-    slot, so no two write the same place, and what belongs to slots without chunks is not touched.
+    `after` and `before` are the same array: the accumulator of A or of B, float32 [L, T, ...] with
+    the given strides. Slot t's chunks are order[starts[t] : starts[t + 1]], in stream order; the
+    array `order` has one entry more than there are chunks. One program computes TILE_K columns of x
+    for one slot, so no two programs write to the same element, and accumulators of slots without
+    chunks are not touched.
     """
     column, slot = tl.program_id(0) * TILE_K, tl.program_id(1)
     tiles: tl.constexpr = CHUNK_LEN // TILE_M
@@ -207,8 +210,8 @@ def slot_gradient_kernel(
     sums = ()
     for _ in tl.static_range(MODULES):
         sums = sums + (tl.zeros((TILE_K, RANK), tl.float32),)
-    # The next chunk's index is loaded an iteration ahead: a load whose address depends on another
-    # load of its own iteration would keep one tile in flight instead of the pipeline's depth.
+    # The next chunk's index is loaded one iteration ahead: if the address of a load depended on
+    # another load of the same iteration, only one tile would be in flight.
     chunk = tl.load(order_ptr + first)
     for i in range(first * tiles, last * tiles):
         row = chunk * CHUNK_LEN + (i % tiles) * TILE_M
@@ -240,7 +243,8 @@ def slot_gradient_kernel(
 
 @triton.jit
 def _tile_of_program(row_tiles, column_tiles, GROUP_M: tl.constexpr):
-    """Programs that run together share GROUP_M tiles of rows, which then stay in the L2 cache."""
+    """The row and column of a program's tile. Consecutive programs share GROUP_M tiles of rows, so
+    that these stay in the L2 cache."""
     program = tl.program_id(0)
     group_size = GROUP_M * column_tiles
     first = program // group_size * GROUP_M
@@ -261,7 +265,8 @@ def _low_rank_tiles(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """The tile's rows of `low` [TILE_M, r] and its slot's factor [r, TILE_N], zeros if empty."""
+    """The tile's rows of `low` [TILE_M, r] and its slot's factor [r, TILE_N]; zeros for an empty
+    chunk."""
     rows, ranks, columns = tl.arange(0, TILE_M), tl.arange(0, RANK), tl.arange(0, TILE_N)
     low = tl.load(
         low_ptr + row.to(tl.int64) * RANK + rows[:, None] * RANK + ranks[None, :],
@@ -295,7 +300,8 @@ def _add_product(
     TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`total + lhs W` for one tile, unless it is empty; W is [DEPTH, COLUMNS] or its transpose."""
+    """`total + lhs W` for one tile, or `total` in an empty chunk; W is [DEPTH, COLUMNS] or its
+    transpose."""
     rows, columns, depth = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     stride_depth: tl.constexpr = 1 if TRANSPOSED else COLUMNS
     stride_column: tl.constexpr = DEPTH if TRANSPOSED else 1
@@ -316,7 +322,7 @@ def _add_product(
 
 @triton.jit
 def _drop(x, counters, columns, rate):
-    """The dropout of `base._drop` for one tile, with the bits of `counter_dropout.keep_mask`."""
+    """The dropout of `base._drop` for one tile, with the mask of `counter_dropout.keep_mask`."""
     group = ((columns >> 5) << 2) | ((columns >> 1) & 3)
     h = counters[:, None] + (group.to(tl.uint32) * _GOLDEN)[None, :]
     salt = (counters ^ (counters >> 15)) * _SALT

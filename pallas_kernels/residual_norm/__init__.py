@@ -1,4 +1,4 @@
-"""The RMS norm at a residual stream; its backward pass also adds the stream's own gradient."""
+"""The RMS norm of a residual stream; its backward pass also adds the stream's own gradient."""
 
 from .api import IMPLEMENTATIONS, residual_norm
 

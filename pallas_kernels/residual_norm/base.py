@@ -1,4 +1,5 @@
-"""The plain-XLA implementation: it runs everywhere and defines what is right."""
+"""The plain-XLA implementation of the residual norm: it runs on every device and is the reference
+for the other."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,14 +7,14 @@ from jaxtyping import Array, Float
 
 
 def refusal(x, weight) -> str | None:
-    """Why this implementation cannot serve a call; None if it can. It serves all."""
+    """None: this implementation can serve every call."""
     del x, weight
     return None
 
 
 def residual_norm_xla(
-    x: Float[Array, "N d"], weight: Float[Array, "d"], eps: float
-) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
+    x: Float[Array, "*N d"], weight: Float[Array, "d"], eps: float
+) -> tuple[Float[Array, "*N d"], Float[Array, "*N d"]]:
     """See `api.residual_norm`."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

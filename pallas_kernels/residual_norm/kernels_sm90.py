@@ -1,9 +1,9 @@
-"""The RMS norm at a residual stream, and the stream's gradient, at the speed of memory, for Hopper.
+"""The RMS norm of a residual stream and the stream's gradient, for Hopper GPUs.
 
-Blocks of whole rows pass through a ring of buffers in shared memory: bulk copies fill and empty it,
-one warpgroup a thread block works on a block of rows in registers, each row spread over all its
-threads. What leaves a block of rows takes the place of what came in, so that shared memory holds
-little but loads in flight; their number, not arithmetic, sets the pace.
+The kernels are bound by memory bandwidth. Blocks of whole rows pass through stages in shared
+memory, which bulk copies fill and empty. The one warpgroup of a thread block computes on a block of
+rows in registers, with each row distributed over all threads. The result is written over its input,
+so that shared memory holds as many loads in flight as possible.
 """
 
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ class Tiling(NamedTuple):
     """Sizes of a kernel.
 
     Attributes:
-      rows: rows of a block, a divisor of N.
-      stages: blocks of rows in flight, at least 2; a thread block's buffers hold as many.
-      blocks: thread blocks to launch, at most as many as run at the same time.
+      rows: number of rows in a block, a divisor of N.
+      stages: number of blocks of rows that a thread block has in flight, at least 2.
+      blocks: number of thread blocks to launch, at most as many as run at the same time.
     """
 
     rows: int
@@ -43,12 +43,17 @@ def normalize(
     tiling: Tiling,
     interpret: Any = None,
 ) -> Float[Array, "N d"]:
-    """The RMS norm.
+    """The RMS norm, see `api.residual_norm`.
 
     Args:
-      stream: in half precision, d a multiple of 256.
+      stream: half precision; d is a multiple of 256.
       weight: in the dtype of `stream`.
+      eps: added to the mean.
+      tiling: sizes of the kernel.
       interpret: see `plgpu.kernel`.
+
+    Raises:
+      ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
     """
 
     def norm(weight, stream):
@@ -70,17 +75,29 @@ def stream_gradient(
     tiling: Tiling,
     interpret: Any = None,
 ) -> Float[Array, "N d"]:
-    """`d_stream` plus what `d_normed` sends back through the norm, rounded once.
+    """The gradient of the stream: `d_stream` plus the gradient through the norm, rounded once.
 
-    With `y = stream rstd` and `n = weight d_normed` that is `rstd (n - y mean(n y)) + d_stream`.
-    Arguments as in `normalize`.
+    With `rstd = 1 / sqrt(mean(stream^2) + eps)`, `y = stream rstd` and `n = weight d_normed`, it is
+    `rstd (n - y mean(n y)) + d_stream`.
+
+    Args:
+      stream: the norm's input, half precision; d is a multiple of 256.
+      d_normed: gradient of the norm's output.
+      d_stream: gradient of the stream that the norm returned.
+      weight: in the dtype of `stream`, as are the gradients.
+      eps: added to the mean.
+      tiling: sizes of the kernel.
+      interpret: see `plgpu.kernel`.
+
+    Raises:
+      ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
     """
 
     def gradient(weight, stream, d_normed, d_stream):
         s = stream.astype(jnp.float32)
         n = _across(weight.astype(jnp.float32), s.shape, 1) * d_normed.astype(jnp.float32)
         rstd = _rstd(s, eps)
-        # mean(n y) rstd, the factor of the stream itself.
+        # The stream is multiplied by mean(n y) rstd.
         factor = rstd * rstd * _mean(n * s)
         rstd, factor = (_across(each, s.shape, 0) for each in (rstd, factor))
         return (rstd * (n - factor * s) + d_stream.astype(jnp.float32)).astype(stream.dtype)
@@ -98,13 +115,13 @@ def _mean(wide):
 
 
 def _across(values, shape, axis: int):
-    """Values of every row (axis 0) or column (axis 1), repeated along the other axis."""
+    """The values of all rows (axis 0) or columns (axis 1), repeated along the other axis."""
     return lax.broadcast_in_dim(values, shape, (axis,))
 
 
 def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
-    """Applies `function(weight, *inputs)`, which maps `[rows, d]` arrays in registers to one of
-    that shape, to all blocks of rows.
+    """Applies `function(weight, *inputs)` to all blocks of rows; its inputs and its result are
+    [rows, d] arrays in registers.
     """
     rows, width = inputs[0].shape
     dtype = inputs[0].dtype
@@ -114,15 +131,15 @@ def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
             f"columns, and at least 2 stages, not {tiling.stages}"
         )
 
-    def body(arrays, weight_gmem, result, buffers, loaded):
+    def body(arrays, weight_gmem, result, blocks, loaded):
         layout = _row_layout(width)
         weight = plgpu.load(weight_gmem, layout=layout.reduce(0), optimized=False)
 
-        def apply(slot):
-            values = [plgpu.load(buffer.at[slot], layout=layout) for buffer in buffers]
-            buffers[0].at[slot][...] = function(weight, *values)
+        def apply(stage):
+            values = [plgpu.load(smem.at[stage], layout=layout) for smem in blocks]
+            blocks[0].at[stage][...] = function(weight, *values)
 
-        _pass_through(arrays, result, buffers, loaded, tiling, apply)
+        _pass_through(arrays, result, blocks, loaded, tiling, apply)
 
     block = plgpu.SMEM((tiling.stages, tiling.rows, width), dtype)
     return plgpu.kernel(
@@ -131,7 +148,7 @@ def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
         grid=(tiling.blocks,),
         grid_names=("block",),
         scratch_types={
-            "buffers": [block] * len(inputs),
+            "blocks": [block] * len(inputs),
             "loaded": plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tiling.stages),
         },
         kernel_name=name,
@@ -139,10 +156,12 @@ def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
     )(inputs, weight)
 
 
-def _pass_through(inputs, output, buffers, loaded, tiling: Tiling, apply):
-    """Passes this thread block's share of the rows through the buffers; `apply(slot)` is called
-    with every slot that was filled from the inputs, and leaves in the first buffer's what the
-    output gets.
+def _pass_through(inputs, output, blocks, loaded, tiling: Tiling, apply):
+    """Passes this thread block's share of the rows through the stages in shared memory.
+
+    `blocks` has the stages of each input. `apply(stage)` is called when a stage has been filled
+    from all inputs; it writes the result over the first input's block, from where it is copied to
+    `output`.
     """
     first, stages = lax.axis_index("block"), jnp.int32(tiling.stages)
     total = inputs[0].shape[0] // tiling.rows
@@ -151,14 +170,14 @@ def _pass_through(inputs, output, buffers, loaded, tiling: Tiling, apply):
     def rows(step):
         return pl.ds((first + step * tiling.blocks) * tiling.rows, tiling.rows)
 
-    def load(step, slot):
+    def load(step, stage):
         @pl.when(step < steps)
         def _():
-            for array, buffer in zip(inputs, buffers, strict=True):
+            for array, smem in zip(inputs, blocks, strict=True):
                 plgpu.copy_gmem_to_smem(
                     array.at[rows(step)],
-                    buffer.at[slot],
-                    loaded.at[slot],
+                    smem.at[stage],
+                    loaded.at[stage],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
@@ -167,12 +186,12 @@ def _pass_through(inputs, output, buffers, loaded, tiling: Tiling, apply):
 
     @pl.loop(0, steps)
     def _step(step):
-        slot = lax.rem(step, stages)
-        plgpu.barrier_wait(loaded.at[slot])
-        apply(slot)
+        stage = lax.rem(step, stages)
+        plgpu.barrier_wait(loaded.at[stage])
+        apply(stage)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffers[0].at[slot], output.at[rows(step)])
-        # The stores of the step before had time to leave its slot, which the next load may take.
+        plgpu.copy_smem_to_gmem(blocks[0].at[stage], output.at[rows(step)])
+        # Waits for the previous step's store, so that the next load may overwrite its stage.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         @pl.when(step > 0)
@@ -183,8 +202,8 @@ def _pass_through(inputs, output, buffers, loaded, tiling: Tiling, apply):
 
 
 def _row_layout(width: int):
-    """Every row over all threads of a warpgroup, in the widest vectors that divide it, of at most
-    16 bytes.
+    """Distributes every row over all threads of a warpgroup, in vectors of the largest size that
+    divides the row, at most 16 bytes.
     """
     vector = next(v for v in (8, 4, 2) if width % (WARPGROUP * v) == 0)
     return plgpu.Layout.TILED(

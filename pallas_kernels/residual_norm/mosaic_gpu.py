@@ -1,6 +1,7 @@
-"""The implementation for Hopper: one Pallas Mosaic GPU kernel forward and one backward.
+"""The implementation of the residual norm for Hopper GPUs: one Pallas Mosaic GPU kernel for each
+pass.
 
-That of the backward pass also adds the gradient that arrives for the stream it handed through.
+The kernel of the backward pass also adds the gradient of the returned stream.
 """
 
 from functools import partial
@@ -12,12 +13,14 @@ from jaxtyping import Array, Float
 from ..grouped_lora.tilings import is_hopper, multiprocessors
 from .kernels_sm90 import Tiling, normalize, stream_gradient
 
-# Of a multiprocessor, less what it reserves and what barriers and sums take of two thread blocks.
+# Bytes of a multiprocessor's shared memory for stages: all but what the hardware reserves and what
+# the barriers and sums of two thread blocks need.
 _SHARED_MEMORY = 216 * 1024
-# Elements that a warpgroup works on at a time: at least a row, and enough to pay for its steps.
-_BLOCK = 4096
-# One row must fit into the registers of a warpgroup, of the gradient three times.
-_WIDEST = 8192
+# Number of elements that a warpgroup computes at a time, if a row has no more: enough for the fixed
+# cost of a step to be small.
+_BLOCK_ELEMENTS = 4096
+# Widest row: the gradient holds three rows in the registers of a warpgroup.
+_MAX_WIDTH = 8192
 
 
 def refusal(x, weight) -> str | None:
@@ -29,8 +32,8 @@ def refusal(x, weight) -> str | None:
     if weight.dtype != x.dtype:
         return f"x is {x.dtype}, weight {weight.dtype}"
     rows, width = x.shape
-    if width % 256 or width > _WIDEST:
-        return f"rows of {width} columns; expected a multiple of 256, at most {_WIDEST}"
+    if width % 256 or width > _MAX_WIDTH:
+        return f"rows of {width} columns; expected a multiple of 256, at most {_MAX_WIDTH}"
     if rows % _rows(width):
         return f"{rows} rows; expected a multiple of {_rows(width)}"
     return None
@@ -58,13 +61,15 @@ residual_norm_mosaic_gpu.defvjp(_forward, _backward)
 
 
 def _rows(width: int) -> int:
-    """Rows of a block, a power of two."""
-    return 1 << max(0, (_BLOCK // width).bit_length() - 1)
+    """Number of rows in a block, a power of two."""
+    return 1 << max(0, (_BLOCK_ELEMENTS // width).bit_length() - 1)
 
 
 def _tiling(x: Float[Array, "N d"], inputs: int) -> Tiling:
-    """Two thread blocks a multiprocessor where their shared memory suffices for four stages, so
-    that one loads and stores while the other computes; else a single one.
+    """The tiling for a kernel with `inputs` inputs of the shape of `x`.
+
+    Two thread blocks share a multiprocessor, so that one loads and stores while the other computes,
+    unless shared memory has no room for four stages of each.
     """
     rows = _rows(x.shape[1])
     stage = inputs * rows * x.shape[1] * x.dtype.itemsize

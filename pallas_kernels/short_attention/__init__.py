@@ -1,4 +1,4 @@
-"""Causal attention of short dense rows."""
+"""Causal attention of short rows."""
 
 from .mosaic_gpu import TOTALS, refusal, short_attention
 

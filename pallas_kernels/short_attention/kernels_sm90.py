@@ -1,10 +1,11 @@
-"""Causal attention of rows so short that a thread block holds one whole, for Hopper: forward and
-backward.
+"""Causal attention of rows so short that one thread block holds a whole row, for Hopper GPUs:
+forward and backward.
 
-A thread block serves one row and one key/value head: keys and values stay in shared memory while
-its query heads pass through a ring of buffers. Warpgroup w owns the row's w-th block of 64 tokens.
-Nothing is read twice, and the probabilities are computed again for the backward pass: it works at
-the speed of memory, where kernels made for long rows wait for their pipelines.
+A thread block computes one row and one key/value head. Keys and values stay in shared memory while
+the query heads that share them pass through a ring of stages. Warpgroup w computes the row's w-th
+block of 64 tokens. Every input is read once, and the backward pass recomputes the probabilities, so
+the kernels are bound by memory bandwidth. Kernels made for long rows spend most of their time on
+such rows waiting for their pipelines.
 """
 
 import math
@@ -26,7 +27,7 @@ _COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
 )
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-# Query heads in flight.
+# Number of query heads in flight.
 _STAGES = 2
 
 
@@ -34,10 +35,10 @@ class Heads(NamedTuple):
     """Static sizes.
 
     Attributes:
-      row_len: tokens of a row, 64 or 128.
-      groups: key/value heads.
-      per_group: query heads that share one.
-      size: of a head, a multiple of 64.
+      row_len: number of tokens in a row, 64 or 128.
+      groups: number of key/value heads.
+      per_group: number of query heads that share a key/value head.
+      size: size of a head, a multiple of 64.
     """
 
     row_len: int
@@ -56,21 +57,23 @@ class Heads(NamedTuple):
 
 @traced_once("heads", "interpret")
 def forward(
-    q: Float[Array, "N H*D"],
-    k: Float[Array, "N K*D"],
-    v: Float[Array, "N K*D"],
+    q: Float[Array, "N HD"],
+    k: Float[Array, "N KD"],
+    v: Float[Array, "N KD"],
     firsts: Int[Array, "N"] | None,
     heads: Heads,
     *,
     interpret: Any = None,
-) -> tuple[Float[Array, "N H*D"], Float[Array, "H N"]]:
+) -> tuple[Float[Array, "N HD"], Float[Array, "H N"]]:
     """The outputs, and the base-2 logarithm of every softmax's denominator, float32.
 
     Args:
-      q, k, v: in half precision, the heads side by side; rows of `heads.row_len` tokens lie one
+      q, k, v: half precision, with the heads side by side: HD and KD are the numbers of query heads
+        and of key/value heads times the size of a head. The rows of `heads.row_len` tokens lie one
         after the other.
-      firsts: int32, the first token of its row that each token sees; None where all see from their
-        row's first on.
+      firsts: int32, the first token of the row that each token attends to; None if every token
+        attends to its row from the first token on.
+      heads: static sizes.
       interpret: see `plgpu.kernel`.
     """
     tokens, width = q.shape
@@ -97,17 +100,24 @@ def forward(
 
 @traced_once("heads", "interpret")
 def backward(
-    q: Float[Array, "N H*D"],
-    k: Float[Array, "N K*D"],
-    v: Float[Array, "N K*D"],
+    q: Float[Array, "N HD"],
+    k: Float[Array, "N KD"],
+    v: Float[Array, "N KD"],
     firsts: Int[Array, "N"] | None,
     log_total: Float[Array, "H N"],
-    d_out: Float[Array, "N H*D"],
+    d_out: Float[Array, "N HD"],
     heads: Heads,
     *,
     interpret: Any = None,
-) -> tuple[Float[Array, "N H*D"], Float[Array, "N K*D"], Float[Array, "N K*D"]]:
-    """The gradients of q, k and v. `log_total` is the second result of `forward`."""
+) -> tuple[Float[Array, "N HD"], Float[Array, "N KD"], Float[Array, "N KD"]]:
+    """The gradients of q, k and v.
+
+    Args:
+      q, k, v, firsts, heads: as in `forward`.
+      log_total: the second result of `forward`.
+      d_out: gradient of the outputs, in the dtype of `q`.
+      interpret: see `plgpu.kernel`.
+    """
     block = (heads.row_len, heads.size)
     pair = (BLOCK, BLOCK)
     return _kernel(
@@ -120,7 +130,8 @@ def backward(
             "q_smem": _tiles((_STAGES, *block), q.dtype),
             "do_smem": _tiles((_STAGES, *block), q.dtype),
             "kv_smem": [_tiles(block, q.dtype)] * 2,
-            # Of the probabilities, then of their gradients, by block of queries and of keys.
+            # One tile for each pair of a query block and a key block: first the probabilities, then
+            # the gradients of the scores.
             "pairs": [_tiles(pair, q.dtype)] * (heads.blocks * (heads.blocks + 1) // 2),
             "delta_smem": plgpu.SMEM((BLOCK,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES * heads.blocks),
@@ -161,12 +172,12 @@ class _Place(NamedTuple):
 
     @property
     def own(self):
-        """The warpgroup's tokens within the row."""
+        """The warpgroup's tokens, as indices in the row."""
         return pl.ds(self.block * BLOCK, BLOCK)
 
     @property
     def tokens(self):
-        """The warpgroup's tokens in the stream."""
+        """The warpgroup's tokens, as indices in the stream."""
         return pl.ds(lax.axis_index("row") * self.heads.row_len + self.block * BLOCK, BLOCK)
 
     @property
@@ -182,36 +193,36 @@ class _Place(NamedTuple):
     def barrier(self, barriers, i):
         return barriers.at[_stage(i) * self.heads.blocks + self.block]
 
-    def load_heads(self, i, arrays, buffers, loaded):
-        """Starts the copies of query head i, of the warpgroup's tokens, if there is such a head."""
+    def load_heads(self, i, arrays, stages, loaded):
+        """Starts to load the warpgroup's tokens of query head i, if there is such a head."""
 
         @pl.when(i < self.heads.per_group)
         def _():
-            for array, buffer in zip(arrays, buffers, strict=True):
+            for array, smem in zip(arrays, stages, strict=True):
                 plgpu.copy_gmem_to_smem(
                     array.at[self.tokens, self.columns(i)],
-                    buffer.at[_stage(i)].at[self.own],
+                    smem.at[_stage(i)].at[self.own],
                     self.barrier(loaded, i),
                 )
 
-    def store_head(self, i, value, buffer, array):
-        """Starts the copy of query head i's result through its place in the buffer, and waits until
-        the place is free again."""
-        mine = buffer.at[_stage(i)].at[self.own]
+    def store_head(self, i, value, stages, array):
+        """Stores the result of query head i through its stage in shared memory, and waits until the
+        stage may be overwritten."""
+        mine = stages.at[_stage(i)].at[self.own]
         mine[...] = value.astype(array.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(mine, array.at[self.tokens, self.columns(i)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def load_keys(self, arrays, buffers, loaded):
-        for array, buffer in zip(arrays, buffers, strict=True):
+    def load_keys(self, arrays, places, loaded):
+        for array, smem in zip(arrays, places, strict=True):
             source = array.at[self.tokens, self.group_columns]
-            plgpu.copy_gmem_to_smem(source, buffer.at[self.own], loaded)
+            plgpu.copy_gmem_to_smem(source, smem.at[self.own], loaded)
 
 
 def _for_own_block(heads: Heads, body):
-    """Runs `body(place)` for each warpgroup's block: the code differs, as the blocks see different
-    numbers of keys."""
+    """Runs `body(place)` for each warpgroup's block. The blocks attend to different numbers of
+    keys, so each has its own code."""
     for block in range(heads.blocks):
         pl.when(lax.axis_index("wg") == block)(partial(body, _Place(heads, block)))
 
@@ -241,17 +252,18 @@ def _forward_body(
 
 
 def _attend(place: _Place, first, q_smem, k_smem, v_smem, p_smem):
-    """One head's outputs for the warpgroup's queries, float32, and the logarithms of the totals."""
-    seen = pl.ds(0, (place.block + 1) * BLOCK)
-    scores = _product(seen.size, (q_smem, k_smem.at[seen].transpose((1, 0))))
+    """One head's outputs for the warpgroup's queries, float32, and the base-2 logarithms of the
+    softmax's denominators."""
+    keys = pl.ds(0, (place.block + 1) * BLOCK)
+    scores = _product(keys.size, (q_smem, k_smem.at[keys].transpose((1, 0))))
     factor = place.heads.scale * math.log2(math.e)
-    scores = jnp.where(_seen(scores.shape, place.block * BLOCK, first), scores, -jnp.inf)
+    scores = jnp.where(_attention_mask(scores.shape, place.block * BLOCK, first), scores, -jnp.inf)
     most = jnp.max(scores, axis=1) * factor
     p = jnp.exp2(scores * factor - _across(most, scores.shape))
     total = jnp.sum(p, axis=1)
     p_smem[...] = p.astype(p_smem.dtype)
     plgpu.commit_smem()
-    value = _product(place.heads.size, (p_smem, v_smem.at[seen]))
+    value = _product(place.heads.size, (p_smem, v_smem.at[keys]))
     value *= _across(1 / total, value.shape)
     return value, most + jnp.log(total) * math.log2(math.e)
 
@@ -277,7 +289,7 @@ def _backward_body(
     shared = _Shared(heads, q_smem, do_smem, *kv_smem, pairs, **scratch)
 
     def differentiate(place: _Place, dk_acc, dv_acc):
-        load = partial(place.load_heads, arrays=(q, d_out), buffers=(q_smem, do_smem))
+        load = partial(place.load_heads, arrays=(q, d_out), stages=(q_smem, do_smem))
         place.load_keys((k, v), kv_smem, shared.kv_loaded)
         for i in range(_STAGES):
             load(jnp.int32(i), loaded=shared.loaded)
@@ -292,15 +304,15 @@ def _backward_body(
 
         _store_keys(place, shared, (dk_acc, dv_acc), (dk, dv))
 
-    def with_sums(place: _Place):
-        sums = [plgpu.ACC((BLOCK, heads.size), jnp.float32)] * 2
-        pl.run_scoped(partial(differentiate, place), *sums)
+    def with_accumulators(place: _Place):
+        accs = [plgpu.ACC((BLOCK, heads.size), jnp.float32)] * 2
+        pl.run_scoped(partial(differentiate, place), *accs)
 
-    _for_own_block(heads, with_sums)
+    _for_own_block(heads, with_accumulators)
 
 
 class _Shared(NamedTuple):
-    """What the warpgroups of a thread block share in the backward pass."""
+    """Shared memory and barriers of a thread block in the backward pass."""
 
     heads: Heads
     q: Any
@@ -321,9 +333,10 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
     """Adds one query head's part to dk and dv of the warpgroup's keys; returns dq of its queries,
     float32.
 
-    Block 1 also sees the keys of block 0. Its warpgroup sums up what the softmax's gradient
-    subtracts; that of block 0, which owns those keys, then computes the pair's gradient, of which
-    both need a product.
+    The gradient of a softmax with probabilities p is `p (dp - delta)`, where delta is the sum of
+    `p dp` over all keys of a query. Queries of block 1 also attend to the keys of block 0. The
+    warpgroup of block 1 computes delta of its queries. With it, the warpgroup of block 0, which
+    owns those keys, computes the gradient for this pair of blocks; both warpgroups multiply by it.
     """
     stage, own, factor = _stage(i), place.block, shared.heads.scale
     last = i == shared.heads.per_group - 1
@@ -342,13 +355,16 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
         p = jnp.exp2(scores * (factor * math.log2(math.e)) - _across(log_totals, scores.shape))
         dp = _product(BLOCK, (do_smem, shared.v.at[rows].transpose((1, 0))))
         if firsts is None:
-            return (jnp.where(_seen(p.shape, 0, None), p, 0.0) if queries == keys else p), dp
-        # What a query does not see may belong to another task, and be infinite.
-        seen = _seen(p.shape, queries * BLOCK, _load_rows(firsts.at[tokens]), keys * BLOCK)
-        return jnp.where(seen, p, 0.0), jnp.where(seen, dp, 0.0)
+            return (
+                jnp.where(_attention_mask(p.shape, 0, None), p, 0.0) if queries == keys else p
+            ), dp
+        # Keys outside a query's sequence may belong to another task and give infinite values.
+        first = _load_rows(firsts.at[tokens])
+        mask = _attention_mask(p.shape, queries * BLOCK, first, keys * BLOCK)
+        return jnp.where(mask, p, 0.0), jnp.where(mask, dp, 0.0)
 
     def add(queries: int, pair: int, p, dp, delta):
-        """Adds the pair's products to the sums; leaves the gradient of its scores in `pairs`."""
+        """Adds the pair's products to dk and dv; leaves the gradient of its scores in `pairs`."""
         q_smem, do_smem = operands(queries)
         pair_smem = shared.pairs[pair]
         pair_smem[...] = p.astype(pair_smem.dtype)
@@ -366,7 +382,7 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
     def delta_of(p, dp):
         return jnp.sum(p * dp, axis=1)
 
-    # Pairs 0 and 1 are the blocks' own; pair 2 is that of queries 1 and keys 0.
+    # Pairs 0 and 1 are the queries and keys of blocks 0 and 1; pair 2 is queries 1 and keys 0.
     if own == 1:
         delta = delta_of(*probabilities(1, 0))
         p, dp = probabilities(1, 1)
@@ -398,13 +414,14 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
     return _product(shared.heads.size, (shared.pairs[0], shared.k.at[place.own]))
 
 
-def _store_keys(place: _Place, shared: _Shared, sums, gradients):
+def _store_keys(place: _Place, shared: _Shared, accs, gradients):
     """Stores dk and dv of the warpgroup's keys."""
-    # Not in the place of keys and values, which the other warpgroup may still read.
-    buffers = (shared.q, shared.do)
+    # Stored through the stages of queries, because the other warpgroup may still read keys and
+    # values.
+    stages = (shared.q, shared.do)
     last = (shared.heads.per_group - 1) % _STAGES
-    for acc, buffer, gradient in zip(sums, buffers, gradients, strict=True):
-        mine = buffer.at[last].at[place.own]
+    for acc, smem, gradient in zip(accs, stages, gradients, strict=True):
+        mine = smem.at[last].at[place.own]
         mine[...] = acc[...].astype(gradient.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(mine, gradient.at[place.tokens, place.group_columns])
@@ -412,8 +429,8 @@ def _store_keys(place: _Place, shared: _Shared, sums, gradients):
 
 
 def _product(columns: int, *operands):
-    """The sum of matrix products, each of a left operand with a warpgroup's 64 rows and a right
-    one, float32, in registers."""
+    """The sum of the matrix products of pairs of operands, float32, in registers. The left operands
+    have the warpgroup's 64 rows."""
 
     def multiply(acc):
         for left, right in operands:
@@ -423,9 +440,9 @@ def _product(columns: int, *operands):
     return pl.run_scoped(multiply, plgpu.ACC((BLOCK, columns), jnp.float32))
 
 
-def _seen(shape, query: int, first, key: int = 0):
-    """Which keys of the row, from `key` on, are seen by its queries from `query` on, each of which
-    sees none before its own of `first`, if there is one."""
+def _attention_mask(shape, query: int, first, key: int = 0):
+    """The attention mask of a tile, whose queries start at `query` in the row and whose keys start
+    at `key`. If `first` is given, it has each query's first key."""
     queries, keys = (
         plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
     )
@@ -434,7 +451,7 @@ def _seen(shape, query: int, first, key: int = 0):
 
 
 def _load_rows(gmem):
-    """A value for each of a warpgroup's rows."""
+    """Loads one value for each of a warpgroup's rows."""
     return plgpu.load(gmem, layout=_ROWS, optimized=False)
 
 

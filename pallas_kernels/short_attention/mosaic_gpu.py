@@ -1,4 +1,4 @@
-"""Causal attention of short rows on Hopper, differentiable."""
+"""The public function of causal attention of short rows, for Hopper GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from ..grouped_lora.tilings import is_hopper
 from .kernels_sm90 import BLOCK, Heads, backward, forward
 
-# Under this name a rematerialisation policy can keep the softmax's totals.
+# Checkpoint name, by which a rematerialisation policy can keep the softmax's denominators.
 TOTALS = "attention_totals"
 
 
@@ -33,11 +33,18 @@ def short_attention(
     v: Float[Array, "rows row_len K D"],
     firsts: Int[Array, "rows row_len"] | None = None,
 ) -> Float[Array, "rows row_len H D"]:
-    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D).
+    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D). Differentiable with
+    respect to q, k and v.
 
     Args:
-      firsts: int32, the first token of its row that each token sees, itself at the latest; None
-        where all see from their row's first on.
+      q: queries, half precision; H is a multiple of K.
+      k: keys, in the dtype of `q`.
+      v: values, in the dtype of `q`.
+      firsts: int32, the first token of the row that each token attends to, at most its own index;
+        None if every token attends to its row from the first token on.
+
+    Returns:
+      The outputs in the dtype of `q`.
     """
     return _forward(q, k, v, firsts)[0]
 

@@ -4,55 +4,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_lora_cases import abstract, make_case
 
 from jaxmux.pallas_kernels.compilation import alone, compiled, kernels_of
-from jaxmux.pallas_kernels.grouped_lora import Factors, Projection, Routing, grouped_lora_linear
+from jaxmux.pallas_kernels.grouped_lora import grouped_lora_linear
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
-LAYERS, TOKENS, WIDTH, RANK = 3, 256, 256, 16
+LAYERS, WIDTH = 3, 256
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def program(h200):
-    """Layers of a norm and two linears of the same shape, and their gradients, for an H200."""
+    """Layers of a norm and two linears of the same shape, and their gradients, lowered for an
+    H200."""
+    case = make_case(
+        k=WIDTH,
+        widths=(WIDTH, WIDTH),
+        rank=16,
+        chunk_slot=(0, 1),
+        chunk_len=128,
+        layers=LAYERS,
+        slots=2,
+        dtype=jnp.bfloat16,
+    )
 
-    def shape(*dimensions, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dimensions, dtype)
-
-    def layers(x, weight, projections, sums, routing):
+    def layers(case, x, weight, accumulators):
+        accumulators = list(accumulators)
         for layer in range(LAYERS):
             x, h = residual_norm(x, weight, 1e-5, "mosaic_gpu")
-            for p in range(2):
-                (h,), (sums[p],) = grouped_lora_linear(
-                    h, (projections[p],), (sums[p],), routing, None, layer, (p,), "mosaic_gpu"
+            for p, projection in enumerate(case.projections):
+                (h,), (accumulators[p],) = grouped_lora_linear(
+                    h,
+                    (projection,),
+                    (accumulators[p],),
+                    case.routing,
+                    None,
+                    layer,
+                    (p,),
+                    "mosaic_gpu",
                 )
             x = x + h
-        return x, sums
+        return x, accumulators
 
-    def both(x, weight, projections, sums, routing):
+    def both(case, weight):
         # Under an abstract mesh, arguments are of another type than what is computed from them.
-        out, backward = jax.vjp(
-            lambda x, sums: layers(x, weight, projections, sums, routing), 2 * x, sums
+        out, vjp = jax.vjp(
+            lambda x, accumulators: layers(case, x, weight, accumulators),
+            2 * case.x,
+            case.accumulators,
         )
-        return backward(out)
+        return vjp(out)
 
-    factors = Factors(
-        shape(LAYERS, 2, WIDTH, RANK, dtype=jnp.float32),
-        shape(LAYERS, 2, RANK, WIDTH, dtype=jnp.float32),
-    )
-    arguments = (
-        shape(TOKENS, WIDTH),
-        shape(WIDTH),
-        [Projection(shape(LAYERS, WIDTH, WIDTH), factors)] * 2,
-        [factors] * 2,
-        Routing(shape(2, dtype=jnp.int32), shape(2, dtype=jnp.float32)),
-    )
+    arguments = jax.tree.map(lambda x: abstract(*x.shape, dtype=x.dtype), case)
     with jax.sharding.use_abstract_mesh(h200):
-        return jax.jit(both).trace(*arguments).lower(lowering_platforms=("cuda",))
+        traced = jax.jit(both).trace(arguments, abstract(WIDTH))
+        return traced.lower(lowering_platforms=("cuda",))
 
 
 def test_equal_calls_are_lowered_once(program):
-    # The norm and its gradient; factors; s and ds, whose shapes are the same; y and dx; dA and dB.
+    # The norm and its gradient; the factors; s and ds, which have the same shapes; y; dx; and one
+    # for dA and dB.
     assert len(kernels_of(program)) == 7
 
 

@@ -1,7 +1,6 @@
 """The fused MLP against the same MLP made of single linears in float32."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_lora_cases import (

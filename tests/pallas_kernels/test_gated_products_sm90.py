@@ -15,6 +15,7 @@ from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import (
 
 TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
 
+
 def forward_arguments(rng, width=WIDTH) -> dict:
     return dict(
         gate=normals(rng, TOKENS, width),
@@ -46,11 +47,11 @@ def forward(arguments, chunk_slot, interpret, splits=1, tile_k=64):
 def backward(arguments, chunk_slot, interpret):
     """The accumulators are those of two layers; the second is used."""
     chunk_slot = jnp.asarray(chunk_slot)
-    place = jnp.where(chunk_slot < 0, -1, SLOTS + chunk_slot)
+    chunk_place = jnp.where(chunk_slot < 0, -1, SLOTS + chunk_slot)
     return gated_backward(
         **arguments,
         chunk_slot=chunk_slot,
-        place=place,
+        chunk_place=chunk_place,
         tiling=BackwardTiling(stages=3),
         interpret=interpret,
     )

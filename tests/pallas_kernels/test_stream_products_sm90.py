@@ -1,6 +1,5 @@
 """The Hopper stream products: values in interpret mode, and lowering of the real shapes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,12 +7,16 @@ from grouped_lora_cases import ROUTINGS, abstract, normals, owned_chunks
 
 from jaxmux.pallas_kernels.counter_dropout import keep_mask
 from jaxmux.pallas_kernels.grouped_lora.column_products_sm90 import (
-    ColumnJob,
+    ColumnOperands,
     ColumnTiling,
     column_products,
 )
 from jaxmux.pallas_kernels.grouped_lora.dropout_sm90 import Masks
-from jaxmux.pallas_kernels.grouped_lora.row_products_sm90 import RowJob, RowTiling, row_products
+from jaxmux.pallas_kernels.grouped_lora.row_products_sm90 import (
+    RowOperands,
+    RowTiling,
+    row_products,
+)
 from jaxmux.pallas_kernels.grouped_lora.tilings import row_tiling
 
 TOKENS, CHUNKS, SLOTS, RANK = 512, 4, 3, 16
@@ -31,18 +34,18 @@ def integers(rng, *shape, dtype=jnp.bfloat16):
     return jnp.asarray(rng.integers(-4, 5, size=shape), dtype)
 
 
-def row_job(rng, width, ranks=(RANK,)) -> RowJob:
-    return RowJob(
+def row_operands(rng, width, ranks=(RANK,)) -> RowOperands:
+    return RowOperands(
         integers(rng, TOKENS, width), tuple(integers(rng, SLOTS, rank, width) for rank in ranks)
     )
 
 
-def column_job(rng, width, ranks=(RANK,), rank_major=False, values=integers) -> ColumnJob:
+def column_operands(rng, width, ranks=(RANK,), rank_major=False, values=integers) -> ColumnOperands:
     def accumulator(rank):
         shape = (rank, width) if rank_major else (width, rank)
         return values(rng, SLOTS, *shape, dtype=jnp.float32)
 
-    return ColumnJob(
+    return ColumnOperands(
         values(rng, TOKENS, width),
         tuple(values(rng, rank, TOKENS) for rank in ranks),
         tuple(map(accumulator, ranks)),
@@ -50,14 +53,14 @@ def column_job(rng, width, ranks=(RANK,), rank_major=False, values=integers) -> 
     )
 
 
-def multiply_rows(jobs, chunk_slot, interpret, tiling=ROW_TILING):
+def multiply_rows(groups, chunk_slot, interpret, tiling=ROW_TILING):
     slots, scale = jnp.asarray(chunk_slot), jnp.asarray(SCALE)
-    return row_products(tuple(jobs), slots, scale, tiling=tiling, interpret=interpret)
+    return row_products(tuple(groups), slots, scale, tiling=tiling, interpret=interpret)
 
 
-def assert_row_products(results, job: RowJob, chunk_slot):
-    z = np.asarray(job.z, np.float32)
-    for result, factor in zip(results, job.factors, strict=True):
+def assert_row_products(results, group: RowOperands, chunk_slot):
+    z = np.asarray(group.z, np.float32)
+    for result, factor in zip(results, group.factors, strict=True):
         expected = np.zeros((factor.shape[1], TOKENS), np.float32)
         for slot, rows in owned_chunks(chunk_slot, TOKENS):
             expected[:, rows] = SCALE[slot] * np.asarray(factor[slot], np.float32) @ z[rows].T
@@ -65,72 +68,72 @@ def assert_row_products(results, job: RowJob, chunk_slot):
         np.testing.assert_array_equal(result, expected.astype(result.dtype))
 
 
-def assert_column_products(results, job: ColumnJob, chunk_slot):
-    z = np.asarray(job.z, np.float32)
-    for result, low, accumulator in zip(results, job.lows, job.accumulators, strict=True):
+def assert_column_products(results, group: ColumnOperands, chunk_slot):
+    z = np.asarray(group.z, np.float32)
+    for result, low, accumulator in zip(results, group.lows, group.accumulators, strict=True):
         expected = np.array(accumulator)
         for slot, rows in owned_chunks(chunk_slot, TOKENS):
             gradient = z[rows].T @ np.asarray(low, np.float32)[:, rows].T
-            expected[slot] += gradient.T if job.rank_major else gradient
+            expected[slot] += gradient.T if group.rank_major else gradient
         np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_row_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
-    job = row_job(np.random.default_rng(0), 256)
-    [result] = multiply_rows([job], chunk_slot, interpret)
-    assert_row_products(result, job, chunk_slot)
+    group = row_operands(np.random.default_rng(0), 256)
+    [result] = multiply_rows([group], chunk_slot, interpret)
+    assert_row_products(result, group, chunk_slot)
 
 
 @pytest.mark.parametrize("tile_m", [64, 128])
 def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
     rng, chunk_slot = np.random.default_rng(9), (1, 0, -1, 2)
-    job = RowJob(normals(rng, TOKENS, 128), (normals(rng, SLOTS, RANK, 128),))
+    group = RowOperands(normals(rng, TOKENS, 128), (normals(rng, SLOTS, RANK, 128),))
     scale = jnp.asarray((1 / 3, 0.7, 1.1))
     [[result]] = row_products(
-        (job,),
+        (group,),
         jnp.asarray(chunk_slot),
         scale,
         tiling=RowTiling(tile_m=tile_m, tile_k=64, stages=2),
         interpret=interpret,
     )
     for slot, rows in owned_chunks(chunk_slot, TOKENS):
-        product = np.float64(scale[slot]) * np.float64(job.factors[0][slot])
-        expected = product @ np.float64(job.z[rows]).T
+        product = np.float64(scale[slot]) * np.float64(group.factors[0][slot])
+        expected = product @ np.float64(group.z[rows]).T
         # Half a unit in the last place of bfloat16, and the error of the float32 sum.
         np.testing.assert_allclose(np.float64(result[:, rows]), expected, rtol=2**-8, atol=1e-4)
 
 
 def test_row_products_of_several_activations_and_factors(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
-    jobs = (row_job(rng, 256, ranks=(16, 8, 24)), row_job(rng, 128, ranks=(32,)))
-    results = multiply_rows(jobs, chunk_slot, interpret)
-    for result, job in zip(results, jobs, strict=True):
-        assert_row_products(result, job, chunk_slot)
+    groups = (row_operands(rng, 256, ranks=(16, 8, 24)), row_operands(rng, 128, ranks=(32,)))
+    results = multiply_rows(groups, chunk_slot, interpret)
+    for result, group in zip(results, groups, strict=True):
+        assert_row_products(result, group, chunk_slot)
 
 
 @pytest.mark.parametrize("rank_major", [False, True])
 @pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, interpret):
-    job = column_job(np.random.default_rng(0), 128, rank_major=rank_major)
+    group = column_operands(np.random.default_rng(0), 128, rank_major=rank_major)
     [result] = column_products(
-        (job,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+        (group,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
     )
-    assert_column_products(result, job, chunk_slot)
+    assert_column_products(result, group, chunk_slot)
 
 
-def test_column_products_of_several_jobs_in_one_launch(interpret):
+def test_column_products_of_several_groups_in_one_launch(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
-    jobs = (
-        column_job(rng, 128, ranks=(16, 8, 24)),
-        column_job(rng, 192, rank_major=True),
-        column_job(rng, 64, ranks=(8, 16), rank_major=True),
+    groups = (
+        column_operands(rng, 128, ranks=(16, 8, 24)),
+        column_operands(rng, 192, rank_major=True),
+        column_operands(rng, 64, ranks=(8, 16), rank_major=True),
     )
     results = column_products(
-        jobs, jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
+        groups, jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
     )
-    for result, job in zip(results, jobs, strict=True):
-        assert_column_products(result, job, chunk_slot)
+    for result, group in zip(results, groups, strict=True):
+        assert_column_products(result, group, chunk_slot)
 
 
 def dropout(rng, modules) -> Masks:
@@ -148,12 +151,12 @@ def dropped(z, masks: Masks, module, chunk_slot):
 @pytest.mark.parametrize("tile_k", [64, 128])
 def test_row_products_of_dropped_activations(tile_k, interpret):
     rng, chunk_slot = np.random.default_rng(7), (2, 0, -1, 1)
-    job = row_job(rng, 256, ranks=(16, 8))._replace(masks=dropout(rng, 2))
-    kept = row_job(rng, 128)
+    group = row_operands(rng, 256, ranks=(16, 8))._replace(masks=dropout(rng, 2))
+    kept = row_operands(rng, 128)
     tiling = RowTiling(tile_m=64, tile_k=tile_k, stages=2)
-    results, results_of_kept = multiply_rows([job, kept], chunk_slot, interpret, tiling)
+    results, results_of_kept = multiply_rows([group, kept], chunk_slot, interpret, tiling)
     for i, result in enumerate(results):
-        alone = RowJob(dropped(job.z, job.masks, i, chunk_slot), job.factors[i : i + 1])
+        alone = RowOperands(dropped(group.z, group.masks, i, chunk_slot), group.factors[i : i + 1])
         assert_row_products([result], alone, chunk_slot)
     assert_row_products(results_of_kept, kept, chunk_slot)
 
@@ -164,35 +167,35 @@ def test_row_products_of_dropped_activations(tile_k, interpret):
 )
 def test_column_products_of_dropped_activations(tile_rows, width, lows, interpret):
     rng, chunk_slot = np.random.default_rng(8), (2, 0, -1, 1)
-    job = column_job(rng, width, ranks=(RANK,) * lows)._replace(masks=dropout(rng, lows))
-    kept = column_job(rng, 64, rank_major=True)
+    group = column_operands(rng, width, ranks=(RANK,) * lows)._replace(masks=dropout(rng, lows))
+    kept = column_operands(rng, 64, rank_major=True)
     results, results_of_kept = column_products(
-        (job, kept),
+        (group, kept),
         jnp.asarray(chunk_slot),
         tiling=ColumnTiling(tile_rows=tile_rows, stages=2),
         interpret=interpret,
     )
     for i, result in enumerate(results):
         one = slice(i, i + 1)
-        z = dropped(job.z, job.masks, i, chunk_slot)
-        alone = ColumnJob(z, job.lows[one], job.accumulators[one], False)
+        z = dropped(group.z, group.masks, i, chunk_slot)
+        alone = ColumnOperands(z, group.lows[one], group.accumulators[one], False)
         assert_column_products([result], alone, chunk_slot)
     assert_column_products(results_of_kept, kept, chunk_slot)
 
 
 def test_column_products_of_more_ranks_than_registers(interpret):
     rng, chunk_slot = np.random.default_rng(11), (0, 1, -1, 0)
-    job = column_job(rng, 64, ranks=(128, 72))
-    [results] = column_products((job,), jnp.asarray(chunk_slot), interpret=interpret)
-    assert_column_products(results, job, chunk_slot)
+    group = column_operands(rng, 64, ranks=(128, 72))
+    [results] = column_products((group,), jnp.asarray(chunk_slot), interpret=interpret)
+    assert_column_products(results, group, chunk_slot)
 
 
 def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
     rng, chunk_slot = np.random.default_rng(3), (0, 1, -1, 1)
     size = TOKENS // CHUNKS
     poisoned = np.r_[0:size, 2 * size : 3 * size]
-    rows, columns = row_job(rng, 128), column_job(rng, 128)
-    rows = RowJob(rows.z.at[poisoned].set(jnp.nan), (rows.factors[0].at[0].set(jnp.nan),))
+    rows, columns = row_operands(rng, 128), column_operands(rng, 128)
+    rows = RowOperands(rows.z.at[poisoned].set(jnp.nan), (rows.factors[0].at[0].set(jnp.nan),))
     columns = columns._replace(
         z=rows.z,
         lows=(columns.lows[0].at[:, poisoned].set(jnp.nan),),
@@ -209,9 +212,9 @@ def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
 
 
 def test_scale_of_an_idle_slot_reaches_no_row(interpret):
-    job, slots = row_job(np.random.default_rng(10), 128), jnp.asarray((0, -1, -1, 2))
+    group, slots = row_operands(np.random.default_rng(10), 128), jnp.asarray((0, -1, -1, 2))
     [[low]], [[same]] = (
-        row_products((job,), slots, jnp.asarray(scale), tiling=ROW_TILING, interpret=interpret)
+        row_products((group,), slots, jnp.asarray(scale), tiling=ROW_TILING, interpret=interpret)
         for scale in ((1.0, 1.0, 2.0), (1.0, jnp.nan, 2.0))
     )
     np.testing.assert_array_equal(low, same)
@@ -219,18 +222,18 @@ def test_scale_of_an_idle_slot_reaches_no_row(interpret):
 
 
 def test_slot_without_chunks_keeps_its_bits(interpret):
-    job = column_job(np.random.default_rng(4), 64)
-    bits = np.array(job.accumulators[0]).view(np.uint32)
+    group = column_operands(np.random.default_rng(4), 64)
+    bits = np.array(group.accumulators[0]).view(np.uint32)
     bits[2, 0, :4] = 0x80000000, 0x7FC12345, 0xFF800000, 0x00000001
-    job = job._replace(accumulators=(jnp.asarray(bits.view(np.float32)),))
+    group = group._replace(accumulators=(jnp.asarray(bits.view(np.float32)),))
     [[result]] = column_products(
-        (job,), jnp.asarray((0, 1, -1, 0)), tiling=COLUMN_TILING, interpret=interpret
+        (group,), jnp.asarray((0, 1, -1, 0)), tiling=COLUMN_TILING, interpret=interpret
     )
     np.testing.assert_array_equal(np.asarray(result).view(np.uint32)[2], bits[2])
 
 
 def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
-    job = column_job(np.random.default_rng(5), 64, values=normals)
+    group = column_operands(np.random.default_rng(5), 64, values=normals)
     half = TOKENS // 2
 
     def rows_at(*starts):
@@ -238,10 +241,10 @@ def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
 
     def sums(rows, chunk_slot):
         """Of task 1, whose rows these are; all others are NaN."""
-        z = jnp.full_like(job.z, jnp.nan).at[rows].set(job.z[:half])
-        low = jnp.full_like(job.lows[0], jnp.nan).at[:, rows].set(job.lows[0][:, :half])
+        z = jnp.full_like(group.z, jnp.nan).at[rows].set(group.z[:half])
+        low = jnp.full_like(group.lows[0], jnp.nan).at[:, rows].set(group.lows[0][:, :half])
         [[result]] = column_products(
-            (job._replace(z=z, lows=(low,)),),
+            (group._replace(z=z, lows=(low,)),),
             jnp.asarray(chunk_slot),
             tiling=COLUMN_TILING,
             interpret=interpret,
@@ -259,17 +262,19 @@ def test_tilings_that_do_not_fit_are_refused():
     rng = np.random.default_rng(6)
     slots, scale = jnp.zeros(CHUNKS, jnp.int32), jnp.asarray(SCALE)
     with pytest.raises(ValueError, match="192 columns"):
-        row_products((row_job(rng, 192),), slots, scale, tiling=RowTiling(tile_k=128))
+        row_products((row_operands(rng, 192),), slots, scale, tiling=RowTiling(tile_k=128))
     with pytest.raises(ValueError, match="tile_m = 256"):
-        row_products((row_job(rng, 128),), slots, scale, tiling=RowTiling(tile_m=256))
+        row_products((row_operands(rng, 128),), slots, scale, tiling=RowTiling(tile_m=256))
     with pytest.raises(ValueError, match="stripe = 128"):
-        column_products((column_job(rng, 192),), slots, tiling=ColumnTiling(stripe=128))
+        column_products((column_operands(rng, 192),), slots, tiling=ColumnTiling(stripe=128))
     with pytest.raises(ValueError, match="shared memory"):
-        row_products((row_job(rng, 512),), slots, scale, tiling=RowTiling(tile_m=128, tile_k=512))
+        row_products(
+            (row_operands(rng, 512),), slots, scale, tiling=RowTiling(tile_m=128, tile_k=512)
+        )
 
 
-def tiled_row_products(job: RowJob, chunk_slot, scale):
-    return row_products((job,), chunk_slot, scale, tiling=row_tiling(job))
+def tiled_row_products(group: RowOperands, chunk_slot, scale):
+    return row_products((group,), chunk_slot, scale, tiling=row_tiling(group))
 
 
 REAL = [(w, r, slots) for w in (1024, 4096, 14336) for r in (16, 64, 128) for slots in (1, 4, 16)]
@@ -280,11 +285,11 @@ def test_real_shapes_lower(width, rank, slots, lowered):
     z, factor, low = abstract(8192, width), abstract(slots, rank, width), abstract(rank, 8192)
     chunk_slot, scale = abstract(64, dtype=jnp.int32), abstract(slots, dtype=jnp.float32)
     for modules in (1, 3):
-        job = RowJob(z, (factor,) * modules)
-        lowered(tiled_row_products, job, chunk_slot, scale)
+        group = RowOperands(z, (factor,) * modules)
+        lowered(tiled_row_products, group, chunk_slot, scale)
         accumulators = (abstract(slots, width, rank, dtype=jnp.float32),) * modules
         lowered(
-            lambda z, lows, g, c: column_products((ColumnJob(z, lows, g, False),), c),
+            lambda z, lows, g, c: column_products((ColumnOperands(z, lows, g, False),), c),
             *(z, (low,) * modules, accumulators, chunk_slot),
         )
 
@@ -294,20 +299,29 @@ def test_real_shapes_lower(width, rank, slots, lowered):
 def test_real_shapes_with_dropout_lower(width, rank, slots, lowered):
     masks = Masks((abstract(8192, dtype=jnp.uint32),) * 3, abstract(slots, dtype=jnp.float32))
     z, chunk_slot = abstract(8192, width), abstract(64, dtype=jnp.int32)
-    job, scale = RowJob(z, (abstract(slots, rank, width),) * 3, masks), abstract(slots, dtype=jnp.float32)
-    lowered(tiled_row_products, job, chunk_slot, scale)
+    group, scale = (
+        RowOperands(z, (abstract(slots, rank, width),) * 3, masks),
+        abstract(slots, dtype=jnp.float32),
+    )
+    lowered(tiled_row_products, group, chunk_slot, scale)
     accumulators = (abstract(slots, width, rank, dtype=jnp.float32),) * 3
     lowered(
-        lambda z, lows, g, masks, c: column_products((ColumnJob(z, lows, g, False, masks),), c),
+        lambda z, lows, g, masks, c: column_products(
+            (ColumnOperands(z, lows, g, False, masks),), c
+        ),
         *(z, (abstract(rank, 8192),) * 3, accumulators, masks, chunk_slot),
     )
 
 
 def test_accumulators_are_updated_in_place(lowered):
-    job = (abstract(8192, 1024), (abstract(16, 8192),), (abstract(4, 1024, 16, dtype=jnp.float32),))
+    group = (
+        abstract(8192, 1024),
+        (abstract(16, 8192),),
+        (abstract(4, 1024, 16, dtype=jnp.float32),),
+    )
     text = lowered(
-        lambda job, c: column_products((ColumnJob(*job, False),), c),
-        job,
+        lambda group, c: column_products((ColumnOperands(*group, False),), c),
+        group,
         abstract(64, dtype=jnp.int32),
     )
     assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text

@@ -8,8 +8,6 @@ import pytest
 
 from jaxmux.cli.train_command import main
 
-pytestmark = pytest.mark.xdist_group("bad_input")
-
 GOOD = {"prompt": "red", "completion": " apple"}
 CHAT = {"messages": [{"role": "user", "content": "fig"}, {"role": "assistant", "content": "red"}]}
 

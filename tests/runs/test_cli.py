@@ -13,8 +13,6 @@ import pytest
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.train_command import main
 
-pytestmark = pytest.mark.xdist_group("cli")
-
 
 @pytest.fixture(autouse=True)
 def clean_gin():

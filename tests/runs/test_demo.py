@@ -12,8 +12,6 @@ from jaxmux.cli.train_command import DEMO_CONFIG, main
 from jaxmux.data import load_tokenizer
 from jaxmux.package_files import resolve_path
 
-pytestmark = pytest.mark.xdist_group("demo")
-
 NAMES = ("mood", "pirate", "record", "telegram")
 MEGABYTE = 1_000_000
 

@@ -16,8 +16,6 @@ from jaxmux.cli.export_command import main as export
 from jaxmux.data import load_tokenizer
 from jaxmux.models import BackboneConfig
 
-pytestmark = pytest.mark.xdist_group("fine_tune")
-
 METRICS = ["step", "task", "task_step", "loss", "lr", "grad_norm", "target_tokens", "tokens"]
 METRICS += ["skipped"]
 TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last", "eval_loss"}

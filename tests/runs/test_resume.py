@@ -18,8 +18,6 @@ from jaxmux.engine import EngineOptions, engine
 from jaxmux.engine.rounds import pack_tightly
 from jaxmux.runs import RunDirectoryError
 
-pytestmark = pytest.mark.xdist_group("resume")
-
 STEPS = 60
 KILLS = 5
 TASKS = f"""

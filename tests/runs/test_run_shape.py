@@ -22,8 +22,6 @@ from jaxmux.runs import run
 from jaxmux.runs import run_shape as shape
 from jaxmux.runs.run_shape import BatchLengths, best_shape, choose_run_shape, run_costs
 
-pytestmark = pytest.mark.xdist_group("resume")
-
 CONFIG = BackboneConfig(
     architecture="LlamaForCausalLM",
     vocab_size=1000,

@@ -1,11 +1,20 @@
 """Predicts the time and memory of training on a device, or on the devices of a replica.
 
-The models take a backbone's sizes (`BackboneSize`), the pool of the tasks (`PoolSpec`), the devices
-(`planner.devices.Replica`) and a profile that `jaxmux.profiling` measured, if there is one.
-`TimeModel` predicts the seconds of a layer, `MemoryModel` the peak bytes of a round, and
-`ReplicaCosts` the seconds and bytes of a microbatch on each stage of a replica. `Admission` checks
-whether tasks fit into memory. `device_models` decides whether costs come from a profile or from
-estimates.
+`device_models` is the place to begin: it returns a `TimeModel` and a `MemoryModel`, either fitted
+to a profile that `jaxmux.profiling` measured or estimated without one. `TimeModel` predicts the
+seconds of a layer, a microbatch or a round. `MemoryModel` predicts the peak bytes of a round.
+`ReplicaCosts` combines both for the devices of a replica: the seconds and bytes of a microbatch on
+each pipeline stage. `Admission` checks whether tasks fit into memory together.
+
+The models take the sizes of a backbone (`BackboneSize`, from
+`jaxmux.engine.backbone_size.size_of`), the sizes of the pool that holds the tasks' adapters
+(`PoolSpec`), the shape of microbatches (`planner.packing.ShapeClass`) and the devices
+(`planner.devices.Replica`).
+
+A remat policy says which values a layer keeps for its backward pass; the backward pass recomputes
+the others. From least to most recomputation: "norms" recomputes neither norms nor matrix products;
+"dots" recomputes no matrix product; "lean" recomputes the matrix products of the gate and up
+projections; "full" keeps only the input of each layer.
 """
 
 from .admission import Admission

@@ -10,14 +10,14 @@ _MOST_FITS = 10
 
 
 class AdapterLoad(NamedTuple):
-    """The fused adapters of one layer, on all its linears.
+    """The work of the fused adapters of one layer, on all its linears, for one microbatch.
 
     Attributes:
-      tokens: n_k, tokens of each task.
+      tokens: n_k, tokens of each task k.
       slots: T, slots of the pool.
       rank: R, rank of the pool.
       chunk_len: tokens of a chunk.
-      dropout: whether adapters drop input features.
+      dropout: whether adapters apply dropout to their input.
     """
 
     tokens: Sequence[float]
@@ -50,8 +50,11 @@ class AdapterTimes(NamedTuple):
         return cls(*(0.0,) * len(cls._fields))
 
     def seconds(self, load: AdapterLoad) -> float:
-        """Seconds of the fused adapters: max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), and the time to
-        prepare the factors of all slots for the kernels."""
+        """Returns the forward and backward seconds of the fused adapters.
+
+        They are max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), plus the time to prepare the factors of
+        all slots for the kernels.
+        """
         if not load.tokens or not load.rank:
             return 0.0
         rank, dropped = load.rank, self.per_dropped_token * load.dropout
@@ -64,7 +67,8 @@ class AdapterTimes(NamedTuple):
         return self.per_slot_rank * load.slots * rank + max(busy, longest)
 
     def utilisation(self, load: AdapterLoad) -> float:
-        """u_a of the largest task: the share of the device that its adapters keep busy alone."""
+        """Returns u_a of the largest task: the fraction of the device that its adapters keep busy
+        alone."""
         alone = load._replace(tokens=(max(load.tokens),))
         taken = self.seconds(alone)
         return 1 - self.floor / taken if taken else 1.0
@@ -73,15 +77,15 @@ class AdapterTimes(NamedTuple):
 def fit_adapter_times(
     loads: Sequence[AdapterLoad], seconds: Sequence[float], weights: Sequence[float]
 ) -> AdapterTimes:
-    """The coefficients that fit measured seconds best (non-negative least squares).
+    """Returns the coefficients that fit measured seconds best (non-negative least squares).
 
-    The coefficients decide which term of the maximum holds for a load of several tasks. The fit is
-    therefore repeated until that changes for no load.
+    For a load of several tasks, the coefficients decide which term of the maximum is larger. The
+    fit is therefore repeated until that term changes for no load.
 
     Args:
       loads: the measured loads.
-      seconds: measured time of each.
-      weights: weight of each residual, for example one over the time of the whole layer.
+      seconds: measured time of each load.
+      weights: weight of each load's residual, for example one over the time of the whole layer.
     """
     weights = np.asarray(weights, float)[:, None]
     target = np.asarray(seconds, float) * weights[:, 0]

@@ -1,5 +1,5 @@
-"""Admits tasks whose round fits into memory, by a model that learns from the memory that rounds
-were seen to need (mLoRA 3.4)."""
+"""Admits tasks if their round fits into memory, by a model that learns from the peak memory of the
+rounds that have been trained (mLoRA 3.4)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,19 @@ from .replica_costs import ReplicaCosts
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """The tasks that devices of known memory have room for.
+    """Checks whether tasks fit into the devices' memory together.
+
+    `ReplicaCosts.require` checks one given pool; an `Admission` builds the pool from tasks that
+    come and go, and its messages name the tasks. It does not change: `observe` returns a new value.
 
     Attributes:
-      costs: costs on the devices; their pool is replaced by that of the tasks at hand.
+      costs: costs on the devices. Their `pool` is ignored; each check uses the pool of its tasks.
       shape: shape class of the microbatches.
-      tokens: N, the tokens of a microbatch that the user asked for; None if `shape` was given.
-      reserved: the pool has room for at least this, whoever trains.
-      more_stages: whether messages may propose more pipeline stages.
+      tokens: N, the tokens of a microbatch that the user asked for, for the advice on shorter
+        samples in error messages; None if the user gave `shape` itself.
+      reserved: a pool whose slots, rank and linears are always allocated, even if the tasks need
+        less; None for no such pool.
+      more_stages: whether error messages may propose more pipeline stages.
     """
 
     costs: ReplicaCosts
@@ -31,16 +36,17 @@ class Admission:
     def require(
         self, tasks: Mapping[str, PoolSpec], live: Mapping[str, PoolSpec] | None = None
     ) -> None:
-        """Checks that a round of all tasks fits.
+        """Raises an error if a round of all tasks, old and new, does not fit into memory.
 
         Args:
-          tasks: by name, the pool that each task needs alone, in the order in which they came.
-          live: the same for the tasks that train already.
+          tasks: the tasks to admit, in the order in which they came: for each name, the pool that
+            the task needs alone (`PreparedTask.pool`).
+          live: the tasks that train already, in the same form; None if there are none.
 
         Raises:
-          PlanningError: it does not fit. The message names the first task with which it does not
-            and, for everything that could be changed alone, the smallest change that would make it
-            fit.
+          PlanningError: the round does not fit. The message names a task that does not fit alone,
+            or else the first new task that does not fit beside the tasks before it. It also lists
+            changes; each of them alone would make the round fit.
         """
         for name, pool in tasks.items():
             self._require([pool], f"task {name!r} does not fit even alone on {self.costs.replica}")
@@ -54,7 +60,15 @@ class Admission:
     def observe(
         self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], peak_bytes: int
     ) -> "Admission":
-        """Admission after a round of these tasks on one device needed at most `peak_bytes`."""
+        """Returns a new `Admission` that has learnt from the measured peak memory of a round.
+
+        The round ran on one device.
+
+        Args:
+          tasks: for each task of the round, the pool that the task needs alone.
+          remat: remat policy of all layers in the round, or one policy for each layer.
+          peak_bytes: the most bytes of the device's memory that were in use at the same time.
+        """
         pool = self._costs(tasks).pool
         memory = self.costs.memory.observe(self.shape, pool, remat, peak_bytes)
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, memory=memory))
@@ -71,8 +85,8 @@ class Admission:
         return dataclasses.replace(self.costs, pool=pool)
 
     def _shorter_rows(self, costs: ReplicaCosts) -> str:
-        """The end of the message: the longest samples with which a round would fit, where they are
-        the reason that a microbatch is too large."""
+        """Returns the end of the message: the longest samples with which a round would fit, if
+        shorter samples allow smaller microbatches; otherwise an empty text."""
         tokens, row_len = self.tokens or self.shape.tokens, self.shape.row_len // 2
         while row_len >= MIN_CHUNK_LEN:
             rows = smallest_shape_class([row_len], tokens, self.shape.chunk_len, row_len)

@@ -11,13 +11,15 @@ from .device_profile import ProfileError
 
 
 class AttentionTimes(NamedTuple):
-    """Seconds of attention per token, over row lengths in tokens.
+    """Seconds of attention per token, as functions of the row length in tokens.
 
     Attributes:
-      single: in rows of one sequence; None if unknown.
-      packed: in rows of several sequences, without the time that `sequence` adds; None if unknown.
-      sequence: time per token for each sequence that a row has room for, whether it is there or
-        not: kernels for packed rows launch thread blocks for all of them. None where it is 0.
+      single: seconds per token in rows of one sequence; None if unknown.
+      packed: seconds per token in rows that may hold several sequences, without the part that
+        `sequence` adds; None if unknown.
+      sequence: additional seconds per token for each sequence that a row may hold, even if the
+        sequence is absent: kernels for packed rows launch thread blocks for all of them. None if it
+        is 0.
     """
 
     single: Curve | None
@@ -25,10 +27,11 @@ class AttentionTimes(NamedTuple):
     sequence: Curve | None
 
     def __call__(self, row_len: int, max_sequences: int) -> float:
-        """Seconds per token in rows of `row_len` tokens and at most `max_sequences` sequences.
+        """Returns the seconds per token in rows of `row_len` tokens with at most `max_sequences`
+        sequences.
 
         Raises:
-          ProfileError: no such rows were measured.
+          ProfileError: no rows of one sequence, or none of several sequences, were measured.
         """
         if max_sequences == 1:
             return _known(self.single, "one sequence")(row_len)
@@ -37,11 +40,11 @@ class AttentionTimes(NamedTuple):
 
 
 def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTimes:
-    """The times through measured points.
+    """Returns the times through measured points.
 
-    Between two measured row lengths where sequences cost nothing at the shorter one and something
-    at the longer one, another kernel begins. The fit lets them cost from twice the shorter length
-    on.
+    Consider two measured row lengths where a sequence costs nothing at the shorter one and
+    something at the longer one. Another kernel begins between them; the fit assumes that it begins
+    at twice the shorter length.
 
     Args:
       points: (row length, most sequences per row, seconds per token). The time per sequence needs

@@ -1,6 +1,6 @@
-"""The cost models that a plan is made with: fitted to a profile, or estimated without one.
+"""The cost models with which a plan is made: fitted to a profile, or estimated without one.
 
-`device_models` alone decides which.
+Only `device_models` decides which of the two.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from .memory_model import MemoryModel, fit_memory_model
 from .time_fit import fit_time_model
 from .time_model import TimeModel
 
-# The folder of the profiles that ship, each of one device and backbone.
+# The folder of the profiles that ship with the package: one JSON file for each device and backbone.
 PROFILES = "jaxmux:configs/profiles"
 # The shortest chunk of the Hopper kernels, in tokens.
 _HOPPER_CHUNK = 128
 
 
 class CostSource(NamedTuple):
-    """Where times and sizes come from.
+    """The origin of the costs, as reports show it.
 
     Attributes:
       kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile).
-      text: the origin of the costs as shown in reports, for example "h200.json, bfloat16".
-      device: kind of the device, as JAX names it.
-      memory_bytes: memory of one device.
-      notes: sentences about parts that come from elsewhere.
+      text: origin of the costs in words, for example "h200.json, bfloat16".
+      device: kind of the device, as JAX names it, for example "NVIDIA H200".
+      memory_bytes: bytes of memory of one device that plans may use.
+      notes: sentences about parts of the costs that have another origin.
     """
 
     kind: str
@@ -42,13 +42,15 @@ class CostSource(NamedTuple):
 
 
 class CostModels(NamedTuple):
-    """Cost models of a backbone on a device.
+    """The cost models of one backbone on one kind of device. `device_models` returns them.
 
     Attributes:
-      times: time model.
-      memory: memory model.
-      source: where both come from.
-      least_chunk_len: tokens of the shortest chunk that the device's kernels take.
+      times: predicts seconds.
+      memory: predicts bytes.
+      source: origin of both models.
+      least_chunk_len: tokens of the shortest chunk for which the models hold: the shortest that the
+        Hopper kernels accept, or the shortest in the profile. It is the `least_chunk_len` of a
+        `packing.ShapeRequest`.
     """
 
     times: TimeModel
@@ -65,19 +67,25 @@ def device_models(
     dtype: str = "bfloat16",
     profiles: Path | str = PROFILES,
 ) -> CostModels:
-    """The models fitted to the profile that ships for this device and backbone; without such a
-    profile, the estimates for an H200, for any device.
+    """Returns the cost models for a device and a backbone, measured if possible and estimated if
+    not.
+
+    It looks for a profile of this device, dtype and backbone in `profiles`. If there is one, the
+    models are fitted to it (`measured_models`). Otherwise they are estimates for an H200, whatever
+    the device is. `source.kind` of the result tells which.
 
     Args:
-      size: sizes of the backbone.
-      memory: bytes of a device; None for the device's own.
-      replica: the devices whose collectives are needed.
-      device: kind of the device, as JAX names it.
-      dtype: dtype of the weights.
-      profiles: folder of the profiles.
+      size: sizes of the backbone, from `jaxmux.engine.backbone_size.size_of`. Its number of layers
+        may differ from the profile's.
+      memory: bytes of a device that may be used; None for the memory in the profile, or an H200's.
+      replica: the devices. Collectives among them that the profile lacks are estimated.
+      device: kind of the device, as JAX names it (`jax.devices()[0].device_kind`).
+      dtype: dtype of the weights as text, for example "bfloat16" or "float32".
+      profiles: folder of the profiles, one JSON file each. A path that begins with "jaxmux:" is
+        inside the package.
 
     Raises:
-      ProfileError: the profile cannot be read, or lacks a measurement.
+      ProfileError: a profile in the folder cannot be read, or the chosen one lacks a measurement.
     """
     for path in sorted(Path(resolve_path(profiles)).glob("*.json")):
         profile = read_profile(path)
@@ -91,7 +99,10 @@ def device_models(
 
 
 def estimated_models(size: BackboneSize, memory: int | None, replica: Replica) -> CostModels:
-    """The models of an H200, from FLOPs and bytes; arguments as of `device_models`."""
+    """Returns cost models without a profile: those of an H200, from the backbone's FLOPs and bytes.
+
+    Arguments as in `device_models`.
+    """
     model = estimated_memory(size, memory)
     text = "the backbone's FLOPs and bytes at an H200's rates, without kernel launches"
     times, _ = with_estimated_collectives(estimated_times(size), replica.pp, replica.tp)
@@ -102,15 +113,21 @@ def estimated_models(size: BackboneSize, memory: int | None, replica: Replica) -
 def measured_models(
     path: Path, size: BackboneSize, memory: int | None, replica: Replica
 ) -> CostModels:
-    """The models fitted to a profile. Collectives that it lacks are estimated, and a note says so.
+    """Returns the cost models fitted to one given profile; `device_models` searches for a profile.
+
+    Collectives that the profile lacks are estimated for H200s, and a note in `source.notes` says
+    so.
 
     Args:
-      path: the profile's file.
-      size, memory, replica: as of `device_models`; the number of layers may differ from the
-        profiled backbone's.
+      path: the profile's file, written by `python -m jaxmux.profile`.
+      size: sizes of the backbone. The number of layers may differ from the profiled backbone's;
+        width, vocabulary, linears and attention heads may not.
+      memory: bytes of a device that may be used; None for the memory in the profile.
+      replica: the devices whose collectives are needed.
 
     Raises:
-      ProfileError: it cannot be read, lacks a measurement, or is another backbone's.
+      ProfileError: the profile cannot be read, lacks a measurement, belongs to another backbone, or
+        does not hold the device's memory although `memory` is None.
     """
     profile = read_profile(path)
     if difference := _differs(profile, size):

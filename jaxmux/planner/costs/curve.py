@@ -10,11 +10,11 @@ from ..errors import PlanningError
 
 
 class Curve(NamedTuple):
-    """A function through points: linear between them and, with the outermost slopes, beyond.
+    """A piecewise linear function through points; beyond the points it keeps the outermost slopes.
 
     Attributes:
       x: float64 [points], ascending.
-      y: float64 [points], the values there, in any unit.
+      y: float64 [points], the values at `x`, in any unit.
     """
 
     x: np.ndarray
@@ -22,12 +22,13 @@ class Curve(NamedTuple):
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]], rising: bool = True) -> "Curve":
-        """The curve through measurements (x, y).
+        """Returns the curve through measurements (x, y).
 
         Args:
-          points: in any order; several measurements at one x count as their mean.
-          rising: replace the values by the nearest rising ones (least squares). More work never
-            takes less time, so falling measurements are noise.
+          points: measurements (x, y) in any order; several measurements at one x count as their
+            mean.
+          rising: whether to replace the values by the nearest rising ones (least squares). More
+            work never takes less time, so falling measurements are noise.
 
         Raises:
           PlanningError: there are no points.
@@ -40,7 +41,10 @@ class Curve(NamedTuple):
         return cls(x, isotonic_regression(y).x if rising else y)
 
     def __call__(self, x: float) -> float:
-        """The value at `x`, never negative; a single point gives a line through the origin."""
+        """Returns the value at `x`, never negative.
+
+        A single point gives a line through the origin.
+        """
         if len(self.x) == 1:
             return max(0.0, float(self.y[0] * x / self.x[0]))
         right = min(max(int(np.searchsorted(self.x, x)), 1), len(self.x) - 1)

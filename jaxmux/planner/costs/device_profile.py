@@ -1,6 +1,6 @@
-"""Measured times and peaks of a device: the data that the cost models are fitted to.
+"""Measured times and peaks of a device: the data to which the cost models are fitted.
 
-A profile is a JSON file, one measurement a line, written by `python -m jaxmux.profile`:
+A profile is a JSON file with one measurement in each line. `python -m jaxmux.profile` writes it:
 
   {"version": 1,
    "device": "NVIDIA H200",       kind of the device, as JAX names it
@@ -10,9 +10,9 @@ A profile is a JSON file, one measurement a line, written by `python -m jaxmux.p
    "backbone": {…},               the fields of `BackboneSize`
    "measurements": [{"operator": "layer", …, "seconds": 0.0131, "peak_bytes": 1234567}, …]}
 
-A measurement has the fields of the measured point, whose class in `POINTS` "operator" names, the
-median "seconds", and "peak_bytes" (null where unknown): the most memory that the measured program
-needed besides weights, adapters and their accumulators.
+"operator" names the class of the measured point in `POINTS`, and the measurement has the fields of
+this class. "seconds" is the median time. "peak_bytes" is the most memory that the measured program
+needed besides weights, adapters and their accumulators; null where it is unknown.
 """
 
 import dataclasses
@@ -34,22 +34,27 @@ class ProfileError(PlanningError):
 
 @dataclasses.dataclass(frozen=True)
 class BackboneSize:
-    """Sizes of a backbone that costs depend on.
+    """Sizes of a backbone on which costs depend.
+
+    `jaxmux.engine.backbone_size.size_of(config, dtype)` returns them without allocating weights.
+    The stream is the sequence of hidden states, one vector of width d for each token.
 
     Attributes:
-      name: the architecture's Hugging Face class name.
+      name: name of the architecture's Hugging Face class, for example "LlamaForCausalLM".
       layers: L, number of layers.
       hidden_size: d, width of the stream.
-      vocab_size: entries of the vocabulary.
-      linears: by module path, input and output width (k, n) of each linear of a layer that can
-        carry an adapter.
+      vocab_size: number of entries of the vocabulary.
+      linears: for each linear of a layer that can carry an adapter, its input and output width (k,
+        n), by module path, for example "self_attn.q_proj".
       layer_bytes: bytes of the weights of one layer.
-      outside_bytes: bytes of the weights outside the layers: embedding, last norm, head.
-      stream_bytes: bytes of a value of the stream, 2 in bfloat16.
-      kept: by remat policy, from least to most recomputation, the bytes that a layer keeps for its
-        backward pass: bytes per token, and bytes per token and rank.
-      head_block_bytes: bytes of the logits of the loss that exist at once, and of their gradient.
-      packed: bytes that attention takes in rows of several sequences, beyond those in rows of one.
+      outside_bytes: bytes of the weights outside the layers: embedding, last norm and head.
+      stream_bytes: bytes of one value of the stream, 2 in bfloat16.
+      kept: for each remat policy, from least to most recomputation, a pair (a, b): under the policy
+        a layer keeps a + b · r bytes per token for its backward pass, where r is the rank of the
+        pool. It is empty in the result of `size_of`; profiles and estimates fill it in.
+      head_block_bytes: bytes of the logits of the loss that exist at the same time, and of their
+        gradient.
+      packed: additional bytes of attention in rows that may hold several sequences.
     """
 
     name: str
@@ -66,23 +71,28 @@ class BackboneSize:
 
     @property
     def adapter_width(self) -> int:
-        """Adapter parameters of a layer per rank: Σ (k + n) over the linears."""
+        """Adapter parameters of one layer per unit of rank: Σ (k + n) over the linears."""
         return sum(k + n for k, n in self.linears.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPoint:
-    """One decoder layer over a microbatch, forward and backward.
+    """One decoder layer over a microbatch: its forward and backward pass.
 
     Attributes:
-      layers: layers of the measured program; the measured seconds are those of one layer.
-      tokens, row_len, chunk_len, max_sequences: the shape class.
-      slots, rank: slots and rank of the pool; rank 0 is the frozen layer.
+      layers: number of layers of the measured program; the measured seconds are those of one layer,
+        the measured peak bytes are those of the whole program.
+      tokens: N, tokens of the microbatch.
+      row_len: tokens of a row.
+      chunk_len: tokens of a chunk.
+      max_sequences: the most sequences that a row may hold.
+      slots: T, slots of the pool.
+      rank: R, rank of the pool; 0 for a layer without adapters.
       tasks: number of tasks, which own equal parts of the microbatch.
-      remat: remat policy.
-      dropout: whether adapters drop input features.
-      backward: False for the forward pass alone.
-      padding: part of each row, in whole chunks, that belongs to no task.
+      remat: remat policy of the layer.
+      dropout: whether adapters apply dropout to their input.
+      backward: True for the forward and the backward pass, False for the forward pass alone.
+      padding: fraction of each row, in whole chunks, that belongs to no task.
     """
 
     operator: ClassVar[str] = "layer"
@@ -105,8 +115,11 @@ class AttentionPoint:
     """Attention of one layer over all rows of a microbatch.
 
     Attributes:
-      tokens, row_len, chunk_len, max_sequences: the shape class.
-      backward: False for the forward pass alone.
+      tokens: N, tokens of the microbatch.
+      row_len: tokens of a row.
+      chunk_len: tokens of a chunk.
+      max_sequences: the most sequences that a row may hold.
+      backward: True for the forward and the backward pass, False for the forward pass alone.
     """
 
     operator: ClassVar[str] = "attention"
@@ -119,7 +132,11 @@ class AttentionPoint:
 
 @dataclasses.dataclass(frozen=True)
 class HeadPoint:
-    """Last norm, head and loss over a microbatch of `tokens`, forward and backward."""
+    """Last norm, head and loss over a microbatch, forward and backward.
+
+    Attributes:
+      tokens: N, tokens of the microbatch.
+    """
 
     operator: ClassVar[str] = "head"
     tokens: int
@@ -127,11 +144,11 @@ class HeadPoint:
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePoint:
-    """The update of all slots.
+    """The optimizer update of all slots.
 
     Attributes:
-      parameters: parameters of the whole pool, slots that are not due included.
-      slots: slots of the pool.
+      parameters: number of adapter parameters of the whole pool.
+      slots: T, slots of the pool.
       optimizer: kind of the optimizer, for example "adamw".
     """
 
@@ -143,10 +160,17 @@ class UpdatePoint:
 
 @dataclasses.dataclass(frozen=True)
 class RoundPoint:
-    """A round of the engine with one microbatch and its update, as the host sees it.
+    """A round of the engine with one microbatch and its update, timed on the host.
 
     Attributes:
-      layers: layers of the trained backbone; the other fields are those of a `LayerPoint`.
+      layers: number of layers of the trained backbone.
+      tokens: N, tokens of the microbatch.
+      row_len: tokens of a row.
+      chunk_len: tokens of a chunk.
+      max_sequences: the most sequences that a row may hold.
+      slots: T, slots of the pool.
+      rank: R, rank of the pool.
+      tasks: number of tasks, which own equal parts of the microbatch.
     """
 
     operator: ClassVar[str] = "round"
@@ -162,12 +186,13 @@ class RoundPoint:
 
 @dataclasses.dataclass(frozen=True)
 class CollectivePoint:
-    """A collective among devices.
+    """A collective among several devices of one host.
 
     Attributes:
-      collective: "psum", "all_gather" or "ppermute".
-      axis: "inner" for neighbouring devices, "outer" for those that lie furthest apart.
-      devices: number of devices along the axis.
+      collective: "psum" (sum over the devices), "all_gather" (concatenation of their values) or
+        "ppermute" (each device sends to the next).
+      axis: "inner" for neighbouring devices, "outer" for devices that lie furthest apart.
+      devices: number of devices that take part.
       payload_bytes: bytes that each device puts in.
     """
 
@@ -186,13 +211,20 @@ POINTS: Mapping[str, type[Point]] = {
 
 
 def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
-    """The shape class of a point."""
+    """Returns the shape class of a measured point."""
     rows = point.tokens // point.row_len
     return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)
 
 
 class Measurement(NamedTuple):
-    """The median seconds of a point, and its peak memory in bytes where it is known."""
+    """The measured cost of a point.
+
+    Attributes:
+      point: the operator with its sizes.
+      seconds: median seconds of the operator.
+      peak_bytes: the most memory that the measured program needed besides weights, adapters and
+        their accumulators; None where it is unknown.
+    """
 
     point: Point
     seconds: float
@@ -201,8 +233,20 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Measurements of one backbone on one kind of device; the module's docstring describes the
-    fields."""
+    """Measurements of one backbone on one kind of device.
+
+    `read_profile` reads a profile from a file, and `jaxmux.profiling.complete_profile` measures
+    one. `measured_models` fits cost models to a profile's file.
+
+    Attributes:
+      device: kind of the device, as JAX names it, for example "NVIDIA H200".
+      memory_bytes: bytes of one device that JAX may use; None where they are unknown.
+      dtype: dtype of the weights and the stream as text, for example "bfloat16".
+      software: version of each package that influences the times, for example {"jax": "0.11.2"}.
+      backbone: sizes of the measured backbone.
+      measurements: the measured points with their seconds and peak bytes. The classes of points
+        (`LayerPoint`, `AttentionPoint` and so on) are in this module.
+    """
 
     device: str
     memory_bytes: int | None
@@ -212,10 +256,13 @@ class Profile:
     measurements: tuple[Measurement, ...] = ()
 
     def of[P: Point](self, kind: type[P]) -> list[tuple[P, float]]:
-        """The measured points of an operator, each with its seconds.
+        """Returns the measured points of one operator, each with its median seconds.
+
+        Args:
+          kind: class of the points, for example `LayerPoint`.
 
         Raises:
-          ProfileError: there are none.
+          ProfileError: the profile holds no point of this class.
         """
         found = [(m.point, m.seconds) for m in self.measurements if isinstance(m.point, kind)]
         if not found:
@@ -223,12 +270,12 @@ class Profile:
         return found
 
     def with_measurements(self, *new: Measurement) -> "Profile":
-        """The profile with these measurements added."""
+        """Returns a new profile that also holds the given measurements."""
         return dataclasses.replace(self, measurements=(*self.measurements, *new))
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Writes a profile's file whole or not at all."""
+    """Writes a profile to a file, either completely or not at all."""
     header = {"version": _VERSION} | dataclasses.asdict(profile)
     del header["measurements"]
     rows = [
@@ -246,10 +293,10 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads a file of `write_profile`.
+    """Reads a profile from a file that `write_profile` wrote.
 
     Raises:
-      ProfileError: the file is missing or not JSON, or a key is missing, unknown or of a wrong
+      ProfileError: the file is missing or is not JSON, or a key is missing, unknown or of a wrong
         type.
     """
     try:
@@ -307,7 +354,8 @@ def _measurement(raw: Any, where: str) -> Measurement:
 
 
 def _make(kind: type, raw: Mapping[str, Any], where: str) -> Any:
-    """The dataclass of these values; errors name the key that is missing, unknown or mistyped."""
+    """Returns a dataclass with these values; errors name the key that is missing, unknown or
+    mistyped."""
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
     for name in (*fields, *raw):
         if name not in raw:

@@ -1,7 +1,7 @@
-"""Cost models where there is no profile: those of an H200, from a backbone's FLOPs and bytes.
+"""Cost models for the case without a profile: those of an H200, from a backbone's FLOPs and bytes.
 
-They are a `TimeModel` and a `MemoryModel` like the fitted ones, so planning treats both alike;
-reports call them "estimated".
+They are a `TimeModel` and a `MemoryModel` like the fitted ones, so planning treats both alike.
+Reports call them "estimated".
 """
 
 import dataclasses
@@ -32,13 +32,17 @@ _WEIGHT = 1e-4
 
 
 def estimated_times(backbone: BackboneSize) -> TimeModel:
-    """The time model by the figures of `h200`.
+    """Returns the time model by the figures of `h200`.
 
     Elementwise operators move 10 d + 8 f values per token, forward and backward: norms read and
-    write the stream, the gate its f-wide activations. Adapters of any rank take the time of
-    rank 16, because it is bound by reading the activations. In rows of several sequences, attention
-    costs as much as in rows of one, and the time to fill the memory of every sequence that the row
-    has room for. The update reads and writes masters, accumulators and moments.
+    write the stream of width d, and the gate reads and writes its activations of width f. Adapters
+    of any rank take the time of rank 16, because reading the activations limits them. In rows that
+    may hold several sequences, attention costs as much as in rows of one, plus the time to fill the
+    memory of every sequence that a row may hold. The update reads and writes masters, accumulators
+    and moments.
+
+    Args:
+      backbone: sizes of the backbone.
     """
     weights = _linear_weights(backbone)
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
@@ -81,8 +85,16 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
 
 
 def with_estimated_collectives(times: TimeModel, pp: int, tp: int) -> tuple[TimeModel, list[str]]:
-    """The model with an H200's all-reduces over `tp` and permutes over `pp` devices added where it
-    lacks them, and the names of the added ones."""
+    """Adds an H200's collectives to a time model where the model lacks them.
+
+    Args:
+      times: the time model; it is not changed.
+      pp: number of pipeline stages, the devices of a permute.
+      tp: number of tensor-parallel devices, the devices of an all-reduce.
+
+    Returns:
+      A new time model, and the names of the added collectives.
+    """
     estimates = {
         ("psum", "inner", tp): lambda payload: h200.all_reduce_seconds(payload, tp),
         ("ppermute", "inner", pp): h200.permute_seconds,
@@ -97,13 +109,14 @@ def with_estimated_collectives(times: TimeModel, pp: int, tp: int) -> tuple[Time
 
 
 def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> MemoryModel:
-    """The memory model by counting, as the engine counts.
+    """Returns the memory model by counting, as the engine counts.
 
-    Beyond weights, train state and kept values, a round needs the intermediates of one layer and
-    their gradients, or the logits of the loss if those take more.
+    Besides weights, train state and kept values, a round needs either the intermediates of one
+    layer and their gradients, or the logits of the loss, whichever take more.
 
     Args:
-      memory: bytes of a device; None for an H200's.
+      backbone: sizes of the backbone.
+      memory: bytes of a device that may be used; None for an H200's.
     """
     backbone = dataclasses.replace(backbone, kept=_kept(backbone))
     of_token = {policy: size for policy, (size, _) in backbone.kept.items()}
@@ -126,7 +139,8 @@ def _has_cudnn(backbone: BackboneSize) -> bool:
 
 
 def _sequence(backbone: BackboneSize) -> Curve:
-    """Backward seconds per token and sequence that its row has room for, over row lengths."""
+    """Returns the backward seconds per token and per sequence that a row may hold, over row
+    lengths."""
     packed = backbone.packed.working_sequence / h200.SEQUENCE_BYTES_PER_SECOND
     shortest = h200.SHORTEST_PACKED_ROWS
     return Curve.through(
@@ -135,8 +149,10 @@ def _sequence(backbone: BackboneSize) -> Curve:
 
 
 def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
-    """By remat policy, kept bytes per token, and per token and rank: the values that
-    `models.remat_policies` names, without the norms of heads."""
+    """Returns for each remat policy the kept bytes per token, and per token and rank.
+
+    They are those of the values that `models.remat_policies` names, without the norms of heads.
+    """
     d, size = backbone.hidden_size, backbone.stream_bytes
     q, kv, f = (_width(backbone, module) for module in ("q_proj", "k_proj", "gate_proj"))
     lean = 2 * d + q + (q + 2 * kv)

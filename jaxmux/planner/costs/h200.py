@@ -62,20 +62,27 @@ _BACKWARD_ATTENTION = _attention_fit(_ATTENTION_BOTH - _ATTENTION_FORWARD)
 
 
 def linear_seconds(tokens: float, weights: float, tp: int = 1) -> float:
-    """Seconds of frozen linears of `weights` weights in one direction, sharded over `tp` GPUs."""
+    """Returns the seconds of frozen linears in one direction (forward or backward).
+
+    Args:
+      tokens: tokens of the microbatch.
+      weights: number of weights of the linears.
+      tp: number of GPUs over which the linears are sharded.
+    """
     return 2 * weights / FLOPS / tp * (tokens + EXTRA_TOKENS)
 
 
 def adapter_seconds(task_tokens: Sequence[float], weights: float, tp: int = 1) -> float:
-    """Seconds of the fused adapters of several tasks on such linears: max(Σ u·t, max t) (MuxTune
-    Eq. 3).
+    """Returns the seconds in one direction of the fused adapters of several tasks.
 
-    An adapter alone seems longer by as many tokens as a GEMM, and its utilisation u is the share of
-    its own tokens.
+    The result is max(Σ u·t, max t) over the tasks (MuxTune Eq. 3). t is the time of a task's
+    adapters alone, as if they had `EXTRA_TOKENS` more tokens. The utilisation u is the fraction of
+    t that the task's own tokens take.
 
     Args:
       task_tokens: tokens of each task.
-      weights, tp: as of `linear_seconds`.
+      weights: number of weights of the linears that carry the adapters.
+      tp: number of GPUs over which the linears are sharded.
     """
     token = LORA_SHARE * 2 * weights / FLOPS / tp
     return token * max(sum(task_tokens), max(task_tokens) + EXTRA_TOKENS)
@@ -84,11 +91,11 @@ def adapter_seconds(task_tokens: Sequence[float], weights: float, tp: int = 1) -
 def attention_seconds(
     lengths: Sequence[int], tp: int = 1, width: int = _ATTENTION_WIDTH
 ) -> np.ndarray:
-    """Forward and backward seconds of a layer's causal attention over these sequences, float64 [2].
+    """Returns the forward and backward seconds of a layer's causal attention, float64 [2].
 
     Args:
       lengths: tokens of each sequence.
-      tp: GPUs that share the heads.
+      tp: number of GPUs that share the heads.
       width: width of all query heads together.
     """
     sizes = np.asarray(lengths, float)
@@ -97,10 +104,11 @@ def attention_seconds(
 
 
 def all_reduce_seconds(payload_bytes: float, devices: int) -> float:
-    """Seconds to sum `payload_bytes` bytes of every GPU around a ring."""
+    """Returns the seconds of a ring all-reduce in which each of `devices` GPUs puts in
+    `payload_bytes` bytes."""
     return 2 * (devices - 1) / devices * permute_seconds(payload_bytes)
 
 
 def permute_seconds(payload_bytes: float) -> float:
-    """Seconds to send `payload_bytes` bytes to a neighbour."""
+    """Returns the seconds in which a GPU sends `payload_bytes` bytes to a neighbour."""
     return payload_bytes / LINK_BYTES_PER_SECOND

@@ -1,9 +1,9 @@
-"""Chooses the layers that keep much and those that recompute, by the free memory."""
+"""Chooses which layers keep many values and which recompute them, by the free memory."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-# Part of the memory that plans may use: allocators leave gaps.
+# Fraction of a device's memory that plans may use; allocators leave gaps.
 USABLE = 0.97
 
 
@@ -15,14 +15,14 @@ def keeps_attention(remat: str) -> bool:
 def working_bytes(
     sizes: Mapping[str, float], loss_bytes: float, attention_bytes: float = 0.0
 ) -> float:
-    """Bytes that a pass needs while it runs, besides the values that layers keep.
+    """Returns the bytes that a pass needs while it runs, besides the values that layers keep.
 
-    While one layer goes backward, its inputs, its outputs and the gradients of all that it computed
+    During the backward pass of a layer, its inputs, its outputs and the gradients of all its values
     exist at the same time. Together they take a quarter more than the layer keeps under the policy
     that recomputes least.
 
     Args:
-      sizes: see `fill_layers`.
+      sizes: for each remat policy, the bytes that a layer keeps, as in `fill_layers`.
       loss_bytes: bytes of one block of the loss.
       attention_bytes: bytes of attention in rows of several sequences (`PackedBytes.needed_by`).
     """
@@ -30,15 +30,18 @@ def working_bytes(
 
 
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
-    """The remat policy of every layer: as many layers as there is room for get the first policy.
+    """Chooses the remat policy of every layer, from two neighbouring policies.
 
-    The layers before them get the next policy. These go backward last, when the memory of the other
+    The last layers get the policy that recomputes less, as many as there is room for. The layers
+    before them get the next policy. Their backward pass comes last, when the memory of the other
     layers is free again for their recomputation.
 
     Args:
-      sizes: bytes that a layer keeps under each policy, from least to most recomputation, falling.
+      sizes: for each remat policy, the bytes that a layer keeps. Policies are in the order from
+        least to most recomputation, so the bytes fall.
       layers: number of layers of the model.
-      room: bytes for all layers. If even the last policy needs more, all layers get it.
+      room: bytes for all layers. If even the last policy needs more, all layers get the last
+        policy.
     """
     names = list(sizes)
     for more, less in zip(names, names[1:], strict=False):
@@ -50,13 +53,13 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
 
 
 def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) -> tuple[str, ...]:
-    """The remat policy of every layer of a pipeline.
+    """Chooses the remat policy of every layer of a pipeline.
 
-    All stages are filled like the one with the most layers; a stage with fewer lacks layers of the
-    policy that recomputes most.
+    All stages are filled like the stage with the most layers. A stage with fewer layers omits
+    layers of the policy that recomputes most.
 
     Args:
-      sizes: see `fill_layers`.
+      sizes: for each remat policy, the bytes that a layer keeps, as in `fill_layers`.
       layers: number of layers of each stage.
       room: bytes for the layers of one stage.
     """
@@ -65,7 +68,7 @@ def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) 
 
 
 def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[str, ...]]:
-    """The policies of each stage's layers.
+    """Divides the policies of all layers among the stages.
 
     Args:
       policies: the policy of every layer.

@@ -3,10 +3,11 @@ online fit (mLoRA Eq. 5) for the rest.
 
   M_stage = [M_b + Σ M_g] / S + Σ M_a(b, l)                                  (MuxTune)
 
-M_b are the weights. M_g is the train state of each task: masters, accumulators, moments. M_a are
-the values that layers keep for the backward pass; they are counted too. The remaining memory is
-needed while a pass runs: temporaries, workspaces, blocks of logits. For rows of one sequence it is
-learnt as
+M_stage is the peak memory of one pipeline stage, S the number of stages. M_b are the bytes of the
+backbone's weights. M_g is the train state of each task: masters, accumulators, moments. M_a are the
+values that layers keep for the backward pass; they are counted too. The remaining memory is needed
+while a pass runs: temporaries, workspaces, blocks of logits. For rows of one sequence it is learnt
+as
 
   Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
 
@@ -47,17 +48,24 @@ _SLACK = 1.05
 
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
-    """A fitted memory model; `fit_memory_model` makes one. All sizes in bytes of one device.
+    """Predicts the peak memory of a round of a backbone on one kind of device.
 
-    Methods take the devices as `replica` and, as `in_flight`, the number of microbatches whose kept
-    values a stage holds at the same time; 1F1B holds as many as there are stages.
+    `device_models` returns a memory model; most callers use only its methods. `ReplicaCosts`
+    applies the model to the devices of a replica. All sizes are in bytes of one device. The peak is
+    the sum of weights, train state, the values that layers keep for their backward passes, and the
+    memory that a pass needs while it runs. A round fits if its peak is at most 97% of `memory`.
+
+    A microbatch is in flight on a stage from its forward pass to its backward pass; the stage keeps
+    its values during this time. The argument `in_flight` of the methods is the number of
+    microbatches in flight. The 1F1B schedule has as many in flight as there are stages. If
+    `replica` has several stages, results hold for the stage that needs the most memory.
 
     Attributes:
-      backbone: the profiled backbone.
-      memory: the device's memory that JAX may use.
-      working: the online fit of the memory that a pass needs beyond the counted parts.
-      packed_from: length in tokens of the shortest rows in which attention takes memory for every
-        sequence that a row has room for (see `PackedBytes`); infinite if it never does.
+      backbone: sizes of the backbone; its `kept` lists the remat policies that the model knows.
+      memory: bytes of one device that JAX may use.
+      working: the online fit of the memory that a pass needs while it runs.
+      packed_from: tokens of the shortest rows in which attention takes memory for every sequence
+        that a row may hold (see `PackedBytes`); infinite if attention never does.
     """
 
     backbone: BackboneSize
@@ -70,22 +78,37 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
-        """Bytes of weights and train state, [M_b + Σ M_g] / S, on a stage with the most layers."""
+        """Returns the bytes of weights and train state on the stage with the most layers.
+
+        This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
+        tasks, divided over the S stages. Tensor parallelism divides it further.
+
+        Args:
+          pool: the pool that holds all tasks.
+          replica: the devices.
+        """
         size = self.backbone
         of_layer = size.layer_bytes + pool.state_bytes(size) / size.layers
         fullest = max(replica.stage_layers(size.layers))
         return (fullest * of_layer + size.outside_bytes / replica.pp) / replica.tp
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
-        """Bytes that one layer keeps for its backward pass of `tokens` tokens, on each of `tp`
-        devices.
+        """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one
+        device.
 
-        Every device keeps the whole residual stream, before and after attention, its norms and the
-        adapters' rank-r intermediates. Everything else lies between column-parallel and
-        row-parallel linears, and each device keeps its share of it.
+        Every tensor-parallel device keeps the whole residual stream, before and after attention,
+        its norms and the adapters' intermediates of width r. All other values lie between
+        column-parallel and row-parallel linears, and each device keeps 1/tp of them. The additional
+        bytes of attention in rows of several sequences are not included.
+
+        Args:
+          tokens: N, tokens of the microbatch.
+          rank: R, rank of the pool.
+          remat: remat policy of the layer.
+          tp: number of tensor-parallel devices.
 
         Raises:
-          ProfileError: the profile does not know the remat policy.
+          ProfileError: the profile does not contain the remat policy.
         """
         if remat not in self.backbone.kept:
             known = ", ".join(self.backbone.kept)
@@ -105,10 +128,19 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: int = 1,
     ) -> float:
-        """M_stage, the peak memory of a round on the stage that needs most.
+        """Returns the peak memory of a round, in bytes of a device of the stage that needs the
+        most.
 
         Args:
-          remat: the policy of all layers, or of each; None for those that the engine picks.
+          shape: shape class of the microbatches.
+          pool: the pool that holds all tasks.
+          remat: remat policy of all layers, or one policy for each layer; None for the policies
+            that the method `policies` returns.
+          replica: the devices.
+          in_flight: number of microbatches in flight on a stage.
+
+        Raises:
+          ProfileError: the profile does not contain the remat policy.
         """
         counted = self._counted(shape, pool, remat, replica, in_flight)
         return counted + max(self._packed(shape, replica), self._learnt(shape))
@@ -120,10 +152,16 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: int = 1,
     ) -> tuple[str, ...]:
-        """The remat policy of every layer that the engine's "auto" picks.
+        """Returns the remat policy of every layer, as the engine picks them with remat "auto".
 
-        As many layers of a stage as there is room for get the policy that recomputes less; all
-        stages are filled alike.
+        As many layers of a stage as there is room for get a policy that recomputes less; the other
+        layers get the next policy. All stages are filled alike.
+
+        Args:
+          shape: shape class of the microbatches.
+          pool: the pool that holds all tasks.
+          replica: the devices.
+          in_flight: number of microbatches in flight on a stage.
         """
         sizes = {r: self._of_layer(shape, pool, r, replica) for r in self.backbone.kept}
         packed = self._packed(shape, replica)
@@ -138,7 +176,14 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: int = 1,
     ) -> bool:
-        """Whether a round fits into memory if layers recompute all that they can."""
+        """Returns whether a round fits into memory if every layer recomputes as much as possible.
+
+        Args:
+          shape: shape class of the microbatches.
+          pool: the pool that holds all tasks.
+          replica: the devices.
+          in_flight: number of microbatches in flight on a stage.
+        """
         least = list(self.backbone.kept)[-1]
         return self.peak(shape, pool, least, replica, in_flight) <= USABLE * self.memory
 
@@ -149,14 +194,18 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         more_stages: bool = True,
     ) -> None:
-        """Checks that a round of one microbatch fits.
+        """Raises an error if a round with one microbatch in flight does not fit; `fits` only tells.
 
         Args:
+          shape: shape class of the microbatches.
+          pool: the pool that holds all tasks.
+          replica: the devices.
           more_stages: whether the message may propose more pipeline stages.
 
         Raises:
-          PlanningError: it does not fit. The message says how much it needs and, for everything
-            that could be changed alone, the smallest change that would make it fit.
+          PlanningError: the round does not fit. The message gives the needed memory, and the
+            nearest numbers of slots, rank, tokens and stages each of which alone would make the
+            round fit.
         """
         if self.fits(shape, pool, replica):
             return
@@ -172,7 +221,17 @@ class MemoryModel:
     def observe(
         self, shape: ShapeClass, pool: PoolSpec, remat: str | Sequence[str], peak_bytes: int
     ) -> "MemoryModel":
-        """The model after a round on one device needed at most `peak_bytes`."""
+        """Returns a model that has learnt from the measured peak memory of a round on one device.
+
+        If the memory of attention in rows of several sequences explains the peak, the peak says
+        nothing about the learnt part, and the result is this model.
+
+        Args:
+          shape: shape class of the round's microbatches.
+          pool: the pool of the round.
+          remat: remat policy of all layers in the round, or one policy for each layer.
+          peak_bytes: the most bytes of the device's memory that were in use at the same time.
+        """
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE, 1)
         if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):
             # Attention needed most, so the peak says nothing about the rest.
@@ -181,11 +240,11 @@ class MemoryModel:
         return dataclasses.replace(self, working=working)
 
     def _learnt(self, shape: ShapeClass) -> float:
-        """Bytes that a pass needs, by the online fit."""
+        """Returns the bytes that a pass needs while it runs, by the online fit."""
         return float(self._coefficients @ _features(shape))
 
     def _counted(self, shape, pool, remat, replica, in_flight) -> float:
-        """Bytes of weights, train state and kept values."""
+        """Returns the bytes of weights, train state and kept values."""
         layers = self.backbone.layers
         if remat is None:
             remat = self.policies(shape, pool, replica, in_flight)
@@ -196,24 +255,27 @@ class MemoryModel:
         return self.resident(pool, replica) + in_flight * kept
 
     def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
-        """Bytes that one layer keeps, with those of attention in rows of several sequences."""
+        """Returns the bytes that one layer keeps, with those of attention in rows of several
+        sequences."""
         kept = self.kept(shape.tokens, pool.rank, remat, replica.tp)
         packed = self.backbone.packed.kept_by(shape.tokens, self._paid_sequences(shape))
         return kept + packed / replica.tp * keeps_attention(remat)
 
     def _packed(self, shape: ShapeClass, replica: Replica) -> float:
-        """Bytes that attention needs in rows of several sequences while a layer goes backward."""
+        """Returns the bytes that attention needs in rows of several sequences during a layer's
+        backward pass."""
         needed = self.backbone.packed.needed_by(shape.tokens, self._paid_sequences(shape))
         return needed / replica.tp
 
     def _paid_sequences(self, shape: ShapeClass) -> int:
-        """Sequences per row that attention takes memory for."""
+        """Returns the number of sequences per row for which attention takes memory."""
         return shape.max_sequences if shape.row_len >= self.packed_from else 1
 
     def _changes(
         self, shape: ShapeClass, pool: PoolSpec, replica: Replica, more_stages: bool
     ) -> list[str]:
-        """For each of slots, rank, tokens and stages, the nearest value with which it fits."""
+        """Returns, for each of slots, rank, tokens and stages, the nearest value with which the
+        round fits."""
         unit = max(1, shape.chunk_len // shape.row_len)
         shapes = [dataclasses.replace(shape, rows=r) for r in range(unit, shape.rows, unit)]
         tokens = [s.tokens for s in shapes if self.fits(s, pool, replica)]
@@ -233,13 +295,15 @@ class MemoryModel:
 
 
 def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel:
-    """The memory model of the profiled backbone and device.
+    """Returns the memory model of the profiled backbone and device.
 
     Args:
-      memory: bytes of a device that may be used; None for the profile's own figure.
+      profile: the measurements; `read_profile` reads them from a file.
+      memory: bytes of a device that may be used; None for the memory in the profile.
 
     Raises:
-      ProfileError: the profile does not hold the device's memory, or no peak of an adapted layer.
+      ProfileError: the profile holds neither the device's memory nor is `memory` given, or it holds
+        no peak of an adapted layer.
     """
     memory = memory or profile.memory_bytes
     if not memory:
@@ -268,10 +332,12 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
 
 
 def _shortest_packed_rows(profile: Profile) -> float:
-    """Length of the shortest rows in which every sequence that a row has room for may take memory.
+    """Returns the length of the shortest rows in which attention takes memory for every sequence
+    that a row may hold.
 
-    It is the length next to the longest measured one at which they took none; infinite if they
-    never took any.
+    The result is the smaller of two lengths: the shortest measured row length at which attention
+    took this memory, and twice the longest measured row length below it. It is infinite if
+    attention never took this memory.
     """
     peaks = {p: peak for p, _, peak in profile.measurements if isinstance(p, AttentionPoint)}
     taken: dict[int, bool] = {}

@@ -11,7 +11,7 @@ _TIE_BREAK = 1e-7
 
 
 class OnlineFit(NamedTuple):
-    """A linear model y = β · x with β >= 0, and a summary of all its observations.
+    """A linear model y = β · x with β >= 0, with a summary of all its observations.
 
     Attributes:
       triangle: float64 [features + 1, features + 1], R of the QR decomposition of the rows (x, y)
@@ -29,7 +29,13 @@ class OnlineFit(NamedTuple):
         return cls(np.zeros((features + 1, features + 1)))
 
     def observe(self, x: np.ndarray, y: float, weight: float = 1.0) -> "OnlineFit":
-        """The model after one more observation; `weight` is that of its squared residual."""
+        """Returns a new model with one more observation.
+
+        Args:
+          x: the features, float64 [features].
+          y: the observed value.
+          weight: weight of the observation's squared residual.
+        """
         row = np.sqrt(weight) * np.append(x, y)
         triangle = np.linalg.qr(np.vstack([self.triangle, row]), mode="r")
         return OnlineFit(triangle, self.observations + 1)

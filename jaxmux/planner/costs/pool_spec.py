@@ -1,4 +1,4 @@
-"""The sizes of a pool, on which the compiled programs and the costs depend."""
+"""The sizes of a pool, which determine the compiled programs and the costs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,14 +12,21 @@ _FLOAT32 = 4
 
 
 class PoolSpec(NamedTuple):
-    """Sizes of the stacked adapters of all slots.
+    """Sizes of a pool: the stacked LoRA adapters of all slots, with gradients and optimizer state.
+
+    A slot is the place of one task in the pool. `PreparedTask.pool` gives the pool of a single
+    task; `merge_pool_specs` gives the pool of several tasks.
 
     Attributes:
-      slots: T, most tasks that are live together.
-      rank: R; the adapters of all slots are padded to it.
-      modules: module paths of the adapted linears; None for all.
-      dropout: whether any task drops input features of its adapter.
-      optimizer: of the tasks' optimizer kinds, the one with the most moments.
+      slots: T, number of slots, the most tasks that train at the same time.
+      rank: R, rank of the pool. The adapters of all slots are padded to this rank.
+      modules: module paths, for example "self_attn.q_proj", of the linears that carry an adapter;
+        they are keys of `BackboneSize.linears` and of the result of `peft.resolve_targets`. None
+        stands for all linears of `BackboneSize.linears`, and an empty tuple for none.
+      dropout: whether any task applies dropout to the input of its adapter.
+      optimizer: kind of the optimizer for which memory is reserved, a key of
+        `jaxmux.optimizers.OPTIMIZERS`. If the tasks use several kinds, it is the kind with the most
+        moments per parameter.
     """
 
     slots: int
@@ -29,10 +36,14 @@ class PoolSpec(NamedTuple):
     optimizer: str = "adamw"
 
     def share(self, backbone: BackboneSize) -> float:
-        """Adapter parameters, divided by those of a pool that adapts every linear.
+        """Returns the number of adapter parameters as a fraction of those of a pool that adapts
+        every linear.
+
+        Args:
+          backbone: sizes of the backbone.
 
         Raises:
-          PlanningError: the backbone has no such linear.
+          PlanningError: the backbone has no linear of a given module path.
         """
         if self.modules is None:
             return 1.0
@@ -44,15 +55,29 @@ class PoolSpec(NamedTuple):
         return width / backbone.adapter_width
 
     def parameters(self, backbone: BackboneSize) -> int:
-        """Adapter parameters of all slots and layers, padding included."""
+        """Returns the number of adapter parameters of all slots and layers, padding to the pool's
+        rank included.
+
+        Args:
+          backbone: sizes of the backbone.
+
+        Raises:
+          PlanningError: the backbone has no linear of a given module path.
+        """
         width = round(self.share(backbone) * backbone.adapter_width)
         return backbone.layers * self.slots * self.rank * width
 
     def state_bytes(self, backbone: BackboneSize) -> int:
-        """Bytes of the float32 masters, gradient accumulators and moments of all slots and layers.
+        """Returns the bytes of the train state of all slots and layers together.
+
+        The train state holds float32 masters, gradient accumulators and optimizer moments.
+
+        Args:
+          backbone: sizes of the backbone.
 
         Raises:
-          PlanningError: the optimizer is unknown.
+          PlanningError: the kind of optimizer is unknown, or the backbone has no linear of a given
+            module path.
         """
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
@@ -62,14 +87,16 @@ class PoolSpec(NamedTuple):
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:
-    """The pool of all tasks together.
+    """Returns the sizes of one pool that holds several tasks together.
 
-    Ranks are padded to the highest, every adapted linear is included, and the optimizer is the one
-    with the most moments.
+    Its slots are the sum of the slots, its rank is the highest rank, and it adapts every linear
+    that any task adapts. Its optimizer is the kind with the most moments.
 
     Args:
-      pools: the pool that each task needs alone. It may be empty only if `least` is given.
-      least: the pool has room for at least this, whoever uses it.
+      pools: for each task, the pool that the task needs alone (`PreparedTask.pool`). It may be
+        empty only if `least` is given.
+      least: a pool whose slots, rank, linears and dropout the result provides at least; None for no
+        such minimum. Its optimizer counts only if `pools` is empty.
     """
     everything = [*pools, *([least] if least else [])]
     modules = dict.fromkeys(module for pool in everything for module in pool.modules or ())

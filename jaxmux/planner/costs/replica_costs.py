@@ -20,10 +20,10 @@ AUTO = "auto"
 
 
 class _Residuals(NamedTuple):
-    """What a stage keeps for backward passes that are still to come.
+    """The choice of values that a stage keeps for its backward passes.
 
     Attributes:
-      depth: most microbatches in flight.
+      depth: the most microbatches in flight.
       policies: remat policy of every layer.
     """
 
@@ -33,25 +33,30 @@ class _Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaCosts:
-    """The costs of a run on one replica. Times in seconds, sizes in bytes of one device.
+    """The costs of training on one replica: seconds and bytes for each pipeline stage.
 
-    A microbatch's time depends on its shape class and on how many of its chunks are empty, and on
-    nothing else in it: attention is priced by the length of its rows. Layers are divided over the
-    stages as evenly as possible, the head in equal parts. The all-reduces of tensor parallelism,
-    two in each pass of a layer, are not hidden.
+    `TimeModel` and `MemoryModel` predict layers and whole rounds; this class applies them to a
+    pool, a replica and a remat policy. Times are in seconds, sizes in bytes of one device. The time
+    of a microbatch depends only on its shape class and on the number of its tokens in chunks that
+    belong to a task. Layers are divided over the stages as evenly as possible, the time of the head
+    equally. Each pass of a layer has two all-reduces among tensor-parallel devices, which no
+    computation hides.
 
-    With `remat="auto"` a stage has room for `in_flight` microbatches, and layers recompute as
-    little as that leaves memory for. The stage has room for more microbatches where they cost no
-    recomputation, and for fewer only where `in_flight` of them do not fit although layers recompute
-    all that they can.
+    A microbatch is in flight on a stage from its forward pass to its backward pass; the stage keeps
+    its values during this time. With `remat="auto"`, the layers recompute as little as possible
+    such that `in_flight` microbatches fit into memory. `depth` is then larger than `in_flight` if
+    further microbatches fit with the same policies. It is smaller only if `in_flight` microbatches
+    do not fit even with the most recomputation.
 
     Attributes:
-      times: time model of the backbone and the device.
-      memory: memory model of the same.
-      pool: the pool of all tasks together.
+      times: time model of the backbone and the device, from `device_models`.
+      memory: memory model of the same backbone and device, from `device_models`.
+      pool: the pool that holds all tasks.
       replica: the devices.
-      remat: remat policy of all layers, or "auto" for those that the engine picks.
-      in_flight: microbatches to make room for; None for one per stage, as in 1F1B.
+      remat: remat policy of all layers: "norms", "dots", "lean" or "full" (see the package's
+        docstring), or "auto" for the policies that the engine picks by the free memory.
+      in_flight: the number of microbatches in flight for which a stage needs room; None for the
+        number of stages, as in the 1F1B schedule.
     """
 
     times: TimeModel
@@ -63,23 +68,29 @@ class ReplicaCosts:
 
     @property
     def most_in_flight(self) -> int:
-        """Most microbatches that a stage can make use of at the same time."""
+        """The most microbatches in flight that can speed up a stage: 2 · (number of stages) - 1."""
         return 2 * self.replica.pp - 1
 
     def depth(self, shape: ShapeClass) -> int:
-        """Most microbatches in flight on a stage that fit into memory under `policies`, at most
-        `most_in_flight`; 0 where not even one fits."""
+        """Returns the most microbatches in flight on a stage that fit into memory under `policies`.
+
+        The result is at most `most_in_flight`, and 0 if not even one microbatch fits.
+
+        Args:
+          shape: shape class of the microbatches.
+        """
         return self._residuals(shape).depth
 
     def require(self, shape: ShapeClass, more_stages: bool = True) -> None:
-        """Checks that one microbatch fits.
+        """Raises an error if not even one microbatch fits into memory.
 
         Args:
+          shape: shape class of the microbatch.
           more_stages: whether the message may propose more pipeline stages.
 
         Raises:
-          PlanningError: it does not fit; the message names the smallest changes that would make it
-            fit.
+          PlanningError: the microbatch does not fit; the message names changes, each of which alone
+            would make it fit.
         """
         if self._fits(shape, 1):
             return
@@ -91,17 +102,24 @@ class ReplicaCosts:
         )
 
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:
-        """The remat policy of every layer, with `depth` microbatches in flight."""
+        """Returns the remat policy of each of the L layers, with which `depth` microbatches fit.
+
+        Args:
+          shape: shape class of the microbatches.
+        """
         return self._residuals(shape).policies
 
     def stages(
         self, shape: ShapeClass, owned: float | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward seconds of a microbatch on each stage, float64 [S] each, with the
-        stage's part of the head.
+        """Returns the forward seconds and the backward seconds of a microbatch on each of the S
+        stages.
+
+        Both arrays are float64 [S]. They include the stage's part of the time of the head.
 
         Args:
-          owned: tokens of the chunks that are not empty; None for all.
+          shape: shape class of the microbatch.
+          owned: tokens of the chunks that belong to a task; None if all chunks do.
         """
         policies, tp = self.policies(shape), self.replica.tp
         layer = {policy: self._layer(shape, owned, policy) for policy in set(policies)}
@@ -115,21 +133,34 @@ class ReplicaCosts:
         return forward, backward
 
     def microbatch(self, shape: ShapeClass, owned: float | None = None) -> float:
-        """Forward and backward seconds on the slowest stage; infinite where it does not fit.
+        """Returns the forward and backward seconds of a microbatch on the slowest stage.
 
-        Arguments as of `stages`.
+        The result is infinite if the microbatch does not fit into memory. This method is the
+        function `seconds` that `packing.choose_shape` needs.
+
+        Args:
+          shape: shape class of the microbatch.
+          owned: tokens of the chunks that belong to a task; None if all chunks do.
         """
         return float(sum(self.stages(shape, owned)).max()) if self.depth(shape) else np.inf
 
     def permute(self, shape: ShapeClass) -> float:
-        """Seconds of the messages between neighbouring stages at the end of a tick."""
+        """Returns the seconds in which every stage sends the stream of a microbatch to the next
+        stage.
+
+        Schedules add this time to each tick. It is 0 for a single stage.
+
+        Args:
+          shape: shape class of the microbatch.
+        """
         return self.times.collective("ppermute", self.replica.pp, self._stream_bytes(shape))
 
     def update(self) -> float:
-        """Seconds of a round besides its microbatches: every task's update and the overhead.
+        """Returns the seconds of a round besides its microbatches: the optimizer update of all
+        tasks and the overhead of a round.
 
         Raises:
-          ProfileError: the profile measures no update of the pool's optimizer.
+          ProfileError: the profile measures no update by the pool's optimizer.
         """
         if self.pool.optimizer not in self.times.update:
             raise ProfileError(f"the profile measures no update of {self.pool.optimizer!r}")
@@ -137,7 +168,14 @@ class ReplicaCosts:
         return self.times.update[self.pool.optimizer](own) + self.times.round_overhead
 
     def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
-        """Peak memory in bytes of a device with `in_flight` microbatches in flight."""
+        """Returns the peak memory in bytes of a device of the stage that needs the most.
+
+        Args:
+          shape: shape class of the microbatches.
+          remat: remat policy of all layers, or one policy for each layer; "auto" is not allowed
+            here. `policies` returns the policies that "auto" picks.
+          in_flight: number of microbatches in flight on a stage.
+        """
         return self.memory.peak(shape, self.pool, remat, self.replica, in_flight)
 
     @functools.cached_property
@@ -146,8 +184,12 @@ class ReplicaCosts:
         return functools.cache(self._choose_residuals)
 
     def _choose_residuals(self, shape: ShapeClass) -> _Residuals:
-        """The least recomputation with the wanted number of microbatches in flight, or with as many
-        as fit, and how many fit without more recomputation."""
+        """Chooses the least recomputation with which the wanted number of microbatches in flight
+        fits.
+
+        If the wanted number does not fit at all, the choice is for as many as fit. The depth is the
+        number that fits without further recomputation.
+        """
         deepest = next((k for k in range(self.most_in_flight, 0, -1) if self._fits(shape, k)), 0)
         needed = min(self.in_flight or self.replica.pp, deepest)
         policies = self._fill(shape, needed)
@@ -160,7 +202,7 @@ class ReplicaCosts:
         return self.memory.policies(shape, self.pool, self.replica, max(1, in_flight))
 
     def _layer(self, shape: ShapeClass, owned: float | None, policy: str) -> np.ndarray:
-        """Forward and backward seconds of a layer with their all-reduces: float64 [2]."""
+        """Returns the forward and backward seconds of a layer and its all-reduces: float64 [2]."""
         tp, tokens = self.replica.tp, shape.tokens if owned is None else owned
         passes = self.times.layer(shape, (tokens,), self.pool, policy, tp, total=shape.tokens)
         return np.array(passes) + 2 * self.times.collective("psum", tp, self._stream_bytes(shape))

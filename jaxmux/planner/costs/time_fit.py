@@ -24,7 +24,10 @@ from .time_model import Passes, TimeModel
 
 
 def fit_time_model(profile: Profile) -> TimeModel:
-    """The time model of the measured device and backbone.
+    """Returns the time model of the measured device and backbone.
+
+    Args:
+      profile: the measurements; `read_profile` reads them from a file.
 
     Raises:
       ProfileError: the profile lacks a measurement that the model needs; the message names it.
@@ -72,7 +75,7 @@ def fit_time_model(profile: Profile) -> TimeModel:
 
 
 def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
-    """Seconds that the model predicts for a measured layer."""
+    """Returns the forward and backward seconds that the model predicts for a measured layer."""
     tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
     pool = PoolSpec(point.slots, point.rank, dropout=point.dropout)
     return model.layer(shape_of(point), tokens, pool, point.remat, total=point.tokens)

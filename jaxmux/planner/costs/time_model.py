@@ -1,9 +1,10 @@
 """The time of layers, microbatches and rounds: MuxTune's cost model (3.3).
 
-A layer takes t_o(n) for its base operators over all n tokens of a microbatch, time for attention by
-the length of its rows, and time for the fused adapters of the tasks. With a frozen backbone the
-forward and the backward pass are nearly alike; they are kept apart because attention and
-recomputation are not.
+The time of a layer has three parts: t_o(n) for the base operators over all n tokens of a
+microbatch, the time of attention, which depends on the length of the rows, and the time of the
+tasks' fused adapters. With a frozen backbone the forward and the backward pass take nearly the same
+time. The model keeps them apart because their attention differs and only the backward pass
+recomputes values.
 """
 
 import dataclasses
@@ -19,12 +20,17 @@ from .curve import Curve
 from .device_profile import BackboneSize, ProfileError
 from .pool_spec import PoolSpec
 
-# The remat policy of all layers, or of each.
+# One remat policy for all layers, or a sequence with one policy for each layer.
 Remat = str | Sequence[str]
 
 
 class Passes(NamedTuple):
-    """Seconds of a forward and of a backward pass."""
+    """The seconds of a forward pass and of the backward pass that belongs to it.
+
+    Attributes:
+      forward: seconds of the forward pass.
+      backward: seconds of the backward pass, with its recomputation.
+    """
 
     forward: float
     backward: float
@@ -37,26 +43,41 @@ class Passes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TimeModel:
-    """A fitted cost model; `time_fit.fit_time_model` makes one. All times in seconds.
+    """Predicts the seconds of a layer, a microbatch or a round of a backbone on one kind of device.
+
+    `device_models` returns a time model; most callers use only its methods. `ReplicaCosts` applies
+    the model to the stages of a replica. The attributes are fitted to a profile or estimated. All
+    times are in seconds.
+
+    In the methods, `remat` is a remat policy ("norms", "dots", "lean" or "full", see the package's
+    docstring), and `tokens` gives for each task the tokens of its chunks. A chunk that belongs to
+    no task is called empty.
 
     Attributes:
-      backbone: the measured backbone.
-      base: Σ_o t_o(n), forward and backward of a frozen layer over n tokens, in rows of one
-        sequence and `row_len` tokens.
+      backbone: sizes of the backbone whose layers are predicted.
+      base: Σ_o t_o(n), forward and backward seconds of all base operators of a frozen layer, as a
+        function of n tokens that lie in rows of `row_len` tokens with one sequence each. The sum is
+        over the base operators o: every operator of the layer except the adapters.
       row_len: tokens of the rows with which `base` was measured.
-      attention: forward and backward of a layer's attention.
-      attention_forward: its forward pass alone.
-      adapters: the fused adapters of a layer.
-      empty_share: time in `base` of a token of an empty chunk, divided by that of another token:
-        matrix products skip it, everything else does not.
-      forward_share: part of a layer's time that is its forward pass, without the extra attention
-        of longer rows.
-      recompute: by remat policy, the time of recomputation as a part of `base`, relative to "dots".
-      head: last norm, head and loss, over tokens.
-      update: by optimizer kind, the update of all slots, over the parameters of the pool.
-      round_overhead: mean overhead of a round: measured time minus the predicted times of its
-        microbatches and update.
-      collectives: by (collective, axis, devices), over the bytes that each device puts in.
+      attention: forward and backward seconds of a layer's attention per token, by row length.
+      attention_forward: seconds of the forward pass of a layer's attention per token, by row
+        length.
+      adapters: coefficients of the time of a layer's fused adapters.
+      empty_share: the time in `base` of a token of an empty chunk, divided by the time of a token
+        of another chunk. Matrix products skip empty chunks; other operators do not.
+      forward_share: fraction of the time of base operators and adapters that the forward pass
+        takes. The difference in attention time between other rows and the rows of `base` is not
+        part of this time.
+      recompute: for each remat policy, the time of recomputation minus that of "dots", as a
+        fraction of `base`; negative for a policy that recomputes less than "dots".
+      head: forward and backward seconds of the last norm, the head and the loss, as a function of
+        the tokens of a microbatch.
+      update: for each kind of optimizer, the seconds of the optimizer update of all slots, as a
+        function of the number of parameters of the pool.
+      round_overhead: mean overhead of a round in seconds: measured time minus the predicted times
+        of its microbatches and update.
+      collectives: for each (collective, axis, devices), the seconds of the collective as a function
+        of the bytes that each device puts in. The keys are as in `CollectivePoint`.
     """
 
     backbone: BackboneSize
@@ -76,8 +97,22 @@ class TimeModel:
     def predict(
         self, shape: ShapeClass, tasks: int, rank: int, microbatches: int = 1, remat: Remat = "dots"
     ) -> float:
-        """Seconds of a round of `tasks` tasks of one rank that fill every microbatch in equal
-        parts."""
+        """Returns the seconds of a round on one device, in the simple case of equal tasks.
+
+        Every task has the same rank and owns an equal part of every microbatch. `round` covers the
+        general case.
+
+        Args:
+          shape: shape class of the microbatches.
+          tasks: number of tasks; the pool has one slot for each.
+          rank: R, rank of the adapters, on all linears.
+          microbatches: number of microbatches of the round.
+          remat: remat policy of all layers, or one policy for each layer.
+
+        Raises:
+          ProfileError: the remat policy, or an update by AdamW, was not measured.
+          PlanningError: the number of policies is not the number of layers.
+        """
         full = (shape.tokens / tasks,) * tasks
         return self.round(shape, [full] * microbatches, PoolSpec(tasks, rank), remat)
 
@@ -88,11 +123,19 @@ class TimeModel:
         pool: PoolSpec,
         remat: Remat = "dots",
     ) -> float:
-        """Seconds of a round on one device: Σ microbatches (layers + head) + update + overhead.
+        """Returns the seconds of a round on one device: its microbatches, one update and the
+        overhead.
 
         Args:
-          microbatches: for each microbatch, the tokens of every task's chunks in it; the remaining
-            chunks of the shape class are empty.
+          shape: shape class of the microbatches.
+          microbatches: for each microbatch, the tokens of every task's chunks in it (one number for
+            each task that has any). The remaining chunks of the microbatch are empty.
+          pool: the pool that holds all tasks.
+          remat: remat policy of all layers, or one policy for each layer.
+
+        Raises:
+          ProfileError: the remat policy, or an update by the pool's optimizer, was not measured.
+          PlanningError: the number of policies is not the number of layers.
         """
         if pool.optimizer not in self.update:
             raise ProfileError(f"the profile measures no update of {pool.optimizer!r}")
@@ -103,10 +146,19 @@ class TimeModel:
     def microbatch(
         self, shape: ShapeClass, tokens: Sequence[float], pool: PoolSpec, remat: Remat = "dots"
     ) -> float:
-        """Forward and backward seconds of one microbatch.
+        """Returns the forward and backward seconds of one microbatch on one device: all layers and
+        the head.
 
         Args:
-          tokens: tokens of every task's chunks in it.
+          shape: shape class of the microbatch.
+          tokens: for each task with chunks in the microbatch, the tokens of these chunks. The
+            remaining chunks are empty.
+          pool: the pool that holds all tasks.
+          remat: remat policy of all layers, or one policy for each layer.
+
+        Raises:
+          ProfileError: the remat policy was not measured.
+          PlanningError: the number of policies is not the number of layers.
         """
         policies = (remat,) * self.backbone.layers if isinstance(remat, str) else remat
         if len(policies) != self.backbone.layers:
@@ -127,12 +179,20 @@ class TimeModel:
         tp: int = 1,
         total: float | None = None,
     ) -> Passes:
-        """One decoder layer: base operators over `tp` devices and fused adapters (MuxTune Eq. 3).
+        """Returns the forward and backward seconds of one decoder layer for one microbatch (MuxTune
+        Eq. 3).
+
+        The all-reduces of tensor parallelism are not included; `collective` predicts them.
 
         Args:
-          shape: only its row length, chunk length and sequences per row are read.
-          tokens: n_k, tokens of each task's chunks.
-          total: tokens of the microbatch, empty chunks included; None for Σ_k n_k.
+          shape: shape class of the microbatch. Only its row length, chunk length and
+            `max_sequences` are read.
+          tokens: n_k, the tokens of the chunks of each task k.
+          pool: the pool that holds all tasks.
+          remat: remat policy of the layer.
+          tp: number of tensor-parallel devices that share the base operators.
+          total: tokens of the microbatch, empty chunks included; None for Σ_k n_k, a microbatch
+            without empty chunks.
 
         Raises:
           ProfileError: the remat policy was not measured.
@@ -153,16 +213,24 @@ class TimeModel:
         return Passes(forward, both - forward + self.recompute[remat] * base)
 
     def _rows(self, times: AttentionTimes, shape: ShapeClass) -> float:
-        """Seconds per token that attention takes longer in these rows than in those of `base`."""
+        """Returns the seconds per token that attention takes in these rows, minus those in the rows
+        of `base`."""
         return times(shape.row_len, shape.max_sequences) - times(self.row_len, max_sequences=1)
 
     def collective(
         self, collective: str, devices: int, payload_bytes: float, axis: str = "inner"
     ) -> float:
-        """Seconds of a collective among `devices` devices that each put in `payload_bytes`.
+        """Returns the seconds of one collective among several devices; 0 for one device.
+
+        Args:
+          collective: "psum" (sum over the devices), "all_gather" (concatenation of their values) or
+            "ppermute" (each device sends to the next).
+          devices: number of devices that take part.
+          payload_bytes: bytes that each device puts in.
+          axis: "inner" for neighbouring devices, "outer" for devices that lie furthest apart.
 
         Raises:
-          ProfileError: it was not measured.
+          ProfileError: the collective was not measured on this number of devices and this axis.
         """
         if devices == 1:
             return 0.0

@@ -1,7 +1,7 @@
-"""Bin packing: sizes into as few bins of one capacity as possible.
+"""Bin packing: puts items of given sizes into as few bins of one capacity as possible.
 
-Two constructions and a bound nearly always meet, so that the answer is known to be optimal without
-a solver. A bin may also have a limit on its number of items.
+Two constructions nearly always meet a lower bound, so the answer is known to be optimal without a
+solver. A bin may also have a limit on its number of items.
 """
 
 from collections import Counter, deque
@@ -12,19 +12,18 @@ import numpy as np
 
 
 def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> int:
-    """A lower bound on the bins of any packing: Martello and Toth's L2, and the limit on
-    items.
+    """Returns a lower bound on the number of bins of any packing.
 
-    For a threshold α, an item above `capacity` - α shares a bin with no item of at least α, and two
-    items above half the capacity never share one. The items from α to half the capacity fill the
-    room beside those; items that do not fit there need further bins. L2 is the best such bound over
-    all α (Martello and Toth, Lower bounds and reduction procedures for the bin packing problem,
-    1990).
+    It is the larger of Martello and Toth's L2 and the bound by the number of items. For a threshold
+    α, an item above `capacity` - α shares a bin with no item of at least α, and two items above
+    half the capacity never share one. The items from α to half the capacity fill the room beside
+    those; items that do not fit there need further bins. L2 is the best such bound over all α
+    (Martello and Toth, Lower bounds and reduction procedures for the bin packing problem, 1990).
 
     Args:
-      sizes: positive, at most `capacity` each.
-      capacity: of a bin, in the unit of the sizes.
-      most_items: most items of a bin; None for no limit.
+      sizes: size of each item, positive and at most `capacity`.
+      capacity: capacity of a bin, in the unit of the sizes.
+      most_items: the most items that a bin may hold; None for no limit.
     """
     if not len(sizes):
         return 0
@@ -44,7 +43,10 @@ def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = Non
 def first_fit_decreasing(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Indices of the items of each bin: longest item first, into the first bin with room."""
+    """Packs items, longest first, each into the first bin with room.
+
+    Arguments as in `least_bins`. Returns the indices of the items of each bin.
+    """
     bins: list[list[int]] = []
     rooms: list[int] = []
     for size, items in groupby(_longest_first(sizes), key=sizes.__getitem__):
@@ -64,12 +66,14 @@ def first_fit_decreasing(
 def fullest_bins(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Indices of the items of each bin; every bin is filled as full as the remaining items allow.
+    """Packs items so that every bin is as full as the remaining items allow.
 
-    A bin takes the longest remaining item and the items with which the least room is left; of
-    several such choices, one of the fewest items (minimum bin slack; Gupta and Ho, A new heuristic
-    algorithm for the one-dimensional bin-packing problem, 1999). Short items
-    therefore remain for later gaps. Arguments as of `least_bins`.
+    A bin takes the longest remaining item and those further items that leave the least room. Of
+    several such choices it takes one with the fewest items, so that short items remain for gaps in
+    later bins (minimum bin slack; Gupta and Ho, A new heuristic algorithm for the one-dimensional
+    bin-packing problem, 1999).
+
+    Arguments as in `least_bins`. Returns the indices of the items of each bin.
     """
     order = _longest_first(sizes)
     left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
@@ -95,10 +99,10 @@ def fullest_bins(
 
 
 def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> list[int]:
-    """Indices, ascending, of the fewest items with the largest sum within `capacity`.
+    """Returns the indices, ascending, of the fewest items with the largest sum within `capacity`.
 
-    Of several such choices it is the one that spares the shortest items, so the answer is unique.
-    Arguments as of `least_bins`.
+    Of several such choices it takes the one that leaves the shortest items over, so the answer is
+    unique. Arguments as in `least_bins`.
     """
     fitting = [i for i in _longest_first(sizes) if sizes[i] <= capacity]
     chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, most_items)

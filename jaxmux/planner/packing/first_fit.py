@@ -1,9 +1,9 @@
-"""Packs the global batches of a round first-fit-decreasing, task by task: the plain packing with
-which benchmarks compare `microbatches`.
+"""Packs the global batches of a round first-fit-decreasing, task by task. Benchmarks compare
+`microbatches` with this simpler packing.
 
-Each task's batch is cut into spans from its own lengths, and its spans are laid down in one fixed
-order. So the contents and the order of a task's chunks do not depend on the other tasks; only where
-they lie does.
+The samples of each task are grouped into spans by their own lengths, and the spans are laid down in
+one fixed order. So the contents and the order of a task's chunks do not depend on the other tasks;
+only the rows and offsets of the chunks do.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,23 @@ class _Span(NamedTuple):
 
 
 def pack_first_fit(lengths: RoundLengths, shape: ShapeClass) -> list[tuple[Placement, ...]]:
-    """Places every sample of a round exactly once.
+    """Packs one round with the plain first-fit-decreasing rule, as a baseline for `pack_round`.
+
+    Each task's samples, longest first, go into the first span with room. A span is a series of
+    samples of one task that lie side by side in a row. Rows are then filled one after another with
+    the longest next span that fits. `pack_round` searches for fuller rows and usually needs fewer
+    microbatches, so training uses `pack_round`.
 
     Args:
-      lengths: by slot, the stream lengths in tokens of the samples of the task's global batch.
-      shape: the shape class of the microbatches.
+      lengths: for each slot (place of a task in the pool), the stream lengths in tokens of the
+        samples of the task's global batch. The stream length of a sample is its number of tokens
+        without the last one.
+      shape: shape class of the microbatches.
 
     Returns:
-      One tuple of placements per microbatch. The chunks of a task appear in the same order
-      with any other tasks.
+      For each microbatch, the placements of its samples. Every sample of the round has exactly one
+      placement. The contents and the order of a task's chunks depend on this task's lengths and the
+      shape class alone, not on the other tasks.
 
     Raises:
       PlanningError: a sample is longer than a row.
@@ -72,7 +80,8 @@ def _fill_chunk(
     shape: ShapeClass,
     row: int,
 ) -> list[list[Placement]]:
-    """The rows of one chunk from `row` on, a span each, of the task whose next span is longest."""
+    """Fills the rows of one chunk, which begins at `row`, with one span each. All spans are of the
+    task whose next span is the longest."""
     slot = max((s for s, queue in queues.items() if queue), key=lambda s: queues[s][0].tokens)
     rows = []
     for i in range(row, row + shape.chunk_len // shape.row_len):

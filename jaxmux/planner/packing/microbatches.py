@@ -1,18 +1,19 @@
 """Packs one round, a global batch of every task, into few microbatches.
 
-**Capacity.** A microbatch is `rows` rows of `row_len` tokens, N together; attention sees one row. A
-task's samples lie side by side in *spans*. A span begins at a chunk border, takes whole chunks, the
-last of them padded, and stays within a row. So a row is full when the chunks of its spans are, and
+**Capacity.** A microbatch is `rows` rows of `row_len` tokens; attention sees one row. The samples
+of a task lie side by side in *spans*. A span begins at a chunk border, consists of whole chunks and
+stays within a row. The end of its last chunk is padding. So a row is full when its chunks are, and
 rows are interchangeable: the fewest microbatches are the fewest rows, divided by `rows`. Where a
 chunk is longer than a row, it covers several rows, all of one task.
 
-**Isolation.** Two levels keep a task's result independent of the other tasks. `cut_spans` sees the
-lengths of one task and fixes the contents and the order of its chunks. Laying the spans of all
-tasks into rows then decides only where they lie. The lower bound assumes neither level: it holds
-for every layout of the samples in which each chunk has one owner.
+**Isolation** means that a task's result does not depend on the other tasks. Packing has two steps
+for it. First, `cut_spans` sees the lengths of one task only, and fixes the contents and the order
+of its chunks. Then the spans of all tasks are laid into rows, which decides only the rows and
+offsets of the chunks. The lower bound on the number of microbatches assumes neither step: it holds
+for every layout of the samples in which each chunk belongs to one task.
 
 LoRAFusion (Eq. 3-4) solves an integer program here. On rounds of real lengths it never needed fewer
-microbatches than `fill_rows`, so it serves as an oracle in the tests.
+microbatches than `fill_rows`, so the tests use it as an oracle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +31,20 @@ from .rows import (
 from .shape_class import ShapeClass
 from .spans import Span, cut_spans
 
-# By slot, the stream lengths in tokens of the samples of the task's global batch.
+# One round: for each slot, the stream lengths in tokens of the samples of the task's global batch.
+# A sample's stream length is its number of tokens without the last one, because the model predicts
+# the next token.
 RoundLengths = Mapping[int, Sequence[int]]
 
 
 class Placement(NamedTuple):
-    """Where one sample of a round lies.
+    """The place of one sample in a microbatch.
 
     Attributes:
-      slot: slot of the task.
+      slot: slot of the task, its place in the pool of adapters.
       sample: index of the sample in the task's global batch.
-      row: row of the microbatch.
-      offset: first token in the row.
+      row: row of the microbatch, from 0.
+      offset: position in the row of the sample's first token, from 0.
     """
 
     slot: int
@@ -51,11 +54,11 @@ class Placement(NamedTuple):
 
 
 class CutBatch(NamedTuple):
-    """A task's global batch, cut into spans.
+    """A task's global batch, cut into spans by `cut_spans`.
 
     Attributes:
-      lengths: stream lengths of its samples, in tokens.
-      spans: the spans that it is cut into, in the order in which they must be laid down.
+      lengths: stream lengths of the samples of the global batch, in tokens.
+      spans: the spans of the global batch, in the order in which they must be laid down.
     """
 
     lengths: Sequence[int]
@@ -63,15 +66,23 @@ class CutBatch(NamedTuple):
 
 
 class PackedRound(NamedTuple):
-    """One global batch of every task of a group, in microbatches.
+    """One round, laid out in microbatches. `pack_round` returns it.
+
+    Most callers need only `microbatches()` (the place of every sample), `count` and `gap`. A span
+    is a series of consecutive chunks of one task, with the samples in them.
 
     Attributes:
       shape: shape class of the microbatches.
-      spans: by slot, the task's spans in the order of the stream.
-      rows: for each row, how many of its next spans each slot places there, side by side. Where a
-        chunk is longer than a row, an entry stands for all rows that a chunk covers.
-      bound: no layout of the samples has fewer microbatches.
-      isolated_bound: no layout of these spans has fewer microbatches.
+      spans: for each slot, the spans of the task's global batch, in the order in which the rows
+        take them.
+      rows: for each row of the round, in order, a mapping from slot to a number of spans. The row
+        holds that number of spans of that slot, side by side, namely the first ones that no earlier
+        row holds. Where a chunk is longer than a row, an entry stands for all rows that one chunk
+        covers. `contents()` gives the spans themselves.
+      bound: a lower bound on the number of microbatches, for every layout of these samples in which
+        each chunk belongs to one task.
+      isolated_bound: a lower bound on the number of microbatches, for every layout of the spans in
+        `spans`. It is at least `bound`, because the spans were cut for each task separately.
     """
 
     shape: ShapeClass
@@ -87,25 +98,31 @@ class PackedRound(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Microbatches above the lower bound, as a part of it: 0.03 is 3%."""
+        """The fraction by which `count` exceeds `bound`: 0.03 means 3% more microbatches than the
+        lower bound. 0 for an empty round."""
         return self.count / self.bound - 1 if self.bound else 0.0
 
     def contents(self) -> list[list[list[tuple[int, Span]]]]:
-        """For each microbatch and row, the spans that lie there with their slots, in order."""
+        """Returns the spans of every row, as `contents[microbatch][row]`.
+
+        Each row is a list of pairs (slot, span) in the order in which the spans lie in the row.
+        Where a chunk is longer than a row, an entry stands for all rows that one chunk covers.
+        """
         rows = spans_of_rows(self.spans, self.rows)
         height = rows_of_microbatch(self.shape)
         return [rows[start : start + height] for start in range(0, len(rows), height)]
 
     def microbatches(self) -> list[tuple[Placement, ...]]:
-        """For each microbatch, where its samples lie, in the order of the rows."""
+        """Returns the placements of the samples of each microbatch, in the order of the rows."""
         return [place(rows, self.shape) for rows in self.contents()]
 
 
 def place(rows: Sequence[Sequence[tuple[int, Span]]], shape: ShapeClass) -> tuple[Placement, ...]:
-    """Places the samples of a microbatch.
+    """Returns the placements of the samples of one microbatch, whose rows hold given spans.
 
     Args:
-      rows: for each row, its spans with their slots, which come to lie side by side.
+      rows: for each row, pairs (slot, span) in the order in which the spans lie in the row, as in
+        an entry of `PackedRound.contents()`.
       shape: shape class of the microbatch.
     """
     block = RowShape.of(shape).block
@@ -122,23 +139,44 @@ def place(rows: Sequence[Sequence[tuple[int, Span]]], shape: ShapeClass) -> tupl
 
 
 def rows_of_microbatch(shape: ShapeClass) -> int:
-    """Rows of a microbatch; the rows that one chunk covers count as one."""
+    """Returns the number of rows of a microbatch; the rows that one chunk covers count as one."""
     return shape.rows // RowShape.of(shape).block
 
 
 def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[PackedRound]:
-    """`pack_round` of every round; they are independent of each other."""
+    """Packs each of several rounds with `pack_round`. No round affects the packing of another.
+
+    Args:
+      rounds: for each round, a mapping from slot to the stream lengths in tokens of the samples of
+        the task's global batch. `sample_rounds` picks such rounds from a training run.
+      shape: shape class of the microbatches of all rounds.
+
+    Returns:
+      One packed round for each round, in the same order.
+
+    Raises:
+      PlanningError: a sample is empty or longer than a row.
+    """
     return [pack_round(lengths, shape) for lengths in rounds]
 
 
 def pack_round(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
-    """Packs one round into few microbatches, with as little as possible in the last one.
+    """Packs one round, a global batch of every task, into few microbatches.
 
-    The result depends on the arguments alone, on no clock and no random numbers.
+    Among packings with the fewest rows that it finds, it prefers the one with the fewest chunks in
+    the last microbatch. Each task's samples are cut into spans from this task's lengths alone, so
+    the contents and the order of a task's chunks do not depend on the other tasks. The result
+    depends on the arguments alone; equal arguments give equal results.
 
     Args:
-      lengths: by slot, the stream lengths in tokens of the samples of the task's global batch.
-      shape: shape class of the microbatches.
+      lengths: for each slot (place of a task in the pool), the stream lengths in tokens of the
+        samples of the task's global batch. The stream length of a sample is its number of tokens
+        without the last one.
+      shape: shape class of the microbatches. `choose_shape` finds a good one.
+
+    Returns:
+      The packed round. Its method `microbatches()` gives the place of every sample; its property
+      `gap` gives the distance to the lower bound on the number of microbatches.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.
@@ -147,7 +185,18 @@ def pack_round(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
 
 
 def cut_batches(lengths: RoundLengths, shape: ShapeClass) -> dict[int, CutBatch]:
-    """By slot, the task's global batch cut into spans, for callers that pack it several times.
+    """Cuts each task's global batch into spans, for callers that pack the same batches several
+    times.
+
+    `pack_cut` packs the result, or a part of its slots.
+
+    Args:
+      lengths: for each slot, the stream lengths in tokens of the samples of the task's global
+        batch.
+      shape: shape class of the microbatches.
+
+    Returns:
+      For each slot, the task's global batch, cut into spans.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.
@@ -159,18 +208,21 @@ def cut_batches(lengths: RoundLengths, shape: ShapeClass) -> dict[int, CutBatch]
 
 
 def pack_cut(batches: Mapping[int, CutBatch], shape: ShapeClass) -> PackedRound:
-    """`pack_round` of batches that are cut already.
+    """Packs one round like `pack_round`, but takes batches that `cut_batches` has cut into spans.
 
     Args:
-      batches: by slot, the task's global batch.
+      batches: for each slot, the task's global batch, cut into spans.
       shape: shape class of the microbatches, for which the batches were cut.
     """
     return _packed(batches, shape, fill_rows)
 
 
 def pack_greedily(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
-    """A simpler packing to compare with: rows take the longest of the next spans that fits, until
-    none does. Arguments and errors as of `pack_round`."""
+    """Packs one round more simply than `pack_round`, to compare with it.
+
+    Each row takes the longest of the tasks' next spans that fits, until none fits. Arguments,
+    result and errors are as in `pack_round`.
+    """
     return _packed(
         cut_batches(lengths, shape),
         shape,

@@ -1,8 +1,8 @@
 """Lays the spans of several tasks into rows, each task's spans in their own fixed order.
 
-A task's result depends on the contents and the order of its chunks, not on where they lie (see
-`microbatches`). So a row takes the next few spans of some of the tasks, never one out of turn, and
-under this rule as many chunks as fit.
+A task's result depends on the contents and the order of its chunks, not on their rows (see
+`microbatches`). So a row takes the next spans of some of the tasks and never a later span of a task
+before an earlier one. Under this rule, rows take as many chunks as fit.
 """
 
 import heapq
@@ -15,9 +15,9 @@ from .bins import least_bins
 from .shape_class import ShapeClass
 from .spans import Span
 
-# By slot, the spans in the order in which they must be laid down.
+# For each slot, the task's spans in the order in which they must be laid down.
 Queues = Mapping[int, Sequence[Span]]
-# By slot, how many of its next spans a row takes.
+# For each slot, the number of the slot's next spans that a row takes.
 Row = dict[int, int]
 
 
@@ -28,10 +28,14 @@ _WEIGHTS = ((1, 0), (0, 1), (1, 1), (2, 1), (1, 2))
 class RowShape(NamedTuple):
     """Limits of a row.
 
+    Where a chunk is longer than a row of the shape class, a row in this module stands for all rows
+    that one chunk covers.
+
     Attributes:
-      chunks: chunks of a row.
-      max_sequences: most sequences of a row.
-      block: rows of the shape class that a row here stands for: the rows that a chunk covers.
+      chunks: number of chunks of a row.
+      max_sequences: the most sequences that a row of the shape class may hold.
+      block: number of rows of the shape class for which a row in this module stands; 1 unless a
+        chunk is longer than a row.
     """
 
     chunks: int
@@ -40,6 +44,7 @@ class RowShape(NamedTuple):
 
     @classmethod
     def of(cls, shape: ShapeClass) -> "RowShape":
+        """Returns the limits of the rows of a shape class."""
         return cls(
             max(1, shape.row_len // shape.chunk_len),
             shape.max_sequences,
@@ -48,14 +53,18 @@ class RowShape(NamedTuple):
 
 
 def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
-    """Rows that hold every span, by the best of a few ways to fill one row after another.
+    """Lays all spans into rows, with the best of several ways to fill one row after another.
 
-    The best way needs the fewest rows, and of those ways the fewest chunks in the last microbatch.
+    The best way needs the fewest rows; among ways with equally many rows, it has the fewest chunks
+    in the last microbatch.
 
     Args:
-      queues: by slot, the spans in their order.
+      queues: for each slot, the task's spans in the order in which they must be laid down.
       shape: limits of a row.
-      height: rows of a microbatch.
+      height: number of rows of a microbatch.
+
+    Returns:
+      For each row, a mapping from slot to the number of the slot's next spans that the row takes.
     """
     best = fill_rows_greedily(queues, shape)
     least = least_rows(queues, shape)
@@ -71,13 +80,13 @@ def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
 
 
 def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
-    """Chunks in the last microbatch; microbatches have `height` rows."""
+    """Returns the number of chunks in the last microbatch, if a microbatch has `height` rows."""
     return sum(row_chunks(queues, rows)[(len(rows) - 1) // height * height :])
 
 
 def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
-    """First fit decreasing, within the fixed order of each task: a row takes the longest of the
-    tasks' next spans that fits, until none fits."""
+    """Lays all spans into rows by first fit decreasing, within the fixed order of each task: a row
+    takes the longest of the tasks' next spans that fits, until none fits."""
     order = {slot: i for i, slot in enumerate(queues)}
     position = dict.fromkeys(queues, 0)
     # The next span of every task, longest first.
@@ -111,10 +120,10 @@ def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
 def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: bool) -> list[Row]:
     """Fills every row as full as the next spans of the tasks allow.
 
-    Of several choices that fill a row equally, it takes the one with the fewest sequences, so that
-    short ones stay for later gaps; or, with `even_out`, spans of the tasks of which most is left,
-    so that the last rows still choose among many. With `insist`, a row always takes the longest of
-    the next spans.
+    Often several choices of spans fill a row equally. By default, the row takes the choice with the
+    fewest sequences, so that short sequences remain for gaps in later rows. With `even_out`, it
+    takes spans of the tasks that have the most chunks left, so that many tasks remain to choose
+    from in the last rows. With `insist`, a row always takes the longest of the next spans.
     """
     position = dict.fromkeys(queues, 0)
     left = {slot: sum(span.chunks for span in queue) for slot, queue in queues.items()}
@@ -138,19 +147,22 @@ def fullest_row(
     weight: Mapping[int, float] | None = None,
     insist: bool = False,
 ) -> Row:
-    """By slot, how many of its next spans fill a row best; empty if none fits.
+    """Chooses the spans that fill one row best, from the next spans of each task.
 
-    This is a knapsack over the tasks: for each number of chunks, the best choice of a number of
-    spans of each task that takes exactly these chunks.
+    This is a knapsack over the tasks: for each number of chunks, it finds the best choice of a
+    number of spans of each task that takes exactly this number of chunks.
 
     Args:
-      queues: by slot, the spans in their order.
-      position: by slot, how many spans are laid down already.
-      chunks: chunks that the row has room for.
-      max_sequences: sequences that the row has room for.
-      weight: by slot, the gain of one of its chunks, which decides between choices that fill the
-        row equally; None prefers the fewest sequences.
-      insist: whether the longest of the next spans must be among them.
+      queues: for each slot, the task's spans in the order in which they must be laid down.
+      position: for each slot, the number of its spans that are already laid down.
+      chunks: number of chunks for which the row has room.
+      max_sequences: number of sequences for which the row has room.
+      weight: for each slot, the value of one of its chunks. It decides between choices that fill
+        the row equally; None prefers the choice with the fewest sequences.
+      insist: whether the choice must contain the longest of the tasks' next spans.
+
+    Returns:
+      A mapping from slot to the number of its next spans that the row takes; empty if no span fits.
     """
     waiting = _waiting(queues, position)
     waiting.sort(key=lambda slot: -queues[slot][position[slot]].chunks)
@@ -204,7 +216,7 @@ def _prefixes(
 
 
 def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, Span]]]:
-    """For each row, the spans that lie there with their slots, in order."""
+    """Returns the spans of each row, as pairs (slot, span) in the order in which they lie there."""
     position = dict.fromkeys(queues, 0)
     laid_down = []
     for row in rows:
@@ -217,12 +229,12 @@ def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, S
 
 
 def row_chunks(queues: Queues, rows: Sequence[Row]) -> list[int]:
-    """Chunks that each row holds."""
+    """Returns the number of chunks that each row holds."""
     return [sum(span.chunks for _, span in spans) for spans in spans_of_rows(queues, rows)]
 
 
 def least_rows(queues: Queues, shape: RowShape) -> int:
-    """Lower bound on the rows that hold these spans, in any order."""
+    """Returns a lower bound on the number of rows that hold these spans, in any order."""
     spans = [span for queue in queues.values() for span in queue]
     if shape.block > 1:
         return len(spans)
@@ -231,7 +243,8 @@ def least_rows(queues: Queues, shape: RowShape) -> int:
 
 
 def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClass) -> int:
-    """Lower bound on the rows of any layout of samples in which each chunk has one owner."""
+    """Returns a lower bound on the number of rows of any layout of the samples in which each chunk
+    belongs to one task."""
     row = RowShape.of(shape)
     if row.block > 1:
         return sum(
@@ -249,8 +262,11 @@ def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClas
 def _least_rows_of_both(
     sizes: Sequence[int], room: int, counts: Sequence[int], max_count: int
 ) -> int:
-    """Lower bound on rows with limits on both size and count: the best bound over weighted sums of
-    both, because no row exceeds any of these sums."""
+    """Returns a lower bound on the number of rows that are limited in both size and count.
+
+    It is the best bound over several weighted sums of size and count; no row exceeds any of these
+    sums.
+    """
     share = np.asarray(sizes, np.int64) * max_count
     count_share = np.asarray(counts, np.int64) * room
     return max(

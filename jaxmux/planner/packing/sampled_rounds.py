@@ -1,6 +1,7 @@
-"""A sample of a run's rounds, from the first to the last, by which both training and plans choose.
+"""Picks a few rounds of a training run, from the first to the last.
 
-Of large rounds the sample holds only a part.
+Training and planning choose the shape class and the plan by these rounds. Of a large round they
+hold only a part.
 """
 
 import math
@@ -15,15 +16,27 @@ from .microbatches import RoundLengths
 # because the room left in its last microbatch hardly counts.
 _MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
 
-# By step, the stream lengths in tokens of the samples of one task's global batch.
+# For each step of one task, the stream lengths in tokens of the samples of its global batch.
 Batches = Sequence[Sequence[int]]
 
 
 def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
-    """Some rounds of a run at even distances, each with the tasks that are live in it.
+    """Picks at most 16 rounds of a training run, at even distances from the first to the last.
+
+    `choose_shape` takes the result. The rounds together hold at most about 2048 samples. If the
+    first round has more than 1024 samples, each task's global batches are cut to the same fraction,
+    so that a round keeps about 1024.
 
     Args:
-      tasks: by slot, all global batches of a task, at least one; only a few of them are read.
+      tasks: for each task, in the order of the slots, the stream lengths in tokens (a sample's
+        tokens without the last one) of its samples: `tasks[slot][step][sample]`. Every task has at
+        least one step (global batch), and step i of every task belongs to round i. Only step 0 and
+        the steps of the picked rounds are read, so the outer sequence of a task may compute them
+        when it is indexed.
+
+    Returns:
+      One mapping for each picked round, from slot to stream lengths. A task that has no step left
+      in a round is absent from that round's mapping.
     """
     sizes = [len(batches[0]) for batches in tasks]
     part = min(1.0, _MOST_OF_A_ROUND / sum(sizes))

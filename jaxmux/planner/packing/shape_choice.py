@@ -1,5 +1,8 @@
-"""Chooses the shape class of microbatches, row length included: padding against attention (MuxTune
-3.5, chunk-based alignment)."""
+"""Chooses the shape class of microbatches, including the row length (MuxTune 3.5, chunk-based
+alignment).
+
+The choice weighs the time that padding takes against the time that attention takes.
+"""
 
 import dataclasses
 import math
@@ -23,20 +26,24 @@ _STEP, _MOST_STEPS = 512, 32
 # More than two sequences per row are rounded up to a multiple of this.
 _SEQUENCES = 4
 
-# Seconds of a microbatch of a shape class, given the tokens of its chunks that are not empty. It is
-# linear in these tokens.
+# A function from a shape class and the number of tokens of its chunks that belong to a task to the
+# seconds of one microbatch. The seconds are linear in the number of tokens.
 Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
-    """Limits of a shape class that is to be chosen.
+    """The limits within which `choose_shape` chooses a shape class.
 
     Attributes:
-      tokens: N, the most tokens of a microbatch; rounded up to whole rows and chunks.
-      row_len: tokens of a row; None to choose them.
-      chunk_len: tokens of a chunk; None to choose them.
-      least_chunk_len: tokens of the shortest chunk that the kernels take, a power of two.
-      fewer_tokens: whether microbatches may be smaller than N where that costs less.
+      tokens: N, the most tokens of a microbatch. N is rounded up so that a microbatch consists of
+        whole rows and whole chunks.
+      row_len: tokens of a row, a power of two; None to let the rule choose.
+      chunk_len: tokens of a chunk, a power of two; None to let the rule choose.
+      least_chunk_len: tokens of the shortest chunk that the kernels of the device accept, a power
+        of two. For GPUs, take it from `costs.CostModels.least_chunk_len`; CPUs accept
+        `MIN_CHUNK_LEN`.
+      fewer_tokens: True allows microbatches of fewer than N tokens where they cost less. False
+        fixes their number of tokens to N.
     """
 
     tokens: int
@@ -47,13 +54,14 @@ class ShapeRequest(NamedTuple):
 
 
 class PricedShape(NamedTuple):
-    """A shape class with its cost over some rounds.
+    """A shape class with its predicted cost over some rounds.
 
     Attributes:
       shape: the shape class.
-      seconds: time of all microbatches of the rounds.
-      microbatches: their number.
-      padding: share of their tokens that belong to no sample.
+      seconds: predicted seconds of all microbatches of all the rounds; infinite if a microbatch
+        does not fit into memory.
+      microbatches: number of microbatches of all the rounds.
+      padding: fraction (0 to 1) of the tokens of these microbatches that belong to no sample.
     """
 
     shape: ShapeClass
@@ -68,23 +76,39 @@ def choose_shape(
     seconds: Cost,
     lengths: Sequence[int] | None = None,
 ) -> PricedShape:
-    """The shape class in which the rounds take the least time.
+    """Returns the shape class in which the given rounds are predicted to take the least time.
 
-    Longer rows and shorter chunks leave less padding and so need fewer microbatches, each of which
-    may cost more: attention covers a whole row, and kernels work chunk by chunk. Microbatches of
-    fewer tokens leave less padding in the last one of a round and are less efficient. Every pair of
-    row and chunk length, both powers of two, is bounded from below in every number of rows, with
-    one sequence per row and with several. Those that might be the best are packed and priced.
-    MuxTune's pair and the plain rule's are among them, so neither is ever better.
+    Use it for training; `plain_shape` prices one fixed rule instead of searching. Longer rows and
+    shorter chunks leave less padding and so need fewer microbatches, but each microbatch may cost
+    more: attention covers a whole row, and kernels work chunk by chunk. Smaller microbatches leave
+    less padding in the last microbatch of a round, but are less efficient.
+
+    The search covers every pair of row length and chunk length (powers of two), several numbers of
+    rows, and one or several sequences per row. It computes a lower bound on the time of each, then
+    packs and prices those that may be the best. The choices of MuxTune's rule and of `plain_shape`
+    are among them, so the result is never predicted to be slower than either.
 
     Args:
-      rounds: rounds as they will come; a sample of them is enough.
-      request: limits. Where it gives both lengths, microbatches have N tokens.
-      seconds: time of a microbatch of a shape class, from the cost model.
-      lengths: stream lengths of all samples that rows must hold; None for those of the rounds.
+      rounds: for each round, a mapping from slot (place of a task in the pool) to the stream
+        lengths in tokens of the samples of the task's global batch. The stream length of a sample
+        is its number of tokens without the last one. A few representative rounds are enough;
+        `sample_rounds` picks them.
+      request: limits of the choice. If it gives both `row_len` and `chunk_len`, microbatches have N
+        tokens.
+      seconds: function from a shape class, and the number of tokens of its chunks that belong to a
+        task, to the predicted seconds of one microbatch. It must be linear in the number of tokens.
+        `costs.ReplicaCosts.microbatch` is such a function; it returns infinity if a microbatch does
+        not fit into memory.
+      lengths: stream lengths of all samples that rows must be able to hold, for example those of
+        the whole training run; None for the samples of `rounds`.
+
+    Returns:
+      The best shape class with its cost. If none fits into memory, the shape class of `plain_shape`
+      with one sequence per row; its `seconds` are infinite.
 
     Raises:
-      PlanningError: there are no samples, or one is longer than `request.row_len`.
+      PlanningError: there are no samples, a sample is longer than `request.row_len`, or a given
+        length is not a power of two of at least `MIN_CHUNK_LEN`.
     """
     lengths = lengths or _all_lengths(rounds)
     plain = plain_shape(rounds, request, seconds, lengths)
@@ -111,10 +135,22 @@ def plain_shape(
     seconds: Cost,
     lengths: Sequence[int] | None = None,
 ) -> PricedShape:
-    """The plain rule, priced: the shortest row that holds the longest sample, the shortest chunk, N
-    tokens.
+    """Returns the shape class of a fixed rule, with its cost; `choose_shape` searches instead.
 
-    Arguments and errors as of `choose_shape`.
+    The rule takes the shortest row that holds the longest sample, the shortest chunk that the
+    kernels accept, and N tokens. A `row_len` or `chunk_len` that the request gives takes
+    precedence.
+
+    Args:
+      rounds: for each round, a mapping from slot to the stream lengths in tokens of the samples of
+        the task's global batch.
+      request: limits of the choice. `fewer_tokens` has no effect.
+      seconds: function that predicts the seconds of a microbatch, as in `choose_shape`.
+      lengths: stream lengths of all samples that rows must be able to hold; None for the samples of
+        `rounds`.
+
+    Raises:
+      PlanningError: as in `choose_shape`.
     """
     chunk_len = request.chunk_len or request.least_chunk_len
     lengths = lengths or _all_lengths(rounds)
@@ -125,22 +161,27 @@ def plain_shape(
 def muxtune_shape(
     rounds: Sequence[RoundLengths], request: ShapeRequest, seconds: Cost
 ) -> PricedShape:
-    """MuxTune's rule, priced: its chunk, and the shortest row that holds the longest sample (3.5).
+    """Returns the shape class of MuxTune's rule, with its cost (MuxTune 3.5).
 
-    Arguments and errors as of `choose_shape`.
+    The rule takes the chunk length of `muxtune_chunk_len` and the shortest row that holds the
+    longest sample. Arguments and errors are as in `choose_shape`.
     """
     chunk_len = muxtune_chunk_len(_all_lengths(rounds), request.least_chunk_len)
     return plain_shape(rounds, request._replace(chunk_len=chunk_len), seconds)
 
 
 def muxtune_chunk_len(lengths: Sequence[int], least: int = MIN_CHUNK_LEN) -> int:
-    """The greatest power of two that divides all lengths, at least `least` (MuxTune 3.5)."""
+    """Returns the greatest power of two that divides all lengths, or `least` if that is greater
+    (MuxTune 3.5)."""
     divisor = math.gcd(*lengths)
     return max(least, divisor & -divisor)
 
 
 def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost) -> PricedShape:
-    """The cost of the rounds in one shape class."""
+    """Packs the rounds in one shape class and returns the class with its cost.
+
+    Arguments as in `choose_shape`.
+    """
     packed = pack_rounds(rounds, shape)
     count = sum(batch.count for batch in packed)
     padding = 1 - sum(_all_lengths(rounds)) / (count * shape.tokens)
@@ -148,7 +189,8 @@ def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost
 
 
 def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClass]:
-    """Shape classes of N tokens: every row and chunk length, one sequence per row and several."""
+    """Yields shape classes of N tokens for every row and chunk length, with one sequence per row
+    and with several."""
     shortest = request.row_len or smallest_shape_class(lengths, request.tokens).row_len
     longest = request.row_len or max(shortest, min(request.tokens, _LONGEST_ROW * shortest))
     for row_len in _powers_of_two(shortest, longest):
@@ -163,7 +205,8 @@ def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClas
 def _bound(
     rounds: Sequence[RoundLengths], shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> float:
-    """A lower bound on the rounds' seconds, for any number of rows and of sequences per row."""
+    """Returns a lower bound on the seconds of the rounds, for any number of rows and of sequences
+    per row."""
     needed = [least_rows_of_samples(batches, shape) for batches in rounds]
     tokens = sum(_all_lengths(rounds))
     return _cheapest(needed, tokens, _with_sequences(shape, 2), request, seconds)[0]
@@ -172,12 +215,15 @@ def _bound(
 def _cheapest(
     needed: Sequence[int], owned: int, shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> tuple[float, int]:
-    """The least seconds of the rounds over all numbers of rows, and that number.
+    """Returns the least seconds of the rounds over all numbers of rows, and the number of rows at
+    which they are least.
 
     Args:
-      needed: rows that each round needs, in units of the rows that a chunk covers.
-      owned: tokens of all chunks of all rounds that are not empty.
+      needed: number of rows that each round needs; the rows that one chunk covers count as one.
+      owned: tokens of the chunks, over all rounds, that belong to a task.
       shape: a shape class of N tokens.
+      request: limits of the choice.
+      seconds: function that predicts the seconds of a microbatch, as in `choose_shape`.
     """
     block = RowShape.of(shape).block
     totals = []
@@ -189,7 +235,7 @@ def _cheapest(
 
 
 def _heights(shape: ShapeClass) -> Iterator[int]:
-    """Numbers of rows to try: smaller ones in steps, and the shape class's own."""
+    """Yields the numbers of rows to try: smaller ones in even steps, then the shape class's own."""
     step = max(_STEP, power_of_two(-(-shape.tokens // _MOST_STEPS)))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
     yield from range(unit, shape.rows, unit)
@@ -249,8 +295,8 @@ def _with_sequences(shape: ShapeClass, sequences: int) -> ShapeClass:
 
 
 def _room_for(sequences: int) -> int:
-    """Room per row where a row was seen to hold this many sequences; rows of other rounds hold
-    more."""
+    """Returns the `max_sequences` for rows of which the fullest was seen to hold this many
+    sequences. It is rounded up, because rows of other rounds may hold more."""
     return sequences if sequences <= 2 else -(-sequences // _SEQUENCES) * _SEQUENCES
 
 

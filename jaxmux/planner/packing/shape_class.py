@@ -1,4 +1,4 @@
-"""The shape of a run's microbatches, for which the programs are compiled."""
+"""The shape of all microbatches of a training run, for which its programs are compiled."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,25 +6,33 @@ from collections.abc import Sequence
 from ..errors import PlanningError
 from ..numbers import power_of_two
 
+# The smallest legal chunk length and row length, in tokens.
 MIN_CHUNK_LEN = 64
-# Average tokens per sequence of a full row that the plain rule makes room for.
+# `smallest_shape_class` makes room for one sequence per this number of tokens of a row.
 _SHORTEST_AVERAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """Shape of every microbatch of a run: N = rows · row_len tokens.
+    """Shape of every microbatch of a training run: `rows` rows of `row_len` tokens each.
+
+    A row holds one or more sequences (samples) side by side; attention never crosses a row or a
+    sequence. A chunk is a series of tokens that belong to one task. Chunks begin at multiples of
+    `chunk_len` in the microbatch.
 
     Attributes:
-      rows: rows of a microbatch.
-      row_len: tokens of a row, a power of two. Attention sees one row.
-      chunk_len: tokens of a chunk, a power of two: the unit that belongs to one task (MuxTune 3.5).
-        Where it is longer than a row, a chunk covers several whole rows.
-      max_sequences: most sequences in one row. Attention on a GPU takes time and memory for each
-        of them, whether it is there or not; 1 lets it run on dense rows.
+      rows: number of rows of a microbatch, at least 1.
+      row_len: tokens of a row, a power of two of at least `MIN_CHUNK_LEN` (64). No sample may be
+        longer than a row.
+      chunk_len: tokens of a chunk, a power of two of at least `MIN_CHUNK_LEN` (MuxTune 3.5). A
+        chunk that is longer than a row covers several whole rows.
+      max_sequences: the most sequences that one row may hold, at least 1. Attention on a GPU takes
+        time and memory for this number of sequences in each row, even if the row holds fewer. With
+        1, attention runs on dense rows, which is faster.
 
     Raises:
-      PlanningError: a value is outside its range, or the rows do not hold whole chunks.
+      PlanningError: a value is outside its range, or the microbatch does not consist of whole
+        chunks.
     """
 
     rows: int
@@ -51,12 +59,12 @@ class ShapeClass:
 
     @property
     def tokens(self) -> int:
-        """N, tokens of a microbatch."""
+        """N, tokens of a microbatch: rows · row_len."""
         return self.rows * self.row_len
 
     @property
     def chunks(self) -> int:
-        """C, chunks of a microbatch."""
+        """C, chunks of a microbatch: N / chunk_len."""
         return self.tokens // self.chunk_len
 
 
@@ -66,17 +74,23 @@ def smallest_shape_class(
     chunk_len: int | None = None,
     row_len: int | None = None,
 ) -> ShapeClass:
-    """The shape class with the shortest rows and chunks for samples of these lengths.
+    """Returns the shape class with the shortest rows and chunks that hold samples of these lengths.
+
+    This rule compares no costs; `choose_shape` does. `max_sequences` of the result is 1 if a row
+    cannot hold twice the shortest sample; otherwise it is 1/16 of `row_len`, but at least 2.
 
     Args:
-      lengths: stream lengths, in tokens, of all samples of all tasks.
-      tokens: N, the tokens of a microbatch; rounded up to whole rows and chunks.
-      chunk_len: tokens of a chunk; None for `MIN_CHUNK_LEN`.
-      row_len: tokens of a row; None for the smallest power of two that holds the longest sample.
+      lengths: stream lengths, in tokens, of all samples of all tasks. The stream length of a sample
+        is its number of tokens without the last one.
+      tokens: N, the tokens of a microbatch. N is rounded up so that a microbatch consists of whole
+        rows and whole chunks.
+      chunk_len: tokens of a chunk, a power of two; None for `MIN_CHUNK_LEN`.
+      row_len: tokens of a row, a power of two; None for the smallest power of two that holds the
+        longest sample.
 
     Raises:
-      PlanningError: there are no samples, a given length is not a power of two, or a sample is
-        longer than `row_len`.
+      PlanningError: there are no samples, `chunk_len` or `row_len` is not a power of two of at
+        least `MIN_CHUNK_LEN`, `tokens` is not positive, or a sample is longer than `row_len`.
     """
     if not lengths:
         raise PlanningError("no samples to choose a shape class for")

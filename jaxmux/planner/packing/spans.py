@@ -1,9 +1,10 @@
 """Cuts one task's global batch into spans, from the task's own lengths alone.
 
-A *span* is a series of whole samples of one task that lie side by side from a chunk border on. The
-batch is first packed into as few rows as the task needs alone. Each row's samples are then cut into
-the shortest spans that together take no more chunks than the uncut row. A span that fits a gap next
-to other tasks' spans may leave its row; a span that stays takes no additional chunk.
+A *span* is a series of whole samples of one task that lie side by side. It begins at a chunk
+border. The batch is first packed into as few rows as the task needs alone. The samples of each row
+are then cut into the shortest spans that together take no more chunks than the whole row. A short
+span can fill a gap beside the spans of other tasks, in another row. A span that stays in its row
+takes no additional chunk.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,15 @@ from .shape_class import ShapeClass
 
 
 class Span(NamedTuple):
-    """Samples of one task that are placed together.
+    """Consecutive chunks of one task, with the samples that lie in them.
 
     Attributes:
-      samples: for each sample its index in the task's global batch, and its row and first token
-        relative to the beginning of the span. The row is 0 unless a chunk covers several rows.
-      chunks: chunks that the span takes, the last of them padded.
-      sequences: sequences in its fullest row.
+      samples: for each sample of the span, a triple (sample, row, offset): the index of the sample
+        in the task's global batch, its row counted from the first row of the span, and its first
+        token counted from the first token of the span in that row. The row is 0 unless a chunk
+        covers several rows.
+      chunks: number of chunks of the span. The end of the last chunk may be padding.
+      sequences: number of samples in the row of the span that holds the most samples.
     """
 
     samples: tuple[tuple[int, int, int], ...]
@@ -30,15 +33,16 @@ class Span(NamedTuple):
 
 
 def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> tuple[Span, ...]:
-    """The spans of one task's global batch, in the order in which they must be laid down.
-
-    The spans of one row follow each other, so that a task that is alone needs no more rows than
-    `row_bins` finds.
+    """Cuts one task's global batch into spans.
 
     Args:
       lengths: stream length of each sample, in tokens.
       shape: shape class of the microbatches.
-      name: name of the task in errors.
+      name: name of the task in error messages.
+
+    Returns:
+      The spans in the order in which they must be laid down in the microbatches. The spans of one
+      row follow each other, so a task that trains alone needs no more rows than `row_bins` finds.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.
@@ -58,7 +62,18 @@ def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> 
 
 
 def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
-    """The samples of each row if the task were alone: fewest rows, then fewest chunks."""
+    """Packs one task's samples into rows as if no other task existed.
+
+    Of two constructions, it takes the one with fewer rows; if they are equal, the one with fewer
+    chunks.
+
+    Args:
+      lengths: stream length of each sample, in tokens.
+      shape: shape class of the microbatches.
+
+    Returns:
+      For each row, the indices of its samples in `lengths`.
+    """
     packings = [
         pack(lengths, shape.row_len, shape.max_sequences)
         for pack in (first_fit_decreasing, fullest_bins)
@@ -71,7 +86,7 @@ def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
 
 
 def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[Span, ...]:
-    """Spans of one chunk that covers `height` rows."""
+    """Returns spans of one chunk each; a chunk covers `height` rows."""
     rows = sorted(rows, key=lambda row: -sum(lengths[s] for s in row))
     spans = []
     for start in range(0, len(rows), height):
@@ -84,7 +99,8 @@ def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[
 
 
 def _cut(row: list[int], lengths: Sequence[int], chunk_len: int) -> list[Span]:
-    """The row's samples as spans, longest first, that take no more chunks than the whole row."""
+    """Cuts the samples of a row into spans, longest first, that take no more chunks than the whole
+    row."""
     left = list(row)
     tokens = sum(lengths[s] for s in row)
     padding = -tokens % chunk_len

@@ -21,18 +21,23 @@ from .schedules import validate
 
 
 class TaskLoad(NamedTuple):
-    """The facts about a task that a plan depends on. All lengths are in tokens.
+    """The facts about one task that `make_plan` depends on.
+
+    Lengths are *stream lengths* in tokens. The stream length of a sample is its number of tokens
+    without the last one, because the model predicts the next token at each position.
 
     Attributes:
-      name: name of the task.
-      pool: the pool that the task needs alone, of one slot.
-      batch_size: samples of a global batch.
-      steps: steps that the task trains for.
-      lengths: stream lengths of all its training samples.
-      batches: for each step, the stream lengths of its global batch; of all steps, or of the first
-        ones.
-      held_out: stream lengths of its held-out samples; a row must hold them too.
-      dropped: number of records of its data that gave no sample.
+      name: name of the task, as used in reports and error messages.
+      pool: the pool that the task needs alone: `PoolSpec(1, rank, modules, dropout, optimizer)`.
+        The keys of `jaxmux.peft.targets.resolve_targets` are the modules.
+      batch_size: number of samples of one global batch.
+      steps: number of steps (global batches) that the task trains for.
+      lengths: stream length of each of its training samples.
+      batches: for each step, the stream lengths of the samples of its global batch. It covers all
+        steps, or at least the first one.
+      held_out: stream lengths of its held-out samples. They are in no training round, but a row of
+        the shape class must be long enough for them.
+      dropped: number of records in the task's data that gave no sample; for reports only.
     """
 
     name: str
@@ -46,12 +51,19 @@ class TaskLoad(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample, including held-out ones."""
+        """Stream length of the longest sample in tokens, held-out samples included."""
         return max((*self.lengths, *self.held_out))
 
 
 def shared_pool(tasks: Sequence[TaskLoad]) -> PoolSpec:
-    """Returns the pool that all tasks need together."""
+    """Returns the pool that holds the adapters of all tasks together, for `ReplicaCosts`.
+
+    The pool has one slot per task and the highest rank of all tasks. It adapts every linear that
+    any task adapts, and has the optimizer state of the optimizer kind with the most moments.
+
+    Args:
+      tasks: the tasks, at least one.
+    """
     return merge_pool_specs([task.pool for task in tasks])
 
 
@@ -62,22 +74,31 @@ def make_plan(
     source: CostSource,
     rounds: int,
 ) -> Plan:
-    """Returns the plan of least predicted time.
+    """Chooses how tasks train together on one replica and returns the plan of least predicted time.
 
-    The shape class is the one that training chooses; it depends on rounds from the whole training
-    run. On one device all tasks are one hTask. On several pipeline stages they are grouped.
+    It works on the host and needs no device. It first chooses a shape class as training does: from
+    rounds of the whole training run. On one device all tasks are then packed together. On several
+    pipeline stages it compares ways to group the tasks and orders the microbatches over the stages.
 
     Args:
-      tasks: the tasks to train; a task's slot is its index.
-      request: limits of the shape class.
-      costs: costs of the replica, for the pool of all tasks.
-      source: the origin of the costs, for reports.
-      rounds: number of rounds that the schedule covers; a task with fewer global batches repeats
-        them.
+      tasks: the tasks to train. The slot of a task is its index here.
+      request: limits of the shape class, for example `ShapeRequest(tokens=8192)` for microbatches
+        of 8192 tokens.
+      costs: times and memory on the replica: `ReplicaCosts(times, memory, shared_pool(tasks),
+        replica)` with the models of `costs.cost_models.device_models`.
+      source: where the costs come from, copied into the plan for reports; the field `source` of the
+        result of `device_models`.
+      rounds: number of rounds that the schedule covers. A round is one global batch of every task.
+        A task with fewer global batches in `TaskLoad.batches` repeats them. At least 2 rounds show
+        how a round waits for the updates of the round before.
+
+    Returns:
+      The plan, whose schedule has passed `schedules.validate`.
 
     Raises:
-      PlanningError: there are no tasks, a task does not fit the replica even alone, or all tasks
-        together do not fit. The message names the smallest change that would make it fit.
+      PlanningError: there are no tasks, a task does not fit the replica even alone, all tasks
+        together do not fit, or `request.row_len` is not possible. The message names the smallest
+        change that would make the tasks fit.
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")

@@ -8,8 +8,9 @@ In lockstep a tick takes as long as its slowest stage. Three choices keep the ot
   other.
 - **The tick rule.** A backward pass takes longer than a forward pass. With paired or alternating
   ticks (see `schedules.tick_layout`) a microbatch takes F + B of every stage's time instead of
-  2 max(F, B). But a task's next global batch begins 2S or 2S - 1 microbatches after its current
-  one ends, where single ticks need S.
+  2 max(F, B), where F and B are the times of its forward and backward pass. But on S stages a
+  task's next global batch begins 2S (paired) or 2S - 1 (alternating) microbatches after its
+  current one ends. Single ticks need S.
 - **The number of groups.** While a task waits for its update, microbatches of other groups fill the
   distance. More groups provide more of them, fewer groups fill microbatches better.
 

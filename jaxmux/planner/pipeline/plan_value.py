@@ -39,15 +39,17 @@ FORMAT = "jaxmux.plan/2"
 
 
 class PlannedTask(NamedTuple):
-    """A task of the plan.
+    """The facts about one task that a `Plan` reports.
+
+    Tokens are counted by stream length (see `make_plan.TaskLoad`).
 
     Attributes:
       name: name of the task.
       rank: rank of its adapter.
-      batch_size: samples of a global batch.
-      steps: steps that the task trains for.
+      batch_size: number of samples of one global batch.
+      steps: number of steps (global batches) that the task trains for.
       samples: number of its training samples.
-      tokens: tokens of all its training samples.
+      tokens: tokens of all its training samples together.
       longest: tokens of its longest training sample.
     """
 
@@ -61,15 +63,16 @@ class PlannedTask(NamedTuple):
 
 
 class PlacedSample(NamedTuple):
-    """A sample and its place in a microbatch.
+    """One sample and its place in a microbatch.
 
     Attributes:
-      slot: slot of the task.
-      step: step of the task to whose global batch the sample belongs.
-      sample: index of the sample in that global batch.
-      row: row of the microbatch.
-      offset: first token of the sample in the row.
-      tokens: length of the sample in tokens.
+      slot: slot of the sample's task.
+      step: the task's step to whose global batch the sample belongs, counted from 0 at the start of
+        the plan. It equals the index of the round.
+      sample: index of the sample within that global batch.
+      row: index of the row of the microbatch.
+      offset: position in the row, in tokens, at which the sample begins.
+      tokens: stream length of the sample in tokens.
     """
 
     slot: int
@@ -81,15 +84,16 @@ class PlacedSample(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The predicted costs of a round, that is, of one global batch of every task.
+    """The predicted costs of one round, that is, of one global batch of every task.
 
     Attributes:
-      round_seconds: time of a round, its update included.
-      update_seconds: part of it in which no microbatch runs: the optimizer update and the overhead
-        of a round.
-      bubble_ratio: bubble ratio of the schedule, including warm-up and drain.
-      microbatches: number of microbatches, the mean over the rounds.
-      memory_bytes: peak memory of a device.
+      round_seconds: seconds of a round, including `update_seconds`.
+      update_seconds: the part of the round in which no microbatch runs: seconds of the optimizer
+        updates and of the fixed overhead of a round.
+      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass;
+        warm-up and drain of the pipeline are included.
+      microbatches: number of microbatches per round, the mean over the rounds of the plan.
+      memory_bytes: peak memory in bytes of the most loaded device.
     """
 
     round_seconds: float
@@ -100,11 +104,14 @@ class Prediction(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """Another way to train the same rounds on the same replica, for comparison.
+    """The predicted costs of another way to train the same rounds on the same replica.
 
     Attributes:
-      name: name of the method.
-      round_seconds, bubble_ratio, microbatches: as in `Prediction`.
+      name: name of the method: "one task at a time", "1F1B per task" (the tasks one after another)
+        or "batch everything" (all tasks packed together).
+      round_seconds: seconds of one global batch of every task, including the optimizer updates.
+      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass.
+      microbatches: number of microbatches per round, the mean over the rounds of the plan.
     """
 
     name: str
@@ -115,25 +122,33 @@ class Baseline(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A plan for some rounds of tasks on one replica.
+    """How some rounds of tasks train on one replica, with the predicted times; made by `make_plan`.
+
+    A *round* is one global batch of every task. An *hTask* is a set of tasks that MuxTune fuses
+    (3.3). A *bucket* is a group of hTasks; all tasks of a bucket are packed into the same
+    microbatches, and the buckets take turns in every round.
 
     Attributes:
-      costs: the origin of the predicted costs.
-      backbone: architecture of the backbone.
-      replica: the devices.
-      tasks: the tasks; a task's slot is its index here.
-      shape: shape class of the microbatches.
-      remat: remat policy of each layer.
+      costs: where the predicted costs come from.
+      backbone: architecture of the backbone, for example "LlamaForCausalLM".
+      replica: the devices: pipeline stages and tensor-parallel devices of each stage.
+      tasks: the tasks. The slot of a task is its index here.
+      shape: shape class of the microbatches: rows, tokens of a row and of a chunk, sequences of a
+        row.
+      remat: remat policy of each layer of the backbone, from the first to the last: "norms",
+        "dots", "lean" or "full", in the order of increasing recomputation.
       rounds: number of rounds that the schedule covers.
       htasks: for each hTask, the slots of its tasks.
-      buckets: for each bucket, the indices of its hTasks.
-      microbatches: for each microbatch of the schedule, in its order, the samples that it holds.
-      forward_seconds: for each stage, the time of a microbatch's forward pass.
-      backward_seconds: for each stage, the time of a microbatch's backward pass.
-      permute_seconds: time of the messages between stages at the end of a tick.
-      schedule: what each stage runs in each tick.
-      prediction: the predicted costs of a round.
-      baselines: the predicted costs of other methods.
+      buckets: for each bucket, the indices of its hTasks in `htasks`. The buckets are in the order
+        in which they take turns.
+      microbatches: for each microbatch, in the order of `schedule.microbatches`, its samples.
+      forward_seconds: for each stage, seconds of one microbatch's forward pass. All microbatches
+        have the same shape and count as equally long.
+      backward_seconds: for each stage, seconds of one microbatch's backward pass.
+      permute_seconds: seconds of the messages between stages at the end of a tick.
+      schedule: the microbatches that each stage runs in each tick.
+      prediction: the predicted costs of one round.
+      baselines: the predicted costs of other methods for the same rounds.
     """
 
     costs: CostSource
@@ -155,7 +170,7 @@ class Plan:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each bucket, the slots of its tasks."""
+        """For each bucket, the slots of its tasks in ascending order."""
         return tuple(
             tuple(sorted(slot for htask in bucket for slot in self.htasks[htask]))
             for bucket in self.buckets
@@ -163,14 +178,16 @@ class Plan:
 
     @property
     def tokens_by_microbatch(self) -> tuple[int, ...]:
-        """For each microbatch, the tokens of its samples, without padding."""
+        """For each microbatch, the tokens of its samples. Padding is not counted."""
         return tuple(sum(sample.tokens for sample in placed) for placed in self.microbatches)
 
     def simulate(self, unit: float = 1.0) -> Simulation:
-        """Returns the times at which every op of the schedule runs in lockstep.
+        """Returns the start and end of every forward and backward pass, in lockstep.
+
+        In lockstep all stages start a tick together. The optimizer updates take no time here.
 
         Args:
-          unit: seconds of one unit of the returned times; 1e-3 for milliseconds.
+          unit: seconds of one unit of the returned times: 1.0 for seconds, 1e-3 for milliseconds.
         """
         count = len(self.schedule.microbatches)
         forward, backward = (
@@ -181,7 +198,11 @@ class Plan:
         return simulate_lockstep(self.schedule, workload, self.permute_seconds / unit)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`; the module's docstring shows its keys."""
+        """Returns a plain dict for `json.dump`, the content of plan.json.
+
+        The dict has a key for each attribute of `Plan`, and "format". The docstring of this module
+        shows an example.
+        """
         fields = {name: getattr(self, name) for name in _NAMES}
         fields |= {
             "costs": self.costs._asdict(),
@@ -196,7 +217,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
-        """Returns the plan that `to_json` was called on, also after the dict was in a file.
+        """Returns the plan that `to_json` was called on.
+
+        Args:
+          data: a dict from `to_json`, also after it was written to a JSON file and read again.
 
         Raises:
           PlanningError: the dict is of another format, or lacks a key.

@@ -15,12 +15,14 @@ _NOTABLE = 0.95
 
 
 class SmallerMicrobatches(NamedTuple):
-    """The same plan with microbatches of fewer tokens.
+    """The predicted times of a plan with fewer tokens per microbatch.
 
     Attributes:
-      tokens: N to request, before it is rounded up to whole rows.
-      round_seconds: predicted time of a round.
-      bubble_ratio: bubble ratio of the schedule.
+      tokens: tokens of a microbatch to request as `ShapeRequest.tokens`, before rounding up to
+        whole rows and chunks.
+      round_seconds: predicted seconds of one round (one global batch of every task), including the
+        optimizer updates.
+      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass.
     """
 
     tokens: int
@@ -31,16 +33,21 @@ class SmallerMicrobatches(NamedTuple):
 def try_smaller_microbatches(
     plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> SmallerMicrobatches | None:
-    """Returns the fastest N that repeated halving finds, or None if it is not notably faster.
+    """Returns fewer tokens per microbatch that make rounds at least 5% faster than a plan, or None.
 
-    Smaller microbatches are more numerous, which fills a pipeline better, and less of them is
-    padding. Nothing is tried where bubbles and padding take little of the devices' time, nor on one
-    device, where `make_plan` considers fewer tokens itself. The search ends as soon as half as many
-    tokens take longer.
+    Smaller microbatches are more numerous, so they fill a pipeline better, and less of them is
+    padding. The function halves the requested tokens until a round takes longer, or until a
+    microbatch would be shorter than the longest sample.
+
+    It returns None without a search in two cases. On one pipeline stage `make_plan` considers fewer
+    tokens itself. And if bubbles and padding together take less than 5% of the devices' time, there
+    is little to gain.
 
     Args:
-      plan: the result of `make_plan` with the other arguments.
-      tasks, request, costs: as of `make_plan`.
+      plan: the result of `make_plan(tasks, request, costs, source, rounds)`.
+      tasks: the same tasks as for `make_plan`.
+      request: the same limits of the shape class as for `make_plan`.
+      costs: the same costs of the replica as for `make_plan`.
     """
     if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None

@@ -14,23 +14,40 @@ from ..errors import PlanningError
 
 
 class SequenceCosts(Protocol):
-    """LobRA's cost model of one replica, linear in the number of sequences.
+    """Protocol of LobRA's cost model: the time that one replica takes for the sequences of a round.
 
-    A replica that serves x_j sequences padded to s_j tokens, for each length bin j, takes
+    `ModelledSequenceCosts` implements it. The model is linear in the number of sequences. A replica
+    of configuration S that serves x_j sequences padded to s_j tokens, for each length bin j, takes
 
-        T(x; S_i) = constant_seconds(S_i) + Σ_j sequence_seconds(S_i, s_j) · x_j
+        T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j
 
-    for a round, forward and backward. Every deployed replica takes the constant.
+    seconds for a round (one global batch of every task), forward and backward passes together. A
+    deployed replica takes the constant even without sequences.
     """
 
     def longest(self, configuration: Replica) -> int:
-        """Tokens of the longest sequence that fits into the replica's memory; 0 for none."""
+        """Returns the tokens of the longest sequence that fits into memory; 0 for none.
+
+        Args:
+          configuration: stages and tensor-parallel devices of the replica.
+        """
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        """Seconds that a replica takes for one more sequence of `length` tokens."""
+        """Returns the seconds that a replica takes for one more sequence in a round.
+
+        Args:
+          configuration: stages and tensor-parallel devices of the replica.
+          length: tokens that the sequence is padded to, at most `longest(configuration)`.
+        """
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Seconds of a round that do not depend on the sequences: pipeline fill and update."""
+        """Returns the seconds of a round that do not depend on its sequences.
+
+        They are the fill and drain of the pipeline and the optimizer update.
+
+        Args:
+          configuration: stages and tensor-parallel devices of the replica.
+        """
 
 
 class CostTable(NamedTuple):

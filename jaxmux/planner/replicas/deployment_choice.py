@@ -18,18 +18,32 @@ def choose_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Returns the deployment of Eq. 2, or like replicas if they are faster in the given rounds.
+    """Chooses between `plan_replicas`' replicas and equal replicas by simulating given rounds.
 
-    Eq. 2 divides expected sequences into fractions. Where a round has only a few long sequences,
-    which are whole, its replicas may not be able to share them evenly.
+    `plan_replicas` divides the sequences of an expected round into fractions. In a real round with
+    few long sequences, its replicas may not be able to share them evenly. The alternatives are, for
+    each configuration that serves the longest sequence, as many equal replicas as the devices
+    allow. The function returns the replicas with the least mean time over `rounds`.
 
     Args:
-      rounds: the sequences of some rounds of the sample, each by itself.
+      devices: N, the most devices of all replicas together.
+      configurations: replica configurations to choose from, for example from `candidate_replicas`.
+      bins: sequences of a sample of rounds of all tasks together, from `choose_length_bins`.
+      rounds: for each round to simulate, its sequences in length bins, for example those of each
+        round of the sample.
+      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      sampled_rounds: number of rounds in the sample `bins`. An expected round has `bins.counts[j] /
+        sampled_rounds` sequences of bin j.
+      gap: each search stops at a plan that is at most this fraction slower than the best; 1e-3 is
+        0.1%.
+      time_limit: seconds of computation after which each search returns its best plan so far.
 
     Returns:
-      The deployment; its bound is Eq. 2's.
+      The deployment. Its `round_seconds` and `bound` are in the model of `plan_replicas`, with
+      divisible sequences, also if the replicas were chosen by simulation.
 
-    The other arguments, and errors, are those of `plan_replicas`.
+    Raises:
+      PlanningError: see `plan_replicas`.
     """
     best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]

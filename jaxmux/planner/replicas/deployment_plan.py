@@ -20,16 +20,20 @@ from .length_bins import LengthBins
 
 
 class DeploymentPlan(NamedTuple):
-    """Replicas to deploy, and the expected time of a round with them.
+    """The replicas to deploy, and the expected time of a round with them.
+
+    A *configuration* is a `Replica` value, that is, pipeline stages and tensor-parallel devices of
+    each stage. Several equal replicas of a configuration can be deployed.
 
     Attributes:
-      replicas: p_i, by configuration the number of replicas, at least 1 each.
-      round_seconds: time of a round with the expected sequences. It is the time of the slowest
-        configuration, whose replicas share its sequences evenly, but at least the time of its
-        slowest sequence alone.
-      bound: no plan takes fewer seconds. For given replicas, no dispatch to them does.
-      dominated: by configuration that was left out beforehand, one that is better or equal in every
-        respect.
+      replicas: for each deployed configuration, its number of replicas (p_i in LobRA), at least 1.
+      round_seconds: expected seconds of a round, the time of the slowest configuration. The
+        replicas of a configuration share its sequences evenly. A configuration takes at least the
+        time of a round with its slowest sequence alone.
+      bound: lower bound on `round_seconds`, in seconds. From `plan_replicas` it holds for every
+        choice of replicas.
+      dominated: configurations that were left out of the search. It maps each of them to another
+        configuration that is at least as good in devices, memory and time.
     """
 
     replicas: dict[Replica, int]
@@ -39,23 +43,25 @@ class DeploymentPlan(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of devices of all replicas."""
+        """Number of devices of all replicas together."""
         return sum(configuration.devices * count for configuration, count in self.replicas.items())
 
     @property
     def gap(self) -> float:
-        """Bound on how much slower this is than the best plan; 0.01 is 1%."""
+        """Most by which `round_seconds` exceeds the least possible, as a fraction; 0.01 is 1%."""
         return self.round_seconds / self.bound - 1
 
 
 class Replan(NamedTuple):
-    """A decision about the replicas after tasks arrive or leave.
+    """The decision of `replan` about the replicas after tasks arrive or leave.
 
     Attributes:
-      deployment: the deployment to continue with; its `round_seconds` are those of the new tasks.
-      switch: whether it differs from the current one.
-      saved_seconds: seconds that the switch saves over the horizon, less the time of the switch
-        itself; infinite if the current replicas cannot serve the new tasks.
+      deployment: the deployment to continue with: a new one if `switch` is true, otherwise the
+        current replicas. Its `round_seconds` are those of the new tasks.
+      switch: whether to change the replicas.
+      saved_seconds: seconds that the change saves over the horizon, less the time of the change
+        itself; negative if the change does not pay. It is infinite if the current replicas cannot
+        serve the new tasks or need more devices than there are.
     """
 
     deployment: DeploymentPlan
@@ -66,12 +72,15 @@ class Replan(NamedTuple):
 def candidate_replicas(
     devices: int, tp: Sequence[int] = (1, 2, 4, 8), pp: Sequence[int] = (1, 2, 4, 8)
 ) -> list[Replica]:
-    """Returns every combination of tensor-parallel degree and pipeline stages on few devices.
+    """Returns replica configurations to choose from, for `plan_replicas` and `choose_replicas`.
+
+    They are all combinations of a tensor-parallel degree and a number of pipeline stages whose
+    product is at most `devices`.
 
     Args:
-      devices: most devices of a replica.
-      tp: tensor-parallel degrees.
-      pp: numbers of pipeline stages.
+      devices: the most devices that one replica may have.
+      tp: tensor-parallel degrees to combine.
+      pp: numbers of pipeline stages to combine.
     """
     pairs = (Replica.uniform(pp=stages, tp=degree) for degree in tp for stages in pp)
     return [configuration for configuration in pairs if configuration.devices <= devices]
@@ -86,21 +95,31 @@ def plan_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Returns the deployment with which a round is expected to take the least time (Eq. 2).
+    """Chooses the replicas with which an expected round takes the least time (LobRA Eq. 2).
+
+    It treats the sequences of an expected round as divisible. `choose_replicas` also simulates
+    rounds of whole sequences and may find better replicas. Replicas of different sizes pay where a
+    few long sequences need much memory and most sequences are short.
 
     Args:
-      devices: N, most devices of all replicas together.
-      configurations: configurations to choose from. Those with more devices than there are make no
-        difference except to error messages.
-      bins: the sequences of a sample of rounds of all tasks.
-      model: times and memory of a replica.
-      sampled_rounds: number of rounds in the sample (LobRA takes 100). A round is expected to have
+      devices: N, the most devices of all replicas together.
+      configurations: replica configurations to choose from, for example from `candidate_replicas`.
+        Configurations with more than N devices are never chosen; they only improve error messages.
+      bins: sequences of a sample of rounds of all tasks, from `choose_length_bins`.
+      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      sampled_rounds: number of rounds in the sample (LobRA takes 100). An expected round has
         `bins.counts[j] / sampled_rounds` sequences of bin j.
-      gap: fraction above the best plan at which the search may stop.
-      time_limit: seconds after which the best plan so far is returned.
+      gap: the search stops at a plan that is at most this fraction slower than the best; 1e-3 is
+        0.1%.
+      time_limit: seconds of computation after which the best plan so far is returned.
+
+    Returns:
+      The deployment. Devices that its replicas leave idle are used for further replicas of the same
+      configurations, which makes no round slower.
 
     Raises:
-      PlanningError: a bin fits no configuration of at most `devices` devices.
+      PlanningError: there are no sequences or no configurations, or the sequences of a bin fit no
+        configuration of at most `devices` devices.
     """
     costs, demand = _costs_and_demand(configurations, bins, sampled_rounds, model)
     require_service(costs, devices)
@@ -121,9 +140,15 @@ def evaluate_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Returns the given replicas with the expected time of a round.
+    """Returns given replicas with the expected time of a round; it does not change the replicas.
 
-    The other arguments are those of `plan_replicas`.
+    Args:
+      replicas: for each configuration, its number of replicas; 0 is allowed.
+      bins, model, sampled_rounds, gap, time_limit: as for `plan_replicas`. `gap` and `time_limit`
+        are those of the search for the best division of the sequences.
+
+    Returns:
+      The replicas. `bound` holds for these replicas only.
 
     Raises:
       PlanningError: no replica has the memory for some bin.
@@ -151,14 +176,29 @@ def replan(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> Replan:
-    """Decides whether other replicas save more time than it takes to switch to them.
+    """Decides whether to change the deployed replicas after tasks arrive or leave.
+
+    It plans replicas for the new tasks with `plan_replicas`. It recommends the change if this saves
+    more seconds over the next rounds than the change itself takes.
 
     Args:
-      current: by configuration, the number of deployed replicas.
-      switch_seconds: time to change the replicas (less than 3 minutes in LobRA).
+      current: the deployed replicas: for each configuration, its number of replicas.
+      devices: N, the most devices of all replicas together.
+      configurations: replica configurations to choose from, for example from `candidate_replicas`.
+      bins: sequences of a sample of rounds of the new tasks, from `choose_length_bins`.
+      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      switch_seconds: seconds that changing the replicas takes (less than 3 minutes in LobRA).
       horizon_rounds: number of rounds for which the tasks are expected to stay the same.
+      sampled_rounds: number of rounds in the sample `bins`.
+      gap: each search stops at a plan that is at most this fraction slower than the best.
+      time_limit: seconds of computation after which each search returns its best plan so far.
 
-    The other arguments, and errors, are those of `plan_replicas`.
+    Returns:
+      The decision: `deployment` to continue with, `switch` and `saved_seconds`.
+
+    Raises:
+      PlanningError: the new tasks have a sequence that fits no configuration of at most `devices`
+        devices.
     """
     given = (bins, model, sampled_rounds, gap, time_limit)
     best = plan_replicas(devices, configurations, *given)

@@ -9,13 +9,13 @@ from ..errors import PlanningError
 
 
 class LengthBins(NamedTuple):
-    """Sequences sorted into length bins.
+    """Sequences sorted into length bins; made by `choose_length_bins`.
 
     A length bin is an interval of sequence lengths. Its sequences are padded to its upper boundary.
 
     Attributes:
-      boundaries: upper boundary of each bin in tokens, ascending.
-      counts: number of sequences in each bin.
+      boundaries: for each bin, its upper boundary in tokens, ascending.
+      counts: for each bin, its number of sequences.
       padding: tokens of padding of all sequences together.
     """
 
@@ -27,21 +27,25 @@ class LengthBins(NamedTuple):
 def choose_length_bins(
     lengths: Sequence[int], boundaries: Sequence[int], most_bins: int
 ) -> LengthBins:
-    """Returns the length bins that pad the given sequences least.
+    """Sorts sequences into the length bins that need the least padding (LobRA Eq. 4).
 
     The candidate boundaries u_1 ... u_U divide the lengths into U intervals, and I_i is the set of
     sequences in interval i. State_{i,j} is the least padding with which the first i intervals form
-    j bins (Eq. 4, with the index of the last interval of a bin as i):
+    j bins (Eq. 4, where i is the last interval of a bin):
 
         State_{i,j} = min_{i' < i} State_{i',j-1} + Σ_{i' < i'' ≤ i} |I_{i''}| (u_i - u_{i''}).
 
-    Prefix sums give the inner sum in constant time, so B sequences in at most R bins take
-    O(B log U + R U²). Intervals without sequences are left out.
+    Prefix sums give the inner sum in constant time, so B sequences in at most R bins take O(B log U
+    + R U²). Intervals without sequences are left out.
 
     Args:
       lengths: length in tokens of each of the B sequences.
-      boundaries: u_1 < ... < u_U in tokens, the boundaries to choose from.
+      boundaries: u_1 < ... < u_U in tokens, the upper boundaries to choose from, for example
+        `range(256, 8193, 256)`.
       most_bins: R, the most length bins.
+
+    Returns:
+      At most R bins, each with at least one sequence; no bins if there are no sequences.
 
     Raises:
       PlanningError: a sequence is longer than every boundary, the boundaries do not ascend, or

@@ -21,13 +21,13 @@ _HALVINGS = 50
 
 
 class SampleDispatch(NamedTuple):
-    """The sequences of a round, divided among replicas.
+    """The sequences of one round, divided among replicas; made by `dispatch_samples`.
 
     Attributes:
-      counts: by configuration, int64 [replicas, R]: the sequences of each length bin that each of
-        its replicas serves.
-      round_seconds: time of the slowest replica.
-      bound: no dispatch takes fewer seconds.
+      counts: for each configuration, int64 [replicas, R]: the number of sequences of each of the R
+        length bins that each of its replicas serves.
+      round_seconds: seconds that the slowest replica takes for the round.
+      bound: lower bound in seconds on `round_seconds` of every dispatch to these replicas.
     """
 
     counts: dict[Replica, np.ndarray]
@@ -36,7 +36,7 @@ class SampleDispatch(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Bound on how much slower this is than the best dispatch; 0.01 is 1%."""
+        """Most by which `round_seconds` exceeds the least possible, as a fraction; 0.01 is 1%."""
         return self.round_seconds / self.bound - 1
 
 
@@ -47,19 +47,29 @@ def dispatch_samples(
     gap: float = 0.01,
     time_limit: float = 0.05,
 ) -> SampleDispatch:
-    """Divides the sequences of a round among the deployed replicas (Eq. 3).
+    """Divides the whole sequences of one round among the deployed replicas (LobRA Eq. 3).
 
-        min max_i T({d_ij / p_i}_j; S_i)  subject to  Σ_i d_ij = B_j,
+    Call it for every round; `plan_replicas` chooses the replicas beforehand. It minimizes the time
+    of the slowest replica:
 
-    where d_ij is a natural number, and 0 if S_i has no memory for bin j. The greedy dispatch is
-    returned if it is within `gap` of a bound in closed form, or if the solver finds no better one.
+        min max_i T({d_ij / p_i}_j; S_i)  subject to  Σ_i d_ij = B_j.
+
+    Here T is the time in `SequenceCosts`, p_i the number of replicas of configuration S_i and B_j
+    the number of sequences of bin j. d_ij is the number of sequences of bin j that the replicas of
+    S_i serve together: a whole number, and 0 if S_i has no memory for them.
+
+    A greedy dispatch is tried first. The function returns it if it is within `gap` of a lower
+    bound, or if the solver of the integer program finds no better dispatch.
 
     Args:
-      replicas: p_i, by configuration S_i the number of deployed replicas.
-      bins: the round's sequences of all tasks, by padded length.
-      model: times and memory of a replica.
-      gap: fraction above the optimum at which the solver may stop.
-      time_limit: seconds after which the solver stops.
+      replicas: p_i, for each configuration S_i the number of deployed replicas.
+      bins: the sequences of all tasks in this round, by padded length, from `choose_length_bins`.
+      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      gap: fraction above the optimum at which the solver may stop; 0.01 is 1%.
+      time_limit: seconds of computation after which the solver stops.
+
+    Returns:
+      For each replica, its number of sequences of each bin.
 
     Raises:
       PlanningError: no replica has the memory for some bin.

@@ -18,24 +18,30 @@ _LONGEST_ROW = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class ModelledSequenceCosts:
-    """`cost_table.SequenceCosts` from fitted or estimated cost models.
+    """The `SequenceCosts` that the planner's time and memory models predict.
 
     A replica packs its sequences into microbatches, each of sequences of one length, and pipelines
-    them with 1F1B. A sequence costs its share of a microbatch on the slowest stage, in rows whose
-    length is the next power of two. The constant is the pipeline's warm-up and drain, the update
-    and the overhead of a round. No communication is hidden, because a stage works on one microbatch
-    at a time: tensor parallelism adds two all-reduces to each pass of a layer, and a pipeline adds
-    a permute to each pass of a stage.
+    them with 1F1B. A sequence takes its share of a microbatch's time on the slowest stage, in rows
+    whose length is the next power of two. The constant of a round is the warm-up and drain of the
+    pipeline, the optimizer update and the fixed overhead of a round.
+
+    No communication is hidden, because a stage works on one microbatch at a time. Tensor
+    parallelism adds two all-reduces to each pass of a layer, and a pipeline adds one message to the
+    next stage to each pass of a stage.
 
     Attributes:
-      times: time model of one device.
-      memory: memory model of one device.
-      pool: the pool that every replica holds.
-      tokens: tokens of a microbatch; less where this many do not fit. A longer sequence is a
-        microbatch of its own.
+      times: time model of the backbone on one device, for example `CostModels.times` from
+        `costs.cost_models.device_models`.
+      memory: memory model of the same, `CostModels.memory`.
+      pool: the pool of adapters that every replica holds, for example from
+        `planner.pipeline.shared_pool`.
+      tokens: tokens of a microbatch. A microbatch has fewer tokens where this many do not fit into
+        memory, and a longer sequence is a microbatch of its own.
       chunk_len: tokens of a chunk.
-      remat: remat policy of all layers; "auto" for the policies that the engine picks, which fit
-        longer sequences and take longer for those that need recomputation.
+      remat: remat policy of all layers: "norms", "dots", "lean" or "full", in the order of
+        increasing recomputation. With "auto" each layer recomputes as little as the memory allows,
+        as in training; this fits longer sequences and takes longer for those that need
+        recomputation.
     """
 
     times: TimeModel
@@ -46,14 +52,26 @@ class ModelledSequenceCosts:
     remat: str = AUTO
 
     def longest(self, configuration: Replica) -> int:
-        """Tokens of the longest sequence, a power of two, that fits into memory; 0 for none."""
+        """Returns the tokens of the longest sequence, a power of two, that fits into memory.
+
+        Every stage must have memory for as many such sequences in flight as there are stages. The
+        result is 0 if not even the shortest row fits, and at most 131,072.
+
+        Args:
+          configuration: stages and tensor-parallel devices of the replica.
+        """
         longest, row_len = 0, max(MIN_CHUNK_LEN, self.chunk_len)
         while row_len <= _LONGEST_ROW and self._fits(configuration, self._shape(row_len, 1)):
             longest, row_len = row_len, 2 * row_len
         return longest
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        """Seconds of one more sequence of `length` tokens, forward and backward."""
+        """Returns the seconds, forward and backward, that one more sequence adds to a round.
+
+        Args:
+          configuration: stages and tensor-parallel devices of the replica.
+          length: tokens that the sequence is padded to.
+        """
         tokens = self.tokens
         while tokens > length and not self._fits(configuration, self._shape(length, tokens)):
             tokens //= 2
@@ -61,7 +79,14 @@ class ModelledSequenceCosts:
         return self._slowest_stage_seconds(configuration, shape) * length / shape.tokens
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Seconds of a round that do not depend on the sequences: pipeline fill and update."""
+        """Returns the seconds of a round that do not depend on its sequences.
+
+        They are the warm-up and drain of the pipeline, the optimizer update and the overhead of a
+        round.
+
+        Args:
+          configuration: stages and tensor-parallel devices of the replica.
+        """
         shortest = self._shape(self.chunk_len, self.tokens)
         fill = (configuration.pp - 1) * self._slowest_stage_seconds(configuration, shortest)
         return fill + self._costs(configuration).update()

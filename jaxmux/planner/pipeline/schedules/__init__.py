@@ -12,7 +12,6 @@ returns a `PipelineSchedule`:
 
 from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_backward
 from .lorapp import batch_lora, lorapp, split_minibatches
-from .lower_bounds import least_makespan, least_paired_ticks
 from .muxtune_template import template, template_order
 from .schedule import PipelineSchedule, Update
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
@@ -31,8 +30,6 @@ __all__ = [
     "batch_lora",
     "gpipe",
     "interleaved",
-    "least_makespan",
-    "least_paired_ticks",
     "lorapp",
     "one_f_one_b_depth",
     "one_forward_one_backward",

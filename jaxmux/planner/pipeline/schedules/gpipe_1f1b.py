@@ -7,11 +7,21 @@ from .workload import Workload, independent_series
 
 
 def gpipe(workload: Workload) -> PipelineSchedule:
-    """GPipe (Huang et al. 2019): all forward passes of a flush, then all its backward passes.
+    """Returns the GPipe schedule: all forward passes of a flush, then all its backward passes.
 
-    A new flush begins where a microbatch must wait for the update of a task that is in the current
-    flush, so a flush holds as many microbatches as possible. With equal stage times and F = B, the
-    bubble ratio of a flush of N microbatches is (S-1) / (N+S-1).
+    A *flush* is a series of consecutive microbatches that run with the same adapter parameters. A
+    new flush begins at a microbatch that needs the update of a task with an earlier step in the
+    current flush. GPipe needs a buffer for every microbatch of a flush; `one_forward_one_backward`
+    needs fewer.
+
+    With S stages, equal stage times and forward passes as long as backward passes, the bubble ratio
+    of a flush of N microbatches is (S-1) / (N+S-1) (Huang et al. 2019).
+
+    Args:
+      workload: the stream, with one virtual stage per stage.
+
+    Returns:
+      The schedule, with one pass per stage and tick (the tick rule "single" of `TickRule`).
 
     Raises:
       PlanningError: a flush does not fit `workload.buffer_limit`.
@@ -30,42 +40,68 @@ def gpipe(workload: Workload) -> PipelineSchedule:
 
 
 def one_forward_one_backward(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """1F1B (PipeDream-flush; Narayanan et al. 2021, 2.2): backward passes first.
+    """Returns the 1F1B schedule: each stage prefers backward passes and so needs few buffers.
 
-    Stage s has at most `one_f_one_b_depth` microbatches in flight, and never more than
-    `workload.buffer_limit` allows. The microbatches keep the order of the stream: one that waits
-    for an update holds back all that follow it. The bubble ratio is that of `gpipe`.
+    The source is PipeDream-flush (Narayanan et al. 2021, 2.2). A microbatch is in flight on a stage
+    from its forward to its backward pass there. Stage s has at most `one_f_one_b_depth(S, rule)[s]`
+    microbatches in flight, and fewer where `workload.buffer_limit` requires it.
+
+    The microbatches start in the order of the stream. A microbatch that waits for a task's update
+    holds back all microbatches after it; `lorapp` passes over such a microbatch instead. The
+    pipeline is not drained between global batches of different tasks. For microbatches that wait
+    for no update, the bubble ratio is the same as for `gpipe`.
 
     Args:
-      workload: the stream.
-      rule: the ops that may share a tick.
+      workload: the stream, with one virtual stage per stage.
+      rule: the passes that may share a tick. "single": every stage runs one pass. "paired": every
+        stage runs a forward pass, a backward pass or both. "alternating": all stages run forward
+        passes in one tick and backward passes in the next.
+
+    Raises:
+      PlanningError: a microbatch can never start, for example because there are too few buffers.
     """
     launch = LaunchRule(in_flight=one_f_one_b_depth(workload.stages, rule))
     return lay_out(workload, greedy_orders(workload, launch), rule)
 
 
 def one_f_one_b_depth(stages: int, rule: TickRule) -> list[int]:
-    """Returns, for each stage, the microbatches in flight that keep a 1F1B pipeline full.
+    """Returns the number of microbatches in flight on each stage that keeps a 1F1B pipeline full.
 
-    Stage s needs S - s of them with single ticks, and 2(S - s) - 1 with paired or alternating
-    ticks, because about twice as many others are launched while a microbatch is in flight.
+    A microbatch is in flight on a stage from its forward to its backward pass there, and its
+    residuals take memory for that time. Stage s of S stages needs S - s microbatches in flight with
+    "single" ticks. With "paired" or "alternating" ticks it needs 2(S - s) - 1, because about twice
+    as many other microbatches start while one is in flight.
+
+    Args:
+      stages: S, the number of pipeline stages.
+      rule: the passes that may share a tick (see `TickRule`).
+
+    Returns:
+      S numbers, the largest for the first stage.
     """
     return [stages - s if rule == "single" else 2 * (stages - s) - 1 for s in range(stages)]
 
 
 def interleaved(workload: Workload, virtual_per_stage: int) -> PipelineSchedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, 2.2), which has shorter bubbles than 1F1B.
+    """Returns the interleaved 1F1B schedule, which has shorter bubbles than 1F1B.
 
-    If the number N of microbatches is a multiple of S, stage times are equal and F = B, the bubble
-    ratio is (S-1) / (virtual_per_stage · N + S-1).
+    Each stage holds several parts of the model, its virtual stages, so a microbatch passes every
+    stage several times and the pipeline fills sooner (Narayanan et al. 2021, 2.2). In exchange the
+    stages send more messages. Let N microbatches wait for no update, N be a multiple of the number
+    S of stages, stage times be equal and forward passes take as long as backward passes. The bubble
+    ratio is then (S-1) / (virtual_per_stage · N + S-1).
 
     Args:
-      workload: the stream with times per stage, which the virtual stages share equally.
-      virtual_per_stage: virtual stages of every stage.
+      workload: the stream with times per stage. The virtual stages of a stage share its times
+        equally.
+      virtual_per_stage: number of virtual stages of every stage.
+
+    Returns:
+      The schedule, with one pass per stage and tick (the tick rule "single" of `TickRule`).
 
     Raises:
-      PlanningError: `workload.buffer_limit` is too small: microbatches on one virtual stage hold
-        the buffers that they need on the next one.
+      PlanningError: `workload` is interleaved already, or `workload.buffer_limit` is too small: the
+        microbatches on one virtual stage hold the buffers that they need on the next one.
     """
     workload = workload.with_virtual_stages(virtual_per_stage)
     stages = workload.stages

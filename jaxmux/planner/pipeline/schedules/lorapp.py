@@ -13,21 +13,27 @@ from .workload import ScheduledMicrobatch, Workload
 
 
 def lorapp(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """LoRAPP in its 1F1B mode (mLoRA 3.2.1) over a stream of tasks and steps.
+    """Returns the LoRAPP schedule in its 1F1B mode (mLoRA 3.2.1), for a stream of several tasks.
 
-    The first stage prefers to launch a microbatch of a task that is not in the pipeline. All other
-    stages prefer backward passes, which free memory. A task that waits for its update is passed
-    over.
+    The first stage prefers forward passes: it starts the first microbatch of the stream that waits
+    for no update, and passes over those that wait. (`one_forward_one_backward` passes over none.)
+    All other stages prefer backward passes, which free memory. The number of microbatches in flight
+    is bounded by `one_f_one_b_depth`.
 
-    With equal stages, D stages, L tasks and one microbatch per global batch, the bubble ratio
-    without warm-up and drain is max{(D-L)/D, 0}. With N microbatches per global batch (see
-    `split_minibatches`) it is max{(D-1+N-L·N) / (D+N-1), 0} (mLoRA 3.2.2). In lockstep with single
-    ticks this holds for F = B only. With paired ticks about twice as many microbatches are in
-    flight, and D stages need 2D tasks to be full.
+    With S equal stages, T tasks and one microbatch per global batch, the bubble ratio without
+    warm-up and drain is max{(S-T)/S, 0}. With n microbatches per global batch (see
+    `split_minibatches`) it is max{(S-1+n-T·n) / (S+n-1), 0} (mLoRA 3.2.2, which writes D for S, L
+    for T and N for n). In lockstep with "single" ticks this holds only if forward passes take as
+    long as backward passes. With "paired" ticks about twice as many microbatches are in flight, so
+    S stages need 2S tasks to be full.
 
     Args:
-      workload: the stream, the tasks in turn.
-      rule: the ops that may share a tick.
+      workload: the stream, in which the tasks take turns, for example from
+        `round_robin_microbatches`.
+      rule: the passes that may share a tick: "single", "paired" or "alternating" (see `TickRule`).
+
+    Raises:
+      PlanningError: the buffers do not suffice for any microbatch to continue.
     """
     launch = LaunchRule(
         in_flight=one_f_one_b_depth(workload.stages, rule), skip_blocked=True, forward_first=1
@@ -36,9 +42,14 @@ def lorapp(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
 
 
 def split_minibatches(workload: Workload, parts: int) -> Workload:
-    """Cuts every microbatch into `parts` microbatches of the same global batch (mLoRA Fig. 4 (e)).
+    """Returns a new workload with each microbatch cut into equal parts (mLoRA Fig. 4 (e)).
 
-    Each part has an equal share of the time, and of the buffers, rounded up.
+    The parts of a microbatch are consecutive and belong to the same global batches. Each part takes
+    1 / parts of the microbatch's times, and 1 / parts of its buffers, rounded up.
+
+    Args:
+      workload: the stream.
+      parts: number of microbatches to make of each microbatch.
     """
     microbatches = tuple(
         microbatch._replace(buffers=-(-microbatch.buffers // parts))
@@ -54,20 +65,21 @@ def split_minibatches(workload: Workload, parts: int) -> Workload:
 
 
 def batch_lora(workload: Workload, groups: int | None = None) -> Workload:
-    """BatchLoRA (mLoRA 3.3): batches tasks into groups that each pass the pipeline as one task.
+    """Returns a new workload in which groups of tasks share microbatches (BatchLoRA, mLoRA 3.3).
 
-    Tasks are added to groups in descending order of their time, each to the group with the least
-    time so far. The k-th microbatches of the n-th global batches of a group become one microbatch,
-    whose times and buffers are the sums: at the sizes that a pipeline runs with, a microbatch
-    saturates a GPU, so batching saves no time.
+    Tasks are dealt to groups in descending order of their time; each goes to the group with the
+    least time so far. The k-th microbatches of the n-th global batches of a group's tasks become
+    one microbatch. Its times and buffers are the sums over its parts: one microbatch alone
+    saturates a GPU, so batching saves no time. Use it before `lorapp` if there are more tasks than
+    a pipeline needs.
 
     Args:
-      workload: microbatches of one task each.
+      workload: a stream of microbatches with exactly one task each.
       groups: number of groups; None for one per stage.
 
     Returns:
-      The batched stream, ordered by global batch and then by group; `workload` itself if there are
-      no more tasks than groups.
+      The batched stream, ordered by global batch and then by group. `bucket` of each microbatch is
+      its group. If there are no more tasks than groups, the result is `workload` itself.
 
     Raises:
       ValueError: a microbatch has samples of several tasks or of none.

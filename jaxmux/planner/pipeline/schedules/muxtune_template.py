@@ -17,35 +17,46 @@ Clock = Literal["lockstep", "asynchronous"]
 def template(
     workload: Workload, clock: Clock = "lockstep", permute_time: float = 0.0
 ) -> PipelineSchedule:
-    """The structured template: an eager 1F1B over buckets in descending order of latency.
+    """Returns MuxTune's structured template: 1F1B over buckets in descending order of latency.
 
-    Its rules are: (1) buckets descend by their mean forward time on the first stage; (2) the
-    microbatches of a bucket are consecutive; (3) microbatches are launched as early as memory
-    allows, and backward passes come first. Over several rounds the rules hold in each round. The
-    rounds follow each other without a flush, and a microbatch that waits for an update is passed
-    over.
+    A bucket is a group of tasks that are packed together. The rules are:
+
+    1. Buckets descend by the mean time of their microbatches' forward pass on the first stage.
+    2. The microbatches of a bucket are consecutive.
+    3. A microbatch starts as soon as the buffers allow, and stages prefer backward passes.
+
+    If tasks have several steps, the rules hold within each round: round n holds step n of every
+    task. The rounds follow each other without a flush, and a microbatch that waits for a task's
+    update is passed over. Unlike `one_forward_one_backward`, only `workload.buffer_limit` bounds
+    the number of microbatches in flight.
 
     Theorem 2 of Appendix A says that the last stage is busy from its first forward to its last
     backward pass. It holds here for one round without a buffer limit, if a microbatch of bucket p
     takes the same time t_p forward and backward on every stage and messages take no time. Bucket 1
-    is the longest, bucket P the shortest. For the two clocks the theorem means:
+    has the longest microbatches, bucket P the shortest. For the two clocks the theorem means:
 
-    - "lockstep": the last stage has no empty tick. A tick may still take longer than the op of the
-      last stage where buckets meet, because an earlier stage runs a backward pass of the longer
-      bucket. The makespan is at most 2(S-1)·t_1 plus the work of the last stage, 2C·Σ_p t_p with C
-      microbatches per bucket. That is (S-1)(t_1-t_P) more than Lemmas 1 and 2 give for
-      asynchronous stages, and equal to it if all buckets take the same time (as Eq. 9 assumes).
+    - "lockstep": the last stage has no empty tick. A tick may still take longer than the last
+      stage's pass where two buckets meet, because an earlier stage runs a backward pass of the
+      longer bucket. With S stages and C microbatches per bucket, the makespan is at most 2(S-1)·t_1
+      plus the work of the last stage, 2C·Σ_p t_p. This bound is larger than the makespan of
+      asynchronous stages (Lemmas 1 and 2) by (S-1)(t_1-t_P). The two are equal if all buckets take
+      the same time, as Eq. 9 assumes.
     - "asynchronous": the last stage is never idle, as in the paper.
 
     Args:
-      workload: the stream; `ScheduledMicrobatch.bucket` tells the bucket of a microbatch.
-      clock: how the stages run. For "lockstep" the result is the schedule with the fastest tick
-        rule; for "asynchronous" each stage's order is the one that greedy stages choose with the
-        workload's times.
-      permute_time: time of the messages after each lockstep tick, in the workload's unit.
+      workload: the stream. `ScheduledMicrobatch.bucket` gives the bucket of each microbatch.
+      clock: how the stages will run. With "lockstep" they start every tick together, and the result
+        is the schedule with the fastest tick rule. With "asynchronous" each stage runs at its own
+        pace, and the workload's times determine the order of its passes.
+      permute_time: time of the messages between stages after each lockstep tick, in the workload's
+        unit; used only to compare tick rules.
 
     Returns:
-      The schedule, whose microbatches are in the order of `template_order`.
+      The schedule. Its microbatches are in the order of `template_order`, so simulate it with
+      `workload.reorder(template_order(workload))`.
+
+    Raises:
+      PlanningError: the buffers do not suffice for any order.
     """
     workload = workload.reorder(template_order(workload))
     lockstep = clock == "lockstep"
@@ -56,7 +67,16 @@ def template(
 
 
 def template_order(workload: Workload) -> list[int]:
-    """Returns the microbatches by round, then by bucket in descending order of latency."""
+    """Returns `template`'s order of the microbatches, as indices for `Workload.reorder`.
+
+    Microbatches are ordered by round, then by bucket in descending order of latency, then by their
+    place in the stream. Round n holds step n of every task, counted from each task's first step in
+    the stream. The latency of a bucket is the mean forward time of its microbatches on the first
+    stage.
+
+    Args:
+      workload: the stream.
+    """
     rounds = _rounds(workload)
     members = defaultdict(list)
     for index, microbatch in enumerate(workload.microbatches):

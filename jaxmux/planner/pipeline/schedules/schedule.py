@@ -1,4 +1,4 @@
-"""The pipeline schedule as a value: a table of what every stage runs in every tick."""
+"""The pipeline schedule as a value: a table of the ops that every stage runs in every tick."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,12 +12,14 @@ NONE = -1
 
 
 class Update(NamedTuple):
-    """The optimizer update of a task after one step.
+    """The optimizer update of one task after one step, in a `PipelineSchedule`.
 
     Attributes:
       task: index of the task.
-      step: the step whose global batch is complete.
-      ticks: for each stage, the tick at whose end the stage updates its part of the adapters.
+      step: the step whose global batch has run completely.
+      ticks: for each of the S stages, the tick at whose end the stage updates its part of the
+        task's adapter. Stages finish their backward passes in different ticks, so these ticks
+        differ.
     """
 
     task: int
@@ -27,29 +29,34 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelineSchedule:
-    """A schedule of M microbatches over S stages and T ticks.
+    """The order in which S stages run M microbatches: a table with one column per tick.
 
-    A stage runs at most one forward and one backward pass in a tick, the backward pass first. The
-    output of a pass can be used one tick later at the earliest. A stage that runs its row of the
-    table in order, at its own pace, therefore finds all its inputs sooner or later. The loss of a
-    microbatch is part of its forward pass on the last virtual stage.
+    A generator such as `one_forward_one_backward` makes a schedule from a `Workload`; the schedule
+    itself holds no times. `validate` checks it, `simulate_lockstep` and `simulate_asynchronous`
+    predict its time, and `print` shows its table.
 
-    The residuals of a microbatch take `ScheduledMicrobatch.buffers` buffers on a stage from its
-    forward to its backward pass there. A forward pass can take the buffers that the backward pass
-    of the same tick frees.
+    A *tick* is one column of the table. There are T ticks. In a tick a stage runs at most one
+    backward and one forward pass, the backward pass first. A pass uses only outputs of passes of
+    earlier ticks. Stages may run all together, tick by tick, or each stage may run its row in order
+    at its own pace. The loss of a microbatch is part of its forward pass on the last virtual stage.
 
-    Virtual stage v lies on stage v mod S (see `Workload`). In an ordinary pipeline the virtual
-    stages are the stages.
+    A microbatch takes `ScheduledMicrobatch.buffers` buffers on a stage from its forward to its
+    backward pass there. A forward pass can take buffers that the backward pass of the same tick
+    frees.
+
+    In an interleaved pipeline a stage holds several virtual stages: virtual stage v lies on stage v
+    mod S (see `Workload`). In an ordinary pipeline the virtual stages are the stages.
 
     Attributes:
       microbatches: the M microbatches; the tables refer to them by index.
-      forward_microbatch: int32 [S, T], the microbatch that runs forward, -1 for none.
-      backward_microbatch: int32 [S, T], the microbatch that runs backward, -1 for none.
-      forward_virtual_stage: int32 [S, T], the virtual stage on which it runs forward, -1 for none.
-      backward_virtual_stage: int32 [S, T], the virtual stage on which it runs backward, -1 for
-        none.
-      updates: one update for each global batch of each task, in order of time.
-      virtual_per_stage: number of virtual stages of one stage.
+      forward_microbatch: int32 [S, T], index of the microbatch that stage s runs forward in tick t;
+        -1 where stage s runs no forward pass.
+      backward_microbatch: int32 [S, T], the same for backward passes.
+      forward_virtual_stage: int32 [S, T], the virtual stage on which that forward pass runs,
+        between 0 and V - 1; -1 where there is no forward pass.
+      backward_virtual_stage: int32 [S, T], the same for backward passes.
+      updates: one update for each (task, step), ordered by its tick on the first stage.
+      virtual_per_stage: number of virtual stages of one stage; V = S · virtual_per_stage.
     """
 
     microbatches: tuple[ScheduledMicrobatch, ...]
@@ -76,11 +83,11 @@ class PipelineSchedule:
         return self.stages * self.virtual_per_stage
 
     def forward_ticks(self) -> np.ndarray:
-        """int32 [V, M]: the tick in which each microbatch runs forward on each virtual stage."""
+        """Returns int32 [V, M]: the tick of each forward pass, by virtual stage and microbatch."""
         return self._ticks(self.forward_microbatch, self.forward_virtual_stage)
 
     def backward_ticks(self) -> np.ndarray:
-        """int32 [V, M]: the tick in which each microbatch runs backward on each virtual stage."""
+        """Returns int32 [V, M]: the tick of each backward pass, by virtual stage and microbatch."""
         return self._ticks(self.backward_microbatch, self.backward_virtual_stage)
 
     def _ticks(self, microbatch: np.ndarray, virtual_stage: np.ndarray) -> np.ndarray:
@@ -90,7 +97,7 @@ class PipelineSchedule:
         return ticks
 
     def peak_buffers(self) -> np.ndarray:
-        """int64 [S]: the most buffers for residuals that are in use at a time on each stage."""
+        """Returns int64 [S]: the most buffers that are in use at the same time on each stage."""
         change = np.zeros((self.stages, self.ticks), int)
         stage = np.arange(self.virtual_stages)[:, None] % self.stages
         buffers = np.array([microbatch.buffers for microbatch in self.microbatches])
@@ -103,9 +110,9 @@ class PipelineSchedule:
         return isinstance(other, PipelineSchedule) and self.to_json() == other.to_json()
 
     def __str__(self) -> str:
-        """The table as text: a row for each stage, a column for each tick.
+        """Returns the table as text: a row for each stage, a column for each tick.
 
-        `F3` is the forward pass of microbatch 3, `B0` the backward pass of microbatch 0. In an
+        `F3` is the forward pass of microbatch 3, `B0` is the backward pass of microbatch 0. In an
         interleaved pipeline `F3.1` runs on the second virtual stage of its stage.
         """
         cells = [
@@ -130,7 +137,10 @@ class PipelineSchedule:
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`: each attribute under its name, arrays as lists."""
+        """Returns a plain dict for `json.dump`: each attribute under its name, arrays as lists.
+
+        The key "format" holds the version of the format. `from_json` reads the dict.
+        """
         return {
             "format": FORMAT,
             "microbatches": [
@@ -147,7 +157,10 @@ class PipelineSchedule:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PipelineSchedule":
-        """Returns the schedule that `to_json` was called on; it does not `validate` it.
+        """Returns the schedule that `to_json` was called on. It does not call `validate`.
+
+        Args:
+          data: a dict from `to_json`, also after it was written to a JSON file and read again.
 
         Raises:
           ValueError: the dict is of another format.

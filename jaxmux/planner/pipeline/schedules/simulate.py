@@ -10,18 +10,22 @@ from .workload import Workload
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """The times at which the ops of a schedule start and end, in the unit of the workload.
+    """The predicted times at which the passes of a schedule start and end.
 
-    S is the number of stages, V of virtual stages, M of microbatches.
+    `simulate_lockstep` and `simulate_asynchronous` return it. Times are in the unit of the
+    workload's times and count from the start of the schedule. S is the number of stages, V the
+    number of virtual stages (V = S unless the pipeline is interleaved; virtual stage v lies on
+    stage v mod S), and M the number of microbatches.
 
     Attributes:
-      forward_start: float64 [V, M].
-      forward_end: float64 [V, M].
-      backward_start: float64 [V, M].
-      backward_end: float64 [V, M].
-      makespan: time from the start of the first op to the end of the last one; in lockstep it
+      forward_start: float64 [V, M], start of each microbatch's forward pass on each virtual stage.
+      forward_end: float64 [V, M], end of the same forward passes.
+      backward_start: float64 [V, M], start of each microbatch's backward pass.
+      backward_end: float64 [V, M], end of the same backward passes.
+      makespan: time from the start of the first pass to the end of the last pass. In lockstep it
         includes the messages after the last tick.
-      peak_buffers: int64 [S], the most buffers for residuals that are in use at a time.
+      peak_buffers: int64 [S], the most buffers (see `ScheduledMicrobatch.buffers`) that are in use
+        at the same time on each stage.
     """
 
     forward_start: np.ndarray
@@ -37,7 +41,7 @@ class Simulation:
         return len(self.peak_buffers)
 
     def busy(self, window: tuple[float, float] | None = None) -> np.ndarray:
-        """float64 [S]: the time for which each stage computes.
+        """Returns float64 [S]: the time for which each stage runs forward and backward passes.
 
         Args:
           window: begin and end of the time that counts; None for the whole makespan.
@@ -52,30 +56,47 @@ class Simulation:
         return time.reshape(-1, self.stages).sum(axis=0)
 
     def bubble_ratio(self, window: tuple[float, float] | None = None) -> float:
-        """The part of the stages' time in which they compute nothing: 1 - Σ busy / (S · time).
+        """Returns the fraction of the stages' time in which they run no pass.
+
+        The bubble ratio is 1 - Σ_s busy_s / (S · time): 0 for a full pipeline, 0.25 if the stages
+        are idle for a quarter of the time on average.
 
         Args:
-          window: begin and end of the time that counts; None for the whole makespan.
+          window: begin and end of the time that counts; None for the whole makespan, which includes
+            the warm-up and drain of the pipeline. `steady_window()` leaves them out.
         """
         begin, end = window or (0.0, self.makespan)
         return 1.0 - float(self.busy(window).sum()) / (self.stages * (end - begin))
 
     def steady_window(self) -> tuple[float, float]:
-        """The time without warm-up and drain: from the first backward pass on the first stage to
-        the start of the last forward pass there."""
+        """Returns begin and end of the time between warm-up and drain, a window for `bubble_ratio`.
+
+        The window begins at the first backward pass on the first stage. It ends at the start of the
+        last forward pass there. If no forward pass starts after that first backward pass, because
+        the stream is too short, the end does not come after the begin, and the window is of no use.
+        """
         return float(self.backward_start[0].min()), float(self.forward_start[0].max())
 
 
 def simulate_lockstep(
     schedule: PipelineSchedule, workload: Workload, permute_time: float = 0.0
 ) -> Simulation:
-    """Simulates stages that start every tick together, when the slowest has ended the tick before.
+    """Predicts the time of a schedule whose stages start every tick together.
+
+    A tick ends when its slowest stage has run its passes and the messages between stages have
+    arrived. Compiled pipelines that exchange activations with one collective per tick run in this
+    way. `simulate_asynchronous` is for stages that do not wait for each other's ticks.
 
     Args:
       schedule: the schedule.
-      workload: the times of its microbatches, in the schedule's order; per stage, or per virtual
-        stage of an interleaved schedule.
-      permute_time: time of the messages between stages at the end of every tick.
+      workload: times of the schedule's microbatches, in the same order as `schedule.microbatches`.
+        For an interleaved schedule the times may be per virtual stage, or per stage; then the
+        virtual stages of a stage share them equally.
+      permute_time: time of the messages between stages at the end of every tick, in the unit of
+        `workload`.
+
+    Returns:
+      The times of all passes, in the unit of `workload`.
     """
     forward, backward = _times(schedule, workload)
     forward_tick, backward_tick = schedule.forward_ticks(), schedule.backward_ticks()
@@ -102,12 +123,20 @@ def simulate_lockstep(
 def simulate_asynchronous(
     schedule: PipelineSchedule, workload: Workload, hop_time: float = 0.0
 ) -> Simulation:
-    """Simulates stages that run their rows of the table in order, each op as soon as possible.
+    """Predicts the time of a schedule whose stages run at their own pace.
+
+    Each stage runs its row of the table in order and starts each pass as soon as the stage is free
+    and the pass's input has arrived. The ticks give only the order. `simulate_lockstep` is for
+    stages that start every tick together.
 
     Args:
       schedule: the schedule.
-      workload: as of `simulate_lockstep`.
-      hop_time: time from the end of an op until its output is on the neighbouring stage.
+      workload: times of the schedule's microbatches, as for `simulate_lockstep`.
+      hop_time: time from the end of a pass until its output has arrived at the neighbouring stage,
+        in the unit of `workload`; ignored if the pipeline has a single stage.
+
+    Returns:
+      The times of all passes, in the unit of `workload`.
     """
     forward, backward = (time.tolist() for time in _times(schedule, workload))
     stages, last = schedule.stages, schedule.virtual_stages - 1

@@ -10,9 +10,13 @@ from .greedy_orders import Op
 from .schedule import NONE, PipelineSchedule, Update
 from .workload import Workload
 
-# The ops of a tick: "single", every stage runs one op; "paired", every stage runs a forward pass, a
-# backward pass or both; "alternating", all stages run forward passes in one tick and backward
-# passes in the next.
+# The passes (ops) that may share a tick; an argument of schedule generators.
+# - "single": every stage runs one pass, forward or backward. This rule keeps the fewest
+#   microbatches in flight.
+# - "paired": every stage runs a forward pass, a backward pass or both.
+# - "alternating": all stages run forward passes in one tick and backward passes in the next.
+# In lockstep the last two take less time where a backward pass takes longer than a forward pass.
+# `lay_out` explains why.
 TickRule = Literal["single", "paired", "alternating"]
 
 
@@ -21,17 +25,18 @@ def lay_out(
 ) -> PipelineSchedule:
     """Returns the schedule in which every stage runs its ops in order, each as early as possible.
 
-    In lockstep a tick takes as long as its slowest stage. With single ticks, forward passes on some
-    stages share a tick with backward passes on others, so a microbatch takes 2 max(F, B) of every
-    stage's time. With paired and alternating ticks it takes F + B, but nearly twice as many
-    microbatches are in flight and need buffers. A microbatch is back on the first stage one tick
-    earlier with alternating than with paired ticks, because its first backward pass follows its
-    last forward pass at once; but stages exchange messages twice as often.
+    In lockstep a tick takes as long as its slowest stage. Let F and B be the times of a forward and
+    a backward pass on a stage. With "single" ticks, forward passes on some stages share a tick with
+    backward passes on others, so a microbatch takes 2 max(F, B) of every stage's time. With
+    "paired" and "alternating" ticks a microbatch takes F + B, but nearly twice as many microbatches
+    are in flight and need buffers. With "alternating" ticks a microbatch returns to the first stage
+    one tick earlier than with "paired" ticks, because its first backward pass directly follows its
+    last forward pass. But stages exchange messages twice as often.
 
     Args:
       workload: the stream.
-      orders: for each stage, its ops in order.
-      rule: the ops that may share a tick.
+      orders: for each stage, its ops in order (see `greedy_orders`).
+      rule: the ops that may share a tick (see `TickRule`).
 
     Raises:
       PlanningError: the stages wait for each other in a cycle, or need more buffers than there are.

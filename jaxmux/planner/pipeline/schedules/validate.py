@@ -14,24 +14,33 @@ _Ticks = dict[tuple[str, int, int], int]
 
 
 class IllegalSchedule(ValueError):
-    """An executor could not run this schedule, or would train the tasks wrongly with it."""
+    """`validate` raises it for a schedule that cannot run, or that would train the tasks wrongly.
+
+    The message has one line for each violation, at most 20, and then the number of further ones.
+    """
 
 
 def validate(schedule: PipelineSchedule, buffer_limit: Sequence[int] | None = None) -> None:
-    """Checks that a schedule keeps everything that `PipelineSchedule` promises.
+    """Checks that a schedule is legal; returns nothing if it is.
 
+    It checks the following rules:
+
+    - The four tables have the same shape.
     - Every microbatch runs exactly once forward and once backward on every virtual stage.
-    - An op runs at least one tick after the op whose output it takes.
-    - A task's update on a stage comes in or after the tick of the last backward pass of its global
-      batch there, and before the tick of the first forward pass of its next one.
-    - The residuals of the microbatches in flight on a stage fit its buffers.
+    - Every pass runs in a later tick than the pass whose output it uses.
+    - Every (task, step) has exactly one update. On each stage the update comes in or after the tick
+      of the last backward pass of that global batch. It comes before the tick of the first forward
+      pass of the task's later steps.
+    - The microbatches in flight on a stage (forward pass done, backward pass not) fit its buffers.
 
     Args:
-      schedule: the schedule.
-      buffer_limit: number of buffers for residuals on each stage; None for no limit.
+      schedule: the schedule to check.
+      buffer_limit: for each of S stages, its number of buffers (see `ScheduledMicrobatch.buffers`),
+        for example `Workload.buffer_limit`; None leaves out the last rule.
 
     Raises:
-      IllegalSchedule: names stage, tick and microbatch of up to 20 violations.
+      IllegalSchedule: a rule is broken. The message names the stage, tick, task and microbatch of
+        up to 20 violations.
     """
     problems = list(_shape_problems(schedule)) or list(_count_problems(schedule))
     if not problems:

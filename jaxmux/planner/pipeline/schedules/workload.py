@@ -10,15 +10,23 @@ from ...errors import PlanningError
 
 
 class ScheduledMicrobatch(NamedTuple):
-    """The facts about a microbatch that its order in the pipeline depends on.
+    """The facts about one microbatch that its order in the pipeline depends on.
+
+    A *step* of a task is one global batch of the task and the optimizer update after it. Samples of
+    a task's next step may run forward only after that update. Steps of a task ascend but need not
+    start at 0.
 
     Attributes:
-      tasks: indices of the tasks that have samples in it; empty for a no-op microbatch.
-      steps: for each of `tasks`, the step whose global batch these samples belong to. All
-        microbatches with the same (task, step) make up that global batch.
-      bucket: index of the bucket that it was packed from.
-      buffers: number of buffers that its residuals take on a stage, from its forward to its
-        backward pass.
+      tasks: indices of the tasks that have samples in the microbatch; empty for a no-op microbatch,
+        which holds no samples.
+      steps: the step of each task in `tasks`, in the same order. All microbatches that name the
+        same (task, step) together make up that global batch.
+      bucket: index of the bucket (a group of tasks that are packed together) that the microbatch
+        comes from. `template` orders the microbatches by it.
+      buffers: number of buffers that the microbatch takes on each stage (in an interleaved
+        pipeline: for each virtual stage). A buffer holds residuals, the activations that a forward
+        pass keeps for its backward pass. The microbatch takes its buffers from the forward pass to
+        the backward pass.
     """
 
     tasks: tuple[int, ...]
@@ -28,24 +36,29 @@ class ScheduledMicrobatch(NamedTuple):
 
     @property
     def global_batches(self) -> tuple[tuple[int, int], ...]:
-        """The (task, step) pairs that have samples in it."""
+        """The (task, step) pairs that have samples in the microbatch."""
         return tuple(zip(self.tasks, self.steps, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """A stream of microbatches with their times on every virtual stage.
+    """A stream of M microbatches with their times on every stage of a pipeline.
 
     In an ordinary pipeline a stage is one virtual stage. In an interleaved pipeline (Narayanan et
-    al. 2021, 2.2) a stage holds several parts of the model, each of them a virtual stage. Virtual
-    stage v lies on stage v mod S, so that activations always go to the next stage.
+    al. 2021, 2.2) a stage holds several parts of the model, and each part is a virtual stage. Of S
+    stages, stage s holds the virtual stages s, s + S, s + 2S and so on, so that the output of a
+    virtual stage always goes to the next stage.
+
+    `uniform_workload` makes a workload in which all microbatches take the same time.
 
     Attributes:
-      microbatches: M microbatches in the order of the stream.
-      forward: float64 [M, V], forward time of each microbatch on each virtual stage, in any unit.
-      backward: float64 [M, V], backward time in the same unit.
-      buffer_limit: number of buffers for residuals on each of the S stages; None for no limit.
-      virtual_per_stage: virtual stages of one stage: V = S · virtual_per_stage.
+      microbatches: the M microbatches in the order of the stream.
+      forward: float64 [M, V], time of the forward pass of each microbatch on each of V virtual
+        stages. The unit is free; simulations return their times in the same unit.
+      backward: float64 [M, V], time of the backward pass, in the same unit.
+      buffer_limit: for each of the S stages, its number of buffers for residuals (see
+        `ScheduledMicrobatch.buffers`); None for no limit.
+      virtual_per_stage: number of virtual stages of one stage; V = S · virtual_per_stage.
 
     Raises:
       PlanningError: there are no microbatches, an array has another shape, a time is not positive,
@@ -104,10 +117,11 @@ class Workload:
         return np.shape(self.forward)[1]
 
     def reorder(self, order: Sequence[int]) -> "Workload":
-        """Returns the same microbatches as another stream.
+        """Returns a new workload with the same microbatches in another order.
 
         Args:
-          order: every index once; microbatch i of the result is microbatch `order[i]` of this one.
+          order: a permutation of the M indices. Microbatch i of the new workload is microbatch
+            `order[i]` of this workload.
         """
         order = np.asarray(order)
         return dataclasses.replace(
@@ -118,10 +132,15 @@ class Workload:
         )
 
     def with_virtual_stages(self, virtual_per_stage: int) -> "Workload":
-        """Returns the workload with every stage divided into equally long virtual stages.
+        """Returns a new workload in which every stage is divided into equal virtual stages.
+
+        Each virtual stage takes 1 / virtual_per_stage of its stage's times.
+
+        Args:
+          virtual_per_stage: number of virtual stages of each stage in the new workload.
 
         Raises:
-          PlanningError: the stages are divided already.
+          PlanningError: this workload has more than one virtual stage per stage already.
         """
         if self.virtual_per_stage != 1:
             raise PlanningError(
@@ -141,14 +160,17 @@ def uniform_workload(
     backward: Sequence[float],
     buffer_limit: Sequence[int] | None = None,
 ) -> Workload:
-    """Returns a workload in which all microbatches take the same times.
+    """Returns a workload in which all microbatches take the same times on a stage.
 
     Args:
-      microbatches: the stream.
-      forward: forward time of each stage, in any unit. The head lengthens the stages that hold a
-        part of it.
-      backward: backward time of each stage, in the same unit.
-      buffer_limit: number of buffers for residuals on each stage; None for no limit.
+      microbatches: the stream, for example from `round_robin_microbatches`.
+      forward: time of a microbatch's forward pass on each of S stages, in any unit.
+      backward: time of its backward pass on each stage, in the same unit.
+      buffer_limit: for each stage, its number of buffers for residuals (see
+        `ScheduledMicrobatch.buffers`); None for no limit.
+
+    Raises:
+      PlanningError: see `Workload`.
     """
     return Workload(
         tuple(microbatches),
@@ -163,10 +185,17 @@ def round_robin_microbatches(
 ) -> tuple[ScheduledMicrobatch, ...]:
     """Returns a stream in which the tasks take turns, as in mLoRA's pipeline (3.2.1).
 
+    Step 0 of every task comes first, in the order of the tasks, then step 1 of every task, and so
+    on. The microbatches of one global batch are consecutive. Each microbatch takes one buffer, and
+    its bucket is its task.
+
     Args:
-      tasks: number of tasks; each is a bucket of its own.
-      steps: global batches of each task.
-      microbatches: microbatches of each global batch.
+      tasks: number of tasks.
+      steps: number of steps (global batches) of each task.
+      microbatches: number of microbatches of each global batch.
+
+    Returns:
+      tasks · steps · microbatches microbatches.
     """
     return tuple(
         ScheduledMicrobatch((task,), (step,), bucket=task)

@@ -5,11 +5,10 @@ import itertools
 
 import numpy as np
 import pulp
+from planner_lower_bounds import least_makespan, least_paired_ticks
 
 from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,
-    least_makespan,
-    least_paired_ticks,
     one_forward_one_backward,
     simulate_asynchronous,
     simulate_lockstep,

@@ -5,18 +5,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .workload import Workload
+from jaxmux.planner.pipeline.schedules import Workload
 
 
 def least_makespan(workload: Workload) -> float:
-    """Returns a lower bound on the makespan of every schedule, in the unit of the workload.
+    """Returns a lower bound on the makespan of every schedule, to compare a schedule with.
 
-    It holds in lockstep and for stages that run at their own pace. It is the larger of two bounds:
+    The bound holds for every tick rule, in lockstep and for stages that run at their own pace.
+    Messages between stages count as taking no time. The bound is the larger of two bounds:
 
-    - the work of a stage, plus the shortest time in which a microbatch reaches the stage, plus the
-      shortest time from the stage's last backward pass to the end;
-    - for a task, the sum of that bound over the microbatches of each of its global batches, which
-      run one after another.
+    - for a stage, the time of all its passes, plus the shortest time in which a microbatch reaches
+      the stage, plus the shortest time from the stage's last backward pass to the end;
+    - for a task, the sum over its global batches of the first bound for the microbatches of that
+      global batch alone, because a task's global batches run one after another.
+
+    Args:
+      workload: the stream, with one virtual stage per stage.
+
+    Returns:
+      The bound, in the unit of the workload's times.
     """
     everything = list(range(len(workload.microbatches)))
     chains = (
@@ -27,10 +34,14 @@ def least_makespan(workload: Workload) -> float:
 
 
 def least_paired_ticks(workload: Workload) -> int:
-    """Returns a lower bound on the ticks of a schedule with paired ticks.
+    """Returns a lower bound on the number of ticks of every schedule with the tick rule "paired".
 
-    A global batch of n microbatches takes n + 2S - 1 ticks until its task may go on (see
-    `bubble_lemma`).
+    A global batch of n microbatches on S stages takes at least n + 2S - 1 ticks until the task's
+    next global batch may start. A task's global batches add up, and all microbatches together take
+    at least as many ticks as one global batch of them.
+
+    Args:
+      workload: the stream, with one virtual stage per stage. Its times are not used.
     """
     pipeline_ticks = 2 * workload.stages - 1
     chains = (

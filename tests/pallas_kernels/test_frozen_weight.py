@@ -1,0 +1,161 @@
+"""A frozen weight multiplies in both directions, is a pytree, and names unknown formats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_lora_cases import abstract, make_case, normals
+
+from jaxmux.pallas_kernels.frozen_weight import FORMATS, FrozenWeight
+from jaxmux.pallas_kernels.grouped_lora import grouped_lora_linear, mosaic_gpu, triton
+
+LAYERS, K, N = 3, 12, 7
+KNOWN = "known: bfloat16, float16, float32"
+
+
+def stack(dtype=jnp.float32) -> FrozenWeight:
+    return FrozenWeight.of(normals(np.random.default_rng(0), LAYERS, K, N, dtype=dtype))
+
+
+def activation(width: int, dtype=jnp.float32):
+    return normals(np.random.default_rng(1), 5, width, dtype=dtype)
+
+
+def in_unknown_format(weight: FrozenWeight) -> FrozenWeight:
+    return FrozenWeight(weight.values, jnp.ones(()), "nf4")
+
+
+def assert_close(found, wanted):
+    tolerance = 4 * float(jnp.finfo(found.dtype).eps)
+    np.testing.assert_allclose(np.float64(found), wanted, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_products_are_those_of_the_stored_values(dtype):
+    weight, x, dy = stack(dtype).at_layer(1), activation(K, dtype), activation(N, dtype)
+    values = np.float64(weight.values)
+    y, dx = weight.matmul(x), weight.matmul_transposed(dy)
+    assert weight.format == y.dtype == dx.dtype == dtype
+    assert_close(y, np.float64(x) @ values)
+    assert_close(dx, np.float64(dy) @ values.T)
+
+
+def test_leading_axes_of_an_activation_are_kept():
+    weight, x = stack().at_layer(0), activation(K)
+    np.testing.assert_array_equal(weight.matmul(x[None, :, None])[0, :, 0], weight.matmul(x))
+    dy = activation(N)
+    transposed = weight.matmul_transposed
+    np.testing.assert_array_equal(transposed(dy[None, :, None])[0, :, 0], transposed(dy))
+
+
+def test_the_transposed_product_is_the_gradient_of_the_product():
+    weight, x, dy = stack().at_layer(2), activation(K), activation(N)
+    _, vjp = jax.vjp(weight.matmul, x)
+    np.testing.assert_allclose(vjp(dy)[0], weight.matmul_transposed(dy), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_results_are_in_the_compute_dtype_whatever_the_format(dtype):
+    weight = stack().at_layer(0)
+    assert weight.matmul(activation(K, dtype)).dtype == dtype
+    assert weight.matmul_transposed(activation(N, dtype)).dtype == dtype
+
+
+def test_a_wider_result_is_not_rounded_to_the_compute_dtype():
+    weight, x = stack(jnp.bfloat16).at_layer(0), activation(K, jnp.bfloat16)
+    y = weight.matmul(x, jnp.float32)
+    assert y.dtype == jnp.float32
+    assert_close(y, np.float64(x) @ np.float64(weight.values))
+
+
+def test_shape_and_sizes_are_those_of_the_matrix():
+    weight = stack()
+    assert (weight.shape, weight.at_layer(0).shape) == ((LAYERS, K, N), (K, N))
+    assert (weight.input_size, weight.output_size) == (K, N)
+
+
+def test_a_scan_over_a_stack_and_an_unrolled_loop_see_the_same_layers():
+    weight, x = stack(), activation(K)
+
+    def scanned(weight, x):
+        return jax.lax.scan(lambda x, layer: (x, layer.matmul(x)), x, weight)[1]
+
+    def indexed(weight, x):
+        def step(x, layer):
+            return x, weight.at_layer(layer).matmul(x)
+
+        return jax.lax.scan(step, x, jnp.arange(LAYERS))[1]
+
+    unrolled = [weight.at_layer(layer).matmul(x) for layer in range(LAYERS)]
+    np.testing.assert_allclose(jax.jit(scanned)(weight, x), unrolled, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(indexed)(weight, x), unrolled, rtol=1e-6, atol=1e-6)
+
+
+def test_values_are_the_only_leaf_and_the_format_is_static():
+    weight = stack(jnp.bfloat16)
+    leaves, structure = jax.tree.flatten(weight)
+    assert len(leaves) == 1 and leaves[0] is weight.values
+    assert jax.tree.unflatten(structure, leaves).format == "bfloat16"
+    assert structure != jax.tree.structure(stack())
+
+
+def test_abstract_weights_have_a_format_and_a_dtype_for_each_leaf():
+    weight = jax.eval_shape(lambda: stack(jnp.float16))
+    assert weight.format == "float16"
+    assert weight.values == abstract(LAYERS, K, N, dtype=jnp.float16)
+
+
+def test_a_cast_changes_values_and_format():
+    weight = stack()
+    half = weight.astype(jnp.bfloat16)
+    assert half.format == "bfloat16"
+    np.testing.assert_array_equal(half.values, weight.values.astype(jnp.bfloat16))
+
+
+def test_values_of_an_unknown_dtype_are_refused_by_name():
+    with pytest.raises(ValueError, match=f"unknown weight format 'float8_e4m3fn'; {KNOWN}"):
+        FrozenWeight.of(stack().values.astype(jnp.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [lambda w: w.matmul(activation(K)), lambda w: w.matmul_transposed(activation(N))],
+    ids=["matmul", "matmul_transposed"],
+)
+def test_products_of_an_unknown_format_are_refused_by_name(product):
+    weight = in_unknown_format(stack().at_layer(0))
+    with pytest.raises(ValueError, match=f"unknown weight format 'nf4'; {KNOWN}"):
+        product(weight)
+
+
+def half_precision_case():
+    return make_case(
+        k=256, widths=(256,), rank=16, chunk_slot=(0,), chunk_len=128, dtype=jnp.bfloat16
+    )
+
+
+def in_unknown_projections(case):
+    (projection,) = case.projections
+    return (projection._replace(weight=in_unknown_format(projection.weight)),)
+
+
+def test_no_implementation_serves_an_unknown_format():
+    case = half_precision_case()
+    with pytest.raises(ValueError, match=f"xla cannot serve it: .*'nf4'; {KNOWN}"):
+        grouped_lora_linear(case.x, in_unknown_projections(case), None, case.routing, None, 0, (0,))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_kernels_refuse_a_format_that_is_not_the_streams(dtype, h200, monkeypatch):
+    monkeypatch.setattr(triton, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton, "compute_capability", lambda device: 90)
+    case = half_precision_case()
+    (projection,) = case.projections
+    other = (projection._replace(weight=projection.weight.astype(dtype)),)
+    with jax.sharding.use_abstract_mesh(h200):
+        assert mosaic_gpu.refusal(case.x, case.projections, case.routing, None) is None
+        reason = mosaic_gpu.refusal(case.x, other, case.routing, None)
+    name = jnp.dtype(dtype).name
+    assert reason == f"x is bfloat16, weights are stored as {name}"
+    reason = triton.refusal(case.x, other, case.routing, None)
+    assert reason == f"weight stored as {name} for a stream of bfloat16"
