@@ -13,7 +13,7 @@ class Microbatch(NamedTuple):
     """The input arrays of one forward and backward pass, with samples of one or more tasks.
 
     The rows, one after another, form a stream of N = rows · row_len tokens. The stream is divided
-    into C chunks of chunk_len = N / C consecutive tokens, and each chunk belongs to one task. A
+    into chunks of chunk_len consecutive tokens, and each chunk belongs to one task. A
     *sequence* is a sample's tokens in a row; attention stays within a sequence. `fill_microbatch`
     makes microbatches.
 
@@ -28,8 +28,8 @@ class Microbatch(NamedTuple):
         padding.
       sample_id: uint32 [rows, row_len], `Sample.sample_id` of the sample to which each token
         belongs. Dropout masks depend on it.
-      chunk_slot: int32 [C], the slot (place in the pool of adapters) of the task that owns each
-        chunk; -1 for an empty chunk.
+      chunk_slot: int32 [chunks], the slot (place in the pool of adapters) of the task that owns
+        each chunk; -1 for an empty chunk.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -38,7 +38,7 @@ class Microbatch(NamedTuple):
     positions: Int[Array, "rows row_len"]
     segment_ids: Int[Array, "rows row_len"]
     sample_id: UInt32[Array, "rows row_len"]
-    chunk_slot: Int[Array, "C"]
+    chunk_slot: Int[Array, "chunks"]
 
 
 def fill_microbatch(

@@ -1,24 +1,25 @@
-"""The grouped LoRA linear, forward and backward, beside the frozen linear alone, on one GPU.
+"""Times the grouped LoRA linear, forward and backward, and the frozen linear alone, on one GPU.
 
   python scripts/benchmark_grouped_lora.py --out benchmarks/grouped_lora_h200.json
 
-Random data in bfloat16, a stream of 8,192 tokens in chunks of 128. What is timed is one program
-that runs the op in 16 layers, each with weights, factors and accumulators of its own, as a model
-does; a time is that of the program over its layers, so that neither the gaps between programs nor a
-warm L2 cache count. The baseline is the same program of the frozen linears alone, XLA's (cuBLAS's)
-`x W` and `dy W^T`, which a frozen model needs in any case.
+The data are random and in bfloat16; the stream has 8,192 tokens in chunks of 128. One timed program
+runs the op in 16 layers, each with its own weights, factors and accumulators, as in a model. A
+reported time is the program's time divided by its layers, so it includes neither gaps between
+programs nor the benefit of a warm L2 cache. The baseline is the same program for the frozen linears
+alone: XLA's products (cuBLAS) `x W` and `dy W^T`, which training needs in any case.
 
-The programs run in turns, each for half a turn before it is timed: at its power limit, a GPU has
-the clock that the last tenths of a second allow. A time is the median over turns; `ratio` is the
-median over turns of the op's time over the baseline's. Groups of records:
+The programs run in turns. In each turn a program runs for half of the turn before it is timed,
+because the clock of a GPU at its power limit depends on the last tenths of a second. A time is the
+median over turns; `ratio` is the median over turns of the op's time divided by the baseline's time.
+Groups of records:
 
-  tasks    1, 4 and 16 tasks of rank 16 at three shapes
+  tasks    1, 4 and 16 tasks of rank 16, for three shapes
   shared   q/k/v and gate/up, which share their input
-  ranks    ranks 8, 16, 32 and 64 together, in turns with uniform 64 and uniform 16
-  dropout  0.1 at the three shapes
+  ranks    ranks 8, 16, 32 and 64 together, in turns with four tasks of rank 64 and of rank 16
+  dropout  dropout 0.1, for the three shapes
 
-The first implementation named is measured in all of them, any other with the tasks of the first
-shape. For a dry run on CPU:
+The first of the given implementations is measured in all groups, the others only in `tasks` and
+only for the first shape. A short execution on CPU:
 
   python scripts/benchmark_grouped_lora.py --out /tmp/dry.json --implementations xla \
       --shrink 16 --tokens 256 --repeat 2 --turns 2 --seconds 0.01
@@ -54,7 +55,13 @@ GROUPS = ("tasks", "shared", "ranks", "dropout")
 
 
 class Measurement(NamedTuple):
-    """Cases of one linear that are timed in turns with each other and with the frozen linear."""
+    """Cases of one linear that are timed in turns with each other and with the frozen linear.
+
+    Attributes:
+      group: group of the records.
+      implementation: implementation of the op.
+      cases: the cases.
+    """
 
     group: str
     implementation: str
@@ -80,7 +87,7 @@ def main() -> None:
 
 
 def measurements(implementations: list[str], shrink: int = 1) -> Iterator[Measurement]:
-    """All that is measured, linear by linear; `shrink` divides the widths."""
+    """All measurements, linear by linear; all widths are divided by `shrink`."""
     first, *others = implementations
     for linear in LINEARS + SHARED:
         small = Linear(linear.k // shrink, tuple(n // shrink for n in linear.widths))
@@ -102,6 +109,11 @@ def measurements(implementations: list[str], shrink: int = 1) -> Iterator[Measur
 def measure(
     measurement: Measurement, frozen: Frozen, baseline: Callable[[], list], args
 ) -> list[Record]:
+    """Times the cases of a measurement and the baseline in turns.
+
+    Raises:
+      ValueError: the implementation cannot serve a case.
+    """
     programs = [
         adapted_program(
             measurement.implementation, frozen, make_adapters(case, args.tokens, args.repeat)
@@ -143,20 +155,21 @@ def measure(
 
 
 def in_turns(functions: list[Callable], turns: int, seconds: float) -> list[list[float]]:
-    """Milliseconds a call of each function, by turn of `seconds`; the first turn is not counted."""
+    """Milliseconds of a call of each function, one value for each turn but the first, which is not
+    counted. A turn of a function takes `seconds`."""
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):
         for function, found in zip(functions, times, strict=True):
-            calls = max(1, round(seconds / 2 / run(function, calls=1)))
-            run(function, calls)
-            timed = run(function, calls)
+            calls = max(1, round(seconds / 2 / seconds_of(function, calls=1)))
+            seconds_of(function, calls)
+            timed = seconds_of(function, calls)
             if turn:
                 found.append(1e3 * timed / calls)
     return times
 
 
-def run(function: Callable, calls: int) -> float:
-    """Seconds that so many calls take."""
+def seconds_of(function: Callable, calls: int) -> float:
+    """Seconds that `calls` calls take."""
     start = time.perf_counter()
     for _ in range(calls):
         result = function()
@@ -176,13 +189,13 @@ def one_line(record: Record) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--append", action="store_true", help="keep the records that --out holds")
+    parser.add_argument("--append", action="store_true", help="keep the records already in --out")
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--repeat", type=int, default=16, help="layers of the program")
+    parser.add_argument("--repeat", type=int, default=16, help="layers of a program")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of a program in a turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="length of a program's turn")
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""The grouped LoRA linear, forward and backward, in several layers of one program, and the frozen
-linears alone in another: what the benchmarks of the op run.
+"""Programs for benchmarks of the grouped LoRA linear: the op forward and backward in several
+layers, and the frozen linears alone in as many layers.
 
-Every layer has weights and factors of its own, so that nothing is merged and nothing waits in the
-L2 cache. All results are outputs of the program, so that nothing is dropped and both programs write
-their results to fresh memory.
+Every layer has its own weights and factors, so that the compiler merges no products and no operand
+is still in the L2 cache when it is read. All results are outputs of the program, so that the
+compiler drops none and both programs write their results to fresh memory.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,25 @@ CHUNK_LEN = 128
 
 
 class Linear(NamedTuple):
-    """One linear, or several that share their input: k to each of `widths`."""
+    """One linear, or several that share their input.
+
+    Attributes:
+      k: input width.
+      widths: output width of each linear.
+    """
 
     k: int
     widths: tuple[int, ...]
 
 
 class Case(NamedTuple):
-    """A linear and the tasks that adapt it: the rank of each, and their common dropout."""
+    """A linear and the tasks that adapt it.
+
+    Attributes:
+      linear: the linear.
+      ranks: rank of each task.
+      dropout: dropout rate of all tasks.
+    """
 
     linear: Linear
     ranks: tuple[int, ...]
@@ -38,39 +49,50 @@ class Case(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """What a linear computes with before anything is adapted.
+    """Inputs of the frozen linears.
 
     Attributes:
       x: the stream.
-      weights: of each projection, all layers.
-      gradients: dy of each projection.
+      weights: [L, k, n], the weights of all layers, for each projection.
+      gradients: gradient of the output (dy), for each projection.
     """
 
     x: Float[Array, "N k"]
     weights: tuple[FrozenWeight, ...]
     gradients: tuple[Float[Array, "N n"], ...]
 
+    @property
+    def layers(self) -> int:
+        """Number of layers L."""
+        return self.weights[0].shape[0]
+
 
 class Adapters(NamedTuple):
-    """Factors of each projection, their accumulators, and who owns which chunk."""
+    """Inputs of the adapters.
+
+    Attributes:
+      factors: the factors of each projection.
+      accumulators: their gradient accumulators.
+      routing: owners of chunks and scales of slots.
+      dropout: None for no dropout.
+    """
 
     factors: tuple[Factors, ...]
-    sums: tuple[Factors, ...]
+    accumulators: tuple[Factors, ...]
     routing: Routing
     dropout: Dropout | None
 
 
 def shape_name(linear: Linear, tokens: int) -> str:
-    """N x k x n; the widths of several projections joined by plus signs."""
+    """Name of a shape for reports, for example "8192x4096x4096+1024+1024": tokens, k and widths."""
     return f"{tokens}x{linear.k}x{'+'.join(map(str, linear.widths))}"
 
 
 def make_frozen(linear: Linear, tokens: int, layers: int) -> Frozen:
+    """Random inputs of a linear in bfloat16."""
     keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(linear.widths)))
     x = _normal(next(keys), (tokens, linear.k), jnp.bfloat16)
-    weights = [
-        _normal(next(keys), (layers, linear.k, n), jnp.bfloat16) for n in linear.widths
-    ]
+    weights = [_normal(next(keys), (layers, linear.k, n), jnp.bfloat16) for n in linear.widths]
     return Frozen(
         x,
         tuple(map(FrozenWeight.of, weights)),
@@ -79,10 +101,10 @@ def make_frozen(linear: Linear, tokens: int, layers: int) -> Frozen:
 
 
 def make_adapters(case: Case, tokens: int, layers: int) -> Adapters:
-    """Random factors and empty accumulators; every task owns a run of adjacent chunks."""
+    """Random factors and accumulators that are zero; every task owns one span of chunks."""
     slots, rank = len(case.ranks), max(case.ranks)
     keys = iter(jax.random.split(jax.random.key(1), 2 * len(case.linear.widths)))
-    # True ranks below the pool's are padded with zeros, as in a pool.
+    # A task's rank is padded with zeros to the highest rank, as in a pool.
     live = jnp.arange(rank)[None, :] < jnp.asarray(case.ranks)[:, None]
 
     def factors(n: int) -> Factors:
@@ -106,51 +128,60 @@ def make_adapters(case: Case, tokens: int, layers: int) -> Adapters:
 
 
 def adapted_program(implementation: str, frozen: Frozen, adapters: Adapters) -> Callable[[], list]:
-    """A function that runs the adapted linears of all layers, giving each layer's outputs and dx.
+    """A function that runs the adapted linears of all layers and returns each layer's outputs and
+    dx. It keeps the accumulators and passes them to its next call.
+
+    Args:
+      implementation: implementation of the op.
+      frozen: streams and weights.
+      adapters: factors, accumulators and owners.
 
     Raises:
-      ValueError: the implementation cannot serve the case (from the first call).
+      ValueError: the implementation cannot serve the case. The first call raises it.
     """
-    sums = adapters.sums
+    accumulators = adapters.accumulators
 
     def call():
-        nonlocal sums
-        results, sums = _adapted_chain(implementation, frozen, adapters._replace(sums=()), sums)
+        nonlocal accumulators
+        results, accumulators = _adapted_chain(
+            implementation, frozen, adapters._replace(accumulators=()), accumulators
+        )
         return results
 
     return call
 
 
 def frozen_program(frozen: Frozen) -> Callable[[], list]:
-    """The same of the linears alone.
+    """A function like that of `adapted_program` for the frozen linears alone.
 
-    A layer's weights are an array of its own: XLA would copy a slice of stacked ones.
+    Each layer's weights are a separate array here, because XLA would copy a slice of a stack.
     """
-    layers = range(frozen.weights[0].shape[0])
-    weights = tuple(tuple(w.at_layer(layer) for w in frozen.weights) for layer in layers)
+    weights = tuple(
+        tuple(weight.at_layer(layer) for weight in frozen.weights) for layer in range(frozen.layers)
+    )
     return lambda: _frozen_chain(frozen.x, weights, frozen.gradients)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _adapted_chain(implementation: str, frozen: Frozen, adapters: Adapters, sums):
-    # Layers differ in their index alone: as one function they are traced and lowered once.
+def _adapted_chain(implementation: str, frozen: Frozen, adapters: Adapters, accumulators):
+    # Layers differ only in their index: under one jit they are traced and lowered once.
     layer_function = jax.jit(partial(_adapted_layer, implementation))
     results = []
-    for layer in range(frozen.weights[0].shape[0]):
-        outputs, dx, sums = layer_function(frozen, adapters, sums, jnp.int32(layer))
+    for layer in range(frozen.layers):
+        outputs, dx, accumulators = layer_function(frozen, adapters, accumulators, jnp.int32(layer))
         results.append((outputs, dx))
-    return results, sums
+    return results, accumulators
 
 
-def _adapted_layer(implementation: str, frozen: Frozen, adapters: Adapters, sums, layer):
+def _adapted_layer(implementation: str, frozen: Frozen, adapters: Adapters, accumulators, layer):
     projections = tuple(map(Projection, frozen.weights, adapters.factors))
     modules = tuple(range(len(projections)))
 
-    def forward(x, sums):
+    def forward(x, accumulators):
         return grouped_lora_linear(
             x,
             projections,
-            sums,
+            accumulators,
             adapters.routing,
             adapters.dropout,
             layer,
@@ -158,9 +189,9 @@ def _adapted_layer(implementation: str, frozen: Frozen, adapters: Adapters, sums
             implementation,
         )
 
-    (outputs, _), backward = jax.vjp(forward, frozen.x, sums)
-    dx, sums = backward((frozen.gradients, sums))
-    return outputs, dx, sums
+    (outputs, _), backward = jax.vjp(forward, frozen.x, accumulators)
+    dx, accumulators = backward((frozen.gradients, accumulators))
+    return outputs, dx, accumulators
 
 
 @jax.jit
@@ -170,9 +201,7 @@ def _frozen_chain(x, weights, gradients):
 
 def _frozen_layer(x, weights, gradients):
     outputs = tuple(weight.matmul(x) for weight in weights)
-    products = (
-        weight.matmul_transposed(dy) for dy, weight in zip(gradients, weights, strict=True)
-    )
+    products = (weight.matmul_transposed(dy) for dy, weight in zip(gradients, weights, strict=True))
     return outputs, sum(products)
 
 

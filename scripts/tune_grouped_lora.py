@@ -1,11 +1,11 @@
-"""Finds the tile sizes of the Mosaic GPU kernels for a backbone's shapes on this GPU, and stores
-them in the table that is shipped with the package.
+"""Finds the fastest tile sizes of the Mosaic GPU kernels for a backbone's shapes on this GPU, and
+writes them to the table that is part of the package.
 
   python scripts/tune_grouped_lora.py
 
-Candidates are timed hot, in long bursts that take turns: a GPU at its power limit runs at another
-clock than a cool one, and the candidate that needs least energy wins. Entries of other
-devices and shapes stay as they are.
+Candidates are timed in long bursts that take turns. The GPU is then at its power limit, as in
+training, where its clock is lower than that of a cool GPU and depends on the energy that a
+candidate needs. Entries of other devices and shapes stay in the table.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import tilings
 from jaxmux.pallas_kernels.grouped_lora.routed_matmul_sm90 import Term, Tiling, routed_matmul
 
-# Of the products of Llama-3.1-8B: k, and n of each linear that shares its input.
+# Linears of Llama-3.1-8B: input width k, and output widths n of the linears that share the input.
 SHAPES = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
 
 
@@ -48,18 +48,19 @@ def main() -> None:
 
 
 def products(shapes) -> list[tuple[int, tuple[int, ...], bool]]:
-    """k, widths and transposition of every product: forward of each linear, backward of all that
-    share an input."""
+    """k, widths and whether it is transposed, for every product: one product for each linear in the
+    forward pass, and one for all linears that share an input in the backward pass."""
     forward = dict.fromkeys((k, (n,), False) for k, widths in shapes for n in widths)
     return [*forward, *((k, widths, True) for k, widths in shapes)]
 
 
 def tuned_fields(tiling: Tiling) -> dict:
+    """The fields of a tiling that the table holds."""
     return {field: getattr(tiling, field) for field in tilings.TUNED}
 
 
 def candidates(terms: int, rank: int) -> list[Tiling]:
-    """Divisions of shared memory that fit, in two orders of tiles."""
+    """Tilings that fit into shared memory: several divisions of it, and two orders of tiles."""
     divisions = ((4, 1, 1), (4, 2, 1), (4, 2, 0), (3, 1, 1))
     wanted = (
         Tiling(stages=stages, borrowed=borrowed, spare=spare, group=group)
@@ -102,7 +103,7 @@ def lower(terms: tuple[Term, ...], chunk_slot, transposed: bool, tiling: Tiling)
 
 
 def compiled(lowerings: dict[Tiling, Callable]) -> dict[Tiling, Callable]:
-    """Lowers one after the other and compiles side by side."""
+    """Lowers one candidate after another, and compiles them in parallel."""
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         futures = {c: executor.submit(lower().compile) for c, lower in lowerings.items()}
         return {c: future.result() for c, future in futures.items()}
@@ -111,27 +112,33 @@ def compiled(lowerings: dict[Tiling, Callable]) -> dict[Tiling, Callable]:
 def hot_milliseconds(
     calls: dict[Tiling, Callable], seconds: float, turns: int
 ) -> dict[Tiling, float]:
-    """Median time of a call of each, in bursts of so many seconds that take turns."""
+    """Median milliseconds of a call of each candidate, over bursts that take turns.
+
+    Args:
+      calls: a call of each candidate.
+      seconds: length of a burst.
+      turns: number of bursts of each candidate; the first is not counted.
+    """
     times = {candidate: [] for candidate in calls}
     counts = {c: max(1, round(1e3 * seconds / burst(call, 10))) for c, call in calls.items()}
     for _ in range(turns):
         for candidate, call in calls.items():
             times[candidate].append(burst(call, counts[candidate]))
-    # The first turn warms the device up.
+    # The first burst brings the device to its power limit.
     return {candidate: statistics.median(each[1:]) for candidate, each in times.items()}
 
 
 def check_same_bits(calls: dict[Tiling, Callable]) -> None:
-    """Raises a RuntimeError where a tiling changes the result."""
+    """Raises a RuntimeError if two candidates do not give the same bits."""
     results = ((candidate, call()) for candidate, call in calls.items())
     _, expected = next(results)
     for candidate, result in results:
         if not jnp.array_equal(result, expected):
-            raise RuntimeError(f"another result with {candidate}")
+            raise RuntimeError(f"{candidate} gives another result than the first candidate")
 
 
 def burst(call: Callable, count: int) -> float:
-    """Milliseconds of a call, of so many queued one behind the other."""
+    """Mean milliseconds of a call when `count` calls are queued one after another."""
     start = time.perf_counter()
     for _ in range(count):
         out = call()
@@ -140,6 +147,7 @@ def burst(call: Callable, count: int) -> float:
 
 
 def shape(text: str) -> tuple[int, tuple[int, ...]]:
+    """k and the widths of a shape like "4096x14336+14336"."""
     k, widths = text.split("x")
     return int(k), tuple(map(int, widths.split("+")))
 
@@ -148,13 +156,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a burst")
+    parser.add_argument("--seconds", type=float, default=0.2, help="length of a burst")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=SHAPES,
-        help="k x n of linears that share their input, as 4096x14336+14336",
+        help="input and output widths of linears that share their input, as 4096x14336+14336",
         type=shape,
     )
     return parser.parse_args()

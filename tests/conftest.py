@@ -32,8 +32,16 @@ if find_spec("jax"):
     from jaxtyping import install_import_hook
 
     # Every annotated function of the kernels checks the shapes and dtypes of its arguments and
-    # results. The hook must be installed before the package is imported.
-    install_import_hook("jaxmux.pallas_kernels", "beartype.beartype")
+    # results. The hook must be installed before the package is imported. Triton compiles the source
+    # of its kernels, which the hook would wrap.
+    install_import_hook(
+        [
+            ".".join(("jaxmux", *path.relative_to(ROOT).with_suffix("").parts))
+            for path in (ROOT / "pallas_kernels").rglob("*.py")
+            if path.stem not in ("__init__", "triton_kernels")
+        ],
+        "beartype.beartype",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -222,7 +222,7 @@ def _update_kind(
 
 def _losses(
     config, options, weights, adapters, accumulators, microbatch, slots
-) -> tuple[Float[Array, "C"], Any]:
+) -> tuple[Float[Array, "chunks"], Any]:
     """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators.
 
     The forward pass applies LoRA, the only adapter kind so far.

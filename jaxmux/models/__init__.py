@@ -1,4 +1,4 @@
-"""The frozen backbone: Llama-family decoders, their mathematics as pure functions, Hugging Face
+"""The frozen backbone: Llama-family decoders as pure functions of their weights, and Hugging Face
 checkpoints.
 """
 

@@ -1,6 +1,4 @@
-"""What a Hugging Face `config.json` says about a backbone, checked and reduced to what the model
-code needs.
-"""
+"""Reads a backbone's configuration from a Hugging Face `config.json`, and checks it."""
 
 import dataclasses
 import json
@@ -9,8 +7,8 @@ from typing import Any
 
 
 class BackboneError(ValueError):
-    """A backbone folder or its configuration cannot be used; the message names the file and the
-    key."""
+    """A backbone folder or its configuration cannot be used; the message names the file and the key
+    or tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +26,25 @@ class BackboneConfig:
     """Shape of a Llama-family decoder.
 
     Attributes:
-      architecture: Hugging Face class name, e.g. "LlamaForCausalLM".
-      attention_bias: biases on q/k/v; `output_bias`: on o_proj; `mlp_bias`: on gate/up/down.
-      qk_norm: RMSNorm over the head dimension of queries and keys (Qwen3).
-      sliding_window: a token attends to itself and the `sliding_window - 1` before it; None for
-        all.
-      rope_scaling: Llama 3.1 frequency scaling, or None.
+      architecture: Hugging Face class name, for example "LlamaForCausalLM".
+      vocab_size: number of tokens in the vocabulary.
+      hidden_size: d, the width of the residual stream.
+      intermediate_size: width of the gated MLP.
+      num_layers: number of decoder layers.
+      num_heads: number of query heads.
+      num_kv_heads: number of key/value heads.
+      head_dim: size of a head.
+      rms_norm_eps: added to the mean square in norms.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: Llama 3.1 frequency scaling; None for none.
+      max_position_embeddings: longest sequence for which the model was trained, in tokens.
+      sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it; None
+        for no limit.
+      attention_bias: whether q_proj, k_proj and v_proj have biases.
+      output_bias: whether o_proj has a bias.
+      mlp_bias: whether gate_proj, up_proj and down_proj have biases.
+      qk_norm: whether queries and keys have an RMSNorm over the head dimension (Qwen3).
+      tie_word_embeddings: whether the head is the transposed embedding.
     """
 
     architecture: str
@@ -60,8 +71,8 @@ class BackboneConfig:
         """Reads `folder/config.json`.
 
         Raises:
-          BackboneError: no such file, not JSON, an unknown architecture, a missing or unsupported
-            value.
+          BackboneError: the file is missing or not JSON, the architecture is unknown, or a value is
+            missing or not supported.
         """
         path = Path(folder) / "config.json"
         try:
@@ -76,21 +87,23 @@ class BackboneConfig:
 
     @property
     def query_size(self) -> int:
+        """Output width of q_proj."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Output width of k_proj and of v_proj."""
         return self.num_kv_heads * self.head_dim
 
 
-# What an architecture fixes by itself, whatever its config.json says.
+# Values that an architecture implies, whatever its config.json says.
 _FIXED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"attention_bias": False, "output_bias": False, "mlp_bias": False},
     "Qwen2ForCausalLM": {"attention_bias": True, "output_bias": False, "mlp_bias": False},
     "Qwen3ForCausalLM": {"mlp_bias": False, "qk_norm": True},
 }
-# What transformers takes for keys that a config.json leaves out.
+# Values that Hugging Face transformers uses for keys missing in a config.json.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -100,8 +113,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
-    """Turns the contents of a config.json into a `BackboneConfig`; `where` names the file in
-    errors."""
+    """Makes a `BackboneConfig` from the contents of a config.json.
+
+    Args:
+      raw: the contents.
+      where: name of the file, for errors.
+
+    Raises:
+      BackboneError: the architecture is unknown, or a value is missing or not supported.
+    """
     architecture = (raw.get("architectures") or ["<none>"])[0]
     if architecture not in _FIXED:
         raise BackboneError(
@@ -149,7 +169,12 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
 
 
 def to_hf_config(config: BackboneConfig, dtype: str) -> dict[str, Any]:
-    """The config.json that Hugging Face transformers reads back as the same model."""
+    """The contents of a config.json from which Hugging Face transformers makes the same model.
+
+    Args:
+      config: configuration of the backbone.
+      dtype: name of the dtype of the saved tensors.
+    """
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}

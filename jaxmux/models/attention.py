@@ -140,8 +140,8 @@ def attend(
       ValueError: `options.implementation` is "short" and the kernel cannot serve the call.
     """
     if options.implementation != "xla" and segments.starts.shape[1] == 1:
-        # Dense attention never mixes rows, and each row holds one task's sequence: non-finite values
-        # stay with their owner.
+        # Dense attention never mixes rows, and each row holds one task's sequence, so non-finite
+        # values stay with their owner.
         q, k, v = (checkpoint_name(x, ATTENTION_INPUT) for x in (q, k, v))
         return _attention(options, segments, q, k, v), jnp.ones(q.shape[:2], bool)
     finite = _finite_tokens(q) & _finite_tokens(k) & _finite_tokens(v)

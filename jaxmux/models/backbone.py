@@ -1,5 +1,5 @@
-"""Loads and saves backbones in Hugging Face's format: config.json and safetensors, whole or
-sharded. Never pickle.
+"""Loads and saves backbones in Hugging Face's format: config.json and safetensors files. Pickle
+files are never read.
 """
 
 import dataclasses
@@ -19,8 +19,13 @@ from .modules import Weights, abstract_weights, compute_dtype, random_weights
 
 @dataclasses.dataclass(frozen=True)
 class Backbone:
-    """A frozen model: its shape, its weights, and where it came from (for the exported
-    adapters)."""
+    """A frozen model.
+
+    Attributes:
+      config: configuration of the model.
+      weights: nested dict of the parameters, see `modules`.
+      name_or_path: where the model came from; exported adapters name it as their base model.
+    """
 
     config: BackboneConfig
     weights: Weights
@@ -35,19 +40,21 @@ class Backbone:
     def random(
         cls, config: BackboneConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32
     ) -> "Backbone":
-        """A backbone with random weights, for benchmarks and tests."""
+        """A backbone with the weights of `modules.random_weights`, for benchmarks and tests."""
         return cls(config, random_weights(config, seed, dtype), f"random-{config.architecture}")
 
 
 def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbone:
-    """Loads a checkpoint folder tensor by tensor into `dtype` on the default device.
+    """Loads a checkpoint folder onto the default device.
 
-    Host memory stays below the model's size in `dtype` plus one stacked parameter.
+    Tensors are loaded one at a time: host memory stays below the model's size in `dtype` plus the
+    size of one stacked parameter.
 
     Args:
-      folder: holds config.json and model.safetensors, or its shards with
+      folder: contains config.json and model.safetensors, or shards with
         model.safetensors.index.json.
-      dtype: "auto" means bfloat16 on an accelerator and float32 on CPU.
+      dtype: dtype of all parameters, and format of the frozen weights. "auto" is bfloat16 on an
+        accelerator and float32 on CPU.
 
     Raises:
       BackboneError: an unknown architecture, a missing, extra or misshapen tensor, or an unreadable
@@ -65,8 +72,12 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:
-    """Writes config.json and model.safetensors in the weights' dtype; transformers loads the
-    result."""
+    """Writes config.json and model.safetensors, which Hugging Face transformers can load.
+
+    Args:
+      backbone: the backbone; its parameters are written in their own dtypes.
+      folder: folder for the two files; it is created if necessary.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = backbone.config, {}
@@ -83,8 +94,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
 
 
 class _Tensors:
-    """The tensors of a checkpoint by name, over all its shards, and which of them have been
-    read."""
+    """The tensors of all files of a checkpoint, by name, and the names of those not read yet."""
 
     def __init__(self, folder: Path, stack: ExitStack):
         self.folder = folder
@@ -113,7 +123,7 @@ class _Tensors:
         return tensor.astype(dtype)
 
     def refuse_unread(self) -> None:
-        # Old checkpoints carry this constant; tied ones may carry the head a second time.
+        # Old checkpoints have this constant; those with a tied head may have it a second time.
         ignored = {n for n in self.unread if n.endswith("rotary_emb.inv_freq")} | {"lm_head.weight"}
         if extra := sorted(self.unread - ignored):
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")

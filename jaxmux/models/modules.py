@@ -1,9 +1,9 @@
-"""The backbone as Flax NNX modules: they hold the parameters and their names, and nothing else.
+"""The backbone as Flax NNX modules, which only hold the parameters and their names.
 
-Names are Hugging Face's, so a parameter's path here is its path in a checkpoint:
-`layers.self_attn.q_proj`. The parameters of all layers are stacked on a leading axis. `nnx.split`
-is called once; from then on the functions of this package take the nested dict of arrays
-(`Weights`).
+Names are Hugging Face's, so a parameter's path here is its path in a checkpoint, without the index
+of the layer: `layers.self_attn.q_proj`. The parameters of all layers are stacked along a leading
+axis. `nnx.split` is called once; all other functions of this package take the nested dict of
+parameters (`Weights`).
 """
 
 from typing import Any
@@ -16,11 +16,13 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .architectures import BackboneConfig
 
+# Arrays, and a `FrozenWeight` under every key "kernel".
 Weights = dict[str, Any]
 
 
 class Linear(nnx.Module):
-    """`y = x kernel + bias`, stacked over layers: kernel [L, k, n], bias [L, n]."""
+    """The linears `y = x kernel + bias` of all layers: a `FrozenWeight` [L, k, n] and biases
+    [L, n]."""
 
     def __init__(self, layers: int, k: int, n: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, (layers, k, n), dtype)))
@@ -29,27 +31,29 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Scale of a root-mean-square norm: weight [*stack, size]."""
+    """The weight of root-mean-square norms: [d], or [L, size] for the norms of all layers."""
 
     def __init__(self, shape: tuple[int, ...], dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.ones(shape, dtype))
 
 
 class Embedding(nnx.Module):
-    """weight [vocab, d]."""
+    """The embedding of tokens: weight [vocab, d]."""
 
     def __init__(self, vocab: int, size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (vocab, size), dtype))
 
 
 class Head(nnx.Module):
-    """kernel [d, vocab]."""
+    """The language-model head: a `FrozenWeight` [d, vocab]."""
 
     def __init__(self, size: int, vocab: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, (size, vocab), dtype)))
 
 
 class Attention(nnx.Module):
+    """Projections of attention, and norms of queries and keys if the architecture has them."""
+
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         layers, d, bias = c.num_layers, c.hidden_size, c.attention_bias
         self.q_proj = Linear(layers, d, c.query_size, bias, dtype, rngs)
@@ -62,6 +66,8 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
+    """The three linears of a gated MLP."""
+
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         layers, d, wide = c.num_layers, c.hidden_size, c.intermediate_size
         self.gate_proj = Linear(layers, d, wide, c.mlp_bias, dtype, rngs)
@@ -70,6 +76,8 @@ class MLP(nnx.Module):
 
 
 class DecoderLayers(nnx.Module):
+    """All layers, stacked."""
+
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.self_attn = Attention(c, dtype, rngs)
         self.mlp = MLP(c, dtype, rngs)
@@ -78,8 +86,8 @@ class DecoderLayers(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Llama-family decoder with its language-model head (absent where it is the tied
-    embedding)."""
+    """A Llama-family decoder with its language-model head, which is absent if it is tied to the
+    embedding."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype, rngs)
@@ -92,8 +100,14 @@ class Decoder(nnx.Module):
 def random_weights(
     config: BackboneConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32
 ) -> Weights:
-    """A random backbone (normal, standard deviation 0.02), made on the default device in one
-    program."""
+    """The weights of a random backbone, made on the default device in one program.
+
+    Args:
+      config: configuration of the backbone.
+      seed: seed of the matrices, which are normal with standard deviation 0.02. Weights of norms
+        are 1 and biases 0.
+      dtype: dtype of all parameters, and format of the frozen weights.
+    """
 
     @jax.jit
     def make(key: jax.Array) -> Weights:
@@ -103,18 +117,23 @@ def random_weights(
 
 
 def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> Weights:
-    """Shapes and dtypes of a backbone's weights; allocates nothing."""
+    """The weights with a `jax.ShapeDtypeStruct` for each array; nothing is allocated.
+
+    Args:
+      config: configuration of the backbone.
+      dtype: dtype of all parameters, and format of the frozen weights.
+    """
     return jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
 
 
 def compute_dtype(weights: Weights) -> jnp.dtype:
-    """The dtype of the residual stream, of all activations and of their gradients: the embedding's,
-    whatever the formats of the linears."""
+    """The dtype of the residual stream, of all activations and of their gradients. It is the dtype
+    of the embedding, whatever the formats of the linears are."""
     return weights["embed_tokens"]["weight"].dtype
 
 
 def cast_weights(weights: Weights, dtype: jnp.dtype | str) -> Weights:
-    """All parameters in another dtype, and frozen weights in the format of the same name."""
+    """The weights with all arrays in another dtype and all frozen weights in its format."""
     return jax.tree.map(
         lambda leaf: leaf.astype(dtype),
         weights,
@@ -123,7 +142,7 @@ def cast_weights(weights: Weights, dtype: jnp.dtype | str) -> Weights:
 
 
 def split(decoder: Decoder) -> Weights:
-    """The nested dict of arrays of a module."""
+    """The nested dict of a module's parameters."""
     return nnx.to_pure_dict(nnx.split(decoder)[1])
 
 

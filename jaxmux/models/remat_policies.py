@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jaxmux.pallas_kernels.grouped_lora import GATE, LOW_RANK, UP
 from jaxmux.pallas_kernels.short_attention import TOTALS
 
-# Checkpoint names: norms of the stream; outputs of q/k/v, where the norms of heads need them; inputs
+# Checkpoint names of: norms of the stream; outputs of q/k/v, where norms of heads need them; inputs
 # of attention; its output; the stream between attention and MLP.
 NORMED = "normed"
 HEADS = "heads"
@@ -57,10 +57,8 @@ def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
 
 
 def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """The policies with whose costs the planner calculates for a training run under `remat`.
-
-    "none" is replaced by "norms": what "none" keeps depends on the implementation, but its time and
-    memory are close to those of "norms".
+    """The policies that the planner assumes for a training run under `remat`: "norms" in place of
+    "none", whose time and memory depend on the implementation but are close to those of "norms".
     """
     return "norms" if remat == "none" else remat
 
@@ -71,8 +69,8 @@ def rematerialised(layer, policy: str, *, in_scan: bool):
     Args:
       layer: the function of one layer.
       policy: "none" keeps every intermediate; "norms" recomputes neither norms nor matrix products;
-        "dots" recomputes no matrix product; "lean" recomputes only those of gate and up, which save
-        most bytes for their time; "full" keeps only each layer's input.
+        "dots" recomputes no matrix product; "lean" recomputes, of the matrix products, those of
+        gate and up, which save most bytes for their time; "full" keeps only each layer's input.
       in_scan: whether the layer is the body of a scan. Outside a scan, the compiler must be kept
         from merging the recomputation with the forward pass.
     """

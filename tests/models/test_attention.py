@@ -1,5 +1,5 @@
-"""Packed attention against a dense float64 reference; a sequence's bits depend on nothing but
-itself."""
+"""Packed attention against a dense float64 reference; a sequence's bits depend only on the
+sequence."""
 
 from functools import lru_cache
 
@@ -101,7 +101,7 @@ def test_padding_is_finite_even_where_a_whole_row_is_padding():
 
 
 def test_a_sequence_far_from_zero_keeps_its_precision():
-    """Scores near 1e4 would overflow the exponential without the running peak."""
+    """Scores near 1e4 would overflow the exponential if their maximum were not subtracted."""
     ids = row_of(64, {0: 64})
     q, k, v, d_out = tensors(1, 64)
     found = run(60 * q, 60 * k, v, d_out, ids)
@@ -109,7 +109,8 @@ def test_a_sequence_far_from_zero_keeps_its_precision():
 
 
 def placed(row_len: int, sequence, offset: int, neighbours: dict[int, int], seed: int):
-    """A row of random values with `sequence` (q, k, v, d_out of one row) laid in at `offset`."""
+    """A row of random values in which `sequence` (q, k, v and d_out of one row) starts at
+    `offset`."""
     length = sequence[0].shape[1]
     arrays = tensors(1, row_len, seed=seed)
     for array, own in zip(arrays, sequence, strict=True):

@@ -1,4 +1,4 @@
-"""cuDNN's and our attention against the plain-XLA implementation in float32; needs a GPU."""
+"""cuDNN's attention and the kernel for short rows against plain XLA in float32; needs a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxmux.models.attention import AttentionOptions, attend, find_segments
 pytestmark = pytest.mark.gpu
 
 ROWS, HEADS, KV_HEADS, SIZE = 3, 8, 2, 64
-# Sequences of every row, by row length.
+# Lengths of the sequences in each row, by row length.
 PACKED = {
     512: [[100, 28, 250, 64], [512], [64, 64, 1, 130]],
     128: [[25, 7, 60, 16], [128], [64, 16, 1, 30]],

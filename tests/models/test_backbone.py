@@ -1,4 +1,5 @@
-"""Backbones are read and written in Hugging Face's format, and bad folders name their culprit."""
+"""Backbones are read and written in Hugging Face's format; errors name the file or tensor at
+fault."""
 
 import json
 import os
@@ -51,8 +52,8 @@ def assert_same_weights(one, other):
 
 
 def random_backbone(config: BackboneConfig, dtype=jnp.float32) -> Backbone:
-    """A backbone of normal values. Norms and biases too, which `Backbone.random` leaves constant;
-    and nothing is compiled."""
+    """A backbone of normal values, also in norms and biases, where `Backbone.random` has constants.
+    It needs no compilation."""
     rng = np.random.default_rng(1)
     weights = jax.tree.map(
         lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape, np.float32), leaf.dtype),
@@ -245,7 +246,7 @@ def test_pickled_weights_are_never_read(folder):
 # 24 layers of 4 MB in bfloat16 and an embedding of 4 MB twice: 105 MB.
 LARGE = BackboneConfig("LlamaForCausalLM", 4096, 512, 1024, 24, 8, 4, 64)
 
-# Anonymous memory alone: pages of the mapped file belong to the page cache, not to the process.
+# Measures anonymous memory only: pages of the mapped file belong to the page cache.
 LOAD_AND_WATCH = """
 import sys, threading, time
 import jax
@@ -291,12 +292,12 @@ def test_loading_needs_the_model_and_one_stacked_parameter(large_folder, dtype):
         capture_output=True,
         text=True,
         check=True,
-        # Freed blocks below this size stay with the process. glibc lets the limit grow to 32 MB,
-        # which the parameters of a real model exceed and those of this one do not.
+        # Freed blocks below this size stay with the process. By default glibc lets the limit grow
+        # to 32 MB, less than a parameter of a real model but more than one of this model.
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
     )
     growth, model, largest = map(int, found.stdout.split()[-3:])
     assert model > 100e6
-    # One layer's tensor on its way, and what the allocator and the threads take.
+    # One layer's tensor while it is loaded, and overhead of the allocator and the threads.
     slack = 10e6
     assert growth < model + largest + slack, f"{growth / 1e6:.0f} MB for {model / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""A really trained model gives the logits, losses and continuations recorded beside it."""
+"""A trained model gives the logits, losses and continuations that are recorded in its folder."""
 
 import json
 

@@ -48,7 +48,7 @@ def reference(hidden, head, targets, weight, chunks, cotangent):
     return losses, d_logits @ head.T
 
 
-# Below, at and above the 1024 tokens that are computed at once; a chunk longer than that.
+# Fewer, as many and more tokens than the 1024 of a block; a chunk that is longer than a block.
 @pytest.mark.parametrize(("tokens", "chunks"), [(128, 2), (1024, 16), (3072, 24), (4096, 2)])
 def test_losses_and_gradient_follow_log_softmax(tokens, chunks):
     inputs = case(tokens)

@@ -1,4 +1,4 @@
-"""What is kept from forward to backward changes the memory of a step, not its result."""
+"""The remat policy changes the memory of a step, not its result."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxmux.peft import empty_pool
 
 CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
 ROWS, ROW_LEN, SLOTS, RANK = 4, 128, 2, 4
-# One module of each sub-block: more would only compile longer.
+# One module of attention and one of the MLP; more would only take longer to compile.
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
@@ -47,7 +47,7 @@ def inputs():
 
 @pytest.fixture(scope="module")
 def compiled(inputs):
-    """By remat policy, the compiled gradient step."""
+    """The compiled gradient step, by remat policy."""
 
     def step(remat, unroll=False):
         options = ForwardOptions("xla", remat=remat, unroll=unroll, dropout=True, max_sequences=2)

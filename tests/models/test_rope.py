@@ -10,7 +10,8 @@ from jaxmux.models import BackboneConfig
 from jaxmux.models.architectures import Llama3Rope
 from jaxmux.models.rope import rotary_angles, rotate
 
-# Llama 3.1's own values, and a short context in which every regime occurs at a small head.
+# Llama 3.1's values, and a short context in which all three ranges of wavelengths occur for a small
+# head.
 SCALINGS = {
     "llama 3.1": (128, 500000.0, Llama3Rope(8.0, 1.0, 4.0, 8192)),
     "llama 3.2": (64, 500000.0, Llama3Rope(32.0, 1.0, 4.0, 8192)),
@@ -25,7 +26,8 @@ def config(head_dim: int, theta: float, scaling: Llama3Rope | None = None) -> Ba
 
 
 def llama3_frequency(frequency: float, scaling: Llama3Rope) -> float:
-    """By wavelength: short ones kept, long ones divided, those between interpolated."""
+    """Frequencies of short wavelengths are kept, those of long ones are divided by the factor, and
+    those in between are interpolated."""
     wavelength = 2 * math.pi / frequency
     context = scaling.original_max_position_embeddings
     if wavelength < context / scaling.high_freq_factor:

@@ -1,4 +1,4 @@
-"""Kernels are lowered once and can be compiled by themselves."""
+"""Each kernel of a program is lowered once, and can be compiled alone."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,8 @@ def program(h200):
         return x, accumulators
 
     def both(case, weight):
-        # Under an abstract mesh, arguments are of another type than what is computed from them.
+        # Under an abstract mesh, the type of an argument differs from that of a computed value, so
+        # that a norm of `x` and of `2 x` would be lowered separately.
         out, vjp = jax.vjp(
             lambda x, accumulators: layers(case, x, weight, accumulators),
             2 * case.x,

@@ -23,14 +23,14 @@ from jaxmux.pallas_kernels.counter_dropout import (
 from jaxmux.pallas_kernels.grouped_lora.dropout_sm90 import _select, _select_packed
 
 TOKENS, COLUMNS = 512, 256
-# Columns whose draws come from one hash.
+# The members of a group, whose draws come from one hash.
 GROUP = tuple(pair + block for block in (0, 8, 16, 24) for pair in (0, 1))
 
 
 def mask(
     *, rate=0.5, key=7, sample=3, layer=0, module=0, positions=None, columns=COLUMNS
 ) -> np.ndarray:
-    """The mask of one sequence of one task that lies alone in the stream."""
+    """The mask of one sequence of one task, alone in the stream."""
     positions = np.arange(TOKENS) if positions is None else np.asarray(positions)
     dropout = Dropout(
         jnp.asarray([rate], jnp.float32),
@@ -95,7 +95,7 @@ def test_every_token_and_every_column_keeps_its_share(rate, axis):
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
 def test_counts_of_tokens_and_columns_spread_as_those_of_numpys_generator(rate):
-    """Of independent draws, the sum of squared scores is chi-squared distributed."""
+    """For independent draws, the sum of squared standard scores is chi-squared distributed."""
     kept = large_mask(rate)
     theirs = np.random.default_rng(0).random(kept.shape) >= rate
     for axis, count in ((0, kept.shape[1]), (1, kept.shape[0])):
@@ -113,7 +113,7 @@ def test_rate_zero_keeps_everything(rate):
 
 @pytest.mark.parametrize("rate", [2.0**-16, 0.05, 0.1, 1 / 3, 0.999])
 def test_rate_is_resolved_to_a_multiple_of_two_to_the_minus_sixteen(rate):
-    """Of all 2^16 upper halves of a draw, as many are dropped."""
+    """Of all 2^16 upper halves of a draw, the share that is dropped is the rounded rate."""
     kept = np.arange(-(1 << 15), 1 << 15) < int(keep_threshold(jnp.float32(rate)))
     assert abs((~kept).mean() - rate) <= 2.0**-17 + 1e-9
 
@@ -168,7 +168,7 @@ def test_neighbouring_positions_and_columns_are_uncorrelated(rate, axis):
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
 def test_all_pairs_of_columns_are_uncorrelated(rate):
-    """Among them the members of a group, whose draws are multiples of one hash."""
+    """This includes members of a group, whose draws are multiples of one hash."""
     centred = large_mask(rate).astype(np.float32) - np.float32(1 - rate)
     scores = centred.T @ centred / (rate * (1 - rate) * np.sqrt(len(centred)))
     scores = scores[np.triu_indices(len(scores), 1)]
@@ -179,7 +179,7 @@ def test_all_pairs_of_columns_are_uncorrelated(rate):
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.3, 0.5])
 @pytest.mark.parametrize("columns", [GROUP, tuple(range(8)), tuple(range(0, 256, 32))], ids=str)
 def test_patterns_of_eight_columns_are_as_frequent_as_those_of_independent_draws(rate, columns):
-    """Pearson's test over all 256 patterns, at every place where the columns can lie."""
+    """Pearson's chi-squared test over all 256 patterns, at every offset of the columns."""
     kept = large_mask(rate)
     starts = [s for s in range(kept.shape[1] - max(columns)) if columns != GROUP or s in firsts()]
     bits = sum(kept[:, np.add(starts, c)].astype(np.int64) << i for i, c in enumerate(columns))
@@ -187,7 +187,7 @@ def test_patterns_of_eight_columns_are_as_frequent_as_those_of_independent_draws
     expected = bits.size * (1 - rate) ** survivors * rate ** (8 - survivors)
     observed, common = np.bincount(bits.ravel(), minlength=256), expected > 10
     statistic = ((observed - expected)[common] ** 2 / expected[common]).sum()
-    # Windows that overlap repeat each other's deviations, at most eight times.
+    # Overlapping windows repeat each other's deviations at most eight times.
     repeats = 1 if columns == GROUP else 8
     assert abs(statistic - common.sum()) < 4.5 * np.sqrt(2 * repeats * common.sum())
 
@@ -220,7 +220,7 @@ def test_masks_of_many_samples_and_layers_are_all_distinct():
 
 
 def test_tokens_whose_counters_differ_by_the_step_between_groups_are_unrelated():
-    """Their groups start with the same sums of counter and column, shifted."""
+    """Their groups have the same sums of counter and column, at shifted columns."""
     counters = counters_of(np.arange(1 << 12))
     kept = keep_mask(counters, jnp.full(len(counters), 0.5), 256)
     others = keep_mask(counters_from(counters, PERIOD), jnp.full(len(counters), 0.5), 256)

@@ -1,4 +1,5 @@
-"""The preparation of factors for Hopper: values in interpret mode, lowering of the real shapes."""
+"""The preparation of factors for Hopper GPUs: values in interpret mode, and lowering of real
+shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ LAYERS, SLOTS = 3, 5
 
 
 def pools(rng, rank: int, *shapes):
-    """Pairs of factors, for each pair of widths."""
+    """Pools of a pair of factors for each pair of widths (k, n)."""
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal((LAYERS, SLOTS, *shape)), jnp.float32)
@@ -20,7 +21,7 @@ def pools(rng, rank: int, *shapes):
 
 
 def reference(pools, layer: int, rank: int, dtype):
-    """The same by plain XLA."""
+    """The results by plain XLA."""
 
     def padded(factor):
         missing = rank - factor.shape[1]
@@ -38,7 +39,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(
     ("rank", "padded"), [(8, 16), (16, 16), (24, 32), (40, 48), (64, 64), (72, 128), (128, 128)]
 )
-def test_factors_are_turned_cast_and_padded_with_zeros(rank, padded, interpret):
+def test_factors_are_transposed_cast_and_padded_with_zeros(rank, padded, interpret):
     arrays = pools(np.random.default_rng(rank), rank, (512, 256))
     found = rank_major_factors(arrays, 1, rank=padded, dtype=jnp.bfloat16, interpret=interpret)
     assert_same(found, reference(arrays, 1, padded, jnp.bfloat16))

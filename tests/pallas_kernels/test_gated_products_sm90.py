@@ -1,4 +1,5 @@
-"""The fused gated activation for Hopper: values in interpret mode, lowering of the real shapes."""
+"""The fused gated activation for Hopper GPUs: values in interpret mode, and lowering of real
+shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def forward(arguments, chunk_slot, interpret, splits=1, tile_k=64):
 
 
 def backward(arguments, chunk_slot, interpret):
-    """The accumulators are those of two layers; the second is used."""
+    """Runs the kernel with the accumulators of two layers, and the places of the second."""
     chunk_slot = jnp.asarray(chunk_slot)
     chunk_place = jnp.where(chunk_slot < 0, -1, SLOTS + chunk_slot)
     return gated_backward(
@@ -70,7 +71,7 @@ def empty_rows(chunk_slot):
 
 
 def assert_rounded(result, expected):
-    """The result is the bfloat16 nearest to a value that differs from the expected in float32."""
+    """The result is bfloat16 and within its rounding error of the expected float32 value."""
     assert result.dtype == jnp.bfloat16
     np.testing.assert_allclose(float32(result), expected, rtol=2**-8, atol=1e-30)
 
@@ -145,7 +146,7 @@ def test_rounded_partial_sums_add_up_to_a_sum_rounded_once(interpret):
         exact = np.float64(factor[0]) @ np.float64(gradient).T
         once = np.float64(jnp.asarray(exact, jnp.bfloat16)) - exact
         result = partial_sums.sum(axis=0, dtype=jnp.float32).astype(jnp.bfloat16)
-        # What follows rounds once more, in either case.
+        # The sum of the rounded partial sums is rounded too, like `once`.
         assert np.std(np.float64(result) - exact) < 1.6 * np.std(once)
 
 

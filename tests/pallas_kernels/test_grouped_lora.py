@@ -68,7 +68,8 @@ def reference(case: Case):
 
 
 def dropout_factors(case: Case, module: int) -> np.ndarray:
-    """What dropout multiplies each of the module's input features by, [N, WIDTH]."""
+    """The factor of each input feature of the module: 0 if it is dropped, else 1 / (1 - rate);
+    [N, WIDTH]."""
     tokens = len(case.x)
     if case.dropout is None:
         return np.ones((tokens, WIDTH))

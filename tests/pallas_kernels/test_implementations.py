@@ -35,7 +35,7 @@ CHUNK_SLOT = (0, 2, -1, 0)
 ON_CPU = ("xla", "mosaic_gpu")
 RATES = {"no dropout": None, "dropout": MIXED_RATES}
 
-# The smallest sizes that the Hopper kernels take: the interpreter is slow.
+# The smallest sizes that the Hopper kernels support, because the interpreter is slow.
 half_precision_case = partial(
     make_case,
     k=256,

@@ -1,5 +1,5 @@
 """The residual norm: every implementation against the reference, the Hopper kernels in interpret
-mode, and lowering of the real shapes.
+mode, and lowering of real shapes.
 """
 
 import jax
@@ -12,10 +12,10 @@ from jaxmux.pallas_kernels.residual_norm import IMPLEMENTATIONS, mosaic_gpu, res
 from jaxmux.pallas_kernels.residual_norm.kernels_sm90 import Tiling, normalize, stream_gradient
 
 ROWS, EPS = 32, 1e-5
-# Widths of vectors of 2, 4 and 8 elements; the last is four times as wide as a warpgroup's vectors.
+# Widths that are loaded in vectors of 2, 4 and 8 elements; the last needs four vectors a thread.
 WIDTHS = (256, 1280, 1536, 4096)
 TILING = Tiling(rows=2, stages=3, blocks=2)
-# Ends of work: the last round is partial; there are more stages than steps; more blocks than work.
+# The last step has too few rows for all blocks; more stages than steps; more blocks than work.
 TILINGS = (
     TILING,
     Tiling(rows=4, stages=2, blocks=3),
@@ -26,7 +26,7 @@ TILINGS = (
 
 @pytest.fixture
 def on_hopper(monkeypatch, interpret):
-    """Lets the Hopper implementation serve calls here, its kernels in interpret mode."""
+    """Lets the Hopper implementation serve calls on CPU, its kernels in interpret mode."""
     monkeypatch.setattr(mosaic_gpu, "is_hopper", lambda: True)
     with plgpu.force_gpu_interpret_mode(interpret):
         yield
@@ -38,8 +38,8 @@ def normals(seed, *shapes, dtype=jnp.bfloat16):
 
 
 def operands(width, dtype=jnp.bfloat16):
-    """A stream and a gradient that arrives for it, of rows so small that eps counts to large ones,
-    and a weight.
+    """A stream, a gradient of the returned stream, and a weight. The sizes of the rows range from
+    those for which eps matters to large ones.
     """
     x, d_x, weight = normals(width, (ROWS, width), (ROWS, width), (width,), dtype=jnp.float32)
     size = jnp.logspace(-3, 1, ROWS)[:, None]
@@ -47,7 +47,7 @@ def operands(width, dtype=jnp.bfloat16):
 
 
 def d_normed_along(x):
-    """A gradient that has a component along the stream, as has that of a mean."""
+    """A gradient of the norm that is correlated with the stream, so that its mean term matters."""
     return (normals(2, x.shape)[0] + jnp.sign(x)).astype(x.dtype)
 
 
@@ -65,12 +65,12 @@ def gradient(x, weight, cotangents, implementation=None):
 
 
 def exact_gradient(x, weight, cotangents):
-    """In float32, by differentiating the reference."""
+    """The gradient of the reference, in float32."""
     return gradient(*jax.tree.map(jnp.float32, (x, weight, cotangents)), "xla")
 
 
 def assert_rounded(result, exact, roundings: int):
-    """Equal but for as many last bits as there are roundings, and for what cancels."""
+    """Equal up to one unit in the last place for each rounding."""
     tolerance = roundings * float(jnp.finfo(result.dtype).eps)
     result, exact = (np.asarray(array, np.float32) for array in (result, exact))
     np.testing.assert_allclose(result, exact, rtol=tolerance, atol=tolerance)

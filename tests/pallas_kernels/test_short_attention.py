@@ -12,14 +12,16 @@ ROWS = 2
 
 
 def starts_of(lengths: list[int], row_len: int) -> np.ndarray:
-    """The first token that each of a row's tokens sees; padding, behind the sequences, itself."""
+    """The first token that each token of a row attends to. Padding follows the sequences, and
+    attends to itself."""
     starts = np.cumsum([0, *lengths])
     firsts = np.concatenate([np.repeat(starts[:-1], lengths), np.arange(starts[-1], row_len)])
     return firsts.astype(np.int32)
 
 
 class Case:
-    """Random arrays; `packed` gives the lengths of the sequences of every row, in turns."""
+    """Random arrays. `packed` has the lengths of each row's sequences; it is repeated if there are
+    more rows."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, si
     ("row_len", "packed"),
     [(64, [[64], [1, 30, 33]]), (128, [[60, 40, 28], [70, 50]]), (128, [[128], []])],
 )
-def test_packed_sequences_see_themselves_alone(row_len, packed, interpret):
+def test_packed_sequences_attend_only_to_themselves(row_len, packed, interpret):
     case = Case(row_len, 1, 2, 64, packed=packed)
     assert_close(case.found(interpret), case.wanted())
 

@@ -1,4 +1,5 @@
-"""The Hopper stream products: values in interpret mode, and lowering of the real shapes."""
+"""The row and column products for Hopper GPUs: values in interpret mode, and lowering of real
+shapes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ SCALE = (0.5, 2.0, 1.0)
 
 
 def integers(rng, *shape, dtype=jnp.bfloat16):
-    """Values whose products and sums are exact in float32, so that results compare exactly."""
+    """Values whose products and sums are exact in float32, so that results can be equal."""
     return jnp.asarray(rng.integers(-4, 5, size=shape), dtype)
 
 
@@ -142,7 +143,7 @@ def dropout(rng, modules) -> Masks:
 
 
 def dropped(z, masks: Masks, module, chunk_slot):
-    """The activation that one of its products meets."""
+    """The activation after the dropout for one of its products."""
     rate = jnp.repeat(masks.rate[jnp.asarray(chunk_slot)], TOKENS // len(chunk_slot))
     keep = keep_mask(masks.counters[module], rate, z.shape[1])
     return jnp.where(keep, z, 0)
@@ -161,7 +162,7 @@ def test_row_products_of_dropped_activations(tile_k, interpret):
     assert_row_products(results_of_kept, kept, chunk_slot)
 
 
-# The last needs no more thread blocks than the interpreter has multiprocessors.
+# In the last case there is one thread block for each of the interpreter's multiprocessors.
 @pytest.mark.parametrize(
     ("tile_rows", "width", "lows"), [(64, 128, 2), (128, 128, 2), (128, 64, 1)]
 )
@@ -240,7 +241,7 @@ def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
         return np.concatenate([np.arange(start, start + half // 2) for start in starts])
 
     def sums(rows, chunk_slot):
-        """Of task 1, whose rows these are; all others are NaN."""
+        """The accumulator of task 1, which owns `rows`; all other rows are NaN."""
         z = jnp.full_like(group.z, jnp.nan).at[rows].set(group.z[:half])
         low = jnp.full_like(group.lows[0], jnp.nan).at[:, rows].set(group.lows[0][:, :half])
         [[result]] = column_products(
@@ -294,7 +295,7 @@ def test_real_shapes_lower(width, rank, slots, lowered):
         )
 
 
-# Rank 128 of three modules is refused with dropout.
+# With dropout, rank 128 of three modules is refused.
 @pytest.mark.parametrize(("width", "rank", "slots"), [real for real in REAL if real[1] < 128][::4])
 def test_real_shapes_with_dropout_lower(width, rank, slots, lowered):
     masks = Masks((abstract(8192, dtype=jnp.uint32),) * 3, abstract(slots, dtype=jnp.float32))

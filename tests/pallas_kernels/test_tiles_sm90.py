@@ -1,6 +1,6 @@
 """The order in which a persistent kernel takes its tiles."""
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jaxmux.pallas_kernels.grouped_lora.tiles_sm90 import owned_first
@@ -16,6 +16,6 @@ from jaxmux.pallas_kernels.grouped_lora.tiles_sm90 import owned_first
     ],
 )
 def test_tiles_with_an_owner_come_first_and_keep_their_order(chunk_slot, tiles_per_chunk, expected):
-    order = owned_first(np.asarray(chunk_slot, np.int32), len(chunk_slot) * tiles_per_chunk)
+    order = owned_first(jnp.asarray(chunk_slot, jnp.int32), len(chunk_slot) * tiles_per_chunk)
     assert order.tile.tolist() == expected
     assert order.slot.tolist() == [chunk_slot[tile // tiles_per_chunk] for tile in expected]

@@ -1,4 +1,4 @@
-"""Completions: what an adapter has learnt, token by token."""
+"""Completions of prompts with and without adapters."""
 
 import copy
 
@@ -43,7 +43,7 @@ def random_adapter(spec: LoRA, config, seed: int):
 
 @pytest.fixture(scope="module")
 def step_by_step(tokenizer, logits_of):
-    """Ids of the greedy completion by one full forward pass a token."""
+    """Ids of the greedy completion, with one full forward pass for each token."""
 
     def greedy(prompt: str, spec=None, adapter=None, count: int = NEW) -> list[int]:
         ids = list(tokenizer(prompt)["input_ids"])
@@ -94,7 +94,7 @@ def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
 
 def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_step):
     long = " ".join(PROMPTS * 3)
-    # The prompt fills its row but for the new tokens.
+    # The prompt leaves room in its row only for the new tokens.
     for count in (1, 5):
         (found,) = complete(model, tokenizer, [Request(long)], max_new_tokens=count)
         expected = step_by_step(long, count=count)

@@ -1,4 +1,4 @@
-"""The benchmarked programs, tiny and on CPU: what they compute, and the script as it is called."""
+"""The results of the benchmarked programs for small shapes on CPU, and the command line."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ def test_ranks_below_the_pools_are_padded_with_zeros():
     assert factors.a[:, 1, :, 8:].all() and factors.a[:, 0, :, :8].all()
 
 
-def test_the_benchmark_runs_dry(tmp_path):
+def test_the_benchmark_works_on_small_shapes(tmp_path):
     out = tmp_path / "records.json"
     command = [sys.executable, benchmark_grouped_lora.__file__, "--out", str(out)]
     command += ["--implementations", "xla", "--groups", "ranks", "--shrink", "64"]
