@@ -79,8 +79,12 @@ class Record(NamedTuple):
 def read_records(source: Source) -> Iterator[Record]:
     """Yields the records of a source in their order, without rendering or tokenizing them.
 
+    A `Record` holds the fields of one JSON object or table row, its index and its place for error
+    messages.
+
     Args:
-      source: the source; only its `path` and `split` are used.
+      source: a JSONL file, a Parquet file or a Hugging Face data set; only its `path` and `split`
+        are used.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; a line is not a

@@ -48,7 +48,9 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
       config: configuration of the backbone.
 
     Returns:
-      A tree of `LeafSpec` with a slot axis of size 1.
+      A tree of `LeafSpec`, with the modules as keys. A `LeafSpec` describes one array: its shape,
+        the names of its axes (here with a slot axis of size 1) and whether it is trained. `crop`
+        takes such a tree to cut the adapter's own part out of a larger pool.
     """
     return kind_of(spec).leaves(config, modules, 1, spec.rank)
 

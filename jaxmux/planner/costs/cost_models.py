@@ -48,8 +48,9 @@ class CostModels(NamedTuple):
       times: predicts seconds.
       memory: predicts bytes.
       source: origin of both models.
-      least_chunk_len: tokens of the shortest chunk for which the models hold: the shortest that the
-        Hopper kernels accept, or the shortest in the profile. It is the `least_chunk_len` of a
+      least_chunk_len: tokens of the shortest chunk (consecutive tokens of one task in a row) for
+        which the models hold. For estimates it is the shortest chunk that the Hopper kernels
+        accept; for measured costs it is the shortest chunk in the profile. Pass it to
         `packing.ShapeRequest`.
     """
 

@@ -93,12 +93,13 @@ def choose_shape(
         lengths in tokens of the samples of the task's global batch. The stream length of a sample
         is its number of tokens without the last one. A few representative rounds are enough;
         `sample_rounds` picks them.
-      request: limits of the choice. If it gives both `row_len` and `chunk_len`, microbatches have N
-        tokens.
-      seconds: function from a shape class, and the number of tokens of its chunks that belong to a
-        task, to the predicted seconds of one microbatch. It must be linear in the number of tokens.
-        `costs.ReplicaCosts.microbatch` is such a function; it returns infinity if a microbatch does
-        not fit into memory.
+      request: limits of the choice. If it gives both `row_len` and `chunk_len`, microbatches have
+        `request.tokens` tokens, rounded up to whole rows and chunks.
+      seconds: function from a shape class and a number of tokens to the predicted seconds of one
+        microbatch. A chunk is `chunk_len` consecutive tokens of a row; the number counts the tokens
+        of those chunks that belong to a task, their padding included. The seconds must be linear in
+        the number. `costs.ReplicaCosts.microbatch` is such a function; it returns infinity if a
+        microbatch does not fit into memory.
       lengths: stream lengths of all samples that rows must be able to hold, for example those of
         the whole training run; None for the samples of `rounds`.
 

@@ -124,9 +124,11 @@ class Baseline(NamedTuple):
 class Plan:
     """How some rounds of tasks train on one replica, with the predicted times; made by `make_plan`.
 
-    A *round* is one global batch of every task. An *hTask* is a set of tasks that MuxTune fuses
-    (3.3). A *bucket* is a group of hTasks; all tasks of a bucket are packed into the same
-    microbatches, and the buckets take turns in every round.
+    A *round* is one global batch of every task. A *chunk* is a number of consecutive tokens in a
+    row of a microbatch that belong to one task. An *hTask* (MuxTune 3.3) is a set of tasks that
+    were found to train faster in shared microbatches than in microbatches of their own. A *bucket*
+    is a group of hTasks whose tasks are packed into the same microbatches. The buckets take turns
+    in every round.
 
     Attributes:
       costs: where the predicted costs come from.
