@@ -141,6 +141,7 @@ class Engine:
           RuntimeError: a round is unfinished or its results have not been fetched.
         """
         self._pause()
+        self._accumulated.pop(self._slots.number(name), None)
         self._slots.remove(name)
 
     @property
@@ -281,7 +282,8 @@ class Engine:
         """Tells `admission` a new peak of memory use. The device reports only the highest peak so
         far."""
         peak = device_peak() if self.admission else None
-        if peak and peak > self._peak:
+        # A restored round without microbatches may have been updated before anything was compiled.
+        if peak and peak > self._peak and self._forward:
             self._peak = peak
             pools = list(self._slots.pools.values())
             self.admission = self.admission.observe(pools, planned_remat(self._forward.remat), peak)

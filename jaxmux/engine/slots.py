@@ -128,18 +128,28 @@ class Slots:
 
     def add(self, tasks: Sequence[PreparedTask]) -> None:
         """Gives each task the free slot with the lowest number, and writes its initial adapter
-        there.
+        there. If one of them cannot make its adapter, none gets a slot.
 
         Args:
           tasks: the tasks; the state is enlarged if they do not fit.
         """
         self._make_room(tasks)
-        for prepared in tasks:
-            number = min(set(range(self.pool.slots)) - self._slots.keys())
-            self._slots[number] = slot = Slot(prepared, TaskProgress())
-            specs = slot_specs(self._layout.tree, slot.kind).adapter
-            adapter = pad(_named_arrays(prepared.make_adapter()), specs)
-            self.state = write_adapter(self.state, self._layout, slot.kind.adapter, number, adapter)
+        added: list[str] = []
+        try:
+            for prepared in tasks:
+                number = min(set(range(self.pool.slots)) - self._slots.keys())
+                slot = Slot(prepared, TaskProgress())
+                specs = slot_specs(self._layout.tree, slot.kind).adapter
+                adapter = pad(_named_arrays(prepared.make_adapter()), specs)
+                self.state = write_adapter(
+                    self.state, self._layout, slot.kind.adapter, number, adapter
+                )
+                self._slots[number] = slot
+                added.append(slot.name)
+        except BaseException:
+            for name in added:
+                self.remove(name)
+            raise
 
     def remove(self, name: str) -> None:
         """Empties the slot of a task, so that another task can take it."""

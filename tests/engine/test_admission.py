@@ -1,6 +1,7 @@
 """A task that does not fit into the device's memory is refused; those in training go on."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -66,6 +67,26 @@ def test_what_rounds_were_seen_to_need_counts(make_guarded, make_task, train, mo
     assert after.working.observations == before.working.observations + 1
     with pytest.raises(PlanningError, match="task 'two' does not fit"):
         guarded.register_tasks([two])
+
+
+def test_a_restored_round_that_only_awaits_its_update_is_finished(
+    make_guarded, make_task, train, monkeypatch
+):
+    """Nothing is left to compile for, and so no peak to learn from."""
+    task = make_task("one", steps=1)
+    first, second = make_guarded(task), make_guarded(task)
+    first.register_tasks([task])
+    first.train_round(stop=lambda: True)
+    accumulated = first.accumulated("one")
+    assert accumulated == list(range(task.task.batch_size))
+
+    monkeypatch.setattr(engine, "device_peak", itertools.count(1).__next__)
+    second.register_tasks([task])
+    second.restore_task("one", first.task_arrays("one"), first.progress("one"), accumulated)
+    before = second.admission.costs.memory
+    (update,) = train(second)["one"]
+    assert update.task_step == 1 and second.progress("one").status == "succeeded"
+    assert second.admission.costs.memory == before
 
 
 def test_without_a_known_memory_every_task_is_admitted(make_engine, make_task):

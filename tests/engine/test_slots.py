@@ -168,6 +168,34 @@ def test_a_round_stopped_in_its_middle_resumes_in_another_engine(
         assert_unchanged(name, second, updates[name] + rest[name])
 
 
+def test_a_slot_that_was_restored_within_a_round_is_clean_for_the_next_task(
+    tasks, make_engine, train, assert_unchanged
+):
+    """The samples that the leaver had accumulated are not missing from its successor's batch."""
+    engine = make_engine(tasks["early"], shape=SMALL)
+    arrays, progress = engine.task_arrays("early"), engine.progress("early")
+    engine.restore_task("early", arrays, progress, accumulated=[0, 1])
+    assert engine.accumulated("early") == [0, 1]
+    engine.release("early")
+    engine.register_tasks([tasks["late"]])
+    assert engine.accumulated("late") == []
+    assert_unchanged("late", engine, train(engine)["late"])
+
+
+def test_tasks_of_which_one_cannot_make_its_adapter_take_no_slots(tasks, make_task, make_engine):
+    engine = make_engine(tasks["early"], shape=SMALL)
+
+    def fail():
+        raise OSError("the folder is gone")
+
+    gone = dataclasses.replace(make_task("gone"), make_adapter=fail)
+    with pytest.raises(OSError, match="the folder is gone"):
+        engine.register_tasks([tasks["late"], gone])
+    assert engine.names == ["early"]
+    engine.register_tasks([tasks["late"]])
+    assert {name: engine._slots.number(name) for name in engine.names} == {"early": 0, "late": 1}
+
+
 def test_a_stopped_round_goes_on_in_the_same_engine(tasks, make_engine, train, assert_unchanged):
     engine = make_engine(*tasks.values(), shape=SMALL)
     updates = {name: [] for name in tasks}
