@@ -33,13 +33,6 @@ class RunConfig(RunOptions):
     backbone: str
     tasks: Sequence[Task]
 
-    @property
-    def options(self) -> RunOptions:
-        """The part that is not backbone and tasks."""
-        return RunOptions(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
-        )
-
 
 # By the name that configs use.
 _CONFIGURABLE = {"fine_tune": RunConfig} | {

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
             config.backbone,
             config.tasks,
             run_dir,
-            config.options,
+            options=config,
             restart=options.restart,
             config_text=gin_bindings.resolved_config(),
         )

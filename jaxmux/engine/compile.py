@@ -15,7 +15,7 @@ from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.planner import PlanningError
 
 from .engine_options import EngineOptions
-from .programs import accumulate
+from .programs import accumulate, accumulate_arguments
 from .remat_choice import choose_remat, step_room
 from .train_state import TrainState
 
@@ -78,17 +78,6 @@ def compile_accumulate(
         room = step_room(backbone, lora, memory)
         remat = choose_remat(backbone, forward, lora, microbatch, slots, room)
     forward = forward._replace(remat=remat)
-    config, weights = backbone.config, backbone.weights
-    compiled(
-        accumulate.lower(
-            config,
-            forward,
-            weights,
-            state.adapters,
-            state.accumulators,
-            state.loss,
-            microbatch,
-            slots,
-        )
-    )
+    arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
+    compiled(accumulate.lower(*arguments))
     return forward

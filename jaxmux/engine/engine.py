@@ -18,7 +18,7 @@ from jaxmux.tasks import TaskError
 from .compile import compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask
-from .programs import UpdateStats, accumulate, evaluate, update
+from .programs import UpdateStats, accumulate, accumulate_arguments, evaluate, update
 from .progress import TaskProgress, TaskUpdate, record_update
 from .rounds import Round, fill_microbatches, slot_table, training_rounds
 from .slots import Slots
@@ -204,18 +204,10 @@ class Engine:
                 current.microbatches[0].arrays,
                 slots,
             )
-        config, forward, weights = self.backbone.config, self._forward, self.backbone.weights
         for microbatch in current.microbatches[self._dispatched :]:
             state = self._slots.state
             accumulators, loss = accumulate(
-                config,
-                forward,
-                weights,
-                state.adapters,
-                state.accumulators,
-                state.loss,
-                microbatch.arrays,
-                slots,
+                *accumulate_arguments(self.backbone, self._forward, state, microbatch.arrays, slots)
             )
             self._slots.state = state._replace(accumulators=accumulators, loss=loss)
             self.microbatches += 1
@@ -430,10 +422,10 @@ class Engine:
         slots = self._slots
         due = np.zeros(slots.pool.slots, bool)
         due[[number for number in current.steps if slots[number].running]] = True
-        optimizers = {number: slot.prepared.task.optimizer for number, slot in slots}
-        hyper = {}
-        for kind, members in slots.members.items():
-            rows = [optimizers[number].hyperparameters() for number in members]
+        members, hyper = slots.members, {}
+        for kind, numbers in members.items():
+            optimizers = (slots[number].prepared.task.optimizer for number in numbers)
+            rows = [optimizer.hyperparameters() for optimizer in optimizers]
             hyper[kind] = {
                 name: np.asarray([row[name] for row in rows], np.float32) for name in rows[0]
             }
@@ -441,7 +433,7 @@ class Engine:
             number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in slots
         }
         rates = slots.rates(learning_rates)
-        slots.state, stats = update(slots.state, slots.layout, due, rates, hyper, slots.members)
+        slots.state, stats = update(slots.state, slots.layout, due, rates, hyper, members)
         self._pending = _Pending(self.rounds, current, learning_rates, stats)
         self._current = None
         self._dispatched = 0

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
+    Backbone,
     BackboneConfig,
     ForwardOptions,
     SlotTable,
@@ -87,6 +88,26 @@ def accumulate(
     # `grouped_lora_linear`.
     (new_accumulators,) = backward((jnp.ones_like(losses), accumulators))
     return new_accumulators, add_to_slots(loss, losses, microbatch.chunk_slot)
+
+
+def accumulate_arguments(
+    backbone: Backbone,
+    options: ForwardOptions,
+    state: TrainState,
+    microbatch: Microbatch,
+    slots: SlotTable,
+) -> tuple[Any, ...]:
+    """The arguments of `accumulate`, in order."""
+    return (
+        backbone.config,
+        options,
+        backbone.weights,
+        state.adapters,
+        state.accumulators,
+        state.loss,
+        microbatch,
+        slots,
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -66,6 +66,7 @@ class Slots:
 
     Attributes:
       state: the arrays that training changes, on the device; None until the first task is added.
+      layout: the description of `state`, a `TrainState` of `LeafSpec`; None like `state`.
       pool: sizes of the state.
     """
 
@@ -79,7 +80,7 @@ class Slots:
         self.state: TrainState | None = None
         self.pool = reserved
         self._config = config
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None
         self._slots: dict[int, Slot] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Slot]]:
@@ -98,11 +99,6 @@ class Slots:
     def pools(self) -> dict[str, PoolSpec]:
         """By name of the task, the pool that would hold only this task."""
         return {slot.name: slot.prepared.pool for _, slot in self}
-
-    @property
-    def layout(self) -> Layout:
-        """The description of `state`, a `TrainState` of `LeafSpec`."""
-        return self._layout
 
     @property
     def members(self) -> SlotsByOptimizer:
@@ -139,10 +135,10 @@ class Slots:
             for prepared in tasks:
                 number = min(set(range(self.pool.slots)) - self._slots.keys())
                 slot = Slot(prepared, TaskProgress())
-                specs = slot_specs(self._layout.tree, slot.kind).adapter
-                adapter = pad(_named_arrays(prepared.make_adapter()), specs)
+                specs = slot_specs(self.layout.tree, slot.kind).adapter
+                adapter = pad(named_leaves(prepared.make_adapter()), specs)
                 self.state = write_adapter(
-                    self.state, self._layout, slot.kind.adapter, number, adapter
+                    self.state, self.layout, slot.kind.adapter, number, adapter
                 )
                 self._slots[number] = slot
                 added.append(slot.name)
@@ -154,7 +150,7 @@ class Slots:
     def remove(self, name: str) -> None:
         """Empties the slot of a task, so that another task can take it."""
         number = self.number(name)
-        self.state = clear_slot(self.state, self._layout, number)
+        self.state = clear_slot(self.state, self.layout, number)
         del self._slots[number]
 
     def own_specs(self, name: str) -> SlotState:
@@ -169,7 +165,7 @@ class Slots:
     def read(self, name: str) -> SlotArrays:
         """The arrays of a task by path, at its own rank and modules."""
         number, slot = self.number(name), self.named(name)
-        return crop(read_slot(self.state, self._layout, slot.kind, number), self.own_specs(name))
+        return crop(read_slot(self.state, self.layout, slot.kind, number), self.own_specs(name))
 
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces the arrays of a task.
@@ -179,8 +175,8 @@ class Slots:
           arrays: arrays that `read` returned, from a state of any size.
         """
         number, slot = self.number(name), self.named(name)
-        value = pad(arrays, slot_specs(self._layout.tree, slot.kind))
-        self.state = write_slot(self.state, self._layout, slot.kind, number, value)
+        value = pad(arrays, slot_specs(self.layout.tree, slot.kind))
+        self.state = write_slot(self.state, self.layout, slot.kind, number, value)
 
     def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:
         """The learning rate of every trained leaf, layer and slot, as `programs.update` takes it.
@@ -188,7 +184,7 @@ class Slots:
         Args:
           learning_rates: by slot number, the task's learning rate; other slots have rate 0.
         """
-        rows = {name: i for i, name in enumerate(named_leaves(self._layout.tree.accumulators))}
+        rows = {name: i for i, name in enumerate(named_leaves(self.layout.tree.accumulators))}
         rates = np.zeros((len(rows), self._config.num_layers, self.pool.slots), np.float32)
         for number, rate in learning_rates.items():
             for name, relative in self._slots[number].prepared.relative_rates.items():
@@ -203,17 +199,14 @@ class Slots:
             pool = pool._replace(optimizer=self.pool.optimizer)
         modules = MODULES if pool.modules is None else sorted(pool.modules)
         specs = pool_specs(self._config, modules, pool.slots, pool.rank, pool.optimizer)
+        layout = Layout(specs)
         if self.state is None:
             self.state = empty_state(specs)
-        elif Layout(specs) != self._layout:
+        elif layout != self.layout:
             leaves, self.state = named_leaves(self.state), None
             self.state = grown(leaves, specs)
-        self._layout, self.pool = Layout(specs), pool
+        self.layout, self.pool = layout, pool
 
 
 def _moments(pool: PoolSpec) -> int:
     return OPTIMIZERS[pool.optimizer].moments
-
-
-def _named_arrays(tree) -> SlotArrays:
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}

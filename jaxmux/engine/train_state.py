@@ -170,11 +170,7 @@ def replace_optax_state(state: TrainState, optimizer: Any) -> TrainState:
       state: the train state.
       optimizer: an optax state of all slots.
     """
-    moments, count = optax_parts(state.accumulators, optimizer)
-    return state._replace(
-        moments=(*moments, *state.moments[len(moments) :]),
-        count=state.count if count is None else count,
-    )
+    return _replace_moments(state, *optax_parts(state.accumulators, optimizer))
 
 
 def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
@@ -236,21 +232,17 @@ def write_slot(
       The new state.
     """
 
-    def put(spec: LeafSpec, leaf: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(leaf, new, slot, spec.slot_axis)
-
-    written = jax.tree.map(put, slot_view(layout.tree, kind), slot_view(state, kind), value)
-    moments, count = optax_parts(written.accumulators, written.optimizer)
-    return TrainState(
-        state.adapters | {kind.adapter: written.adapter},
-        state.accumulators | {kind.adapter: written.accumulators},
-        written.loss,
-        (
-            *(old | {kind.adapter: new} for old, new in zip(state.moments, moments, strict=False)),
-            *state.moments[len(moments) :],
-        ),
-        state.count if count is None else count,
+    written = _put_slot(slot_view(layout.tree, kind), slot_view(state, kind), slot, value)
+    own_moments, count = optax_parts(written.accumulators, written.optimizer)
+    moments = [
+        old | {kind.adapter: new} for old, new in zip(state.moments, own_moments, strict=False)
+    ]
+    state = state._replace(
+        adapters=state.adapters | {kind.adapter: written.adapter},
+        accumulators=state.accumulators | {kind.adapter: written.accumulators},
+        loss=written.loss,
     )
+    return _replace_moments(state, moments, count)
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -266,12 +258,8 @@ def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) ->
       The new state.
     """
 
-    def clear(spec: LeafSpec, leaf: Array) -> Array:
-        one = spec.of_slot()
-        empty = jnp.full(one.shape, one.padding, one.dtype)
-        return jax.lax.dynamic_update_index_in_dim(leaf, empty, slot, spec.slot_axis)
-
-    return jax.tree.map(clear, layout.tree, state)
+    empty = jax.tree.map(lambda spec: spec.of_slot().empty(), layout.tree)
+    return _put_slot(layout.tree, state, slot, empty)
 
 
 @partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
@@ -291,12 +279,27 @@ def write_adapter(
       The new state.
     """
 
-    def put(spec: LeafSpec, leaf: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(leaf, new, slot, spec.slot_axis)
-
-    specs = layout.tree.adapters[kind]
-    written = jax.tree.map(put, specs, state.adapters[kind], adapter)
+    written = _put_slot(layout.tree.adapters[kind], state.adapters[kind], slot, adapter)
     return state._replace(adapters=state.adapters | {kind: written})
+
+
+def _put_slot(specs: Any, tree: Any, slot: Int[Array, ""] | int, values: Any) -> Any:
+    """The tree with the values of one slot replaced."""
+
+    def put(spec: LeafSpec, leaf: Array, value: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, spec.slot_axis)
+
+    return jax.tree.map(put, specs, tree, values)
+
+
+def _replace_moments(
+    state: TrainState, moments: Sequence[Any], count: Int[Array, "T"] | None
+) -> TrainState:
+    """The state with its first moments replaced and, unless it is None, the count."""
+    return state._replace(
+        moments=(*moments, *state.moments[len(moments) :]),
+        count=state.count if count is None else count,
+    )
 
 
 @partial(jax.jit, static_argnums=1)

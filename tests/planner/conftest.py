@@ -1,5 +1,7 @@
-"""Real sequence lengths for the planner's tests, and the folders of the modules that they import by
-bare name: packing (`packings`, `exact_rows`) and scripts (`planner_parts`)."""
+"""Real sequence lengths for the planner's tests, and the folders of modules imported by bare name.
+
+These are packing (`packings`, `exact_rows`), costs (`true_costs`) and scripts (`planner_parts`).
+"""
 
 import json
 import sys
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "packing"), str(HERE.parents[1] / "scripts")]
+sys.path[:0] = [str(HERE / "packing"), str(HERE / "costs"), str(HERE.parents[1] / "scripts")]
 
 # The samples of these data sets are longer than the rows of the tests.
 _TOO_LONG = {"qmsum", "squality"}

@@ -2,25 +2,15 @@
 
 import numpy as np
 import pytest
+from true_costs import TRUE_ADAPTERS
 
 from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
-
-TIMES = AdapterTimes(
-    floor=50e-6,
-    per_task=5e-6,
-    per_token=150e-9,
-    per_token_rank=2e-9,
-    per_task_rank=1e-6,
-    per_chunk_rank=50e-9,
-    per_dropped_token=60e-9,
-    per_slot_rank=0.4e-6,
-)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_adapter_fit_recovers_its_coefficients(seed):
     rng = np.random.default_rng(seed)
-    true = AdapterTimes(*rng.uniform(0.5, 2, 8) * np.array(TIMES))
+    true = AdapterTimes(*rng.uniform(0.5, 2, 8) * np.array(TRUE_ADAPTERS))
     loads = [
         AdapterLoad(
             tuple(rng.integers(64, 8192, rng.integers(1, 6))),

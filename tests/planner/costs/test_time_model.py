@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from true_costs import TRUE_ADAPTERS
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes
@@ -49,16 +50,6 @@ BACKBONE = BackboneSize(
     kept={"dots": (130e3, 14.0), "lean": (60e3, 14.0), "full": (8e3, 0.0)},
     head_block_bytes=2**30,
     packed=PackedBytes.of(4, 2, 64, itemsize=2),
-)
-TRUE_ADAPTERS = AdapterTimes(
-    floor=50e-6,
-    per_task=5e-6,
-    per_token=150e-9,
-    per_token_rank=2e-9,
-    per_task_rank=1e-6,
-    per_chunk_rank=50e-9,
-    per_dropped_token=60e-9,
-    per_slot_rank=0.4e-6,
 )
 RECOMPUTED = {"dots": 0.0, "lean": 0.2, "full": 0.5}
 ROUND_OVERHEAD = 2e-3
