@@ -207,11 +207,19 @@ def test_a_round_packed_otherwise_is_taken_up_in_its_middle(
         train(tmp_path / "stopped", *tasks, **options)
     monkeypatch.undo()
 
-    def backwards(lengths, shape):
-        return list(reversed(pack_tightly(lengths, shape)))
+    packed = []
 
-    monkeypatch.setattr(EngineOptions.__init__, "__defaults__", defaults_with(backwards))
+    def one_by_one(lengths, shape):
+        """Every sample in a microbatch of its own, the last one first."""
+        placements = [place for places in pack_tightly(lengths, shape) for place in places]
+        packed.append(len(placements))
+        return [[place] for place in reversed(placements)]
+
+    monkeypatch.setattr(EngineOptions.__init__, "__defaults__", defaults_with(one_by_one))
     resumed = train(tmp_path / "stopped", *tasks, **options)
+    # The second round, in whose middle the run was stopped, and the third: an epoch of b has
+    # batches of 9 and 5 samples.
+    assert packed == [14 + 5, 14 + 9]
     for name, task in whole.tasks.items():
         for field in ("train_loss_first", "train_loss_last"):
             assert resumed.tasks[name][field] == pytest.approx(task[field], rel=1e-5)
