@@ -1,7 +1,8 @@
 """Chat records: rendering by the tokenizer's chat template, and the ranges of assistant turns."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
@@ -83,12 +84,10 @@ def _apply(
     messages: Messages,
     add_generation_prompt: bool = False,
 ) -> str:
-    try:
+    with _template_errors(record, tokenizer):
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # a template is a program and may raise anything
-        raise _refusal(record, tokenizer, error) from error
 
 
 def _render_generation_blocks(
@@ -99,15 +98,13 @@ def _render_generation_blocks(
     # the chat. The ranges of characters are exact.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    try:
+    with _template_errors(record, tokenizer):
         (text,), (blocks,) = render_jinja_template(
             conversations=[messages],
             chat_template=template,
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except Exception as error:  # a template is a program and may raise anything
-        raise _refusal(record, tokenizer, error) from error
     return text, tuple(TextRange(*block) for block in blocks)
 
 
@@ -137,8 +134,12 @@ def _ranges_by_prefix(
     return tuple(ranges)
 
 
-def _refusal(record: Record, tokenizer: "PreTrainedTokenizerBase", error: Exception) -> DataError:
-    return DataError(
-        f"{record.where}: the chat template of {tokenizer.name_or_path} refuses the messages: "
-        f"{error}"
-    )
+@contextmanager
+def _template_errors(record: Record, tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a template is a program and may raise anything
+        raise DataError(
+            f"{record.where}: the chat template of {tokenizer.name_or_path} refuses the messages: "
+            f"{error}"
+        ) from error

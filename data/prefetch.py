@@ -1,8 +1,8 @@
 """Prepares items in a background thread while the device computes."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,44 +21,29 @@ class Prefetch(Iterator[T]):
 
         Args:
           items: the items; the background thread iterates over them.
-          depth: most finished items that wait for the consumer, at least 1. The thread pauses when
-            this many wait.
+          depth: most finished items that wait while the thread computes another one, at least 1.
+            The thread pauses when depth + 1 items are finished.
         """
-        self._queue: queue.Queue = queue.Queue(maxsize=depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._produce, args=(items,), daemon=True)
-        self._thread.start()
+        self._items = iter(items)
+        self._executor = ThreadPoolExecutor(1)
+        self._ahead: deque[Future[T]] = deque()
+        for _ in range(depth + 1):
+            self._compute_another()
 
     def __next__(self) -> T:
-        kind, value = self._queue.get()
-        if kind == "item":
-            return value
-        self._queue.put((kind, value))
-        raise StopIteration if kind == "end" else value
+        if not self._ahead:
+            raise StopIteration
+        # The end of `items` and its exception stay in front, so every later call raises them again.
+        item = self._ahead[0].result()
+        self._ahead.popleft()
+        self._compute_another()
+        return item
 
     def close(self) -> None:
         """Stops the thread, waits for its end, and drops the items computed ahead. After `close`,
         `next` raises StopIteration."""
-        self._closed.set()
-        self._thread.join()
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put(("end", None))
+        self._executor.shutdown(cancel_futures=True)
+        self._ahead.clear()
 
-    def _produce(self, items: Iterable[T]) -> None:
-        try:
-            for item in items:
-                if not self._offer(("item", item)):
-                    return
-            self._offer(("end", None))
-        except Exception as error:  # `__next__` raises it in the consumer's thread
-            self._offer(("error", error))
-
-    def _offer(self, entry: tuple) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._queue.put(entry, timeout=0.05)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _compute_another(self) -> None:
+        self._ahead.append(self._executor.submit(next, self._items))

@@ -1,8 +1,9 @@
 """Reads records from JSONL files, Parquet files and Hugging Face datasets."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,7 +18,7 @@ JSONL_SUFFIXES = (".jsonl", ".json")
 PARQUET_SUFFIX = ".parquet"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """Training records on disk or on the Hugging Face Hub, and how they become samples.
 
@@ -45,20 +46,16 @@ class Source:
 
     path: str
     split: str = "train"
-    form: Literal["auto"] | Form = "auto"
+    form: Literal["auto", Form] = "auto"
     loss_on: LossOn = "completion"
     overlong: Overlong = "truncate"
 
     def __post_init__(self):
-        permitted_values = {
-            "form": ("auto", *get_args(Form)),
-            "loss_on": get_args(LossOn),
-            "overlong": get_args(Overlong),
-        }
-        for field, permitted in permitted_values.items():
-            if (value := getattr(self, field)) not in permitted:
+        for field in dataclasses.fields(self):
+            value, permitted = getattr(self, field.name), get_args(field.type)
+            if permitted and value not in permitted:
                 expected = ", ".join(map(repr, permitted))
-                raise DataError(f"{self.path}: {field}={value!r} is not one of {expected}")
+                raise DataError(f"{self.path}: {field.name}={value!r} is not one of {expected}")
 
 
 class Record(NamedTuple):
@@ -152,11 +149,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            number = 0
-            for batch in table.iter_batches():
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", fields
+            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
+            for number, fields in enumerate(rows, start=1):
+                yield f"{path}:{number}", fields
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
 

@@ -39,11 +39,6 @@ class Samples(NamedTuple):
     dropped: int
 
 
-class _Tokens(NamedTuple):
-    ids: list[int]
-    target_mask: Bool[np.ndarray, "n"]
-
-
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
 
@@ -116,13 +111,13 @@ def load_samples(
         )
     samples: list[Sample] = []
     read = truncated = 0
-    for record, tokens in _tokenize(source, tokenizer):
+    for record, whole in _tokenize(source, tokenizer):
         read += 1
-        _require_known_ids(record, tokens, tokenizer, vocab_size)
-        sample = _fit(record, tokens, source, max_length)
+        _require_known_ids(record, whole, tokenizer, vocab_size)
+        sample = _fit(record, whole, source, max_length)
         if sample is not None:
             samples.append(sample)
-            truncated += len(tokens.ids) > max_length
+            truncated += sample is not whole
     if not samples:
         raise DataError(
             f"{source.path}: no samples left: all {read} records exceed max_length={max_length} "
@@ -133,32 +128,29 @@ def load_samples(
 
 def _tokenize(
     source: Source, tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[tuple[Record, _Tokens]]:
+) -> Iterator[tuple[Record, Sample]]:
     records = read_records(source)
     first = next(records)
     form = detect_form(first) if source.form == "auto" else source.form
     if form == "messages":
         render_record = partial(render_chat, tokenizer=tokenizer, loss_on=source.loss_on)
     else:
-        _require_eos(source, tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a "
+                "text"
+            )
         render_record = partial(render, form=form, loss_on=source.loss_on)
     for group in batched(chain([first], records), _RECORDS_PER_CALL):
         rendered = [render_record(record) for record in group]
         yield from zip(group, _tokenize_group(group, rendered, tokenizer), strict=True)
 
 
-def _require_eos(source: Source, tokenizer: "PreTrainedTokenizerBase") -> None:
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a text"
-        )
-
-
 def _tokenize_group(
     records: Sequence[Record],
     rendered: Sequence[RenderedText],
     tokenizer: "PreTrainedTokenizerBase",
-) -> Iterable[_Tokens]:
+) -> Iterable[Sample]:
     # All records of a source have the same form, so the first tells about special tokens for all.
     adds_special_tokens = not rendered[0].has_special_tokens
     encoded = tokenizer(
@@ -187,7 +179,7 @@ def _tokenize_group(
                 ids = [*ids, tokenizer.eos_token_id]
                 target_mask = np.append(target_mask, True)
             target_mask[-1] = True
-        yield _Tokens(ids, target_mask)
+        yield Sample(np.asarray(ids, np.int32), target_mask, record.index)
 
 
 def _target_mask(
@@ -202,9 +194,9 @@ def _target_mask(
 
 
 def _require_known_ids(
-    record: Record, tokens: _Tokens, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None
+    record: Record, sample: Sample, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None
 ) -> None:
-    if vocab_size is not None and (largest := max(tokens.ids)) >= vocab_size:
+    if vocab_size is not None and (largest := sample.input_ids.max()) >= vocab_size:
         raise DataError(
             f"{record.where}: token id {largest} is outside the model's vocabulary of "
             f"{vocab_size}: the tokenizer {tokenizer.name_or_path} has {len(tokenizer)} tokens; "
@@ -212,15 +204,16 @@ def _require_known_ids(
         )
 
 
-def _fit(record: Record, tokens: _Tokens, source: Source, max_length: int) -> Sample | None:
-    length = len(tokens.ids)
-    if length > max_length:
-        if source.overlong == "error":
-            raise DataError(
-                f"{record.where}: {length} tokens exceed max_length={max_length} (overlong='error')"
-            )
-        if source.overlong == "drop" or not tokens.target_mask[:max_length].any():
-            return None
-    # A view would keep the mask of the whole text in memory.
-    target_mask = tokens.target_mask[:max_length].copy()
-    return Sample(np.asarray(tokens.ids[:max_length], np.int32), target_mask, record.index)
+def _fit(record: Record, sample: Sample, source: Source, max_length: int) -> Sample | None:
+    length = len(sample.input_ids)
+    if length <= max_length:
+        return sample
+    if source.overlong == "error":
+        raise DataError(
+            f"{record.where}: {length} tokens exceed max_length={max_length} (overlong='error')"
+        )
+    # Views would keep the arrays of the whole text in memory.
+    ids, mask = (array[:max_length].copy() for array in (sample.input_ids, sample.target_mask))
+    if source.overlong == "drop" or not mask.any():
+        return None
+    return Sample(ids, mask, record.index)

@@ -20,39 +20,28 @@ from typing import Any
 
 from . import optimizers
 
-# By public name, the module that defines it.
-_MODULES = {
-    "AdapterError": "peft",
-    "Backbone": "models",
-    "BackboneConfig": "models",
-    "BackboneError": "models",
-    "DataError": "data",
-    "Engine": "engine",
-    "EngineOptions": "engine",
-    "Interrupted": "runs",
-    "LoRA": "peft",
-    "PlanningError": "planner",
-    "PoolSpec": "planner.costs",
-    "PreparedTask": "engine",
-    "Request": "completion",
-    "RunDirectoryError": "runs",
-    "RunOptions": "runs",
-    "ShapeClass": "planner.packing",
-    "Source": "data",
-    "Summary": "runs",
-    "Task": "tasks",
-    "TaskError": "tasks",
-    "TaskUpdate": "engine",
-    "best_shape": "runs",
-    "complete": "completion",
-    "export_adapter": "peft",
-    "fine_tune": "runs",
-    "import_adapter": "peft",
-    "load_backbone": "models",
-    "load_tokenizer": "data",
-    "prepare_task": "engine",
-    "save_backbone": "models",
-} | dict.fromkeys(optimizers.__all__, "optimizers")
+# By module, the public names that it defines.
+_NAMES = {
+    "completion": ("Request", "complete"),
+    "data": ("DataError", "Source", "load_tokenizer"),
+    "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
+    "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
+    "optimizers": optimizers.__all__,
+    "peft": ("AdapterError", "LoRA", "export_adapter", "import_adapter"),
+    "planner": ("PlanningError",),
+    "planner.costs": ("PoolSpec",),
+    "planner.packing": ("ShapeClass",),
+    "runs": (
+        "Interrupted",
+        "RunDirectoryError",
+        "RunOptions",
+        "Summary",
+        "best_shape",
+        "fine_tune",
+    ),
+    "tasks": ("Task", "TaskError"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULES)
 

@@ -36,12 +36,12 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     Weights,
-    cast_weights,
     head_kernel,
     hidden_states,
     load_backbone,
     save_backbone,
 )
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 BOS, PAD = "<s>", "<pad>"
 BOS_ID = 0  # the first special token
@@ -214,7 +214,11 @@ def train_block(
     """
 
     def mean_loss(masters: Weights, rows: Array) -> Array:
-        weights = cast_weights(masters, dtype)
+        weights = jax.tree.map(
+            lambda leaf: leaf.astype(dtype),
+            masters,
+            is_leaf=lambda node: isinstance(node, FrozenWeight),
+        )
         return jnp.mean(token_losses(weights, rows))
 
     def step(carry, inputs):

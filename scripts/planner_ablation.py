@@ -21,9 +21,10 @@ from planner_costs import (
     linear_seconds,
     permute_seconds,
 )
+from planner_muxtune import choose_buckets, fuse_tasks
 
-from jaxmux.planner.pipeline.buckets import Buckets, choose_buckets
-from jaxmux.planner.pipeline.fusion import HTask, fuse_tasks
+from jaxmux.planner.pipeline.buckets import Buckets
+from jaxmux.planner.pipeline.fusion import HTask
 from jaxmux.planner.pipeline.interleaving import priority_order, run_order, sequential_order
 from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,

@@ -8,15 +8,16 @@ import numpy as np
 import pulp
 from planner_bubbles import shape_of
 from planner_costs import adapter_seconds, cost_models, linear_seconds, llama
+from planner_muxtune import fuse_tasks
+from planner_packings import pack_greedily
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica
-from jaxmux.planner.packing.microbatches import RoundLengths, pack_greedily, pack_rounds
+from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
 from jaxmux.planner.packing.shape_choice import ShapeRequest
 from jaxmux.planner.pipeline import TaskLoad, make_plan, shared_pool
 from jaxmux.planner.pipeline.buckets import balance_gap, balanced_buckets, candidate_buckets
-from jaxmux.planner.pipeline.fusion import fuse_tasks
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float]:

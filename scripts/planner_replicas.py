@@ -27,7 +27,8 @@ from jaxmux.planner.replicas import (
     plan_replicas,
 )
 from jaxmux.planner.replicas.cost_table import tabulate_costs
-from jaxmux.planner.replicas.like_replicas import plan_fused, plan_sequential, simulate_rounds
+from jaxmux.planner.replicas.deployment_choice import simulate_rounds
+from jaxmux.planner.replicas.like_replicas import plan_fused, plan_sequential
 
 # Tokens of the longest sequence; longer ones are truncated.
 CONTEXT = 16_384
@@ -207,7 +208,7 @@ def simulate(
     balanced = plan_sequential(*given, by_task, case.model)
     return Outcome(
         deployment=found,
-        ours=simulate_rounds(found.replicas, case.devices, dynamic, case.model).device_seconds,
+        ours=simulate_rounds(found.replicas, case.devices, dynamic, case.model),
         fused=plan_fused(*given, padded, case.model, rng).device_seconds,
         balanced_fused=plan_fused(*given, dynamic, case.model).device_seconds,
         sequential=sum(plan.device_seconds for plan in uniform.values()),

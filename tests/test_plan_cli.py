@@ -4,14 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import gin
 import jax.numpy as jnp
 import pytest
 
-from jaxmux.cli.plan_command import main
-from jaxmux.cli.train_command import DEMO_CONFIG
+from jaxmux.cli.arguments import DEMO_CONFIG
+from jaxmux.cli.main import run_command
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
@@ -26,6 +27,8 @@ from jaxmux.planner.costs.device_profile import (
 from jaxmux.planner.costs.estimates import estimated_memory
 from jaxmux.planner.pipeline import Plan
 from jaxmux.planner.pipeline.schedules import validate
+
+main = partial(run_command, "plan", prog="jaxmux plan")
 
 TASKS = ("mood", "pirate", "record", "telegram")
 # Planning a few rounds of small microbatches takes a second.

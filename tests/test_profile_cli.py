@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
-from jaxmux.cli.profile_command import main
+from jaxmux.cli.main import run_command
 from jaxmux.models import Backbone
 from jaxmux.models.architectures import parse_config
 from jaxmux.planner import PlanningError
@@ -22,6 +23,8 @@ from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import Case, Grid, profiler
 from jaxmux.profiling.grid import points
 from jaxmux.profiling.timed_programs import make_program
+
+main = partial(run_command, "profile", prog="jaxmux profile")
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

@@ -55,7 +55,7 @@ them with the predictions of the cost models.
 """
 
 
-def train_options(arguments: Sequence[str], prog: str = "jaxmux train") -> argparse.Namespace:
+def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the training command; `bindings` has the config's parameters as NAME=VALUE."""
     parser = _parser(prog, _TRAIN, epilog=_CONFIG)
     _add_config(parser)
@@ -66,7 +66,7 @@ def train_options(arguments: Sequence[str], prog: str = "jaxmux train") -> argpa
     return _parse_with_bindings(parser, arguments)
 
 
-def plan_options(arguments: Sequence[str], prog: str = "jaxmux plan") -> argparse.Namespace:
+def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the planning command; `bindings` has the config's parameters as NAME=VALUE."""
     parser = _parser(prog, _PLAN)
     _add_config(parser)
@@ -106,7 +106,7 @@ def plan_options(arguments: Sequence[str], prog: str = "jaxmux plan") -> argpars
     return options
 
 
-def profile_options(arguments: Sequence[str], prog: str = "jaxmux profile") -> argparse.Namespace:
+def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the profiling command."""
     parser = _parser(prog, _PROFILE)
     backbone = parser.add_mutually_exclusive_group(required=True)
@@ -151,7 +151,7 @@ def profile_options(arguments: Sequence[str], prog: str = "jaxmux profile") -> a
     return options
 
 
-def generate_options(arguments: Sequence[str], prog: str = "jaxmux generate") -> argparse.Namespace:
+def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that completes prompts."""
     parser = _parser(prog, "Completes prompts with a backbone and a Hugging Face PEFT adapter.")
     parser.add_argument(
@@ -179,7 +179,7 @@ def generate_options(arguments: Sequence[str], prog: str = "jaxmux generate") ->
     return options
 
 
-def export_options(arguments: Sequence[str], prog: str = "jaxmux export") -> argparse.Namespace:
+def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that exports adapters."""
     parser = _parser(prog, "Writes Hugging Face PEFT adapters from the checkpoints of training.")
     parser.add_argument(
@@ -202,13 +202,14 @@ def export_options(arguments: Sequence[str], prog: str = "jaxmux export") -> arg
     return parser.parse_args(arguments)
 
 
-# By command. Each takes the arguments and the name of the program that the help shows.
-OPTIONS: dict[str, Callable[[Sequence[str], str], argparse.Namespace]] = {
-    "train": train_options,
-    "plan": plan_options,
-    "profile": profile_options,
-    "generate": generate_options,
-    "export": export_options,
+# By command, one line of help, and the function that parses its options. The function takes the
+# arguments and the name of the program that the help shows.
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace]]] = {
+    "train": ("train the tasks of a config together and export their adapters", train_options),
+    "plan": ("show a plan for training a config on devices that need not exist", plan_options),
+    "profile": ("measure this machine's devices for the planner's cost models", profile_options),
+    "generate": ("complete prompts with a backbone and an adapter", generate_options),
+    "export": ("write adapters from the checkpoints of training", export_options),
 }
 
 

@@ -1,8 +1,6 @@
 """The command `jaxmux generate`: completes prompts with a backbone and, if given, an adapter."""
 
 import argparse
-import sys
-from collections.abc import Sequence
 
 from jaxmux.completion import Request, complete
 from jaxmux.data import DataError, load_tokenizer
@@ -10,34 +8,24 @@ from jaxmux.models import BackboneError, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import AdapterError, import_adapter
 
-from .arguments import generate_options
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with these arguments; returns its exit code."""
-    return run(generate_options(arguments))
+USER_ERRORS = (AdapterError, BackboneError, DataError)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code: 0, or 2 for input that cannot be used."""
-    try:
-        folder = resolve_path(options.backbone)
-        backbone, tokenizer = load_backbone(folder, options.dtype), load_tokenizer(folder)
-        adapter = ()
-        if options.adapter:
-            adapter = import_adapter(options.adapter, backbone.config)
-        requests = [Request(prompt, *adapter) for prompt in options.prompt]
-        texts = complete(
-            backbone,
-            tokenizer,
-            requests,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-        )
-    except (AdapterError, BackboneError, DataError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
+    folder = resolve_path(options.backbone)
+    backbone, tokenizer = load_backbone(folder, options.dtype), load_tokenizer(folder)
+    adapter = ()
+    if options.adapter:
+        adapter = import_adapter(options.adapter, backbone.config)
+    texts = complete(
+        backbone,
+        tokenizer,
+        [Request(prompt, *adapter) for prompt in options.prompt],
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
     for prompt, text in zip(options.prompt, texts, strict=True):
         print(prompt + text)
     return 0

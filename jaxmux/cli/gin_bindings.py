@@ -34,16 +34,10 @@ class RunConfig(RunOptions):
     tasks: Sequence[Task]
 
 
+_ADAPTERS = [kind.specification for kind in KINDS.values()]
 # By the name that configs use.
 _CONFIGURABLE = {"fine_tune": RunConfig} | {
-    configurable.__name__: configurable
-    for configurable in (
-        Task,
-        Source,
-        *(kind.specification for kind in KINDS.values()),
-        *OPTIMIZERS.values(),
-        Schedule,
-    )
+    part.__name__: part for part in (Task, Source, *_ADAPTERS, *OPTIMIZERS.values(), Schedule)
 }
 
 
@@ -58,12 +52,13 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
       ConfigError: a file is missing or malformed, sets an unknown name, or imports a module.
     """
     gin.clear_config()
-    _register()
+    for name, configurable in _CONFIGURABLE.items():
+        if f"jaxmux.{name}" not in gin.config._REGISTRY:
+            gin.external_configurable(configurable, name=name, module="jaxmux")
     for file in files:
-        _refuse_imports(Path(file), within=())
+        _refuse_imports_of_file(Path(file), within=())
     for binding in bindings:
-        for included in _refuse_import_statements(binding, f"--gin.{binding}"):
-            _refuse_imports(Path(included), within=())
+        _refuse_imports(binding, f"--gin.{binding}", within=())
     try:
         gin.parse_config_files_and_bindings(list(files), list(bindings), finalize_config=True)
     except (OSError, SyntaxError, TypeError, ValueError) as e:
@@ -117,13 +112,7 @@ def _refuse_unknown_scopes() -> None:
             )
 
 
-def _register() -> None:
-    for name, configurable in _CONFIGURABLE.items():
-        if f"jaxmux.{name}" not in gin.config._REGISTRY:
-            gin.external_configurable(configurable, name=name, module="jaxmux")
-
-
-def _refuse_imports(file: Path, within: tuple[Path, ...]) -> None:
+def _refuse_imports_of_file(file: Path, within: tuple[Path, ...]) -> None:
     """Looks through a file, and all it includes, before gin acts on any of it."""
     if file in within:
         raise ConfigError(f"{file}: includes itself")
@@ -133,12 +122,10 @@ def _refuse_imports(file: Path, within: tuple[Path, ...]) -> None:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{file}: is no text ({e})") from None
-    for included in _refuse_import_statements(text, str(file)):
-        _refuse_imports(Path(included), (*within, file))
+    _refuse_imports(text, str(file), (*within, file))
 
 
-def _refuse_import_statements(text: str, where: str) -> list[str]:
-    included = []
+def _refuse_imports(text: str, where: str, within: tuple[Path, ...]) -> None:
     try:
         for statement in config_parser.ConfigParser(text, _Ignore()):
             if isinstance(statement, config_parser.ImportStatement):
@@ -148,13 +135,12 @@ def _refuse_import_statements(text: str, where: str) -> list[str]:
                     "all of jaxmux's names are known without"
                 )
             if isinstance(statement, config_parser.IncludeStatement):
-                included.append(statement.filename)
+                _refuse_imports_of_file(Path(statement.filename), within)
     except SyntaxError as e:
         raise ConfigError(f"{where}:{e.lineno}: {e.msg}") from None
     except tokenize.TokenError as e:
         message, (line, _) = e.args
         raise ConfigError(f"{where}:{line}: {message}") from None
-    return included
 
 
 def _without_postscript(error: Exception) -> str:

@@ -7,16 +7,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
-from .arguments import OPTIONS
-
-# By command, one line of help.
-SUMMARIES = {
-    "train": "train the tasks of a config together and export their adapters",
-    "plan": "show a plan for training a config on devices that need not exist",
-    "profile": "measure this machine's devices for the planner's cost models",
-    "generate": "complete prompts with a backbone and an adapter",
-    "export": "write adapters from the checkpoints of training",
-}
+from .arguments import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,9 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     # All arguments after the command belong to it.
     command = parser.parse_args(given[:1]).command
-    if command not in SUMMARIES:
-        similar = get_close_matches(command, SUMMARIES, n=1)
-        hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(SUMMARIES)}"
+    if command not in COMMANDS:
+        similar = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(COMMANDS)}"
         parser.error(f"unknown command {command!r}; {hint}")
     return run_command(command, given[1:], prog=f"jaxmux {command}")
 
@@ -40,15 +31,22 @@ def run_module(command: str) -> int:
 def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     """Parses the arguments and runs the command; returns its exit code.
 
-    The command's module is imported after the arguments are parsed, because it imports JAX, which
-    takes seconds.
+    Errors that the user can correct are the `USER_ERRORS` of the command's module. They are printed
+    as one line, without a traceback, and the exit code is 2. The module is imported after the
+    arguments are parsed, because it imports JAX, which takes seconds.
     """
-    options = OPTIONS[command](arguments, prog)
-    return import_module(f".{command}_command", __package__).run(options)
+    _, parse_options = COMMANDS[command]
+    options = parse_options(arguments, prog)
+    module = import_module(f".{command}_command", __package__)
+    try:
+        return module.run(options)
+    except module.USER_ERRORS as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:10}{summary}" for name, summary in SUMMARIES.items())
+    commands = "\n".join(f"  {name:10}{summary}" for name, (summary, _) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="jaxmux",
         usage="jaxmux COMMAND [options]",

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -39,13 +39,13 @@ from jaxmux.runs.run_shape import BatchLengths
 from jaxmux.tasks import Task, TaskError
 
 from . import gin_bindings
-from .arguments import DEFAULT_ROUNDS, plan_options
+from .arguments import DEFAULT_ROUNDS
 from .gin_bindings import ConfigError, RunConfig
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, plan_tables
 from .plan_trace import chrome_trace
 
-_USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
+USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
 # Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
 # seconds.
 _LARGE_BATCH = 512
@@ -54,58 +54,39 @@ _PLAIN_WIDTH = 100
 _MILLISECOND = 1e-3
 
 
-class _Planned(NamedTuple):
-    """A plan, and further facts that the command shows.
-
-    Attributes:
-      plan: the plan.
-      smaller: smaller microbatches with which it would be faster; None if there are none.
-      dropped: by name of the task, the number of records of its data that gave no sample.
-    """
-
-    plan: Plan
-    smaller: SmallerMicrobatches | None
-    dropped: dict[str, int]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with these arguments; returns its exit code."""
-    return run(plan_options(arguments))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code: 0, or 2 for input that cannot be used."""
+    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    try:
-        replica = Replica.parse(options.mesh)
-        gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
-        planned = _plan(gin_bindings.run_config(), replica, options.profile, options.rounds)
-        for part in plan_tables(*planned):
-            console.print(part, markup=False)
-        if options.out:
-            for path in write_plan(planned.plan, options.out):
-                console.print(str(path), markup=False, soft_wrap=True)
-    except _USER_ERRORS as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    replica = Replica.parse(options.mesh)
+    gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
+    config = gin_bindings.run_config()
+    plan, smaller, dropped = _plan(config, replica, options.profile, options.rounds)
+    for part in plan_tables(plan, smaller, dropped):
+        console.print(part, markup=False)
+    if options.out:
+        for path in write_plan(plan, options.out):
+            console.print(str(path), markup=False, soft_wrap=True)
     return 0
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes plan.json, schedule.png and trace.json (for ui.perfetto.dev); returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    plan_json, picture, trace = (
-        folder / name for name in ("plan.json", "schedule.png", "trace.json")
-    )
+    paths = [folder / name for name in ("plan.json", "schedule.png", "trace.json")]
+    plan_json, picture, trace = paths
     simulation = plan.simulate(unit=_MILLISECOND)
     plan_json.write_text(json.dumps(plan.to_json()) + "\n")
     title = f"{plan.rounds} rounds on {plan.replica}, {plan.costs.kind}"
     draw_schedule(plan.schedule, simulation, picture, title, bucket_labels(plan), "ms")
     trace.write_text(json.dumps(chrome_trace(plan.schedule, simulation)) + "\n")
-    return [plan_json, picture, trace]
+    return paths
 
 
-def _plan(run: RunConfig, replica: Replica, profile: Path | None, rounds: int | None) -> _Planned:
+def _plan(
+    run: RunConfig, replica: Replica, profile: Path | None, rounds: int | None
+) -> tuple[Plan, SmallerMicrobatches | None, dict[str, int]]:
+    """The plan, smaller microbatches with which it would be faster, and by name of the task the
+    number of records that gave no sample."""
     check_names(run.tasks)
     folder = resolve_path(run.backbone)
     config = BackboneConfig.from_folder(folder)
@@ -128,7 +109,7 @@ def _plan(run: RunConfig, replica: Replica, profile: Path | None, rounds: int | 
     costs = ReplicaCosts(models.times, models.memory, shared_pool(tasks), replica, remat)
     plan = make_plan(tasks, request, costs, models.source, rounds)
     smaller = try_smaller_microbatches(plan, tasks, request, costs)
-    return _Planned(plan, smaller, {task.name: task.dropped for task in tasks})
+    return plan, smaller, {task.name: task.dropped for task in tasks}
 
 
 def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad]) -> int:
@@ -159,10 +140,10 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    rank, dropout, optimizer = task.adapter.rank, task.adapter.dropout > 0, task.optimizer.kind
+    adapter = task.adapter
     return TaskLoad(
         name=task.name,
-        pool=PoolSpec(1, rank, modules, dropout, optimizer),
+        pool=PoolSpec(1, adapter.rank, modules, adapter.dropout > 0, task.optimizer.kind),
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[sample.stream_length for sample in data.samples.samples],

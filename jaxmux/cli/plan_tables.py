@@ -1,7 +1,7 @@
 """A plan as tables and lines of text for a terminal."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from rich import box
@@ -12,9 +12,7 @@ from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
 
 
 def plan_tables(
-    plan: Plan,
-    smaller: SmallerMicrobatches | None = None,
-    dropped: Mapping[str, int] | None = None,
+    plan: Plan, smaller: SmallerMicrobatches | None, dropped: Mapping[str, int]
 ) -> Iterator[Table | str]:
     """The tables and lines that describe a plan, in the order in which to show them.
 
@@ -30,7 +28,7 @@ def plan_tables(
     )
     yield from plan.costs.notes
     yield _tasks(plan)
-    yield from _dropped(plan, dropped or {})
+    yield from _dropped(plan, dropped)
     yield _buckets(plan)
     yield _shape(plan)
     yield f"\n{plan.costs.kind} costs, over {plan.rounds} rounds:"
@@ -71,28 +69,25 @@ def _buckets(plan: Plan) -> Table:
     for placed in plan.microbatches:
         for sample in placed:
             slot_tokens[sample.slot] += sample.tokens
+
+    def add_row(name: str, htasks: str, counted: int, own: np.ndarray) -> None:
+        table.add_row(
+            name,
+            htasks,
+            f"{counted / plan.rounds:,.0f}",
+            f"{len(own) / plan.rounds:.2f}",
+            f"{1 - own.sum() / (len(own) * plan.shape.tokens):.1%}",
+        )
+
     for i, bucket in enumerate(plan.buckets):
         htasks = ["+".join(plan.tasks[slot].name for slot in plan.htasks[h]) for h in bucket]
         # The bucket's microbatches may also hold samples of the next bucket, so its tokens are
         # counted by slot and its padding by microbatch.
-        bucket_tokens = sum(slot_tokens[slot] for h in bucket for slot in plan.htasks[h])
-        own = tokens[buckets == i]
-        table.add_row(
-            str(i),
-            ", ".join(htasks),
-            f"{bucket_tokens / plan.rounds:,.0f}",
-            f"{len(own) / plan.rounds:.2f}",
-            f"{1 - own.sum() / (len(own) * plan.shape.tokens):.1%}",
-        )
+        counted = sum(slot_tokens[slot] for h in bucket for slot in plan.htasks[h])
+        add_row(str(i), ", ".join(htasks), counted, tokens[buckets == i])
     if len(plan.buckets) > 1:
         table.add_section()
-        table.add_row(
-            "all",
-            "",
-            f"{tokens.sum() / plan.rounds:,.0f}",
-            f"{len(tokens) / plan.rounds:.2f}",
-            f"{1 - tokens.sum() / (len(tokens) * plan.shape.tokens):.1%}",
-        )
+        add_row("all", "", tokens.sum(), tokens)
     return table
 
 
@@ -155,12 +150,10 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def bucket_labels(plan: Plan, most: int = 3) -> dict[int, str]:
-    """By bucket, the names of at most `most` of its tasks, for the legend of a picture."""
-    return {i: _first_names(plan, slots, most) for i, slots in enumerate(plan.groups)}
-
-
-def _first_names(plan: Plan, slots: Sequence[int], most: int) -> str:
-    names = [plan.tasks[slot].name for slot in slots]
-    more = [f"{len(names) - most} more"] if len(names) > most else []
-    return ", ".join([*names[:most], *more])
+def bucket_labels(plan: Plan) -> dict[int, str]:
+    """By bucket, the names of at most three of its tasks, for the legend of a picture."""
+    labels = {}
+    for i, slots in enumerate(plan.groups):
+        names = [plan.tasks[slot].name for slot in slots]
+        labels[i] = ", ".join([*names[:3], *([f"{len(names) - 3} more"] if names[3:] else [])])
+    return labels

@@ -4,17 +4,17 @@ from typing import Any
 
 from jaxmux.planner.pipeline.schedules import PipelineSchedule, Simulation
 
+# Traces are in microseconds, simulations in milliseconds.
+_MICROSECONDS = 1000.0
 
-def chrome_trace(
-    schedule: PipelineSchedule, simulation: Simulation, microseconds: float = 1000.0
-) -> dict[str, Any]:
+
+def chrome_trace(schedule: PipelineSchedule, simulation: Simulation) -> dict[str, Any]:
     """The trace as a dict for `json.dump`: one thread per stage, with a slice for every pass of a
     microbatch and a mark for every update.
 
     Args:
       schedule: the schedule.
-      simulation: the times at which its passes run.
-      microseconds: length of one unit of the simulation's times; 1000 for milliseconds.
+      simulation: the times at which its passes run, in milliseconds.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
@@ -33,8 +33,8 @@ def chrome_trace(
                         "cat": kind,
                         "pid": 0,
                         "tid": v % schedule.stages,
-                        "ts": float(starts[v, m]) * microseconds,
-                        "dur": float(ends[v, m] - starts[v, m]) * microseconds,
+                        "ts": float(starts[v, m]) * _MICROSECONDS,
+                        "dur": float(ends[v, m] - starts[v, m]) * _MICROSECONDS,
                         "args": {
                             "microbatch": m,
                             "tasks": list(microbatch.tasks),
@@ -44,13 +44,11 @@ def chrome_trace(
                         },
                     }
                 )
-    events += _update_marks(schedule, simulation, microseconds)
+    events += _update_marks(schedule, simulation)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _update_marks(
-    schedule: PipelineSchedule, simulation: Simulation, microseconds: float
-) -> list[dict[str, Any]]:
+def _update_marks(schedule: PipelineSchedule, simulation: Simulation) -> list[dict[str, Any]]:
     """A mark on each stage at the end of the last backward pass of a task's global batch."""
     backward_end = simulation.backward_end
     ends = backward_end.reshape(schedule.virtual_per_stage, schedule.stages, -1).max(axis=0)
@@ -70,7 +68,7 @@ def _update_marks(
                     "cat": "update",
                     "pid": 0,
                     "tid": stage,
-                    "ts": float(ends[stage, members].max()) * microseconds,
+                    "ts": float(ends[stage, members].max()) * _MICROSECONDS,
                 }
             )
     return marks

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -29,29 +28,19 @@ from jaxmux.profiling import (
     mean_absolute_error,
 )
 
-from .arguments import profile_options
-
+USER_ERRORS = (BackboneError, PlanningError)
 # Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 120
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with these arguments; returns its exit code."""
-    return run(profile_options(arguments))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code: 0, or 2 for input that cannot be used."""
+    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    try:
-        config = _config(options)
-        if options.check:
-            _check(options, config, console)
-        else:
-            _profile(options, config, console)
-    except (BackboneError, PlanningError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    config = _config(options)
+    if options.check:
+        _check(options, config, console)
+    else:
+        _profile(options, config, console)
     return 0
 
 
@@ -123,8 +112,7 @@ def _grid(options: argparse.Namespace) -> Grid:
 def _line(measurement: Measurement) -> str:
     """`layer tokens=512 row_len=512 …: 1.234 ms, peak 0.1 GiB`."""
     point, seconds, peak = measurement
-    values = dataclasses.asdict(point).items()
-    fields = " ".join(f"{name}={value}" for name, value in values)
+    fields = " ".join(f"{name}={value}" for name, value in dataclasses.asdict(point).items())
     return f"{point.operator} {fields}: {1e3 * seconds:.3f} ms, peak {_gib(peak)}"
 
 
@@ -140,12 +128,8 @@ def _table(profile: Profile) -> Table:
         passes = layer_passes(times, point)
         fitted = passes.total if point.backward else passes.forward
         values = (getattr(point, name) for name in fields)
-        times_and_error = (
-            f"{1e3 * seconds:.3f}",
-            f"{1e3 * fitted:.3f}",
-            f"{fitted / seconds - 1:+.1%}",
-        )
-        table.add_row(*map(str, values), *times_and_error)
+        shown = (f"{1e3 * s:.3f}" for s in (seconds, fitted))
+        table.add_row(*map(str, values), *shown, f"{fitted / seconds - 1:+.1%}")
     return table
 
 

@@ -5,10 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxmux.models import MODULES, BackboneConfig
+from jaxmux.models import MODULES, BackboneConfig, linear_sizes
 from jaxmux.models.loss import block_bytes
 from jaxmux.models.modules import abstract_weights
-from jaxmux.peft.targets import linear_sizes
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import BackboneSize
 

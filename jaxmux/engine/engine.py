@@ -1,26 +1,24 @@
 """The engine: runs rounds over the slots, and hands out and takes back tasks."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.data import Prefetch
 from jaxmux.models import Backbone, ForwardOptions, device_peak, planned_remat
-from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
 
-from .compile import compile_accumulate, forward_options
+from .compile import compile_accumulate
 from .engine_options import EngineOptions
+from .evaluation import held_out_losses
 from .prepared_task import PreparedTask
-from .programs import UpdateStats, accumulate, accumulate_arguments, evaluate, update
+from .programs import UpdateStats, accumulate, accumulate_arguments, update
 from .progress import TaskProgress, TaskUpdate, record_update
-from .rounds import Round, fill_microbatches, slot_table, training_rounds
+from .round_stream import RoundStream
+from .rounds import Round
 from .slots import Slots
 from .train_state import SlotState, TrainState
 
@@ -60,8 +58,6 @@ class Engine:
         need.
       rounds: number of rounds dispatched so far.
       microbatches: number of microbatches dispatched so far.
-      seconds_waited: seconds that `train_round` has waited for rounds to be packed. The device may
-        still be busy with earlier rounds in this time.
     """
 
     def __init__(
@@ -81,7 +77,6 @@ class Engine:
         self.admission = admission
         self.rounds = 0
         self.microbatches = 0
-        self.seconds_waited = 0.0
         self._slots = Slots(backbone.config, options.reserved)
         self._pending: _Pending | None = None
         self._current: Round | None = None
@@ -90,8 +85,7 @@ class Engine:
         # By slot, indices of the samples whose gradients were in the accumulators when the current
         # round began.
         self._accumulated: dict[int, list[int]] = {}
-        self._stream: Prefetch[Round] | None = None
-        self._stream_tasks: set[int] = set()
+        self._stream = RoundStream(self._slots, options)
         # The forward pass that training is compiled for, until a task does not fit it.
         self._forward: ForwardOptions | None = None
         self._peak = 0
@@ -173,6 +167,12 @@ class Engine:
         results of the last round may still have to be fetched with `drain`."""
         return not self._live()
 
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that `train_round` has waited for rounds to be packed. The device may still be
+        busy with earlier rounds in this time."""
+        return self._stream.seconds_waited
+
     def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
         """Dispatches one global batch of every live task, and returns the results of the round
         before.
@@ -192,7 +192,9 @@ class Engine:
         """
         if self._current is None and self.finished:
             return self.drain()
-        current = self._current = self._current or self._next_round()
+        current = self._current = self._current or self._stream.next(
+            self._live(), self._accumulated
+        )
         updates: list[TaskUpdate] = []
         slots = jax.device_put(current.slots)
         if self._forward is None and current.microbatches:
@@ -291,28 +293,7 @@ class Engine:
           By name, the mean cross entropy in nats per target token; NaN if the forward pass was not
           finite. Tasks without held-out samples are left out.
         """
-        named = {self._slots.number(name): self.prepared(name) for name in names}
-        tasks = {slot: t for slot, t in named.items() if t.eval_samples}
-        options = forward_options(self.backbone, self.options)
-        capacity = self._slots.pool.slots
-        slots = jax.device_put(slot_table(tasks, None, capacity))
-        losses = jnp.zeros(capacity)
-        batches = {slot: t.eval_samples for slot, t in tasks.items()}
-        for i, microbatch in enumerate(fill_microbatches(batches, self.options.shape)):
-            arguments = (
-                self.backbone.config,
-                options,
-                self.backbone.weights,
-                self.state.adapters,
-                losses,
-                jax.device_put(microbatch.arrays),
-                slots,
-            )
-            if i == 0:
-                compiled(evaluate.lower(*arguments))
-            losses = evaluate(*arguments)
-        found = jax.device_get(losses)
-        return {t.task.name: float(found[slot]) for slot, t in tasks.items()}
+        return held_out_losses(self.backbone, self.options, self._slots, names)
 
     def adapter(self, name: str) -> Adapter:
         """A task's current adapter at its own rank.
@@ -382,32 +363,6 @@ class Engine:
         if slot.running:
             self._accumulated[self._slots.number(name)] = list(accumulated)
 
-    def _next_round(self) -> Round:
-        live = self._live()
-        if self._stream is None or self._stream_tasks != live.keys():
-            # Tasks that end as planned leave the stream by themselves; others make it begin again.
-            self.close()
-            tasks = {number: self._slots[number].prepared for number in live}
-            self._stream = Prefetch(
-                training_rounds(
-                    tasks,
-                    live,
-                    self._slots.pool.slots,
-                    self.options.shape,
-                    self.options.packing,
-                    self._accumulated,
-                )
-            )
-        asked = time.perf_counter()
-        following = next(self._stream)
-        self.seconds_waited += time.perf_counter() - asked
-        self._stream_tasks = {
-            number
-            for number, step in following.steps.items()
-            if step + 1 < self._slots[number].prepared.steps
-        }
-        return following
-
     def _live(self) -> dict[int, int]:
         """The next step of every slot whose task has one."""
         pending: Mapping[int, int] = self._pending.round.steps if self._pending else {}
@@ -422,18 +377,13 @@ class Engine:
         slots = self._slots
         due = np.zeros(slots.pool.slots, bool)
         due[[number for number in current.steps if slots[number].running]] = True
-        members, hyper = slots.members, {}
-        for kind, numbers in members.items():
-            optimizers = (slots[number].prepared.task.optimizer for number in numbers)
-            rows = [optimizer.hyperparameters() for optimizer in optimizers]
-            hyper[kind] = {
-                name: np.asarray([row[name] for row in rows], np.float32) for name in rows[0]
-            }
         learning_rates = {
             number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in slots
         }
         rates = slots.rates(learning_rates)
-        slots.state, stats = update(slots.state, slots.layout, due, rates, hyper, members)
+        slots.state, stats = update(
+            slots.state, slots.layout, due, rates, slots.hyperparameters, slots.members
+        )
         self._pending = _Pending(self.rounds, current, learning_rates, stats)
         self._current = None
         self._dispatched = 0
@@ -441,16 +391,14 @@ class Engine:
         self.rounds += 1
 
     def _pause(self) -> None:
-        """Ends the thread that packs rounds; the next round starts it again from the tasks'
+        """Discards the rounds that are packed ahead; the next round is packed from the tasks'
         progress."""
         if self._pending is not None or self._dispatched:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
         self._current = None
-        self.close()
+        self._stream.close()
 
     def close(self) -> None:
         """Ends the thread that packs rounds ahead. Call it when training ends; a later
         `train_round` starts a new thread."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._stream.close()

@@ -40,7 +40,7 @@ class EngineOptions:
       packing: function that lays out the samples of a training round. It takes the stream lengths
         in tokens of the samples, by slot, and the shape class; it returns, for each microbatch, the
         `Placement`s of its samples. Benchmarks compare the default with others, for example
-        `planner.packing.first_fit.pack_first_fit`.
+        `planner.packing.pack_first_fit`.
     """
 
     shape: ShapeClass

@@ -147,7 +147,8 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    return PreparedTask(task, targets, functools.partial(_first_adapter, task, config), *data)
+    make_adapter = functools.partial(_first_adapter, task, targets, config)
+    return PreparedTask(task, targets, make_adapter, *data)
 
 
 class TaskData(NamedTuple):
@@ -182,8 +183,7 @@ def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) ->
     return load_samples(source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size)
 
 
-def _first_adapter(task: Task, config: BackboneConfig) -> Adapter:
-    targets = resolve_targets(task.adapter.target_modules, config)
+def _first_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
     if task.resume_from is not None:
         return _saved_adapter(task, targets, config)
     return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed)

@@ -27,7 +27,7 @@ from jaxmux.pallas_kernels.slot_sum import add_to_slots
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
 
-from .train_state import TrainState, optax_state, replace_optax_state
+from .train_state import TrainState, optax_parts, optax_state, replace_moments
 
 # By optimizer kind and name, float32 [T_kind].
 Hyperparameters = Mapping[str, Mapping[str, np.ndarray]]
@@ -195,8 +195,8 @@ def _update_kind(
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
     specs: TrainState = layout.tree
-    optimizer = optax_state(kind, state.accumulators, state.moments, state.count)
-    optimizer_specs = optax_state(kind, specs.accumulators, specs.moments, specs.count)
+    optimizer = optax_state(kind, state.moments, state.count)
+    optimizer_specs = optax_state(kind, specs.moments, specs.count)
     adapters = trained(specs.adapters, state.adapters)
     own_specs = jax.tree.map(LeafSpec.of_slot, specs.accumulators)
     axes, optimizer_axes = jax.tree.map(
@@ -238,7 +238,7 @@ def _update_kind(
     )
     seen = UpdateStats(state.loss, norm, applied)
     stats = jax.tree.map(partial(_select, due), seen, stats)
-    return replace_optax_state(cleared, optimizer), stats
+    return replace_moments(cleared, *optax_parts(kind, optimizer)), stats
 
 
 def _losses(

@@ -14,7 +14,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
 
 from .prepared_task import PreparedTask
-from .programs import SlotsByOptimizer
+from .programs import Hyperparameters, SlotsByOptimizer
 from .progress import TaskProgress
 from .train_state import (
     SlotKind,
@@ -107,6 +107,17 @@ class Slots:
         for number, slot in self:
             members.setdefault(slot.kind.optimizer, []).append(number)
         return {kind: np.asarray(numbers, np.int32) for kind, numbers in members.items()}
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """By optimizer kind, the numbers of the optimizers of `members`, as `programs.update` takes
+        them."""
+        hyper = {}
+        for kind, numbers in self.members.items():
+            optimizers = (self[number].prepared.task.optimizer for number in numbers)
+            rows = [optimizer.hyperparameters() for optimizer in optimizers]
+            hyper[kind] = {name: np.float32([row[name] for row in rows]) for name in rows[0]}
+        return hyper
 
     def number(self, name: str) -> int:
         """The slot number of a task.

@@ -129,48 +129,53 @@ def grown(leaves: dict[str, Array], specs: TrainState) -> TrainState:
     return jax.tree.unflatten(jax.tree.structure(specs), new)
 
 
-def optax_state(kind: str, example: Any, moments: Sequence[Any], count: Any) -> Any:
+def optax_state(kind: str, moments: Sequence[Any], count: Any) -> Any:
     """An optax state of an optimizer kind that holds the given moments and count.
 
     Args:
       kind: name of the optimizer.
-      example: a tree with the structure of the trained arrays.
       moments: trees of moments; the state takes the first ones, as many as the kind has.
       count: number of updates, for kinds that count.
     """
-    structure = jax.tree.structure(example)
-    fresh = _fresh(kind, example)
-    leaves, tree = jax.tree.flatten(fresh, is_leaf=partial(_has_structure, structure))
+    is_count, structure = _optax_entries(kind)
     unused = iter(moments)
-    return tree.unflatten(
-        [next(unused) if _has_structure(structure, leaf) else count for leaf in leaves]
-    )
+    return structure.unflatten([count if counts else next(unused) for counts in is_count])
 
 
-def optax_parts(example: Any, optimizer: Any) -> tuple[list[Any], Any | None]:
+def optax_parts(kind: str, optimizer: Any) -> tuple[list[Any], Any | None]:
     """The moments and the count of an optax state: the inverse of `optax_state`.
 
     Args:
-      example: a tree with the structure of the trained arrays.
+      kind: name of the optimizer.
       optimizer: the optax state.
 
     Returns:
       The moments, and the count or None.
     """
-    has_structure = partial(_has_structure, jax.tree.structure(example))
-    leaves = jax.tree.leaves(optimizer, is_leaf=has_structure)
-    counts = [leaf for leaf in leaves if not has_structure(leaf)]
-    return [leaf for leaf in leaves if has_structure(leaf)], counts[0] if counts else None
+    is_count, structure = _optax_entries(kind)
+    moments, count = [], None
+    for counts, entry in zip(is_count, structure.flatten_up_to(optimizer), strict=True):
+        if counts:
+            count = entry
+        else:
+            moments.append(entry)
+    return moments, count
 
 
-def replace_optax_state(state: TrainState, optimizer: Any) -> TrainState:
-    """A new state with the moments and counts of an optax state.
+def replace_moments(
+    state: TrainState, moments: Sequence[Any], count: Int[Array, "T"] | None
+) -> TrainState:
+    """A new state with other moments and counts, for example from `optax_parts`.
 
     Args:
       state: the train state.
-      optimizer: an optax state of all slots.
+      moments: trees that replace the first moments.
+      count: the new counts; None keeps those of the state.
     """
-    return _replace_moments(state, *optax_parts(state.accumulators, optimizer))
+    return state._replace(
+        moments=(*moments, *state.moments[len(moments) :]),
+        count=state.count if count is None else count,
+    )
 
 
 def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
@@ -182,7 +187,7 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
     """
     accumulators = state.accumulators[kind.adapter]
     moments = [moment[kind.adapter] for moment in state.moments]
-    optimizer = optax_state(kind.optimizer, accumulators, moments, state.count)
+    optimizer = optax_state(kind.optimizer, moments, state.count)
     return SlotState(state.adapters[kind.adapter], accumulators, state.loss, optimizer)
 
 
@@ -233,7 +238,7 @@ def write_slot(
     """
 
     written = _put_slot(slot_view(layout.tree, kind), slot_view(state, kind), slot, value)
-    own_moments, count = optax_parts(written.accumulators, written.optimizer)
+    own_moments, count = optax_parts(kind.optimizer, written.optimizer)
     moments = [
         old | {kind.adapter: new} for old, new in zip(state.moments, own_moments, strict=False)
     ]
@@ -242,7 +247,7 @@ def write_slot(
         accumulators=state.accumulators | {kind.adapter: written.accumulators},
         loss=written.loss,
     )
-    return _replace_moments(state, moments, count)
+    return replace_moments(state, moments, count)
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -292,29 +297,16 @@ def _put_slot(specs: Any, tree: Any, slot: Int[Array, ""] | int, values: Any) ->
     return jax.tree.map(put, specs, tree, values)
 
 
-def _replace_moments(
-    state: TrainState, moments: Sequence[Any], count: Int[Array, "T"] | None
-) -> TrainState:
-    """The state with its first moments replaced and, unless it is None, the count."""
-    return state._replace(
-        moments=(*moments, *state.moments[len(moments) :]),
-        count=state.count if count is None else count,
-    )
-
-
 @partial(jax.jit, static_argnums=1)
 def _pad(leaf: Array, spec: LeafSpec) -> Array:
     missing = [(0, full - own) for full, own in zip(spec.shape, leaf.shape, strict=True)]
     return jnp.pad(leaf, missing, constant_values=np.asarray(spec.padding, spec.dtype))
 
 
-def _fresh(kind: str, example: Any) -> Any:
-    """An optax state of the kind with scalars in place of arrays, of which only the structure is
-    used."""
+def _optax_entries(kind: str) -> tuple[list[bool], jax.tree_util.PyTreeDef]:
+    """For each entry of the kind's optax state, whether it is a count and not a moment; and the
+    state's structure, in which each entry is a leaf."""
     optimizer = optimizer_class(kind)
     transform = optimizer.transform(optimizer().hyperparameters())
-    return jax.eval_shape(transform.init, jax.tree.map(lambda _: np.float32(0), example))
-
-
-def _has_structure(structure: Any, node: Any) -> bool:
-    return jax.tree.structure(node) == structure
+    entries, structure = jax.tree.flatten(jax.eval_shape(transform.init, np.float32(0)))
+    return [np.issubdtype(entry.dtype, np.integer) for entry in entries], structure

@@ -10,7 +10,7 @@ from .device_memory import device_memory, device_peak
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
-from .modules import Weights, cast_weights, compute_dtype
+from .modules import Weights, compute_dtype, linear_sizes
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "SlotTable",
     "Weights",
     "block_bytes",
-    "cast_weights",
     "chunk_losses",
     "compute_dtype",
     "device_memory",
@@ -33,6 +32,7 @@ __all__ = [
     "head_kernel",
     "hidden_states",
     "kept_bytes",
+    "linear_sizes",
     "load_backbone",
     "pick_implementation",
     "planned_remat",

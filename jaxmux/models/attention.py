@@ -195,7 +195,7 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
             scale=scale,
             is_causal=True,
             implementation="cudnn",
-            local_window_size=_window(options),
+            local_window_size=None if options.window is None else (options.window - 1, 0),
         )
     # jax.nn does not offer the packed layout; JAX's binding of cuDNN does. The binding is private:
     # it is imported here so that a JAX version without it fails only for packed rows.
@@ -219,10 +219,6 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
     )
     # cuDNN does not write the outputs of padding.
     return jnp.where((segments.ids >= 0)[..., None, None], out, 0)
-
-
-def _window(options: AttentionOptions) -> tuple[int, int] | None:
-    return None if options.window is None else (options.window - 1, 0)
 
 
 def _hide_non_finite(x: Array) -> Array:

@@ -83,11 +83,11 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     config, tensors = backbone.config, {}
     for key_path, leaf in jax.tree.leaves_with_path(backbone.weights):
         path = _module_path(key_path)
+        tensor = leaf.mT if path[-1] == "kernel" else leaf
         if path[0] == "layers":
-            for layer in range(config.num_layers):
-                tensors[_hf_name(path, layer)] = _hf_layout(path, leaf[layer])
+            tensors |= {_hf_name(path, layer): tensor[layer] for layer in range(config.num_layers)}
         else:
-            tensors[_hf_name(path)] = _hf_layout(path, leaf)
+            tensors[_hf_name(path)] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(to_hf_config(config, str(backbone.compute_dtype)), indent=2)
     (folder / "config.json").write_text(text + "\n")
@@ -150,24 +150,22 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _load_tree(tensors: _Tensors, config: BackboneConfig, dtype: np.dtype) -> Weights:
+    def read(path: tuple[str, ...], shape: tuple[int, ...], layer: int | None = None) -> np.ndarray:
+        name = _hf_name(path, layer)
+        if path[-1] == "kernel":
+            return tensors.read(name, shape[::-1], dtype).T
+        return tensors.read(name, shape, dtype)
+
     def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         path = _module_path(key_path)
         if path[0] != "layers":
-            return jnp.asarray(_read(tensors, path, leaf.shape, leaf.dtype))
-        stacked = np.empty(leaf.shape, leaf.dtype)
+            return jnp.asarray(read(path, leaf.shape))
+        stacked = np.empty(leaf.shape, dtype)
         for layer in range(config.num_layers):
-            stacked[layer] = _read(tensors, path, leaf.shape[1:], leaf.dtype, layer)
+            stacked[layer] = read(path, leaf.shape[1:], layer)
         return jnp.asarray(stacked)
 
     return jax.tree.map_with_path(load, abstract_weights(config, dtype))
-
-
-def _read(
-    tensors: _Tensors, path: tuple[str, ...], shape, dtype: np.dtype, layer: int | None = None
-) -> np.ndarray:
-    transposed = path[-1] == "kernel"
-    tensor = tensors.read(_hf_name(path, layer), shape[::-1] if transposed else shape, dtype)
-    return tensor.T if transposed else tensor
 
 
 def _module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
@@ -183,7 +181,3 @@ def _hf_name(path: tuple[str, ...], layer: int | None = None) -> str:
         modules = ["layers", str(layer), *modules[1:]]
     prefix = [] if modules[0] == "lm_head" else ["model"]
     return ".".join([*prefix, *modules, "weight" if leaf == "kernel" else leaf])
-
-
-def _hf_layout(path: tuple[str, ...], leaf: jax.Array) -> jax.Array:
-    return leaf.T if path[-1] == "kernel" else leaf

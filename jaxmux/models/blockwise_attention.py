@@ -46,7 +46,7 @@ def _forward(q, k, v, segment_ids, block, window):
     scores = jnp.where(mask, _scores(q, k), -jnp.inf)
     peak = scores.max(axis=-1, keepdims=True)
     p = jnp.exp(scores - peak)
-    total = _fold(p.reshape(*p.shape[:-1], -1, block).sum(axis=-1), axis=-1)[..., None]
+    total = _fold(p.reshape(*p.shape[:-1], -1, block).sum(axis=-1))[..., None]
     p = jnp.where(mask, p / total, 0)
     out = _fold_product("rkgts,rskd->rtkgd", p.astype(v.dtype), v, block, axes=(4, 1))
     return out.reshape(q.shape).astype(q.dtype), (q, k, v, segment_ids, peak + jnp.log(total))
@@ -62,7 +62,7 @@ def _backward(block, window, residuals, d_out):
     dp = jnp.einsum("rtkgd,rskd->rkgts", d_out, v, preferred_element_type=jnp.float32)
     dp = jnp.where(mask, dp, 0)
     weighted = (p * dp).reshape(*p.shape[:-1], -1, block).sum(axis=-1)
-    ds = p * (dp - _fold(weighted, axis=-1)[..., None]) * q.shape[-1] ** -0.5
+    ds = p * (dp - _fold(weighted)[..., None]) * q.shape[-1] ** -0.5
     ds, p = jnp.where(mask, ds, 0).astype(q.dtype), p.astype(q.dtype)
     dq = _fold_product("rkgts,rskd->rtkgd", ds, k, block, axes=(4, 1))
     dk = _fold_product("rkgts,rtkgd->rskd", ds, _grouped(q, k), block, axes=(3, 1))
@@ -111,9 +111,8 @@ def _fold_product(spec: str, left: Array, right: Array, block: int, axes: tuple[
     return jax.lax.scan(add_block, jnp.zeros(shape, jnp.float32), starts)[0]
 
 
-def _fold(x: Array, axis: int) -> Array:
-    """Sum over a short axis, strictly from left to right."""
-    parts = jnp.moveaxis(x, axis, 0)
-    return jax.lax.scan(lambda total, part: (total + part, None), jnp.zeros_like(parts[0]), parts)[
-        0
-    ]
+def _fold(x: Array) -> Array:
+    """Sum over the last axis, which is short, strictly from left to right."""
+    parts = jnp.moveaxis(x, -1, 0)
+    zero = jnp.zeros_like(parts[0])
+    return jax.lax.scan(lambda total, part: (total + part, None), zero, parts)[0]

@@ -20,14 +20,35 @@ from .architectures import BackboneConfig
 Weights = dict[str, Any]
 
 
-class Linear(nnx.Module):
-    """The linears `y = x kernel + bias` of all layers: a `FrozenWeight` [L, k, n] and biases
-    [L, n]."""
+def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
+    """Input and output width (k, n) of a linear.
 
-    def __init__(self, layers: int, k: int, n: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, (layers, k, n), dtype)))
+    Args:
+      config: configuration of the backbone.
+      module: path of the linear within a layer, for example "self_attn.q_proj", or the last
+        component of the path.
+    """
+    d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
+    return {
+        "q_proj": (d, q),
+        "k_proj": (d, kv),
+        "v_proj": (d, kv),
+        "o_proj": (q, d),
+        "gate_proj": (d, wide),
+        "up_proj": (d, wide),
+        "down_proj": (wide, d),
+    }[module.split(".")[-1]]
+
+
+class Linear(nnx.Module):
+    """The linears `y = x kernel + bias` of one name in all layers: a `FrozenWeight` [L, k, n] and
+    biases [L, n]."""
+
+    def __init__(self, c: BackboneConfig, name: str, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        shape = (c.num_layers, *linear_sizes(c, name))
+        self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, shape, dtype)))
         if bias:
-            self.bias = nnx.Param(jnp.zeros((layers, n), dtype))
+            self.bias = nnx.Param(jnp.zeros((shape[0], shape[2]), dtype))
 
 
 class RMSNorm(nnx.Module):
@@ -55,24 +76,22 @@ class Attention(nnx.Module):
     """Projections of attention, and norms of queries and keys if the architecture has them."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        layers, d, bias = c.num_layers, c.hidden_size, c.attention_bias
-        self.q_proj = Linear(layers, d, c.query_size, bias, dtype, rngs)
-        self.k_proj = Linear(layers, d, c.kv_size, bias, dtype, rngs)
-        self.v_proj = Linear(layers, d, c.kv_size, bias, dtype, rngs)
-        self.o_proj = Linear(layers, c.query_size, d, c.output_bias, dtype, rngs)
+        self.q_proj = Linear(c, "q_proj", c.attention_bias, dtype, rngs)
+        self.k_proj = Linear(c, "k_proj", c.attention_bias, dtype, rngs)
+        self.v_proj = Linear(c, "v_proj", c.attention_bias, dtype, rngs)
+        self.o_proj = Linear(c, "o_proj", c.output_bias, dtype, rngs)
         if c.qk_norm:
-            self.q_norm = RMSNorm((layers, c.head_dim), dtype)
-            self.k_norm = RMSNorm((layers, c.head_dim), dtype)
+            self.q_norm = RMSNorm((c.num_layers, c.head_dim), dtype)
+            self.k_norm = RMSNorm((c.num_layers, c.head_dim), dtype)
 
 
 class MLP(nnx.Module):
     """The three linears of a gated MLP."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        layers, d, wide = c.num_layers, c.hidden_size, c.intermediate_size
-        self.gate_proj = Linear(layers, d, wide, c.mlp_bias, dtype, rngs)
-        self.up_proj = Linear(layers, d, wide, c.mlp_bias, dtype, rngs)
-        self.down_proj = Linear(layers, wide, d, c.mlp_bias, dtype, rngs)
+        self.gate_proj = Linear(c, "gate_proj", c.mlp_bias, dtype, rngs)
+        self.up_proj = Linear(c, "up_proj", c.mlp_bias, dtype, rngs)
+        self.down_proj = Linear(c, "down_proj", c.mlp_bias, dtype, rngs)
 
 
 class DecoderLayers(nnx.Module):
@@ -130,15 +149,6 @@ def compute_dtype(weights: Weights) -> jnp.dtype:
     """The dtype of the residual stream, of all activations and of their gradients. It is the dtype
     of the embedding, whatever the formats of the linears are."""
     return weights["embed_tokens"]["weight"].dtype
-
-
-def cast_weights(weights: Weights, dtype: jnp.dtype | str) -> Weights:
-    """The weights with all arrays in another dtype and all frozen weights in its format."""
-    return jax.tree.map(
-        lambda leaf: leaf.astype(dtype),
-        weights,
-        is_leaf=lambda node: isinstance(node, FrozenWeight),
-    )
 
 
 def split(decoder: Decoder) -> Weights:

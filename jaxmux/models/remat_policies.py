@@ -85,20 +85,3 @@ def rematerialised(layer, policy: str, *, in_scan: bool):
         return (fused_attention and ATTENTION_OUTPUT in names) or named(primitive, *args, **params)
 
     return checkpoint(layer, policy=keeps, prevent_cse=not in_scan)
-
-
-__all__ = [
-    "ATTENTION_INPUT",
-    "ATTENTION_OUTPUT",
-    "GATE",
-    "HEADS",
-    "MIDDLE",
-    "NAMED_POLICIES",
-    "NORMED",
-    "REMAT_POLICIES",
-    "UP",
-    "checkpoint_name",
-    "per_layer",
-    "planned_remat",
-    "rematerialised",
-]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
 from .leaves import LeafSpec
-from .targets import LayerMask, linear_sizes
+from .targets import LayerMask
 
 INITIALISATIONS = ("kaiming", "gaussian")
 

@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, linear_sizes
 
 from .lora import Adapter, Factors, LoRA
-from .targets import full_name, linear_sizes, resolve_targets
+from .targets import full_name, resolve_targets
 
 _PREFIX = "base_model.model."
 

@@ -61,25 +61,6 @@ def full_name(module: str, layer: int) -> str:
     return f"model.layers.{layer}.{module}"
 
 
-def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear.
-
-    Args:
-      config: configuration of the backbone.
-      module: path of the linear within a layer, for example "self_attn.q_proj".
-    """
-    d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
-    return {
-        "q_proj": (d, q),
-        "k_proj": (d, kv),
-        "v_proj": (d, kv),
-        "o_proj": (q, d),
-        "gate_proj": (d, wide),
-        "up_proj": (d, wide),
-        "down_proj": (wide, d),
-    }[module.split(".")[-1]]
-
-
 def _matches(pattern: str, name: str, is_expression: bool) -> bool:
     if not is_expression:
         return name == pattern or name.endswith(f".{pattern}")

@@ -39,9 +39,8 @@ def collective_program(point: CollectivePoint) -> Program:
         return jax.shard_map(chain, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(x), ()
 
     elements = max(1, point.payload_bytes // jnp.dtype(jnp.bfloat16).itemsize)
-    x = jax.device_put(
-        jnp.ones(len(devices) * elements, jnp.bfloat16), NamedSharding(mesh, everywhere)
-    )
+    sharding = NamedSharding(mesh, everywhere)
+    x = jnp.ones(len(devices) * elements, jnp.bfloat16, device=sharding)
     return Program(jax.jit(run, donate_argnums=0), x, (), (), _REPEATS, point)
 
 

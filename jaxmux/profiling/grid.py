@@ -69,10 +69,11 @@ class Grid:
                 f"microbatch of {min(self.tokens)} tokens"
             )
         for tokens in self.tokens:
-            for chunk_len in self.chunk_lens[:1]:
-                self._refuse_ragged(tokens, self.row_len, chunk_len)
+            if tokens % self.row_len:
+                raise PlanningError(f"tokens={tokens} is no multiple of row_len={self.row_len}")
+            ShapeClass(tokens // self.row_len, self.row_len, self.chunk_lens[0], 1)
         for chunk_len in self.chunk_lens:
-            self._refuse_ragged(self.reference_tokens, self.row_len, chunk_len)
+            ShapeClass(self.reference_tokens // self.row_len, self.row_len, chunk_len, 1)
 
     @property
     def reference_tokens(self) -> int:
@@ -84,11 +85,6 @@ class Grid:
         """Tokens of a row of the reference point: the longest of `row_lens` that the smallest
         microbatch holds."""
         return max(row_len for row_len in self.row_lens if row_len <= min(self.tokens))
-
-    def _refuse_ragged(self, tokens: int, row_len: int, chunk_len: int) -> None:
-        if tokens % row_len:
-            raise PlanningError(f"tokens={tokens} is no multiple of row_len={row_len}")
-        ShapeClass(tokens // row_len, row_len, chunk_len, 1)
 
 
 # A small grid for CPUs, whose profiles serve tests and dry runs.
@@ -142,12 +138,9 @@ def _layers(grid: Grid) -> list[LayerPoint]:
         point = dataclasses.replace(point, **changes)
         return dataclasses.replace(point, tasks=min(point.tasks, tokens // point.chunk_len))
 
-    def frozen(tokens: int) -> LayerPoint:
-        return adapted(tokens, rank=0, slots=1, tasks=1)
-
     longest = max(r for r in grid.row_lens if not grid.reference_tokens % r)
     return [
-        *(frozen(tokens) for tokens in grid.tokens),
+        *(adapted(tokens, rank=0, slots=1, tasks=1) for tokens in grid.tokens),
         *(adapted(tokens, tasks=tasks) for tokens in grid.tokens for tasks in (slots, 1)),
         *(adapted(slots=other, tasks=tasks) for other in grid.slots[1:] for tasks in (other, 1)),
         *(adapted(rank=other, tasks=tasks) for other in grid.ranks[1:] for tasks in (slots, 1)),

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxmux.data import Microbatch
+from jaxmux.data import fill_microbatch
 from jaxmux.models import (
     MODULES,
     NAMED_POLICIES,
@@ -42,22 +43,9 @@ def _kept(config: BackboneConfig, weights: Weights, policy: str) -> tuple[float,
 
 def _kept_at_rank(config: BackboneConfig, weights: Weights, policy: str, rank: int) -> int:
     """Returns the bytes that a layer keeps of one row, with adapters of one slot and this rank."""
-
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    row, slot = (1, _ROW_LEN), (1,)
-    integers = array(row, jnp.int32)
-    microbatch = Microbatch(
-        tokens=integers,
-        targets=integers,
-        loss_weight=array(row, jnp.float32),
-        positions=integers,
-        segment_ids=integers,
-        sample_id=array(row, jnp.uint32),
-        chunk_slot=array((_ROW_LEN // _CHUNK_LEN,), jnp.int32),
-    )
-    slots = SlotTable(*(array(slot, d) for d in (jnp.float32, jnp.float32, jnp.uint32)))
+    # Only the shapes and dtypes of the arrays matter.
+    microbatch = fill_microbatch((), {}, rows=1, row_len=_ROW_LEN, chunk_len=_CHUNK_LEN)
+    slots = SlotTable(*(np.zeros(1, dtype) for dtype in (np.float32, np.float32, np.uint32)))
     # Every implementation keeps the same values, and the plain one is traced fastest.
     options = ForwardOptions("xla", "xla", policy, max_sequences=1)
     adapters = jax.eval_shape(lambda: empty_pool(config, MODULES, 1, rank))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import batched, groupby
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from jaxmux.planner.costs.device_profile import (
 from .collectives import collective_program
 from .grid import Grid, points
 from .kept_by_policy import kept_by_policy
-from .timed_programs import Program, make_program
+from .timed_programs import make_program
 from .timed_rounds import measure_round
 from .timing import measure
 
@@ -84,13 +85,12 @@ def complete_profile(
     wanted = points(grid, profile.backbone, len(jax.devices()))
     measured = {measurement.point for measurement in profile.measurements}
     missing = [point for point in wanted if point not in measured]
-    done = len(wanted) - len(missing)
     if missing:
         part = dataclasses.replace(config, num_layers=grid.layers)
-        for measurement in _measure(Backbone.random(part, dtype=dtype), missing, seconds):
+        new = _measure(Backbone.random(part, dtype=dtype), missing, seconds)
+        for done, measurement in enumerate(new, start=len(wanted) - len(missing) + 1):
             profile = profile.with_measurements(measurement)
             write_profile(profile, path)
-            done += 1
             report(measurement, done, len(wanted))
     return profile
 
@@ -100,14 +100,9 @@ def _measure(backbone: Backbone, missing: Iterable[Point], seconds: float) -> It
         if kind is RoundPoint:
             yield from (measure_round(backbone, point, seconds) for point in group)
             continue
+        make = collective_program if kind is CollectivePoint else partial(make_program, backbone)
         for batch in batched(group, _BATCH):
-            yield from measure([(point, _program(backbone, point)) for point in batch], seconds)
-
-
-def _program(backbone: Backbone, point: Point) -> Program:
-    if isinstance(point, CollectivePoint):
-        return collective_program(point)
-    return make_program(backbone, point)
+            yield from measure([(point, make(point)) for point in batch], seconds)
 
 
 def _require_same(found: Profile, here: Profile, path: Path) -> Profile:

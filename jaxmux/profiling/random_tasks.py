@@ -67,12 +67,11 @@ def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) ->
       seed: seed of the random tokens; equal seeds give equal samples.
     """
     rng = np.random.default_rng(seed)
-    return [
-        Sample(
-            rng.integers(0, config.vocab_size, length + 1, np.int32), np.arange(length + 1) > 0, i
-        )
-        for i, length in enumerate(lengths)
-    ]
+    samples = []
+    for i, length in enumerate(lengths):
+        ids = rng.integers(0, config.vocab_size, length + 1, np.int32)
+        samples.append(Sample(ids, np.arange(length + 1) > 0, i))
+    return samples
 
 
 def in_other_names(task: PreparedTask, count: int) -> list[PreparedTask]:

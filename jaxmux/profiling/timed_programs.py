@@ -212,15 +212,12 @@ def _attention_options(
     return AttentionOptions(implementation, block, config.sliding_window)
 
 
-def _row_ids(point: LayerPoint | AttentionPoint) -> np.ndarray:
-    """Segment ids of rows without padding: int32 [rows, row_len]."""
-    sequences = min(_SEQUENCES, point.max_sequences)
-    ids = np.arange(point.row_len) * sequences // point.row_len
-    return np.tile(ids.astype(np.int32), (point.tokens // point.row_len, 1))
-
-
 def _segments(point: LayerPoint | AttentionPoint) -> Segments:
-    return jax.jit(find_segments, static_argnums=1)(_row_ids(point), point.max_sequences)
+    """Returns the segments of rows without padding."""
+    sequences = min(_SEQUENCES, point.max_sequences)
+    row = np.arange(point.row_len, dtype=np.int32) * sequences // point.row_len
+    ids = np.tile(row, (point.tokens // point.row_len, 1))
+    return jax.jit(find_segments, static_argnums=1)(ids, point.max_sequences)
 
 
 def _stream(config: BackboneConfig, point: LayerPoint) -> Stream:

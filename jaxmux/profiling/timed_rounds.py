@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from contextlib import closing
 
 import jax
 
@@ -29,8 +30,7 @@ def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Meas
       point: the point to measure.
       seconds: seconds to spend, without compilation.
     """
-    shape = shape_of(point)
-    taken, _ = run_rounds(backbone, shape, point.tasks, point.rank, "dots", seconds)
+    taken, _ = run_rounds(backbone, shape_of(point), point.tasks, point.rank, "dots", seconds)
     return Measurement(point, taken)
 
 
@@ -57,8 +57,7 @@ def run_rounds(
     """
     rows = math.lcm(shape.rows, tasks)
     microbatches = rows // shape.rows
-    engine = Engine(backbone, EngineOptions(shape, remat=remat))
-    try:
+    with closing(Engine(backbone, EngineOptions(shape, remat=remat))) as engine:
         lengths = [shape.row_len // shape.max_sequences] * (rows // tasks * shape.max_sequences)
         task = random_task(backbone.config, "task0", lengths, len(lengths), _STEPS, rank)
         engine.register_tasks(in_other_names(task, tasks))
@@ -74,6 +73,4 @@ def run_rounds(
                 f"{engine.microbatches} microbatches in {len(samples)} rounds of {shape}; "
                 f"expected {microbatches} a round, all full"
             )
-    finally:
-        engine.close()
     return statistics.median(samples[_WARM_UP_ROUNDS:]), microbatches

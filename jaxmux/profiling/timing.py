@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,26 +36,19 @@ def measure(programs: Sequence[tuple[Point, Program]], seconds: float) -> Iterat
                 executables[program.compiled_for] = executor.submit(compiled, lowered)
     for point, program in programs:
         executable = executables[program.compiled_for].result()
-        arguments = (program.inputs, program.constants)
-        taken = median_seconds(executable, program.state, arguments, seconds)
+        taken = _median_seconds(executable, program, seconds)
         yield Measurement(point, taken / program.repeats, _peak_bytes(executable, program))
 
 
-def median_seconds(
-    function: Callable[..., tuple[Any, Any]],
-    state: Any,
-    arguments: tuple[Any, ...],
-    seconds: float,
-) -> float:
-    """Returns the median seconds of a call `state, results = function(state, *arguments)`.
+def _median_seconds(executable: Any, program: Program, seconds: float) -> float:
+    """Returns the median seconds of a call of a compiled program.
 
     A sample is the mean over several calls. The host queues all calls of a sample before it waits
     for the device.
 
     Args:
-      function: the function, which donates `state`.
-      state: its first argument in the first call.
-      arguments: its other arguments.
+      executable: the compiled program.
+      program: the program, whose state the first call takes and donates.
       seconds: seconds to spend. A part of this time warms the device up, until its clock has
         settled to a frequency that the device can sustain.
     """
@@ -64,11 +57,11 @@ def median_seconds(
         start = time.perf_counter()
         results = None
         for _ in range(calls):
-            state, results = function(state, *arguments)
+            state, results = executable(state, program.inputs, program.constants)
         jax.block_until_ready((state, results))
         return state, time.perf_counter() - start
 
-    state, _ = queue(state, 1)
+    state, _ = queue(program.state, 1)
     state, once = queue(state, 1)
     state, _ = queue(state, max(1, round(_WARM_UP_PART * seconds / once)))
     calls = max(1, round((1 - _WARM_UP_PART) * seconds / _SAMPLES / once))

@@ -83,10 +83,8 @@ class Checkpoints:
             "shape": dataclasses.asdict(engine.options.shape),
             "tasks": {name: _task_record(engine, name) for name in engine.names},
         }
-        items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
-        for name in engine.names:
-            items[_TASK + name] = ocp.args.StandardSave(engine.task_arrays(name))
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        items = {_TASK + n: ocp.args.StandardSave(engine.task_arrays(n)) for n in engine.names}
+        self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **items))
 
     def restore(self, engine: Engine) -> RunPosition | None:
         """Restores every task of the engine from the newest checkpoint.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxmux.engine import Engine, PreparedTask, TaskUpdate
 
+from .run_directory import RunDirectory
 from .summary import Summary
 
 # Lines that are printed for each task where there is no terminal.
@@ -101,12 +102,12 @@ class RunConsole:
             self._live.stop()
             self._live = None
 
-    def summarise(self, summary: Summary, adapters: Mapping[str, str]) -> None:
+    def summarise(self, summary: Summary, directory: RunDirectory) -> None:
         """Prints the final table, the adapter folders and the errors of failed tasks.
 
         Args:
           summary: the results of the training run.
-          adapters: by task, the folder of its exported adapter.
+          directory: the run directory, to which the adapters were exported.
         """
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
@@ -121,8 +122,9 @@ class RunConsole:
             f"({summary.effective_tokens_per_second:,.0f} without padding, "
             f"{summary.padding_fraction:.0%} padding), {summary.wall_seconds:.0f} s"
         )
-        for name, folder in adapters.items():
-            self.say(f"adapter {name}: {folder}")
+        for name, task in summary.tasks.items():
+            if task["status"] == "succeeded":
+                self.say(f"adapter {name}: {directory.adapter(name)}")
         for name, task in summary.tasks.items():
             if task["status"] == "failed":
                 self.say(f"FAILED task {name}: {task['error']}")

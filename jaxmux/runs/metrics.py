@@ -49,15 +49,6 @@ class MetricsWriter:
         self._tensorboard.close()
 
 
-def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl as dicts with the fields of `TaskUpdate`.
-
-    Args:
-      directory: the run directory.
-    """
-    return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-
-
 def _json_number(value: Any) -> Any:
     """The value, or None for a number that is not finite, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

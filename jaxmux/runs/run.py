@@ -6,7 +6,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxmux.tasks import Task, TaskError
 from .checkpoints import Checkpoints, RunPosition, read_shape
 from .console import RunConsole
 from .loss_plot import plot_losses
-from .metrics import MetricsWriter, read_metrics
+from .metrics import MetricsWriter
 from .run_directory import FORMAT, RunDirectory, write_atomically
 from .run_options import RunOptions, check_names
 from .run_shape import choose_run_shape, run_costs
@@ -106,12 +107,11 @@ def fine_tune(
         "chunk_len": options.chunk_len,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
-    directory = RunDirectory(run_dir, identity, restart=restart)
-    try:
+    with closing(RunDirectory(run_dir, identity, restart=restart)) as directory:
         finished = None if restart else Summary.load(directory.summary)
         if finished:
             console.say(f"{directory.path}: this run has finished")
-            console.summarise(finished, _adapter_folders(finished, directory))
+            console.summarise(finished, directory)
             return finished
         model, tokenizer = load_backbone(backbone, options.dtype), load_tokenizer(backbone)
         prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
@@ -133,17 +133,12 @@ def fine_tune(
         engine.register_tasks(prepared)
         directory.begin(config_text)
         checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints)
-        try:
+        with closing(checkpoints), closing(engine):
             position = _train(engine, directory, checkpoints, options.checkpoint_every, console)
-        finally:
-            engine.close()
-            checkpoints.close()
         summary = _finish(engine, directory, position, console)
         _show_samples(engine, model, tokenizer, options.sample_tokens, console)
-        console.summarise(summary, _adapter_folders(summary, directory))
+        console.summarise(summary, directory)
         return summary
-    finally:
-        directory.close()
 
 
 def _plan_run(
@@ -206,13 +201,13 @@ def _train(
     seconds_before, started = position.train_seconds, time.monotonic()
     console.start(engine)
     try:
-        with _StopSignals() as stop:
+        with _stop_signals() as received:
             while not engine.finished:
-                record(engine.train_round(stop))
-                if stop():
+                record(engine.train_round(lambda: bool(received)))
+                if received:
                     save()
                     checkpoints.wait()
-                    raise Interrupted(stop.received)
+                    raise Interrupted(received[-1])
                 if engine.rounds % checkpoint_every == 0:
                     save()
             save()
@@ -232,7 +227,7 @@ def _finish(
             _export(engine, name, directory)
         else:
             shutil.rmtree(directory.adapter(name), ignore_errors=True)
-    plot_losses(read_metrics(directory), directory.loss_plot)
+    plot_losses(directory.metrics, directory.loss_plot)
     summary = Summary.of(engine, position)
     write_atomically(directory.summary, summary.to_json())
     return summary
@@ -275,11 +270,6 @@ def _show_samples(
         console.samples(p.task.name, p.task.sample_prompt, old, new)
 
 
-def _adapter_folders(summary: Summary, directory: RunDirectory) -> dict[str, str]:
-    done = [name for name, task in summary.tasks.items() if task["status"] == "succeeded"]
-    return {name: str(directory.adapter(name)) for name in done}
-
-
 def _identity(task: Task) -> dict[str, Any]:
     """The entry of a task in run.json."""
     fields = dataclasses.asdict(task)
@@ -289,28 +279,23 @@ def _identity(task: Task) -> dict[str, Any]:
     return fields | {"adapter": adapter, "optimizer": optimizer}
 
 
-class _StopSignals:
-    """A function that returns True once SIGINT or SIGTERM has arrived. A second signal takes its
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that gets the number of the SIGINT or SIGTERM that arrives. A second signal takes its
     usual effect."""
+    received: list[int] = []
+    previous = {}
 
-    def __init__(self):
-        self.received = 0
-        self._previous: dict[int, Callable | int | None] = {}
+    def receive(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
 
-    def __call__(self) -> bool:
-        return bool(self.received)
-
-    def __enter__(self) -> "_StopSignals":
-        # Python allows only the main thread to set signal handlers.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+    # Python allows only the main thread to set signal handlers.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-    def _receive(self, number: int, _frame: object) -> None:
-        self.received = number
-        signal.signal(number, self._previous[number])

@@ -15,15 +15,6 @@ _CHOICES = {
     "attention": (None, *attention.IMPLEMENTATIONS),
     "grouped_lora": (None, *grouped_lora.IMPLEMENTATIONS),
 }
-_COUNTS = (
-    "tokens_per_microbatch",
-    "reserved_slots",
-    "reserved_rank",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "max_bad_steps",
-    "sample_tokens",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +79,8 @@ class RunOptions:
             if (found := getattr(self, name)) not in known:
                 expected = ", ".join(map(str, known))
                 raise PlanningError(f"{name} should be one of {expected}, found {found!r}")
-        for name in _COUNTS:
+        # Every integer among the options is a count.
+        for name in (field.name for field in dataclasses.fields(self) if field.type is int):
             found = getattr(self, name)
             if type(found) is not int or found < 1:
                 raise PlanningError(f"{name} should be an integer of at least 1, found {found!r}")

@@ -21,14 +21,7 @@ from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs import (
-    PROFILES,
-    BackboneSize,
-    CostModels,
-    PoolSpec,
-    ReplicaCosts,
-    device_models,
-)
+from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, device_models
 from jaxmux.planner.devices import ONE_DEVICE
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import (
@@ -119,7 +112,12 @@ def run_costs(
       remat: remat policy, as in `EngineOptions`.
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
     """
-    models = _device_models(size_of(config, dtype), dtype, memory or device_memory())
+    size, device = size_of(config, dtype), jax.local_devices()[0].device_kind
+    # Without a profile of the device these are estimates for an H200, which suffice to rank shape
+    # classes.
+    models = device_models(
+        size, memory or device_memory(), ONE_DEVICE, device, jnp.dtype(dtype).name, PROFILES
+    )
     # The pool's default optimizer is the one with most moments, for which the engine makes room.
     pool = PoolSpec(
         slots=len(tasks),
@@ -190,13 +188,6 @@ def best_shape(
         raise PlanningError("no tasks to choose a shape class for")
     costs = run_costs(tasks, backbone.config, backbone.compute_dtype, remat, memory)
     return choose_run_shape(tasks, costs, tokens_per_microbatch).alignment.shape
-
-
-def _device_models(size: BackboneSize, dtype: jnp.dtype, memory: int | None) -> CostModels:
-    """Cost models of this machine's device. Without a profile of the device, they are estimates for
-    an H200, which suffice to rank shape classes."""
-    device = jax.local_devices()[0].device_kind
-    return device_models(size, memory, ONE_DEVICE, device, jnp.dtype(dtype).name, PROFILES)
 
 
 def _described(alignment: PricedShape) -> str:

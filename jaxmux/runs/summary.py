@@ -9,15 +9,8 @@ from jaxmux.engine import Engine
 
 from .checkpoints import RunPosition
 
-_TASK_FIELDS = (
-    "status",
-    "error",
-    "train_loss_first",
-    "train_loss_last",
-    "eval_loss_first",
-    "eval_loss",
-)
-_TASK_FIELDS += ("eval_target_tokens", "target_tokens", "tokens", "skipped")
+_TASK_FIELDS = ("status", "error", "train_loss_first", "train_loss_last", "eval_loss_first")
+_TASK_FIELDS += ("eval_loss", "eval_target_tokens", "target_tokens", "tokens", "skipped")
 
 
 class Summary(NamedTuple):

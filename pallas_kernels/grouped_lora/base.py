@@ -5,6 +5,7 @@ Every chunk belongs to one task, so the low-rank products are matrix products ba
 with each chunk's factors gathered from the slots. Values of two tasks never enter one sum.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -29,31 +30,6 @@ def refusal(x, projections, routing, dropout) -> str | None:
     return next(filter(None, (unknown_format(p.weight.format) for p in projections)), None)
 
 
-def grouped_lora_linear_xla(
-    modules: tuple[int, ...],
-    x: Float[Array, "N k"],
-    projections,
-    accumulators,
-    routing,
-    dropout: Dropout | None,
-    layer: Int[Array, ""] | int,
-    residual: Float[Array, "N n"] | None,
-):
-    """See `api.grouped_lora_linear`; `modules` is static."""
-    outputs, accumulators = _grouped_lora_linear(
-        modules, x, projections, accumulators, routing, dropout, layer
-    )
-    return add_residual(outputs, residual, routing), accumulators
-
-
-def add_residual(
-    outputs: tuple[Float[Array, "N _"], ...], residual: Float[Array, "N n"] | None, routing
-) -> tuple[Float[Array, "N _"], ...]:
-    """Adds the residual, with empty chunks set to zero, to the single output; returns the outputs
-    unchanged if there is no residual."""
-    return outputs if residual is None else (_clear_empty(residual, routing) + outputs[0],)
-
-
 def module_counters(
     modules: tuple[int, ...],
     routing,
@@ -66,9 +42,43 @@ def module_counters(
     return [token_counters(dropout, owner, layer, module) for module in modules]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_lora_linear(modules, x, projections, accumulators, routing, dropout, layer):
-    return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
+def with_residual(forward: Callable, backward: Callable) -> Callable:
+    """The function of an implementation, see `api.grouped_lora_linear`, from its two passes.
+
+    Args:
+      forward: takes the arguments of the function but for the residual; returns the outputs and the
+        accumulators, and what the backward pass needs.
+      backward: the gradient of `forward`, see `jax.custom_vjp`.
+
+    Returns:
+      A function of the static `modules`; x, projections, accumulators, routing, dropout and layer;
+      and the residual or None. On empty chunks, no residual is added.
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def linear(modules, *arguments):
+        return forward(modules, *arguments)[0]
+
+    linear.defvjp(forward, backward)
+
+    def grouped_lora_linear(
+        modules: tuple[int, ...],
+        x: Float[Array, "N k"],
+        projections,
+        accumulators,
+        routing,
+        dropout: Dropout | None,
+        layer: Int[Array, ""] | int,
+        residual: Float[Array, "N n"] | None,
+    ):
+        outputs, accumulators = linear(
+            modules, x, projections, accumulators, routing, dropout, layer
+        )
+        if residual is not None:
+            outputs = (_clear_empty(residual, routing) + outputs[0],)
+        return outputs, accumulators
+
+    return grouped_lora_linear
 
 
 def _forward(modules, x, projections, accumulators, routing, dropout, layer):
@@ -114,7 +124,7 @@ def _backward(modules, residuals, cotangents):
     return _clear_empty(dx, routing), None, tuple(next_accumulators), None, None, None
 
 
-_grouped_lora_linear.defvjp(_forward, _backward)
+grouped_lora_linear_xla = with_residual(_forward, _backward)
 
 
 def _gather(

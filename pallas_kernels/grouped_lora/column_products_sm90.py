@@ -21,26 +21,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..compilation import traced_once
-from .dropout_sm90 import (
-    MaskOperands,
-    Masks,
-    Tokens,
-    dropped_tiles,
-    load_raw_counters,
-    mask_operands,
-)
+from .dropout_sm90 import Masks, Tokens, dropped_tiles, load_raw_counters, mask_operands
 from .tiles_sm90 import (
-    COMPILER_PARAMS,
     SHARED_MEMORY,
     await_all,
+    await_loaded,
     check_chunks,
+    check_columns,
     check_ranks,
     claim,
     flat,
+    load_unoptimized,
     owner,
-    stage_of,
+    smem_tiles,
     stages_that_fit,
-    swizzled,
+    warpgroups,
 )
 from .tilings import multiprocessors
 
@@ -94,7 +89,6 @@ def column_products(
     chunk_place: Int[Array, "chunks"],
     *,
     tiling: ColumnTiling = ColumnTiling(),  # noqa: B008
-    interpret: Any = None,
 ) -> tuple[tuple[Float[Array, "*T _ _"], ...], ...]:
     """Adds `z^T low^T`, summed over each slot's chunks, to every accumulator.
 
@@ -109,7 +103,6 @@ def column_products(
       chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk.
         Where these are of all layers, that is `layer * T + slot`.
       tiling: tile sizes.
-      interpret: see `plgpu.kernel`.
 
     Returns:
       For each group, the new accumulators in the shapes of the old ones.
@@ -125,15 +118,14 @@ def column_products(
         rank_major=tuple(group.rank_major for group in groups),
         tiling=tiling,
         multiprocessors=multiprocessors(),
-        interpret=interpret,
     )
 
 
-@traced_once("rank_major", "tiling", "multiprocessors", "interpret")
+@traced_once("rank_major", "tiling", "multiprocessors")
 def _column_products(
-    groups, chunk_place, *, rank_major: tuple[bool, ...], tiling, multiprocessors: int, interpret
+    groups, chunk_place, *, rank_major: tuple[bool, ...], tiling, multiprocessors: int
 ):
-    operands = _flat_column_operands(groups)
+    operands = list(map(_kernel_operands, groups))
     parts, rank_major = zip(
         *(
             (part, flag)
@@ -153,49 +145,9 @@ def _column_products(
         body,
         grid=(stripes,),
         grid_names=("stripe",),
-        num_threads=FIRST_DROPPER + occupancy.droppers,
-        thread_name="wg",
         kernel_name="column_products",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
+        **warpgroups(FIRST_DROPPER + occupancy.droppers),
     )(chunk_place, parts)
-    return _new_accumulators(groups, operands)
-
-
-class _FlatColumnOperands(NamedTuple):
-    z: Any
-    lows: tuple
-    accumulators: tuple
-    masks: MaskOperands | None
-
-
-def _flat_column_operands(groups) -> list[_FlatColumnOperands]:
-    return [
-        _FlatColumnOperands(
-            group.z,
-            group.lows,
-            tuple(jax.new_ref(flat(g)) for g in group.accumulators),
-            mask_operands(group.masks),
-        )
-        for group in groups
-    ]
-
-
-def _parts(group: _FlatColumnOperands) -> list[_FlatColumnOperands]:
-    """Splits a group into one for each intermediate if they cannot share a tile of `z`: with
-    dropout the tile differs, and the accumulators of all must fit into registers."""
-    if group.masks is None and sum(low.shape[0] for low in group.lows) <= DEEPEST:
-        return [group]
-    counters = [None] * len(group.lows) if group.masks is None else group.masks.counters
-    return [
-        _FlatColumnOperands(
-            group.z, (low,), (accumulator,), group.masks and group.masks._replace(counters=(c,))
-        )
-        for low, accumulator, c in zip(group.lows, group.accumulators, counters, strict=True)
-    ]
-
-
-def _new_accumulators(groups, operands: list[_FlatColumnOperands]) -> tuple:
     return tuple(
         tuple(
             jax.freeze(new).reshape(old.shape)
@@ -203,6 +155,29 @@ def _new_accumulators(groups, operands: list[_FlatColumnOperands]) -> tuple:
         )
         for refs, group in zip(operands, groups, strict=True)
     )
+
+
+def _kernel_operands(group: ColumnOperands) -> ColumnOperands:
+    """The group as the kernel is given it: its accumulators are flat and references, its masks
+    `MaskOperands`. Its `rank_major` is None: the flag is not an array, and passed beside it."""
+    accumulators = tuple(jax.new_ref(flat(each)) for each in group.accumulators)
+    return group._replace(accumulators=accumulators, masks=mask_operands(group.masks))
+
+
+def _parts(group: ColumnOperands) -> list[ColumnOperands]:
+    """Splits a group into one for each intermediate if they cannot share a tile of `z`: with
+    dropout the tile differs, and the accumulators of all must fit into registers."""
+    if group.masks is None and sum(low.shape[0] for low in group.lows) <= DEEPEST:
+        return [group]
+    counters = [None] * len(group.lows) if group.masks is None else group.masks.counters
+    return [
+        group._replace(
+            lows=(low,),
+            accumulators=(accumulator,),
+            masks=group.masks and group.masks._replace(counters=(c,)),
+        )
+        for low, accumulator, c in zip(group.lows, group.accumulators, counters, strict=True)
+    ]
 
 
 class _Occupancy(NamedTuple):
@@ -220,9 +195,7 @@ class _Occupancy(NamedTuple):
         return available - available // blocks
 
 
-def _occupancy(
-    groups: Sequence[_FlatColumnOperands], tiling: ColumnTiling, blocks: int
-) -> _Occupancy:
+def _occupancy(groups: Sequence[ColumnOperands], tiling: ColumnTiling, blocks: int) -> _Occupancy:
     if all(group.masks is None for group in groups):
         return _Occupancy(0, min(blocks, 3))
     # Registers are divided among the warpgroups and blocks; high ranks need more of them.
@@ -246,7 +219,7 @@ class _Scratch(NamedTuple):
 class _Stripe(NamedTuple):
     """The work of one thread block: the columns of a group from `column` on."""
 
-    group: _FlatColumnOperands
+    group: ColumnOperands
     place_gmem: Any
     column: Any
     tiling: ColumnTiling
@@ -302,13 +275,10 @@ def _multiply_columns(stripe: _Stripe):
     reserved = stripe.occupancy.reserved(elements, dtype)
     stages = stages_that_fit(stripe.tiling.stages, elements, dtype, reserved)
 
-    def tiles(*shape: int):
-        return plgpu.SMEM((stages, *shape), dtype, transforms=swizzled(dtype))
-
     @partial(
         pl.run_scoped,
-        z=tiles(tile, stripe.tiling.stripe),
-        lows=tiles(sum(ranks), tile),
+        z=smem_tiles((stages, tile, stripe.tiling.stripe), dtype),
+        lows=smem_tiles((stages, sum(ranks), tile), dtype),
         loaded=plgpu.Barrier(num_arrivals=1 + len(ranks), num_barriers=stages),
         dropped=plgpu.Barrier(num_arrivals=tile // DROPPED_ROWS, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
@@ -363,8 +333,7 @@ def _drop_tiles(stripe: _Stripe, scratch: _Scratch, dropper):
 
         @pl.when(place >= 0)
         def _():
-            stage = stage_of(scratch.loaded, step)
-            plgpu.barrier_wait(scratch.loaded.at[stage])
+            stage = await_loaded(scratch.loaded, step)
             for start, of_part in zip(starts, counters, strict=True):
                 part = scratch.z.at[stage].at[pl.ds(start, DROPPED_ROWS)]
                 tokens = [Tokens.of(each) for each in of_part]
@@ -404,8 +373,7 @@ def _add_products(stripe: _Stripe, scratch: _Scratch):
 
 def _products(stripe: _Stripe, scratch: _Scratch, step):
     """Waits for one step's tiles and returns `z^T low^T` of all intermediates, side by side."""
-    stage = stage_of(scratch.loaded, step)
-    plgpu.barrier_wait(scratch.loaded.at[stage])
+    stage = await_loaded(scratch.loaded, step)
     if stripe.group.masks is not None:
         plgpu.barrier_wait(scratch.dropped.at[stage])
 
@@ -433,10 +401,8 @@ def _accumulator_parts(stripe: _Stripe, place) -> list:
 
 
 def _load_accumulators(stripe: _Stripe, place):
-    # Optimized loads exist for shared memory only.
-    load = partial(plgpu.load, layout=stripe.layout, optimized=False)
-    accumulated = jnp.concatenate([load(at) for at in _accumulator_parts(stripe, place)], axis=1)
-    return plgpu.layout_cast(accumulated, plgpu.Layout.WGMMA)
+    parts = [load_unoptimized(at, stripe.layout) for at in _accumulator_parts(stripe, place)]
+    return plgpu.layout_cast(jnp.concatenate(parts, axis=1), plgpu.Layout.WGMMA)
 
 
 def _store_accumulators(stripe: _Stripe, place, accumulated):
@@ -449,9 +415,5 @@ def _store_accumulators(stripe: _Stripe, place, accumulated):
 def _check_columns(group: ColumnOperands, chunk_place, tiling: ColumnTiling):
     rows, width = group.z.shape
     check_chunks(rows, chunk_place, "tile_rows", tiling.tile_rows)
-    if width % tiling.stripe or tiling.stripe % 64:
-        raise ValueError(
-            f"z has {width} columns; expected a multiple of stripe = {tiling.stripe}, itself a "
-            "multiple of 64"
-        )
+    check_columns(width, "stripe", tiling.stripe)
     check_ranks([low.shape[0] for low in group.lows])

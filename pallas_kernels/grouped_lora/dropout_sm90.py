@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
 from ..counter_dropout import KEEP_ALL, counters_from, draws, keep_threshold, salts
+from .tiles_sm90 import load_unoptimized
 
 
 class Masks(NamedTuple):
@@ -55,7 +56,7 @@ def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
 def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, "rows"]]:
     """Loads the counters of some rows into registers, for each of the matrices."""
     layout = plgpu.Layout.WGMMA.reduce(1)
-    return [plgpu.load(c.at[rows], layout=layout, optimized=False) for c in masks.counters]
+    return [load_unoptimized(c.at[rows], layout) for c in masks.counters]
 
 
 def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):

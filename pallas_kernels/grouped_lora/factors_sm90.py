@@ -8,7 +8,6 @@ stores long rows through shared memory. The blocks are small, so many of them sh
 and keep enough loads in flight.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..compilation import traced_once
-from .tiles_sm90 import COMPILER_PARAMS, flat, store_rank_major, swizzled
+from .tiles_sm90 import compiler_params, flat, load_unoptimized, smem_tiles, store_rank_major
 
 # Largest number of elements that a thread block loads, unless even the narrowest tile has more.
 TILE_SIZE = 4096
@@ -27,14 +26,13 @@ TILE_SIZE = 4096
 TILE_WIDTHS = (256, 128, 64)
 
 
-@traced_once("rank", "dtype", "interpret")
+@traced_once("rank", "dtype")
 def rank_major_factors(
     pools: tuple[tuple[Float[Array, "L T _ _"], Float[Array, "L T _ _"]], ...],
     layer: Int[Array, ""] | int,
     *,
     rank: int,
     dtype: Any,
-    interpret: Any = None,
 ) -> tuple[tuple[Float[Array, "T {rank} _"], Float[Array, "T {rank} _"]], ...]:
     """One layer of every pair of factors: `a` with its last two axes swapped, and `b`.
 
@@ -44,7 +42,6 @@ def rank_major_factors(
       layer: index of the layer.
       rank: rank of the results, to which factors are padded with zeros; a multiple of 8.
       dtype: dtype of the results, half precision.
-      interpret: see `plgpu.kernel`.
 
     Returns:
       For each pair, the two factors [T, rank, k] and [T, rank, n].
@@ -74,8 +71,7 @@ def rank_major_factors(
         grid=(sum(array.tiles for array in arrays),),
         grid_names=("tile",),
         kernel_name="rank_major_factors",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
+        compiler_params=compiler_params(),
     )(
         jnp.reshape(layer, 1).astype(jnp.int32),
         [flat(array.values) for array in arrays],
@@ -118,14 +114,13 @@ def _transpose_tile(array: _Pool, pool, out, layer, tile):
     slot = lax.div(tile, jnp.int32(array.width // width))
     column = lax.rem(tile, jnp.int32(array.width // width)) * width
     place, columns = layer * array.slots + slot, pl.ds(column, width)
-    # Each layout loads along the rows of its pool. Optimized loads exist for shared memory only.
-    load = partial(plgpu.load, optimized=False)
+    # Each layout loads along the rows of its pool.
     if array.is_a:
         at = pool.at[pl.ds(place * array.width + column, width)]
-        value = load(at, layout=plgpu.Layout.WGMMA)
+        value = load_unoptimized(at, plgpu.Layout.WGMMA)
     else:
         at = pool.at[pl.ds(place * array.rank, array.rank), columns].transpose((1, 0))
-        value = load(at, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+        value = load_unoptimized(at, plgpu.Layout.WGMMA_TRANSPOSED)
     value = value.astype(out.dtype)
     rank = out.shape[0] // array.slots
 
@@ -138,7 +133,7 @@ def _transpose_tile(array: _Pool, pool, out, layer, tile):
         plgpu.copy_smem_to_gmem(tile_smem, out.at[pl.ds(slot * rank, rank), columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    pl.run_scoped(write, plgpu.SMEM((rank, width), out.dtype, transforms=swizzled(out.dtype)))
+    pl.run_scoped(write, smem_tiles((rank, width), out.dtype))
 
 
 def _check(array: _Pool, rank: int):

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from ..compilation import traced_once
 from .gated_tiles_sm90 import (
     PART,
-    WARPGROUPS,
     check_gated_rank,
     check_width,
     load_float32,
@@ -29,15 +28,18 @@ from .gated_tiles_sm90 import (
 )
 from .tiles_sm90 import (
     await_all,
+    await_loaded,
     check_chunks,
     claim,
     flat,
+    load_unoptimized,
     owner,
     run_warpgroups,
+    smem_tiles,
     stage_of,
     stages_that_fit,
     store_rank_major,
-    swizzled,
+    warpgroups,
     write_zeros,
 )
 
@@ -56,7 +58,7 @@ class BackwardTiling(NamedTuple):
     stages: int = 4
 
 
-@traced_once("tiling", "interpret")
+@traced_once("tiling")
 def gated_backward(
     gate: Float[Array, "N w"],
     up: Float[Array, "N w"],
@@ -68,7 +70,6 @@ def gated_backward(
     chunk_place: Int[Array, "chunks"],
     *,
     tiling: BackwardTiling = BackwardTiling(),  # noqa: B008
-    interpret: Any = None,
 ) -> tuple[
     tuple[Float[Array, "N w"], Float[Array, "N w"]],
     Float[Array, "2 splits r N"],
@@ -96,7 +97,6 @@ def gated_backward(
       chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk;
         see `column_products`.
       tiling: tile sizes.
-      interpret: see `plgpu.kernel`.
 
     Returns:
       dgate and dup; the products `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, as
@@ -114,22 +114,20 @@ def gated_backward(
     check_gated_rank(rank)
     refs = tuple(jax.new_ref(flat(each)) for each in accumulators)
     stripes = width // (2 * PART)
-    dgate, dup, partial_sums = plgpu.kernel(
+    gradients, partial_sums = plgpu.kernel(
         _backward_kernel,
         out_type=(
-            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
-            jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+            (jax.ShapeDtypeStruct(gate.shape, gate.dtype),) * 2,
             jax.ShapeDtypeStruct((2, stripes, rank, rows), gate.dtype),
         ),
-        scratch_types=_backward_scratch(tiling, rank, gate.dtype),
+        scratch_types=(_backward_scratch(tiling, rank, gate.dtype),),
         grid=(stripes,),
         grid_names=("stripe",),
         kernel_name="gated_backward",
-        **WARPGROUPS,
-        interpret=interpret,
+        **warpgroups(3, approx_math=True),
     )(chunk_slot, chunk_place, (gate, up, dh), tuple(map(flat, b)), lows, refs)
     new = (jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, accumulators, strict=True))
-    return (dgate, dup), partial_sums, tuple(new)
+    return gradients, partial_sums, tuple(new)
 
 
 class _BackwardScratch(NamedTuple):
@@ -149,7 +147,9 @@ class _BackwardScratch(NamedTuple):
 
 
 class _Stripe(NamedTuple):
-    """The work of one thread block: two parts of 64 columns each, over all rows."""
+    """The work of one thread block: two parts of 64 columns each, over all rows. The fields are the
+    kernel's operands, outputs and scratch, and the indices of the thread block and the warpgroup.
+    """
 
     slots: Any
     places: Any
@@ -213,42 +213,23 @@ def _no_progress() -> _Progress:
     return _Progress(jnp.int32(0), jnp.int32(0), jnp.int32(-1))
 
 
-def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> tuple:
+def _backward_scratch(tiling: BackwardTiling, rank: int, dtype) -> _BackwardScratch:
     factors = 2 * 2 * rank * 2 * PART
     stages = stages_that_fit(tiling.stages, 3 * PART * (2 * PART + rank), dtype, factors)
-
-    def tiles(*shape: int):
-        return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
-
-    return tuple(
-        _BackwardScratch(
-            activations=tiles(stages, 3, PART, 2 * PART),
-            lows=tiles(stages, 3, rank, PART),
-            factors=tiles(2, 2, rank, 2 * PART),
-            loaded=plgpu.Barrier(num_arrivals=6, num_barriers=stages),
-            written=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            factors_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            factors_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        )
+    return _BackwardScratch(
+        activations=smem_tiles((stages, 3, PART, 2 * PART), dtype),
+        lows=smem_tiles((stages, 3, rank, PART), dtype),
+        factors=smem_tiles((2, 2, rank, 2 * PART), dtype),
+        loaded=plgpu.Barrier(num_arrivals=6, num_barriers=stages),
+        written=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        factors_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        factors_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=2),
     )
 
 
-def _backward_kernel(slots, places, activations, factors, lows, accumulators, *outputs_scratch):
-    dgate, dup, partial_sums, *scratch = outputs_scratch
-    stripe = _Stripe(
-        slots,
-        places,
-        activations,
-        factors,
-        lows,
-        accumulators,
-        (dgate, dup),
-        partial_sums,
-        _BackwardScratch(*scratch),
-        lax.axis_index("stripe"),
-        lax.axis_index("wg"),
-    )
+def _backward_kernel(*arrays):
+    stripe = _Stripe(*arrays, lax.axis_index("stripe"), lax.axis_index("wg"))
     run_warpgroups(lambda: _load_tiles(stripe), lambda _: _compute_tiles(stripe))
 
 
@@ -347,8 +328,8 @@ def _change_owner(stripe: _Stripe, before: _Progress, place, accumulated: list) 
 
 def _differentiate(stripe: _Stripe, step):
     """Computes dgate, dup and h of this warpgroup's part of a tile."""
-    scratch, stage = stripe.scratch, stripe.stage(step)
-    plgpu.barrier_wait(scratch.loaded.at[stage])
+    scratch = stripe.scratch
+    stage = await_loaded(scratch.loaded, step)
     part = pl.ds(stripe.thread * PART, PART)
     tiles = [scratch.activations.at[stage, i].at[:, part] for i in range(3)]
     gate, up, dh = map(load_float32, tiles)
@@ -415,9 +396,8 @@ def _accumulator_parts(stripe: _Stripe, place) -> list:
 
 
 def _load_accumulators(stripe: _Stripe, place) -> list:
-    # Optimized loads exist for shared memory only.
     return [
-        plgpu.layout_cast(plgpu.load(at, layout=layout, optimized=False), plgpu.Layout.WGMMA)
+        plgpu.layout_cast(load_unoptimized(at, layout), plgpu.Layout.WGMMA)
         for at, layout in _accumulator_parts(stripe, place)
     ]
 

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 from ..compilation import traced_once
 from .gated_tiles_sm90 import (
     PART,
-    WARPGROUPS,
     check_gated_rank,
     check_width,
     load_float32,
@@ -28,15 +27,17 @@ from .gated_tiles_sm90 import (
 )
 from .tiles_sm90 import (
     await_all,
+    await_loaded,
     check_chunks,
     claim,
     flat,
     owner,
     run_warpgroups,
+    smem_tiles,
     stage_of,
     stages_that_fit,
     store_rank_major,
-    swizzled,
+    warpgroups,
     write_zeros,
 )
 
@@ -63,7 +64,7 @@ def forward_tiling(width: int, rank: int) -> ForwardTiling:
     return tiling if fits else tiling._replace(tile_k=64)
 
 
-@traced_once("tiling", "interpret")
+@traced_once("tiling")
 def gated_forward(
     gate: Float[Array, "N w"],
     up: Float[Array, "N w"],
@@ -71,7 +72,6 @@ def gated_forward(
     chunk_slot: Int[Array, "chunks"],
     *,
     tiling: ForwardTiling | None = None,
-    interpret: Any = None,
 ) -> tuple[Float[Array, "N w"], Float[Array, "splits r N"]]:
     """`h = silu(gate) * up`, and `h a[t]^T` as partial sums over ranges of columns.
 
@@ -84,7 +84,6 @@ def gated_forward(
       a: the A factors of `down_proj`, rank-major, in the same dtype.
       chunk_slot: int32, owner slot of each chunk.
       tiling: tile sizes; None for `forward_tiling`.
-      interpret: see `plgpu.kernel`.
 
     Returns:
       h in the dtype of the inputs, and float32 partial sums, rank-major, whose sum over the first
@@ -105,12 +104,11 @@ def gated_forward(
             jax.ShapeDtypeStruct(gate.shape, gate.dtype),
             jax.ShapeDtypeStruct((tiling.splits, rank, rows), jnp.float32),
         ),
-        scratch_types=_forward_scratch(tiling, rank, gate.dtype),
+        scratch_types=(_forward_scratch(tiling, rank, gate.dtype),),
         grid=(rows // (2 * PART), tiling.splits),
         grid_names=("tile", "split"),
         kernel_name="gated_forward",
-        **WARPGROUPS,
-        interpret=interpret,
+        **warpgroups(3, approx_math=True),
     )(chunk_slot, gate, up, flat(a))
 
 
@@ -124,20 +122,14 @@ class _ForwardScratch(NamedTuple):
     consumed: Any
 
 
-def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> tuple:
+def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> _ForwardScratch:
     stages = stages_that_fit(tiling.stages, (4 * PART + rank) * tiling.tile_k, dtype)
-
-    def tiles(height: int):
-        return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=swizzled(dtype))
-
-    return tuple(
-        _ForwardScratch(
-            gate=tiles(2 * PART),
-            up=tiles(2 * PART),
-            a=tiles(rank),
-            loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        )
+    return _ForwardScratch(
+        gate=smem_tiles((stages, 2 * PART, tiling.tile_k), dtype),
+        up=smem_tiles((stages, 2 * PART, tiling.tile_k), dtype),
+        a=smem_tiles((stages, rank, tiling.tile_k), dtype),
+        loaded=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     )
 
 
@@ -166,12 +158,10 @@ class _RowTile(NamedTuple):
         return stage_of(self.scratch.loaded, step)
 
 
-def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, partial_sums, *scratch):
+def _forward_kernel(tiling: ForwardTiling, slot_gmem, gate, up, a, h, partial_sums, scratch):
     tile, split = lax.axis_index("tile"), lax.axis_index("split")
     slot, row = owner(slot_gmem, tile, gate.shape[0] // (2 * PART)), tile * 2 * PART
-    block = _RowTile(
-        tiling, gate, up, a, h, partial_sums, _ForwardScratch(*scratch), slot, row, split
-    )
+    block = _RowTile(tiling, gate, up, a, h, partial_sums, scratch, slot, row, split)
 
     def load():
         pl.when(slot >= 0)(lambda: _load_columns(block))
@@ -207,8 +197,7 @@ def _compute_columns(block: _RowTile, thread, acc):
     def _():
         @pl.loop(0, block.steps)
         def _step(i):
-            stage = block.stage(i)
-            plgpu.barrier_wait(scratch.loaded.at[stage])
+            stage = await_loaded(scratch.loaded, i)
             h_smem = scratch.gate.at[stage].at[part]
             gate, up = load_float32(h_smem), load_float32(scratch.up.at[stage].at[part])
             h = (gate * sigmoid(gate) * up).astype(h_smem.dtype)

@@ -10,15 +10,6 @@ PART = 64
 GATED_RANKS = (16, 32, 48, 64)
 
 
-WARPGROUPS = dict(
-    num_threads=3,
-    thread_name="wg",
-    compiler_params=plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-    ),
-)
-
-
 def sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The logistic function. Where the exponential overflows, it is 0."""
     # The reciprocal square root is one instruction, a division is many.

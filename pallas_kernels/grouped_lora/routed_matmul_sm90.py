@@ -26,13 +26,16 @@ from ..compilation import traced_once
 from ..frozen_weight import FrozenWeight
 from .dropout_sm90 import Masks, drop, load_counters, mask_operands
 from .tiles_sm90 import (
-    COMPILER_PARAMS,
     await_all,
+    await_loaded,
     claim,
     flat,
     owned_first,
+    product,
     run_warpgroups,
+    smem_tiles,
     stage_of,
+    warpgroups,
     write_zeros,
 )
 
@@ -91,7 +94,7 @@ class Term(NamedTuple):
     factor: Float[Array, "T r M"]
 
 
-@traced_once("transposed", "tiling", "blocks", "interpret")
+@traced_once("transposed", "tiling", "blocks")
 def routed_matmul(
     terms: tuple[Term, ...],
     chunk_slot: Int[Array, "chunks"],
@@ -102,7 +105,6 @@ def routed_matmul(
     blocks: int,
     residual: Float[Array, "N M"] | None = None,
     masks: Masks | None = None,
-    interpret: Any = None,
 ) -> Float[Array, "N M"]:
     """The sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
 
@@ -118,7 +120,6 @@ def routed_matmul(
       blocks: number of thread blocks to launch, one for each multiprocessor.
       residual: added to the result; only allowed if `transposed` is False.
       masks: dropout of each term's low-rank product, with counters for each term; None for none.
-      interpret: see `plgpu.kernel`.
     """
     first = terms[0]
     dtype = first.lhs.dtype
@@ -129,30 +130,19 @@ def routed_matmul(
     kernel = plgpu.kernel(
         partial(_kernel, layout),
         out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
-        scratch_types=_scratch(layout, dtype),
+        scratch_types=(_scratch(layout, dtype),),
         grid=(blocks,),
         grid_names=("sm",),
-        num_threads=3,
-        thread_name="wg",
         kernel_name="routed_matmul_transposed" if transposed else "routed_matmul",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
+        **warpgroups(3),
     )
-    operands = [_FlatTerm(t.lhs, flat(t.weight.values), t.low, flat(t.factor)) for t in terms]
+    # The kernel is given terms whose layers and slots are stacked along the rows.
+    terms = [t._replace(weight=flat(t.weight.values), factor=flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
     # The residual enters the accumulator through the pipeline, as a product with the identity.
     added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
     order = owned_first(chunk_slot, rows // TILE_M)
-    return kernel(layer, order, operands, added, mask_operands(masks))
-
-
-class _FlatTerm(NamedTuple):
-    """A term whose layers and slots are stacked along the rows."""
-
-    lhs: Any
-    weight: Any
-    low: Any
-    factor: Any
+    return kernel(layer, order, terms, added, mask_operands(masks))
 
 
 class _Layout(NamedTuple):
@@ -195,37 +185,24 @@ class _Tile(NamedTuple):
     slot: Int[Array, ""]
 
 
-def _scratch(layout: _Layout, dtype) -> tuple:
+def _scratch(layout: _Layout, dtype) -> _Scratch:
     stages, low_stages = layout.tiling.stages, min(layout.tiling.low_stages, layout.low_steps)
     weight = (TILE_N, TILE_K) if layout.transposed else (TILE_K, TILE_N)
-
-    def tiles(count: int, rows: int, columns: int, depth: int = TILE_K):
-        # The swizzle of an operand must not be wider than the depth of the product.
-        return plgpu.SMEM((count, rows, columns), dtype, transforms=_swizzled(depth, dtype))
-
-    return tuple(
-        _Scratch(
-            lhs=tiles(stages, TILE_M, TILE_K),
-            weight=tiles(stages, *weight),
-            low=tiles(low_stages, layout.tile_r, TILE_M, layout.tile_r),
-            factor=tiles(low_stages, layout.tile_r, TILE_N, layout.tile_r),
-            out=tiles(2, PIECE, PIECE) if layout.tiling.spare else None,
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            low_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
-            low_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
-        )
+    tile_r = layout.tile_r
+    return _Scratch(
+        lhs=smem_tiles((stages, TILE_M, TILE_K), dtype),
+        weight=smem_tiles((stages, *weight), dtype),
+        low=smem_tiles((low_stages, tile_r, TILE_M), dtype, tile_r),
+        factor=smem_tiles((low_stages, tile_r, TILE_N), dtype, tile_r),
+        out=smem_tiles((2, PIECE, PIECE), dtype) if layout.tiling.spare else None,
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        low_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
+        low_consumed=plgpu.Barrier(num_arrivals=2, num_barriers=low_stages),
     )
 
 
-def _swizzled(columns: int, dtype) -> tuple:
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * size * 8)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-
-
-def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, *scratch):
-    scratch = _Scratch(*scratch)
+def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, scratch):
     tiling = layout.tiling
     shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // TILE_N)
     depth = sum(term.lhs.shape[1] for term in terms) + (TILE_M if added else 0)
@@ -278,7 +255,8 @@ def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, *
                     store()
                 else:
                     at = tile, part, low_step
-                    _await_low_rank(layout, scratch, low_step)
+                    for i in range(layout.low_steps):
+                        await_loaded(scratch.low_loaded, low_step + i)
                     store(partial(_add_dropped, layout, scratch, masks, tokens, *at))
                     _release_low_rank(layout, scratch, low_step)
 
@@ -340,18 +318,12 @@ def _load_step(scratch: _Scratch, step, lhs, weight):
 
 def _multiply_low_rank(layout: _Layout, acc, scratch: _Scratch, part, step):
     for _ in range(layout.low_steps):
-        stage = stage_of(scratch.low_loaded, step)
-        plgpu.barrier_wait(scratch.low_loaded.at[stage])
+        stage = await_loaded(scratch.low_loaded, step)
         low = scratch.low.at[stage].at[:, part].transpose((1, 0))
         plgpu.wgmma(acc, low, scratch.factor.at[stage])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.low_consumed.at[stage])
         step += 1
-
-
-def _await_low_rank(layout: _Layout, scratch: _Scratch, step):
-    for i in range(layout.low_steps):
-        plgpu.barrier_wait(scratch.low_loaded.at[stage_of(scratch.low_loaded, step + i)])
 
 
 def _release_low_rank(layout: _Layout, scratch: _Scratch, step):
@@ -365,19 +337,15 @@ def _add_dropped(layout, scratch, masks, tokens, tile, part, step, total, column
     columns = pl.ds(column, PIECE)
     per_term = layout.low_steps // len(layout.heights)
 
-    def product(term: int):
-        def multiply(acc):
-            for i in range(term * per_term, (term + 1) * per_term):
-                stage = stage_of(scratch.low_loaded, step + i)
-                low = scratch.low.at[stage].at[:, part].transpose((1, 0))
-                plgpu.wgmma(acc, low, scratch.factor.at[stage].at[:, columns])
-            return acc[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC(total.shape, jnp.float32))
+    def operands(term: int):
+        for i in range(term * per_term, (term + 1) * per_term):
+            stage = stage_of(scratch.low_loaded, step + i)
+            low = scratch.low.at[stage].at[:, part].transpose((1, 0))
+            yield low, scratch.factor.at[stage].at[:, columns]
 
     first = tile.columns.start + column
     products = (
-        drop(product(term), masks, tokens[term], tile.slot, first)
+        drop(product(total.shape, operands(term)), masks, tokens[term], tile.slot, first)
         for term in range(len(layout.heights))
     )
     return sum(products, total)
@@ -388,8 +356,7 @@ def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, s
     started; the last stages are not, because the finished tile borrows them."""
 
     def multiply(i):
-        stage = stage_of(scratch.loaded, first_step + i)
-        plgpu.barrier_wait(scratch.loaded.at[stage])
+        stage = await_loaded(scratch.loaded, first_step + i)
         weight = scratch.weight.at[stage]
         weight = weight.transpose((1, 0)) if layout.transposed else weight
         plgpu.wgmma(acc, scratch.lhs.at[stage].at[part], weight)

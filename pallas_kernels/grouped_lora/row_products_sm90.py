@@ -22,19 +22,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..compilation import traced_once
-from .dropout_sm90 import MaskOperands, Masks, dropped_tiles, load_counters, mask_operands
+from .dropout_sm90 import Masks, dropped_tiles, load_counters, mask_operands
 from .tiles_sm90 import (
-    COMPILER_PARAMS,
     await_all,
+    await_loaded,
     check_chunks,
+    check_columns,
     check_ranks,
     claim,
     flat,
+    load_unoptimized,
     owner,
+    smem_tiles,
     stage_of,
     stages_that_fit,
     store_rank_major,
-    swizzled,
+    warpgroups,
 )
 
 # Warpgroups of a thread block. Those from the second on multiply.
@@ -71,14 +74,13 @@ class RowTiling(NamedTuple):
     stages: int = 7
 
 
-@traced_once("tiling", "interpret")
+@traced_once("tiling")
 def row_products(
     groups: tuple[RowOperands, ...],
     chunk_slot: Int[Array, "chunks"],
     scale: Float[Array, "T"],
     *,
     tiling: RowTiling = RowTiling(),  # noqa: B008
-    interpret: Any = None,
 ) -> tuple[tuple[Float[Array, "_ N"], ...], ...]:
     """`scale[t] z F[t]^T` for every factor F of every group, rank-major.
 
@@ -90,7 +92,6 @@ def row_products(
       chunk_slot: int32, owner slot of each chunk.
       scale: float32, factor of each slot's products.
       tiling: tile sizes.
-      interpret: see `plgpu.kernel`.
 
     Returns:
       For each group and factor, the products [r, N] in the dtype of `z`.
@@ -123,25 +124,15 @@ def row_products(
         scratch_types=(_row_scratch(groups, tiling, multipliers),),
         grid=(tiles,),
         grid_names=("tile",),
-        num_threads=FIRST_MULTIPLIER + multipliers,
-        thread_name="wg",
         kernel_name="row_products",
-        compiler_params=COMPILER_PARAMS,
-        interpret=interpret,
-    )(chunk_slot, scale, _flat_row_operands(groups))
+        **warpgroups(FIRST_MULTIPLIER + multipliers),
+    )(chunk_slot, scale, list(map(_kernel_operands, groups)))
 
 
-class _FlatRowOperands(NamedTuple):
-    z: Any
-    factors: tuple
-    masks: MaskOperands | None
-
-
-def _flat_row_operands(groups) -> list[_FlatRowOperands]:
-    return [
-        _FlatRowOperands(group.z, tuple(flat(f) for f in group.factors), mask_operands(group.masks))
-        for group in groups
-    ]
+def _kernel_operands(group: RowOperands) -> RowOperands:
+    """The group as the kernel is given it: its factors are flat, its masks `MaskOperands`."""
+    factors, masks = tuple(map(flat, group.factors)), mask_operands(group.masks)
+    return group._replace(factors=factors, masks=masks)
 
 
 def _row_outputs(groups) -> tuple:
@@ -174,15 +165,12 @@ def _row_scratch(groups, tiling: RowTiling, multipliers: int) -> _RowScratch:
     reserved = sums_size * jnp.float32.dtype.itemsize // dtype.itemsize
     stages = stages_that_fit(tiling.stages, elements, dtype, reserved)
 
-    def tiles(height: int):
-        return plgpu.SMEM((stages, height, tiling.tile_k), dtype, transforms=swizzled(dtype))
-
     def sums_tile(rank: int):
         return plgpu.SMEM((multipliers - 1, tiling.tile_m, rank), jnp.float32)
 
     scratch = _RowScratch(
-        z=tiles(tiling.tile_m),
-        factors=[tiles(rank) for rank in deepest],
+        z=smem_tiles((stages, tiling.tile_m, tiling.tile_k), dtype),
+        factors=[smem_tiles((stages, rank, tiling.tile_k), dtype) for rank in deepest],
         loaded=plgpu.Barrier(num_arrivals=1 + len(deepest), num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=multipliers, num_barriers=stages),
         partial_sums=None,
@@ -201,13 +189,13 @@ class _Block(NamedTuple):
 
     tiling: RowTiling
     multipliers: int
-    groups: list[_FlatRowOperands]
+    groups: list[RowOperands]
     outputs: list[tuple]
     scratch: _RowScratch
     slot: Any
     rows: Any
 
-    def each_group(self) -> Iterator[tuple[_FlatRowOperands, tuple, int]]:
+    def each_group(self) -> Iterator[tuple[RowOperands, tuple, int]]:
         """Each group with its outputs and the number of its first step; steps are numbered through
         all groups."""
         first = 0
@@ -215,14 +203,12 @@ class _Block(NamedTuple):
             yield group, outputs, first
             first += self.steps(group)
 
-    def steps(self, group: _FlatRowOperands) -> int:
+    def steps(self, group: RowOperands) -> int:
         return group.z.shape[1] // self.tiling.tile_k
 
-    def stage(self, step):
-        return stage_of(self.scratch.loaded, step)
-
     def release(self, step):
-        plgpu.barrier_arrive(self.scratch.consumed.at[self.stage(step)])
+        stage = stage_of(self.scratch.consumed, step)
+        plgpu.barrier_arrive(self.scratch.consumed.at[stage])
 
 
 def _load_tiles(block: _Block):
@@ -267,15 +253,14 @@ def _accumulator(block: _Block, out):
     return plgpu.ACC((block.tiling.tile_m, out.shape[0]))
 
 
-def _multiply_group(block: _Block, group: _FlatRowOperands, accs, first: int, multiplier):
+def _multiply_group(block: _Block, group: RowOperands, accs, first: int, multiplier):
     scratch, tokens = block.scratch, load_counters(group.masks, block.rows)
     width = block.tiling.tile_k // block.multipliers
     part = pl.ds(multiplier * width, width)
 
     @pl.loop(0, block.steps(group))
     def _step(i):
-        stage = block.stage(first + i)
-        plgpu.barrier_wait(scratch.loaded.at[stage])
+        stage = await_loaded(scratch.loaded, first + i)
         z = scratch.z.at[stage].at[:, part]
         dropped = (None,) * len(accs)
         if group.masks is not None:
@@ -304,7 +289,7 @@ def _total(block: _Block, group: int, sums: list) -> list:
     plgpu.barrier_wait(block.scratch.summed.at[group])
     for other in range(block.multipliers - 1):
         others = [smem.at[other] for smem in block.scratch.partial_sums[group]]
-        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        load = partial(load_unoptimized, layout=plgpu.Layout.WGMMA)
         sums = [value + load(smem) for value, smem in zip(sums, others, strict=True)]
     return sums
 
@@ -312,9 +297,5 @@ def _total(block: _Block, group: int, sums: list) -> list:
 def _check_rows(group: RowOperands, chunk_slot, tiling: RowTiling):
     rows, width = group.z.shape
     check_chunks(rows, chunk_slot, "tile_m", tiling.tile_m)
-    if width % tiling.tile_k or tiling.tile_k % 64:
-        raise ValueError(
-            f"z has {width} columns; expected a multiple of tile_k = {tiling.tile_k}, itself a "
-            "multiple of 64"
-        )
+    check_columns(width, "tile_k", tiling.tile_k)
     check_ranks([factor.shape[1] for factor in group.factors])

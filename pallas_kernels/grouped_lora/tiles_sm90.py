@@ -6,7 +6,7 @@ barriers, with one barrier for each stage, synchronise the warpgroup that loads 
 multiply: `loaded` (the operands have arrived) and `consumed` (they are no longer needed).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +17,19 @@ from jaxtyping import Array, Float, Int
 
 # Bytes that a thread block may use; Hopper's limit minus the bytes for barriers and alignment.
 SHARED_MEMORY = 224 * 1024
-COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+def compiler_params(approx_math: bool = False) -> plgpu.CompilerParams:
+    """How all kernels are compiled: warpgroups, not threads, execute their operations. If
+    `approx_math`, exponentials and logarithms are approximate."""
+    semantics = plgpu.LoweringSemantics.Warpgroup
+    return plgpu.CompilerParams(lowering_semantics=semantics, approx_math=approx_math)
+
+
+def warpgroups(count: int, approx_math: bool = False) -> dict[str, Any]:
+    """Arguments of `plgpu.kernel` for thread blocks of `count` warpgroups, along the axis "wg"; see
+    `compiler_params`."""
+    return dict(num_threads=count, thread_name="wg", compiler_params=compiler_params(approx_math))
 
 
 def flat(stacked: Float[Array, "*stack rows columns"]) -> Float[Array, "stacked_rows columns"]:
@@ -52,10 +64,36 @@ def owned_first(chunk_slot: Int[Array, "chunks"], tiles: int) -> TileOrder:
     return TileOrder(*order)
 
 
-def swizzled(dtype: Any) -> tuple:
-    """Transforms of a tile in shared memory with the widest swizzle, of 128 bytes."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+def smem_tiles(shape: tuple[int, ...], dtype: Any, depth: int | None = None):
+    """Tiles in shared memory: the type of a scratch array.
+
+    Args:
+      shape: numbers of tiles, then rows and columns of a tile.
+      dtype: of the elements.
+      depth: depth of the products that read a tile, because its swizzle must not be wider than
+        that; None for the widest swizzle, of 128 bytes.
+    """
+    size = jnp.dtype(dtype).itemsize
+    swizzle = 128 if depth is None else plgpu.find_swizzle(depth * size * 8)
+    transforms = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def load_unoptimized(ref, layout: Any):
+    """Loads an array into registers in a layout for which there is no optimized load: none exists
+    for global memory, nor for tiles without a swizzle."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def product(shape: tuple[int, int], operands: Iterable[tuple[Any, Any]]):
+    """The sum of the matrix products of pairs of operands, float32, in registers."""
+
+    def multiply(acc):
+        for left, right in operands:
+            plgpu.wgmma(acc, left, right)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape))
 
 
 def store_rank_major(ref, value: Float[Array, "rows r"]):
@@ -117,6 +155,13 @@ def claim(consumed, step):
     return stage
 
 
+def await_loaded(loaded, step):
+    """Waits until the operands of a step have arrived; returns the step's stage."""
+    stage = stage_of(loaded, step)
+    plgpu.barrier_wait(loaded.at[stage])
+    return stage
+
+
 def await_all(consumed, steps):
     """Waits until all stages that `steps` steps have used are released. At the end of a kernel no
     barrier may have an arrival for which nobody has waited."""
@@ -132,6 +177,16 @@ def check_chunks(rows: int, chunk_slot: Int[Array, "chunks"], name: str, size: i
         raise ValueError(
             f"{rows} rows in {chunks} chunks; expected chunks of a multiple of {name} = {size}, "
             "itself a multiple of 64"
+        )
+
+
+def check_columns(width: int, name: str, size: int):
+    """Raises a ValueError if tiles of `size` columns do not divide the width of `z`; `name` is the
+    tile size's name."""
+    if width % size or size % 64:
+        raise ValueError(
+            f"z has {width} columns; expected a multiple of {name} = {size}, itself a multiple of "
+            "64"
         )
 
 

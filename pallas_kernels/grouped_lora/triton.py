@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout
 from ..frozen_weight import FrozenWeight
-from .base import LOW_RANK, add_residual, module_counters
+from .base import LOW_RANK, module_counters, with_residual
 
 _MAX_MODULES = 3
 _MAX_RANK = 128
@@ -119,28 +119,6 @@ def _unsupported_projection(projection, x) -> str | None:
     return None
 
 
-def grouped_lora_linear_triton(
-    modules: tuple[int, ...],
-    x: Float[Array, "N k"],
-    projections,
-    accumulators,
-    routing,
-    dropout: Dropout | None,
-    layer: Int[Array, ""] | int,
-    residual: Float[Array, "N n"] | None,
-):
-    """See `api.grouped_lora_linear`; `modules` is static. `refusal` must return None."""
-    outputs, accumulators = _grouped_lora_linear(
-        modules, x, projections, accumulators, routing, dropout, layer
-    )
-    return add_residual(outputs, residual, routing), accumulators
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_lora_linear(modules, x, projections, accumulators, routing, dropout, layer):
-    return _forward(modules, x, projections, accumulators, routing, dropout, layer)[0]
-
-
 def _forward(modules, x, projections, accumulators, routing, dropout, layer):
     masks = _masks(modules, routing, dropout, layer, len(x))
     down, up = _factors(projections, layer, x.dtype)
@@ -177,7 +155,7 @@ def _backward(modules, residuals, cotangents):
     return dx, None, tuple(new), None, None, None
 
 
-_grouped_lora_linear.defvjp(_forward, _backward)
+grouped_lora_linear_triton = with_residual(_forward, _backward)
 
 
 def _factors(
@@ -282,7 +260,9 @@ def _routed_matmul(
         out_shape=[jax.ShapeDtypeStruct((tokens, columns), terms[0].lhs.dtype)],
         grid=(tokens // tiles["TILE_M"] * (columns // tiles["TILE_N"]),),
         num_warps=8 if tiles["TILE_M"] * tiles["TILE_N"] >= 128 * 128 else 4,
-        num_stages=_stages_that_fit(perimeter * tiles["TILE_K"], perimeter * rank, _stages()),
+        num_stages=_stages_that_fit(
+            perimeter * tiles["TILE_K"], perimeter * rank, _device().stages
+        ),
         TOKENS=tokens,
         COLUMNS=columns,
         **{f"DEPTH_{m}": term.lhs.shape[1] for m, term in enumerate(every)},
@@ -405,10 +385,6 @@ def _matmul_tiles(chunk_len: int, columns: int, dtype) -> dict[str, int]:
 
 def _stages_that_fit(step_bytes: int, fixed_bytes: int = 0, most: int = 4) -> int:
     return max(1, min(most, (_device().shared_bytes - fixed_bytes) // step_bytes))
-
-
-def _stages() -> int:
-    return _device().stages
 
 
 def _device() -> Device:

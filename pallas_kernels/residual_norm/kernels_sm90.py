@@ -6,7 +6,7 @@ rows in registers, with each row distributed over all threads. The result is wri
 so that shared memory holds as many loads in flight as possible.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,13 @@ class Tiling(NamedTuple):
     blocks: int
 
 
-@traced_once("eps", "tiling", "interpret")
+@traced_once("eps", "tiling")
 def normalize(
     stream: Float[Array, "N d"],
     weight: Float[Array, "d"],
     eps: float,
     *,
     tiling: Tiling,
-    interpret: Any = None,
 ) -> Float[Array, "N d"]:
     """The RMS norm, see `api.residual_norm`.
 
@@ -50,7 +49,6 @@ def normalize(
       weight: in the dtype of `stream`.
       eps: added to the mean.
       tiling: sizes of the kernel.
-      interpret: see `plgpu.kernel`.
 
     Raises:
       ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
@@ -61,10 +59,10 @@ def normalize(
         normed = wide * _across(_rstd(wide, eps), wide.shape, 0)
         return _across(weight, wide.shape, 1) * normed.astype(stream.dtype)
 
-    return _map_rows(norm, "normalize", (stream,), weight, tiling, interpret)
+    return _map_rows(norm, "normalize", (stream,), weight, tiling)
 
 
-@traced_once("eps", "tiling", "interpret")
+@traced_once("eps", "tiling")
 def stream_gradient(
     stream: Float[Array, "N d"],
     d_normed: Float[Array, "N d"],
@@ -73,7 +71,6 @@ def stream_gradient(
     eps: float,
     *,
     tiling: Tiling,
-    interpret: Any = None,
 ) -> Float[Array, "N d"]:
     """The gradient of the stream: `d_stream` plus the gradient through the norm, rounded once.
 
@@ -87,7 +84,6 @@ def stream_gradient(
       weight: in the dtype of `stream`, as are the gradients.
       eps: added to the mean.
       tiling: sizes of the kernel.
-      interpret: see `plgpu.kernel`.
 
     Raises:
       ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
@@ -103,7 +99,7 @@ def stream_gradient(
         return (rstd * (n - factor * s) + d_stream.astype(jnp.float32)).astype(stream.dtype)
 
     inputs = (stream, d_normed, d_stream)
-    return _map_rows(gradient, "stream_gradient", inputs, weight, tiling, interpret)
+    return _map_rows(gradient, "stream_gradient", inputs, weight, tiling)
 
 
 def _rstd(wide, eps):
@@ -119,7 +115,7 @@ def _across(values, shape, axis: int):
     return lax.broadcast_in_dim(values, shape, (axis,))
 
 
-def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
+def _map_rows(function, name: str, inputs, weight, tiling: Tiling):
     """Applies `function(weight, *inputs)` to all blocks of rows; its inputs and its result are
     [rows, d] arrays in registers.
     """
@@ -152,7 +148,6 @@ def _map_rows(function, name: str, inputs, weight, tiling: Tiling, interpret):
             "loaded": plgpu.Barrier(num_arrivals=len(inputs), num_barriers=tiling.stages),
         },
         kernel_name=name,
-        interpret=interpret,
     )(inputs, weight)
 
 

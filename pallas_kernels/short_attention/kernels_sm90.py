@@ -20,12 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..compilation import traced_once
-from ..grouped_lora.tiles_sm90 import swizzled
+from ..grouped_lora.tiles_sm90 import load_unoptimized, product, smem_tiles, warpgroups
 
 BLOCK = 64
-_COMPILER_PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Number of query heads in flight.
 _STAGES = 2
@@ -55,15 +52,13 @@ class Heads(NamedTuple):
         return self.size**-0.5
 
 
-@traced_once("heads", "interpret")
+@traced_once("heads")
 def forward(
     q: Float[Array, "N HD"],
     k: Float[Array, "N KD"],
     v: Float[Array, "N KD"],
     firsts: Int[Array, "N"] | None,
     heads: Heads,
-    *,
-    interpret: Any = None,
 ) -> tuple[Float[Array, "N HD"], Float[Array, "H N"]]:
     """The outputs, and the base-2 logarithm of every softmax's denominator, float32.
 
@@ -74,7 +69,6 @@ def forward(
       firsts: int32, the first token of the row that each token attends to; None if every token
         attends to its row from the first token on.
       heads: static sizes.
-      interpret: see `plgpu.kernel`.
     """
     tokens, width = q.shape
     block = (heads.row_len, heads.size)
@@ -88,17 +82,16 @@ def forward(
             jax.ShapeDtypeStruct((width // heads.size, tokens), jnp.float32),
         ),
         {
-            "q_smem": _tiles((_STAGES, *block), q.dtype),
-            "kv_smem": [_tiles(block, q.dtype)] * 2,
-            "p_smem": [_tiles((BLOCK, (i + 1) * BLOCK), q.dtype) for i in range(heads.blocks)],
+            "q_smem": smem_tiles((_STAGES, *block), q.dtype),
+            "kv_smem": [smem_tiles(block, q.dtype)] * 2,
+            "p_smem": [smem_tiles((BLOCK, (i + 1) * BLOCK), q.dtype) for i in range(heads.blocks)],
             "loaded": plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES * heads.blocks),
             "kv_loaded": plgpu.Barrier(num_arrivals=2 * heads.blocks),
         },
-        interpret,
     )(q, k, v, firsts)
 
 
-@traced_once("heads", "interpret")
+@traced_once("heads")
 def backward(
     q: Float[Array, "N HD"],
     k: Float[Array, "N KD"],
@@ -107,8 +100,6 @@ def backward(
     log_total: Float[Array, "H N"],
     d_out: Float[Array, "N HD"],
     heads: Heads,
-    *,
-    interpret: Any = None,
 ) -> tuple[Float[Array, "N HD"], Float[Array, "N KD"], Float[Array, "N KD"]]:
     """The gradients of q, k and v.
 
@@ -116,7 +107,6 @@ def backward(
       q, k, v, firsts, heads: as in `forward`.
       log_total: the second result of `forward`.
       d_out: gradient of the outputs, in the dtype of `q`.
-      interpret: see `plgpu.kernel`.
     """
     block = (heads.row_len, heads.size)
     pair = (BLOCK, BLOCK)
@@ -127,12 +117,12 @@ def backward(
         q.shape[0],
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
         {
-            "q_smem": _tiles((_STAGES, *block), q.dtype),
-            "do_smem": _tiles((_STAGES, *block), q.dtype),
-            "kv_smem": [_tiles(block, q.dtype)] * 2,
+            "q_smem": smem_tiles((_STAGES, *block), q.dtype),
+            "do_smem": smem_tiles((_STAGES, *block), q.dtype),
+            "kv_smem": [smem_tiles(block, q.dtype)] * 2,
             # One tile for each pair of a query block and a key block: first the probabilities, then
             # the gradients of the scores.
-            "pairs": [_tiles(pair, q.dtype)] * (heads.blocks * (heads.blocks + 1) // 2),
+            "pairs": [smem_tiles(pair, q.dtype)] * (heads.blocks * (heads.blocks + 1) // 2),
             "delta_smem": plgpu.SMEM((BLOCK,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES * heads.blocks),
             "kv_loaded": plgpu.Barrier(num_arrivals=2 * heads.blocks),
@@ -141,27 +131,19 @@ def backward(
             "pair_ready": plgpu.Barrier(num_arrivals=1),
             "pair_read": plgpu.Barrier(num_arrivals=1),
         },
-        interpret,
     )(q, k, v, firsts, log_total, d_out)
 
 
-def _kernel(body, name: str, heads: Heads, tokens: int, out_type, scratch, interpret):
+def _kernel(body, name: str, heads: Heads, tokens: int, out_type, scratch):
     return plgpu.kernel(
         body,
         out_type=out_type,
         grid=(heads.groups, tokens // heads.row_len),
         grid_names=("group", "row"),
-        num_threads=heads.blocks,
-        thread_name="wg",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=_COMPILER_PARAMS,
-        interpret=interpret,
+        **warpgroups(heads.blocks, approx_math=True),
     )
-
-
-def _tiles(shape, dtype):
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
 
 
 class _Place(NamedTuple):
@@ -255,7 +237,7 @@ def _attend(place: _Place, first, q_smem, k_smem, v_smem, p_smem):
     """One head's outputs for the warpgroup's queries, float32, and the base-2 logarithms of the
     softmax's denominators."""
     keys = pl.ds(0, (place.block + 1) * BLOCK)
-    scores = _product(keys.size, (q_smem, k_smem.at[keys].transpose((1, 0))))
+    scores = product((BLOCK, keys.size), [(q_smem, k_smem.at[keys].transpose((1, 0)))])
     factor = place.heads.scale * math.log2(math.e)
     scores = jnp.where(_attention_mask(scores.shape, place.block * BLOCK, first), scores, -jnp.inf)
     most = jnp.max(scores, axis=1) * factor
@@ -263,7 +245,7 @@ def _attend(place: _Place, first, q_smem, k_smem, v_smem, p_smem):
     total = jnp.sum(p, axis=1)
     p_smem[...] = p.astype(p_smem.dtype)
     plgpu.commit_smem()
-    value = _product(place.heads.size, (p_smem, v_smem.at[keys]))
+    value = product((BLOCK, place.heads.size), [(p_smem, v_smem.at[keys])])
     value *= _across(1 / total, value.shape)
     return value, most + jnp.log(total) * math.log2(math.e)
 
@@ -339,7 +321,7 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
     owns those keys, computes the gradient for this pair of blocks; both warpgroups multiply by it.
     """
     stage, own, factor = _stage(i), place.block, shared.heads.scale
-    last = i == shared.heads.per_group - 1
+    tile, last = (BLOCK, shared.heads.size), i == shared.heads.per_group - 1
 
     def operands(queries: int):
         rows = pl.ds(queries * BLOCK, BLOCK)
@@ -351,9 +333,9 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
         first_query = lax.axis_index("row") * shared.heads.row_len + queries * BLOCK
         tokens = pl.ds(first_query, BLOCK)
         log_totals = _load_rows(log_total.at[place.head(i), tokens])
-        scores = _product(BLOCK, (q_smem, shared.k.at[rows].transpose((1, 0))))
+        scores = product((BLOCK, BLOCK), [(q_smem, shared.k.at[rows].transpose((1, 0)))])
         p = jnp.exp2(scores * (factor * math.log2(math.e)) - _across(log_totals, scores.shape))
-        dp = _product(BLOCK, (do_smem, shared.v.at[rows].transpose((1, 0))))
+        dp = product((BLOCK, BLOCK), [(do_smem, shared.v.at[rows].transpose((1, 0)))])
         if firsts is None:
             return (
                 jnp.where(_attention_mask(p.shape, 0, None), p, 0.0) if queries == keys else p
@@ -392,11 +374,8 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
         plgpu.barrier_arrive(shared.delta_ready)
         add(1, 1, p, dp, delta)
         plgpu.barrier_wait(shared.pair_ready)
-        gradient = _product(
-            shared.heads.size,
-            (shared.pairs[1], shared.k.at[place.own]),
-            (shared.pairs[2], shared.k.at[pl.ds(0, BLOCK)]),
-        )
+        keys = shared.k.at[place.own], shared.k.at[pl.ds(0, BLOCK)]
+        gradient = product(tile, zip(shared.pairs[1:], keys, strict=True))
         pl.when(~last)(lambda: plgpu.barrier_arrive(shared.pair_read))
         return gradient
 
@@ -406,12 +385,12 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
         plgpu.barrier_wait(_Place(shared.heads, 1).barrier(shared.loaded, i))
         p, dp = probabilities(1, 0)
         plgpu.barrier_wait(shared.delta_ready)
-        delta = plgpu.load(shared.delta_smem, layout=_ROWS, optimized=False)
+        delta = _load_rows(shared.delta_smem)
         pl.when(~last)(lambda: plgpu.barrier_arrive(shared.delta_read))
         pl.when(i > 0)(lambda: plgpu.barrier_wait(shared.pair_read))
         add(1, 2, p, dp, delta)
         plgpu.barrier_arrive(shared.pair_ready)
-    return _product(shared.heads.size, (shared.pairs[0], shared.k.at[place.own]))
+    return product(tile, [(shared.pairs[0], shared.k.at[place.own])])
 
 
 def _store_keys(place: _Place, shared: _Shared, accs, gradients):
@@ -428,18 +407,6 @@ def _store_keys(place: _Place, shared: _Shared, accs, gradients):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _product(columns: int, *operands):
-    """The sum of the matrix products of pairs of operands, float32, in registers. The left operands
-    have the warpgroup's 64 rows."""
-
-    def multiply(acc):
-        for left, right in operands:
-            plgpu.wgmma(acc, left, right)
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((BLOCK, columns), jnp.float32))
-
-
 def _attention_mask(shape, query: int, first, key: int = 0):
     """The attention mask of a tile, whose queries start at `query` in the row and whose keys start
     at `key`. If `first` is given, it has each query's first key."""
@@ -450,9 +417,9 @@ def _attention_mask(shape, query: int, first, key: int = 0):
     return causal if first is None else causal & (keys + key >= _across(first, shape))
 
 
-def _load_rows(gmem):
+def _load_rows(ref):
     """Loads one value for each of a warpgroup's rows."""
-    return plgpu.load(gmem, layout=_ROWS, optimized=False)
+    return load_unoptimized(ref, _ROWS)
 
 
 def _stage(i):

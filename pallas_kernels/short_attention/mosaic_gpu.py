@@ -71,6 +71,3 @@ def _heads(q, k) -> Heads:
 
 def _flat(x):
     return x.reshape(x.shape[0] * x.shape[1], -1)
-
-
-__all__ = ["TOTALS", "refusal", "short_attention"]

@@ -14,14 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmux.models import (
+    MODULES,
     Backbone,
     BackboneConfig,
     BackboneError,
-    cast_weights,
+    linear_sizes,
     load_backbone,
     save_backbone,
 )
 from jaxmux.models.modules import abstract_weights
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 SIZES = dict(
     vocab_size=50,
@@ -133,7 +135,12 @@ def test_a_sharded_checkpoint_loads_as_the_whole_one(folder):
 def test_tensors_are_converted_to_the_dtype_asked_for(folder):
     half = load_backbone(folder, "bfloat16").weights
     wide = load_backbone(folder, "float32").weights
-    assert_same_weights(half, cast_weights(wide, jnp.bfloat16))
+    cast = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16),
+        wide,
+        is_leaf=lambda node: isinstance(node, FrozenWeight),
+    )
+    assert_same_weights(half, cast)
 
 
 def test_auto_dtype_is_float32_on_cpu(folder):
@@ -301,3 +308,17 @@ def test_loading_needs_the_model_and_one_stacked_parameter(large_folder, dtype):
     # One layer's tensor while it is loaded, and overhead of the allocator and the threads.
     slack = 10e6
     assert growth < model + largest + slack, f"{growth / 1e6:.0f} MB for {model / 1e6:.0f} MB"
+
+
+def test_sizes_are_those_of_the_backbone():
+    config = BackboneConfig("LlamaForCausalLM", **(SIZES | {"head_dim": 5}))
+    sizes = {m.split(".")[-1]: linear_sizes(config, m) for m in MODULES}
+    assert sizes == {
+        "q_proj": (16, 20),
+        "k_proj": (16, 10),
+        "v_proj": (16, 10),
+        "o_proj": (20, 16),
+        "gate_proj": (16, 24),
+        "up_proj": (16, 24),
+        "down_proj": (24, 16),
+    }

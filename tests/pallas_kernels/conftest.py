@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def interpret() -> Iterator[plgpu.InterpretGPUParams]:
-    """Parameters of interpret mode; a test that uses them fails if a kernel has a data race."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
+def interpret() -> Iterator[None]:
+    """Runs kernels in interpret mode; a test that uses this fixture fails if one has a data
+    race."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
     assert not gpu_callbacks.get_races().races_found
 
 

@@ -41,25 +41,21 @@ def assert_same(found, wanted):
 )
 def test_factors_are_transposed_cast_and_padded_with_zeros(rank, padded, interpret):
     arrays = pools(np.random.default_rng(rank), rank, (512, 256))
-    found = rank_major_factors(arrays, 1, rank=padded, dtype=jnp.bfloat16, interpret=interpret)
+    found = rank_major_factors(arrays, 1, rank=padded, dtype=jnp.bfloat16)
     assert_same(found, reference(arrays, 1, padded, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_all_projections_of_a_traced_layer_in_one_launch(layer, interpret):
     arrays = pools(np.random.default_rng(layer), 16, (256, 512), (256, 256), (768, 256))
-    prepare = jax.jit(
-        lambda layer: rank_major_factors(
-            arrays, layer, rank=16, dtype=jnp.float16, interpret=interpret
-        )
-    )
+    prepare = jax.jit(lambda layer: rank_major_factors(arrays, layer, rank=16, dtype=jnp.float16))
     assert_same(prepare(jnp.int32(layer)), reference(arrays, layer, 16, jnp.float16))
 
 
 def test_nan_of_another_layer_or_slot_is_not_read(interpret):
     [(a, b)] = pools(np.random.default_rng(0), 8, (256, 256))
     (a, b), clean = ((x.at[0].set(jnp.nan).at[1, 2].set(jnp.nan) for x in (a, b)), ((a, b),))
-    found = rank_major_factors(((a, b),), 1, rank=16, dtype=jnp.bfloat16, interpret=interpret)
+    found = rank_major_factors(((a, b),), 1, rank=16, dtype=jnp.bfloat16)
     others = np.arange(SLOTS) != 2
     for one, other in zip(
         *map(jax.tree.leaves, (found, reference(clean, 1, 16, jnp.bfloat16))), strict=True

@@ -38,14 +38,12 @@ def backward_arguments(rng, rank=RANK) -> dict:
     )
 
 
-def forward(arguments, chunk_slot, interpret, splits=1, tile_k=64):
+def forward(arguments, chunk_slot, splits=1, tile_k=64):
     tiling = ForwardTiling(tile_k, splits, stages=2)
-    return gated_forward(
-        **arguments, chunk_slot=jnp.asarray(chunk_slot), tiling=tiling, interpret=interpret
-    )
+    return gated_forward(**arguments, chunk_slot=jnp.asarray(chunk_slot), tiling=tiling)
 
 
-def backward(arguments, chunk_slot, interpret):
+def backward(arguments, chunk_slot):
     """Runs the kernel with the accumulators of two layers, and the places of the second."""
     chunk_slot = jnp.asarray(chunk_slot)
     chunk_place = jnp.where(chunk_slot < 0, -1, SLOTS + chunk_slot)
@@ -54,7 +52,6 @@ def backward(arguments, chunk_slot, interpret):
         chunk_slot=chunk_slot,
         chunk_place=chunk_place,
         tiling=BackwardTiling(stages=3),
-        interpret=interpret,
     )
 
 
@@ -79,7 +76,7 @@ def assert_rounded(result, expected):
 @pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
 def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_slot, interpret):
     arguments = forward_arguments(np.random.default_rng(0))
-    h, sums = forward(arguments, chunk_slot, interpret)
+    h, sums = forward(arguments, chunk_slot)
     expected = float32(swiglu(float32(arguments["gate"]), float32(arguments["up"])))
     assert_rounded(h, np.where(empty_rows(chunk_slot)[:, None], 0, expected))
     product = np.zeros((RANK, TOKENS), np.float32)
@@ -91,7 +88,7 @@ def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_
 @pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
 def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
     arguments = backward_arguments(np.random.default_rng(1))
-    gradients, _, _ = backward(arguments, chunk_slot, interpret)
+    gradients, _, _ = backward(arguments, chunk_slot)
     gate, up, dh = (float32(arguments[name]) for name in ("gate", "up", "dh"))
     expected = jax.vjp(swiglu, gate, up)[1](dh)
     for gradient, reference in zip(gradients, expected, strict=True):
@@ -110,9 +107,9 @@ def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
 )
 def test_backward_products_are_those_of_each_chunks_owner(rank, chunk_slot, interpret):
     arguments = backward_arguments(np.random.default_rng(2), rank)
-    gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
+    gradients, sums, accumulators = backward(arguments, chunk_slot)
     gates = dict(gate=arguments["gate"], up=arguments["up"])
-    h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS, interpret)
+    h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS)
     for gradient, partial_sums, b in zip(gradients, sums, arguments["b"], strict=True):
         expected = np.zeros((rank, TOKENS), np.float32)
         for slot, rows in owned_chunks(chunk_slot, TOKENS):
@@ -140,7 +137,6 @@ def test_rounded_partial_sums_add_up_to_a_sum_rounded_once(interpret):
         *(b, tuple(normals(rng, RANK, rows) for _ in range(3))),
         tuple(each.astype(jnp.float32) for each in (db, db, da)),
         *(index, index),
-        interpret=interpret,
     )
     for gradient, partial_sums, factor in zip(gradients, sums, b, strict=True):
         exact = np.float64(factor[0]) @ np.float64(gradient).T
@@ -152,8 +148,8 @@ def test_rounded_partial_sums_add_up_to_a_sum_rounded_once(interpret):
 
 def test_splits_of_the_columns_add_up(interpret):
     arguments = forward_arguments(np.random.default_rng(3))
-    h, sums = forward(arguments, (0, 2, -1, 1), interpret)
-    same_h, split_sums = forward(arguments, (0, 2, -1, 1), interpret, splits=2)
+    h, sums = forward(arguments, (0, 2, -1, 1))
+    same_h, split_sums = forward(arguments, (0, 2, -1, 1), splits=2)
     np.testing.assert_array_equal(h, same_h)
     assert split_sums.shape == (2, RANK, TOKENS)
     np.testing.assert_allclose(np.sum(split_sums, axis=0), sums[0], rtol=1e-5, atol=1e-3)
@@ -161,8 +157,8 @@ def test_splits_of_the_columns_add_up(interpret):
 
 def test_long_loads_give_the_same(interpret):
     arguments = forward_arguments(np.random.default_rng(9), 3 * WIDTH)
-    h, sums = forward(arguments, (0, 2, -1, 1), interpret)
-    same_h, same_sums = forward(arguments, (0, 2, -1, 1), interpret, tile_k=128)
+    h, sums = forward(arguments, (0, 2, -1, 1))
+    same_h, same_sums = forward(arguments, (0, 2, -1, 1), tile_k=128)
     np.testing.assert_array_equal(h, same_h)
     np.testing.assert_allclose(sums, same_sums, rtol=1e-5, atol=1e-3)
 
@@ -179,8 +175,8 @@ def test_extreme_gates_give_no_nan(interpret):
     gates = jnp.asarray(np.r_[gates, -gates], jnp.bfloat16)
     gate = jnp.resize(gates, (TOKENS, WIDTH))
     arguments = backward_arguments(rng) | dict(gate=gate)
-    gradients, _, _ = backward(arguments, chunk_slot, interpret)
-    h, _ = forward(dict(gate=gate, up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret)
+    gradients, _, _ = backward(arguments, chunk_slot)
+    h, _ = forward(dict(gate=gate, up=arguments["up"], a=arguments["b"][0]), chunk_slot)
     up, dh = float32(arguments["up"]), float32(arguments["dh"])
     on, off = float32(gate) >= 20, float32(gate) <= -100
     for result, where_on in zip(
@@ -201,9 +197,9 @@ def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
     arguments["b"] = tuple(b.at[0].set(jnp.nan) for b in arguments["b"])
     arguments["lows"] = tuple(low.at[:, poisoned].set(jnp.nan) for low in arguments["lows"])
     h, h_sums = forward(
-        dict(gate=arguments["gate"], up=arguments["up"], a=arguments["b"][0]), chunk_slot, interpret
+        dict(gate=arguments["gate"], up=arguments["up"], a=arguments["b"][0]), chunk_slot
     )
-    gradients, sums, accumulators = backward(arguments, chunk_slot, interpret)
+    gradients, sums, accumulators = backward(arguments, chunk_slot)
     all_sums = (each.T for each in (*h_sums, *sums[0], *sums[1]))
     for rows in (h, *gradients, *all_sums):
         by_chunk = np.isnan(float32(rows)).reshape(CHUNKS, -1)
@@ -220,7 +216,7 @@ def test_slot_without_chunks_keeps_its_bits(interpret):
     for each in bits:
         each[SLOTS + 2, 0, :4] = 0x80000000, 0x7FC12345, 0xFF800000, 0x00000001
     arguments["accumulators"] = tuple(jnp.asarray(each.view(np.float32)) for each in bits)
-    _, _, accumulators = backward(arguments, (0, 1, -1, 0), interpret)
+    _, _, accumulators = backward(arguments, (0, 1, -1, 0))
     for result, before in zip(accumulators, bits, strict=True):
         idle = np.r_[0:SLOTS, SLOTS + 2]
         np.testing.assert_array_equal(np.asarray(result).view(np.uint32)[idle], before[idle])
@@ -228,8 +224,8 @@ def test_slot_without_chunks_keeps_its_bits(interpret):
 
 def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
     arguments = backward_arguments(np.random.default_rng(7))
-    *_, alone = backward(arguments, (-1, 1, -1, 1), interpret)
-    *_, shared = backward(arguments, (0, 1, 2, 1), interpret)
+    *_, alone = backward(arguments, (-1, 1, -1, 1))
+    *_, shared = backward(arguments, (0, 1, 2, 1))
     for one, other in zip(alone, shared, strict=True):
         np.testing.assert_array_equal(one[SLOTS + 1], other[SLOTS + 1])
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmux.pallas_kernels.residual_norm import IMPLEMENTATIONS, mosaic_gpu, residual_norm
 from jaxmux.pallas_kernels.residual_norm.kernels_sm90 import Tiling, normalize, stream_gradient
@@ -28,8 +27,6 @@ TILINGS = (
 def on_hopper(monkeypatch, interpret):
     """Lets the Hopper implementation serve calls on CPU, its kernels in interpret mode."""
     monkeypatch.setattr(mosaic_gpu, "is_hopper", lambda: True)
-    with plgpu.force_gpu_interpret_mode(interpret):
-        yield
 
 
 def normals(seed, *shapes, dtype=jnp.bfloat16):
@@ -95,23 +92,23 @@ def test_weight_is_frozen(on_hopper):
         assert not np.any(jax.grad(total)(weight, implementation))
 
 
-def assert_kernels_are_right(width, tiling, interpret):
+def assert_kernels_are_right(width, tiling):
     x, d_x, weight = operands(width)
-    normed = normalize(x, weight, EPS, tiling=tiling, interpret=interpret)
+    normed = normalize(x, weight, EPS, tiling=tiling)
     assert_rounded(normed, rms_norm(x, weight, EPS), roundings=2)
     d_normed = d_normed_along(x)
-    dx = stream_gradient(x, d_normed, d_x, weight, EPS, tiling=tiling, interpret=interpret)
+    dx = stream_gradient(x, d_normed, d_x, weight, EPS, tiling=tiling)
     assert_rounded(dx, exact_gradient(x, weight, (d_x, d_normed)), roundings=1)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_norm_is_rounded_as_the_reference_and_the_gradient_once(width, interpret):
-    assert_kernels_are_right(width, TILING, interpret)
+    assert_kernels_are_right(width, TILING)
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
-    assert_kernels_are_right(256, tiling, interpret)
+    assert_kernels_are_right(256, tiling)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -67,10 +67,10 @@ class Case:
             out, vjp = jax.vjp(self.reference, *self.inputs)
             return out, *vjp(self.d_out.astype(jnp.float32))
 
-    def found(self, interpret=None):
+    def found(self):
         inputs = *self.inputs, self.firsts
-        out, log_total = forward(*inputs, self.heads, interpret=interpret)
-        gradients = backward(*inputs, log_total, self.d_out, self.heads, interpret=interpret)
+        out, log_total = forward(*inputs, self.heads)
+        gradients = backward(*inputs, log_total, self.d_out, self.heads)
         return out, *gradients
 
 
@@ -86,7 +86,7 @@ def assert_close(found, wanted):
 )
 def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, size, interpret):
     case = Case(row_len, groups, per_group, size)
-    assert_close(case.found(interpret), case.wanted())
+    assert_close(case.found(), case.wanted())
 
 
 @pytest.mark.parametrize(
@@ -95,26 +95,26 @@ def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, si
 )
 def test_packed_sequences_attend_only_to_themselves(row_len, packed, interpret):
     case = Case(row_len, 1, 2, 64, packed=packed)
-    assert_close(case.found(interpret), case.wanted())
+    assert_close(case.found(), case.wanted())
 
 
 @pytest.mark.parametrize("broken", [3e38, -3e38])
 def test_overflows_of_a_sequence_change_no_bit_of_its_neighbours(broken, interpret):
     case = Case(128, 1, 1, 64, rows=1, packed=[[30, 50, 40]])
-    healthy = case.found(interpret)
+    healthy = case.found()
     victim = (np.arange(128) >= 30) & (np.arange(128) < 80)
     case.inputs = tuple(jnp.where(victim[:, None], broken, x) for x in case.inputs)
     case.d_out = jnp.where(victim[:, None], broken, case.d_out)
-    for before, after in zip(healthy, case.found(interpret), strict=True):
+    for before, after in zip(healthy, case.found(), strict=True):
         np.testing.assert_array_equal(np.asarray(before)[~victim], np.asarray(after)[~victim])
 
 
 def test_a_broken_row_changes_no_bit_of_the_others(interpret):
     case = Case(128, 1, 2, 64)
-    healthy = case.found(interpret)
+    healthy = case.found()
     broken = np.arange(len(case.d_out)) < 128
     case.inputs = tuple(jnp.where(broken[:, None], jnp.nan, x) for x in case.inputs)
-    for before, after in zip(healthy, case.found(interpret), strict=True):
+    for before, after in zip(healthy, case.found(), strict=True):
         np.testing.assert_array_equal(np.asarray(before)[~broken], np.asarray(after)[~broken])
 
 

@@ -54,9 +54,9 @@ def column_operands(rng, width, ranks=(RANK,), rank_major=False, values=integers
     )
 
 
-def multiply_rows(groups, chunk_slot, interpret, tiling=ROW_TILING):
+def multiply_rows(groups, chunk_slot, tiling=ROW_TILING):
     slots, scale = jnp.asarray(chunk_slot), jnp.asarray(SCALE)
-    return row_products(tuple(groups), slots, scale, tiling=tiling, interpret=interpret)
+    return row_products(tuple(groups), slots, scale, tiling=tiling)
 
 
 def assert_row_products(results, group: RowOperands, chunk_slot):
@@ -82,7 +82,7 @@ def assert_column_products(results, group: ColumnOperands, chunk_slot):
 @pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_row_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
     group = row_operands(np.random.default_rng(0), 256)
-    [result] = multiply_rows([group], chunk_slot, interpret)
+    [result] = multiply_rows([group], chunk_slot)
     assert_row_products(result, group, chunk_slot)
 
 
@@ -96,7 +96,6 @@ def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
         jnp.asarray(chunk_slot),
         scale,
         tiling=RowTiling(tile_m=tile_m, tile_k=64, stages=2),
-        interpret=interpret,
     )
     for slot, rows in owned_chunks(chunk_slot, TOKENS):
         product = np.float64(scale[slot]) * np.float64(group.factors[0][slot])
@@ -108,7 +107,7 @@ def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
 def test_row_products_of_several_activations_and_factors(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
     groups = (row_operands(rng, 256, ranks=(16, 8, 24)), row_operands(rng, 128, ranks=(32,)))
-    results = multiply_rows(groups, chunk_slot, interpret)
+    results = multiply_rows(groups, chunk_slot)
     for result, group in zip(results, groups, strict=True):
         assert_row_products(result, group, chunk_slot)
 
@@ -117,9 +116,7 @@ def test_row_products_of_several_activations_and_factors(interpret):
 @pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, interpret):
     group = column_operands(np.random.default_rng(0), 128, rank_major=rank_major)
-    [result] = column_products(
-        (group,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
-    )
+    [result] = column_products((group,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING)
     assert_column_products(result, group, chunk_slot)
 
 
@@ -130,9 +127,7 @@ def test_column_products_of_several_groups_in_one_launch(interpret):
         column_operands(rng, 192, rank_major=True),
         column_operands(rng, 64, ranks=(8, 16), rank_major=True),
     )
-    results = column_products(
-        groups, jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
-    )
+    results = column_products(groups, jnp.asarray(chunk_slot), tiling=COLUMN_TILING)
     for result, group in zip(results, groups, strict=True):
         assert_column_products(result, group, chunk_slot)
 
@@ -155,7 +150,7 @@ def test_row_products_of_dropped_activations(tile_k, interpret):
     group = row_operands(rng, 256, ranks=(16, 8))._replace(masks=dropout(rng, 2))
     kept = row_operands(rng, 128)
     tiling = RowTiling(tile_m=64, tile_k=tile_k, stages=2)
-    results, results_of_kept = multiply_rows([group, kept], chunk_slot, interpret, tiling)
+    results, results_of_kept = multiply_rows([group, kept], chunk_slot, tiling)
     for i, result in enumerate(results):
         alone = RowOperands(dropped(group.z, group.masks, i, chunk_slot), group.factors[i : i + 1])
         assert_row_products([result], alone, chunk_slot)
@@ -174,7 +169,6 @@ def test_column_products_of_dropped_activations(tile_rows, width, lows, interpre
         (group, kept),
         jnp.asarray(chunk_slot),
         tiling=ColumnTiling(tile_rows=tile_rows, stages=2),
-        interpret=interpret,
     )
     for i, result in enumerate(results):
         one = slice(i, i + 1)
@@ -187,7 +181,7 @@ def test_column_products_of_dropped_activations(tile_rows, width, lows, interpre
 def test_column_products_of_more_ranks_than_registers(interpret):
     rng, chunk_slot = np.random.default_rng(11), (0, 1, -1, 0)
     group = column_operands(rng, 64, ranks=(128, 72))
-    [results] = column_products((group,), jnp.asarray(chunk_slot), interpret=interpret)
+    [results] = column_products((group,), jnp.asarray(chunk_slot))
     assert_column_products(results, group, chunk_slot)
 
 
@@ -202,10 +196,8 @@ def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
         lows=(columns.lows[0].at[:, poisoned].set(jnp.nan),),
         accumulators=(columns.accumulators[0].at[0].set(jnp.nan),),
     )
-    [[low]] = multiply_rows([rows], chunk_slot, interpret)
-    [[grads]] = column_products(
-        (columns,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING, interpret=interpret
-    )
+    [[low]] = multiply_rows([rows], chunk_slot)
+    [[grads]] = column_products((columns,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING)
     by_chunk = np.isnan(low.T).reshape(CHUNKS, -1)
     assert by_chunk.all(axis=1).tolist() == [True, False, False, False]
     assert by_chunk.any(axis=1).tolist() == [True, False, False, False]
@@ -215,7 +207,7 @@ def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
 def test_scale_of_an_idle_slot_reaches_no_row(interpret):
     group, slots = row_operands(np.random.default_rng(10), 128), jnp.asarray((0, -1, -1, 2))
     [[low]], [[same]] = (
-        row_products((group,), slots, jnp.asarray(scale), tiling=ROW_TILING, interpret=interpret)
+        row_products((group,), slots, jnp.asarray(scale), tiling=ROW_TILING)
         for scale in ((1.0, 1.0, 2.0), (1.0, jnp.nan, 2.0))
     )
     np.testing.assert_array_equal(low, same)
@@ -227,9 +219,7 @@ def test_slot_without_chunks_keeps_its_bits(interpret):
     bits = np.array(group.accumulators[0]).view(np.uint32)
     bits[2, 0, :4] = 0x80000000, 0x7FC12345, 0xFF800000, 0x00000001
     group = group._replace(accumulators=(jnp.asarray(bits.view(np.float32)),))
-    [[result]] = column_products(
-        (group,), jnp.asarray((0, 1, -1, 0)), tiling=COLUMN_TILING, interpret=interpret
-    )
+    [[result]] = column_products((group,), jnp.asarray((0, 1, -1, 0)), tiling=COLUMN_TILING)
     np.testing.assert_array_equal(np.asarray(result).view(np.uint32)[2], bits[2])
 
 
@@ -248,7 +238,6 @@ def test_bits_of_a_tasks_sum_do_not_depend_on_its_neighbours(interpret):
             (group._replace(z=z, lows=(low,)),),
             jnp.asarray(chunk_slot),
             tiling=COLUMN_TILING,
-            interpret=interpret,
         )
         return result[1]
 

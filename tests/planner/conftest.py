@@ -1,6 +1,7 @@
 """Real sequence lengths for the planner's tests, and the folders of modules imported by bare name.
 
-These are packing (`packings`, `exact_rows`), costs (`true_costs`) and scripts (`planner_parts`).
+These are packing (`packings`, `exact_rows`), costs (`true_costs`), pipeline/schedules
+(`mlora_workloads`) and scripts (`planner_parts`, `planner_packings`).
 """
 
 import json
@@ -10,7 +11,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "packing"), str(HERE / "costs"), str(HERE.parents[1] / "scripts")]
+FOLDERS = (
+    *(HERE / room for room in ("packing", "costs", "pipeline/schedules")),
+    HERE.parents[1] / "scripts",
+)
+sys.path[:0] = map(str, FOLDERS)
 
 # The samples of these data sets are longer than the rows of the tests.
 _TOO_LONG = {"qmsum", "squality"}

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 
 import gin
 import pytest
 
-from jaxmux.cli.train_command import main
+from jaxmux.cli.main import run_command
+
+main = partial(run_command, "train", prog="jaxmux train")
 
 GOOD = {"prompt": "red", "completion": " apple"}
 CHAT = {"messages": [{"role": "user", "content": "fig"}, {"role": "assistant", "content": "red"}]}

@@ -5,13 +5,16 @@ import fcntl
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import gin
 import pytest
 
 from jaxmux.cli import gin_bindings
-from jaxmux.cli.train_command import main
+from jaxmux.cli.main import run_command
+
+main = partial(run_command, "train", prog="jaxmux train")
 
 
 @pytest.fixture(autouse=True)

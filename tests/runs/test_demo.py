@@ -1,6 +1,7 @@
 """The bundled demo: its files are fit to ship, and the command without a config runs it."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import gin
@@ -8,9 +9,12 @@ import pytest
 
 from jaxmux import Task, load_backbone
 from jaxmux.cli import gin_bindings
-from jaxmux.cli.train_command import DEMO_CONFIG, main
+from jaxmux.cli.arguments import DEMO_CONFIG
+from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.package_files import resolve_path
+
+main = partial(run_command, "train", prog="jaxmux train")
 
 NAMES = ("mood", "pirate", "record", "telegram")
 MEGABYTE = 1_000_000

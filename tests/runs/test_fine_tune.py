@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
-from jaxmux.cli.export_command import main as export
+from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.models import BackboneConfig
+
+export = partial(run_command, "export", prog="jaxmux export")
 
 METRICS = ["step", "task", "task_step", "loss", "lr", "grad_norm", "target_tokens", "tokens"]
 METRICS += ["skipped"]

@@ -1,15 +1,18 @@
 """Completions of prompts with and without adapters."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 
 from jaxmux import LoRA, export_adapter, load_backbone
-from jaxmux.cli.generate_command import main
+from jaxmux.cli.main import run_command
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
+
+main = partial(run_command, "generate", prog="jaxmux generate")
 
 PROMPTS = ("red apple", "fig", "the brown lemon and the plum")
 NEW = 12

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jaxmux import Interrupted
-from jaxmux.cli.train_command import main
+from jaxmux.cli.main import run_command
 from jaxmux.engine import EngineOptions, engine
 from jaxmux.engine.rounds import pack_tightly
 from jaxmux.runs import RunDirectoryError
+
+main = partial(run_command, "train", prog="jaxmux train")
 
 STEPS = 60
 KILLS = 5

@@ -32,22 +32,18 @@ class AdapterTimes(NamedTuple):
 
     The adapters of a task with n tokens keep the whole device busy for
     u_a(n) · t_a(n) = per_task + per_token · n + … seconds. Alone they take t_a(n), which is `floor`
-    longer, because the device is mostly idle while small kernels are launched and drain.
+    longer, because the device is mostly idle while small kernels are launched and drain. By
+    default, adapters cost nothing.
     """
 
-    floor: float
-    per_task: float
-    per_token: float
-    per_token_rank: float
-    per_task_rank: float
-    per_chunk_rank: float
-    per_dropped_token: float
-    per_slot_rank: float
-
-    @classmethod
-    def none(cls) -> "AdapterTimes":
-        """Coefficients of adapters that cost nothing."""
-        return cls(*(0.0,) * len(cls._fields))
+    floor: float = 0.0
+    per_task: float = 0.0
+    per_token: float = 0.0
+    per_token_rank: float = 0.0
+    per_task_rank: float = 0.0
+    per_chunk_rank: float = 0.0
+    per_dropped_token: float = 0.0
+    per_slot_rank: float = 0.0
 
     def seconds(self, load: AdapterLoad) -> float:
         """Returns the forward and backward seconds of the fused adapters.
@@ -66,13 +62,6 @@ class AdapterTimes(NamedTuple):
         longest = self.floor + of_task + (of_token + dropped) * max(load.tokens)
         return self.per_slot_rank * load.slots * rank + max(busy, longest)
 
-    def utilisation(self, load: AdapterLoad) -> float:
-        """Returns u_a of the largest task: the fraction of the device that its adapters keep busy
-        alone."""
-        alone = load._replace(tokens=(max(load.tokens),))
-        taken = self.seconds(alone)
-        return 1 - self.floor / taken if taken else 1.0
-
 
 def fit_adapter_times(
     loads: Sequence[AdapterLoad], seconds: Sequence[float], weights: Sequence[float]
@@ -90,7 +79,7 @@ def fit_adapter_times(
     weights = np.asarray(weights, float)[:, None]
     target = np.asarray(seconds, float) * weights[:, 0]
     bound_by_one = np.array([len(load.tokens) == 1 for load in loads])
-    times = AdapterTimes.none()
+    times = AdapterTimes()
     for _ in range(_MOST_FITS):
         rows = [_features(*pair) for pair in zip(loads, bound_by_one, strict=True)]
         features = weights * np.array(rows)

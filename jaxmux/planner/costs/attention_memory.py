@@ -45,9 +45,8 @@ class PackedBytes(NamedTuple):
           tokens: tokens of the microbatch.
           max_sequences: the most sequences that a row may hold; 1 gives 0 bytes.
         """
-        if max_sequences == 1:
-            return 0.0
-        return tokens * (self.kept + max_sequences * self.kept_sequence)
+        of_token = self.kept + max_sequences * self.kept_sequence
+        return tokens * of_token if max_sequences > 1 else 0.0
 
     def needed_by(self, tokens: int, max_sequences: int) -> float:
         """Returns the additional bytes that the layer's backward pass needs while it runs.

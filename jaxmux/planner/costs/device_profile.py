@@ -19,7 +19,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
@@ -204,10 +204,7 @@ class CollectivePoint:
 
 
 Point = LayerPoint | AttentionPoint | HeadPoint | UpdatePoint | RoundPoint | CollectivePoint
-POINTS: Mapping[str, type[Point]] = {
-    kind.operator: kind
-    for kind in (LayerPoint, AttentionPoint, HeadPoint, UpdatePoint, RoundPoint, CollectivePoint)
-}
+POINTS: Mapping[str, type[Point]] = {kind.operator: kind for kind in get_args(Point)}
 
 
 def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
@@ -363,11 +360,7 @@ def _make(kind: type, raw: Mapping[str, Any], where: str) -> Any:
         if name not in fields:
             raise ProfileError(f"{where}: unknown key {name}; known: {', '.join(fields)}")
         wanted = fields[name]
-        if (
-            isinstance(wanted, type)
-            and type(raw[name]) is not wanted
-            and wanted in (int, str, bool)
-        ):
+        if wanted in (int, str, bool) and type(raw[name]) is not wanted:
             raise ProfileError(
                 f"{where}: {name} should be of type {wanted.__name__}, found {raw[name]!r}"
             )

@@ -17,7 +17,7 @@ from .attention_times import AttentionTimes
 from .curve import Curve
 from .device_profile import BackboneSize
 from .layer_policies import working_bytes
-from .memory_model import MemoryModel
+from .memory_model import MemoryModel, working_features
 from .online_fit import OnlineFit
 from .pool_spec import PoolSpec
 from .time_model import TimeModel
@@ -44,9 +44,10 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
     Args:
       backbone: sizes of the backbone.
     """
-    weights = _linear_weights(backbone)
+    weights = sum(k * n for k, n in backbone.linears.values())
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
-    moved = backbone.stream_bytes * (10 * backbone.hidden_size + 8 * _width(backbone, "gate_proj"))
+    gate, up = _width(backbone, "gate_proj"), _width(backbone, "up_proj")
+    moved = backbone.stream_bytes * (10 * backbone.hidden_size + 8 * gate)
 
     def base(tokens: int) -> float:
         attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN))
@@ -59,10 +60,11 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
     forward = Curve.through((n, _attention_of_token(backbone, n)[0]) for n in row_lens)
     norms = 4 * backbone.hidden_size * backbone.stream_bytes / h200.BYTES_PER_SECOND
     longest = _TOKENS[-1]
+    # "lean" recomputes the products with the weights of gate and up.
     recompute = {
         "norms": -norms * longest / base(longest),
         "dots": 0.0,
-        "lean": _lean_weights(backbone) / weights / 2,
+        "lean": backbone.hidden_size * (gate + up) / weights / 2,
         "full": 1 / 2,
     }
     return TimeModel(
@@ -71,9 +73,7 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
         row_len=_ROW_LEN,
         attention=AttentionTimes(both, both, _sequence(backbone) if _has_cudnn(backbone) else None),
         attention_forward=AttentionTimes(forward, forward, sequence=None),
-        adapters=AdapterTimes.none()._replace(
-            floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token
-        ),
+        adapters=AdapterTimes(floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token),
         empty_share=h200.EMPTY_SHARE,
         forward_share=0.5,
         recompute=recompute,
@@ -126,8 +126,7 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
         needed = working_bytes(sizes, backbone.head_block_bytes)
         # Row length does not matter: attention never stores a matrix of scores.
         for row_len in (_ROW_LEN, tokens):
-            features = np.array([1.0, tokens, tokens * row_len])
-            working = working.observe(features, needed, _WEIGHT)
+            working = working.observe(working_features(tokens, row_len), needed, _WEIGHT)
     packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone) else math.inf
     return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, packed_from)
 
@@ -168,18 +167,8 @@ def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
 def _attention_of_token(backbone: BackboneSize, row_len: int) -> tuple[float, float]:
     """Forward and backward seconds of a token, in rows of one sequence."""
     width = _width(backbone, "q_proj")
-    forward, backward = h200.attention_seconds([row_len], width=width) / row_len
+    forward, backward = h200.attention_seconds(row_len, width) / row_len
     return float(forward), float(backward)
-
-
-def _linear_weights(backbone: BackboneSize) -> int:
-    return sum(k * n for k, n in backbone.linears.values())
-
-
-def _lean_weights(backbone: BackboneSize) -> int:
-    """Number of weights of the linears whose outputs the policy "lean" recomputes."""
-    modules = ("gate_proj", "up_proj")
-    return backbone.hidden_size * sum(_width(backbone, module) for module in modules)
 
 
 def _width(backbone: BackboneSize, module: str) -> int:

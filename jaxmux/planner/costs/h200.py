@@ -19,8 +19,6 @@ Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
   all-reduce 64 MiB over four GPUs added 0.27 ms to a layer
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 NAME = "NVIDIA H200"
@@ -61,46 +59,25 @@ _FORWARD_ATTENTION = _attention_fit(_ATTENTION_FORWARD)
 _BACKWARD_ATTENTION = _attention_fit(_ATTENTION_BOTH - _ATTENTION_FORWARD)
 
 
-def linear_seconds(tokens: float, weights: float, tp: int = 1) -> float:
+def linear_seconds(tokens: float, weights: float) -> float:
     """Returns the seconds of frozen linears in one direction (forward or backward).
 
     Args:
       tokens: tokens of the microbatch.
       weights: number of weights of the linears.
-      tp: number of GPUs over which the linears are sharded.
     """
-    return 2 * weights / FLOPS / tp * (tokens + EXTRA_TOKENS)
+    return 2 * weights / FLOPS * (tokens + EXTRA_TOKENS)
 
 
-def adapter_seconds(task_tokens: Sequence[float], weights: float, tp: int = 1) -> float:
-    """Returns the seconds in one direction of the fused adapters of several tasks.
-
-    The result is max(Σ u·t, max t) over the tasks (MuxTune Eq. 3). t is the time of a task's
-    adapters alone, as if they had `EXTRA_TOKENS` more tokens. The utilisation u is the fraction of
-    t that the task's own tokens take.
-
-    Args:
-      task_tokens: tokens of each task.
-      weights: number of weights of the linears that carry the adapters.
-      tp: number of GPUs over which the linears are sharded.
-    """
-    token = LORA_SHARE * 2 * weights / FLOPS / tp
-    return token * max(sum(task_tokens), max(task_tokens) + EXTRA_TOKENS)
-
-
-def attention_seconds(
-    lengths: Sequence[int], tp: int = 1, width: int = _ATTENTION_WIDTH
-) -> np.ndarray:
+def attention_seconds(length: int, width: int) -> np.ndarray:
     """Returns the forward and backward seconds of a layer's causal attention, float64 [2].
 
     Args:
-      lengths: tokens of each sequence.
-      tp: number of GPUs that share the heads.
+      length: tokens of the sequence.
       width: width of all query heads together.
     """
-    sizes = np.asarray(lengths, float)
-    features = np.array([sizes.sum(), np.square(sizes).sum()]) * width / _ATTENTION_WIDTH
-    return np.array([features @ _FORWARD_ATTENTION, features @ _BACKWARD_ATTENTION]) / tp
+    features = np.array([length, length**2]) * width / _ATTENTION_WIDTH
+    return np.array([features @ _FORWARD_ATTENTION, features @ _BACKWARD_ATTENTION])
 
 
 def all_reduce_seconds(payload_bytes: float, devices: int) -> float:

@@ -236,12 +236,13 @@ class MemoryModel:
         if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):
             # Attention needed most, so the peak says nothing about the rest.
             return self
-        working = self.working.observe(_features(shape), max(0.0, beyond))
+        features = working_features(shape.tokens, shape.row_len)
+        working = self.working.observe(features, max(0.0, beyond))
         return dataclasses.replace(self, working=working)
 
     def _learnt(self, shape: ShapeClass) -> float:
         """Returns the bytes that a pass needs while it runs, by the online fit."""
-        return float(self._coefficients @ _features(shape))
+        return float(self._coefficients @ working_features(shape.tokens, shape.row_len))
 
     def _counted(self, shape, pool, remat, replica, in_flight) -> float:
         """Returns the bytes of weights, train state and kept values."""
@@ -276,13 +277,12 @@ class MemoryModel:
     ) -> list[str]:
         """Returns, for each of slots, rank, tokens and stages, the nearest value with which the
         round fits."""
+        fits = functools.partial(self.fits, replica=replica)
         unit = max(1, shape.chunk_len // shape.row_len)
         shapes = [dataclasses.replace(shape, rows=r) for r in range(unit, shape.rows, unit)]
-        tokens = [s.tokens for s in shapes if self.fits(s, pool, replica)]
-        pools = [pool._replace(slots=t) for t in range(1, pool.slots)]
-        slots = [p.slots for p in pools if self.fits(shape, p, replica)]
-        pools = [pool._replace(rank=r) for r in range(1, pool.rank)]
-        ranks = [p.rank for p in pools if self.fits(shape, p, replica)]
+        tokens = [s.tokens for s in shapes if fits(s, pool)]
+        slots = [t for t in range(1, pool.slots) if fits(shape, pool._replace(slots=t))]
+        ranks = [r for r in range(1, pool.rank) if fits(shape, pool._replace(rank=r))]
         deeper = range(replica.pp + 1, more_stages * self.backbone.layers + 1)
         replicas = (Replica.uniform(pp, replica.tp) for pp in deeper)
         stages = next((r.pp for r in replicas if self.fits(shape, pool, r)), None)
@@ -324,7 +324,7 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
             continue
         beyond = peak - point.layers * model.kept(point.tokens, point.rank, point.remat)
         needed = max(beyond, heads.get(point.tokens, 0), 0)
-        features = _row_features(point.tokens, point.row_len)
+        features = working_features(point.tokens, point.row_len)
         working = working.observe(features, needed, _PROFILE_WEIGHT)
     if not working.observations:
         raise ProfileError("the profile measures no peak_bytes of an adapted layer")
@@ -357,10 +357,11 @@ def _shown(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def _features(shape: ShapeClass) -> np.ndarray:
-    return _row_features(shape.tokens, shape.row_len)
+def working_features(tokens: int, row_len: int) -> np.ndarray:
+    """Returns the features of the online fit `MemoryModel.working`: 1, B · L and B · L².
 
-
-def _row_features(tokens: int, row_len: int) -> np.ndarray:
-    """The features of the online fit: 1, B · L and B · L²."""
+    Args:
+      tokens: B · L, tokens of the microbatch.
+      row_len: L, tokens of a row.
+    """
     return np.array([1.0, tokens, tokens * row_len])

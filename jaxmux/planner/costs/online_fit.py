@@ -48,7 +48,3 @@ class OnlineFit(NamedTuple):
         tie_break = np.diag(_TIE_BREAK * 10.0 ** np.arange(len(size)))
         rows = np.vstack([features / size, tie_break])
         return nnls(rows, np.append(target, np.zeros(len(size))))[0] / size
-
-    def predict(self, x: np.ndarray) -> float:
-        """β · x."""
-        return float(self.coefficients() @ x)

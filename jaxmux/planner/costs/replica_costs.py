@@ -10,7 +10,6 @@ import numpy as np
 from ..devices import Replica
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
-from .device_profile import ProfileError
 from .layer_policies import split_stages
 from .memory_model import USABLE, MemoryModel
 from .pool_spec import PoolSpec
@@ -162,10 +161,7 @@ class ReplicaCosts:
         Raises:
           ProfileError: the profile measures no update by the pool's optimizer.
         """
-        if self.pool.optimizer not in self.times.update:
-            raise ProfileError(f"the profile measures no update of {self.pool.optimizer!r}")
-        own = self.pool.parameters(self.times.backbone) / self.replica.devices
-        return self.times.update[self.pool.optimizer](own) + self.times.round_overhead
+        return self.times.pool_update(self.pool, self.replica.devices) + self.times.round_overhead
 
     def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
         """Returns the peak memory in bytes of a device of the stage that needs the most.

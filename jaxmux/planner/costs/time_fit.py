@@ -50,7 +50,7 @@ def fit_time_model(profile: Profile) -> TimeModel:
         row_len=frozen[0].row_len,
         attention=_attention(profile, backward=True),
         attention_forward=_attention(profile, backward=False),
-        adapters=AdapterTimes.none(),
+        adapters=AdapterTimes(),
         empty_share=1.0,
         forward_share=_forward_share(layers),
         recompute=_recompute(layers, base),

@@ -137,11 +137,23 @@ class TimeModel:
           ProfileError: the remat policy, or an update by the pool's optimizer, was not measured.
           PlanningError: the number of policies is not the number of layers.
         """
+        update = self.pool_update(pool)
+        seconds = sum(self.microbatch(shape, tokens, pool, remat) for tokens in microbatches)
+        return seconds + update + self.round_overhead
+
+    def pool_update(self, pool: PoolSpec, devices: int = 1) -> float:
+        """Returns the seconds of the optimizer update of all slots.
+
+        Args:
+          pool: the pool that holds all tasks.
+          devices: number of devices that update equal parts of the pool at the same time.
+
+        Raises:
+          ProfileError: an update by the pool's optimizer was not measured.
+        """
         if pool.optimizer not in self.update:
             raise ProfileError(f"the profile measures no update of {pool.optimizer!r}")
-        seconds = sum(self.microbatch(shape, tokens, pool, remat) for tokens in microbatches)
-        update = self.update[pool.optimizer](pool.parameters(self.backbone))
-        return seconds + update + self.round_overhead
+        return self.update[pool.optimizer](pool.parameters(self.backbone) / devices)
 
     def microbatch(
         self, shape: ShapeClass, tokens: Sequence[float], pool: PoolSpec, remat: Remat = "dots"

@@ -75,6 +75,7 @@ def fullest_bins(
 
     Arguments as in `least_bins`. Returns the indices of the items of each bin.
     """
+    most_items = most_items or len(sizes)
     order = _longest_first(sizes)
     left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
     bins = []
@@ -86,9 +87,7 @@ def fullest_bins(
             for size, items in left.items()
             for _ in range(min(len(items) - (size == first), room // size))
         ]
-        chosen = _fullest_of_descending(
-            others, room, None if most_items is None else most_items - 1
-        )
+        chosen = _fullest_of_descending(others, room, most_items - 1)
         content = [first, *(others[i] for i in chosen)]
         needed = Counter(content)
         # Items only become fewer, so the best content stays the best while its items last.
@@ -105,20 +104,16 @@ def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None =
     unique. Arguments as in `least_bins`.
     """
     fitting = [i for i in _longest_first(sizes) if sizes[i] <= capacity]
-    chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, most_items)
+    chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, most_items or len(sizes))
     return sorted(fitting[i] for i in chosen)
 
 
-def _fullest_of_descending(
-    sizes: Sequence[int], capacity: int, most_items: int | None
-) -> list[int]:
+def _fullest_of_descending(sizes: Sequence[int], capacity: int, most_items: int) -> list[int]:
     """`fullest_subset` of descending sizes.
 
     Most items are never looked at: the search ends as soon as the items so far reach the largest
     possible sum and no choice with a later item could reach it with fewer items.
     """
-    if most_items is None:
-        most_items = len(sizes)
     most = _largest_sum(sizes, min(capacity, sum(sizes[:most_items])))
     never = most_items + 1
     # fewest[t] is the least number of the items so far that sum to t.

@@ -23,7 +23,6 @@ from .rows import (
     Row,
     RowShape,
     fill_rows,
-    fill_rows_greedily,
     least_rows,
     least_rows_of_samples,
     spans_of_rows,
@@ -214,23 +213,6 @@ def pack_cut(batches: Mapping[int, CutBatch], shape: ShapeClass) -> PackedRound:
       batches: for each slot, the task's global batch, cut into spans.
       shape: shape class of the microbatches, for which the batches were cut.
     """
-    return _packed(batches, shape, fill_rows)
-
-
-def pack_greedily(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
-    """Packs one round more simply than `pack_round`, to compare with it.
-
-    Each row takes the longest of the tasks' next spans that fits, until none fits. Arguments,
-    result and errors are as in `pack_round`.
-    """
-    return _packed(
-        cut_batches(lengths, shape),
-        shape,
-        lambda queues, row_shape, height: fill_rows_greedily(queues, row_shape),
-    )
-
-
-def _packed(batches: Mapping[int, CutBatch], shape: ShapeClass, fill) -> PackedRound:
     spans = {slot: batch.spans for slot, batch in batches.items()}
     queues = {slot: queue for slot, queue in spans.items() if queue}
     if not queues:
@@ -239,4 +221,4 @@ def _packed(batches: Mapping[int, CutBatch], shape: ShapeClass, fill) -> PackedR
     lengths = {slot: batch.lengths for slot, batch in batches.items()}
     bound = -(-least_rows_of_samples(lengths, shape) // height)
     isolated_bound = max(bound, -(-least_rows(queues, row_shape) // height))
-    return PackedRound(shape, spans, fill(queues, row_shape, height), bound, isolated_bound)
+    return PackedRound(shape, spans, fill_rows(queues, row_shape, height), bound, isolated_bound)

@@ -5,8 +5,9 @@ A task's result depends on the contents and the order of its chunks, not on thei
 before an earlier one. Under this rule, rows take as many chunks as fit.
 """
 
-import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -70,12 +71,11 @@ def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
     least = least_rows(queues, shape)
     chunks = sum(row_chunks(queues, best))
     least_last = max(1, chunks - (least - 1) // height * height * shape.chunks)
-    for even_out in (False, True):
-        for insist in (True, False):
-            if last_chunks(queues, best, height) == least_last and len(best) == least:
-                return best
-            plan = _fill_rows_full(queues, shape, even_out, insist)
-            best = min(best, plan, key=lambda r: (len(r), last_chunks(queues, r, height)))
+    for even_out, insist in product((False, True), (True, False)):
+        if last_chunks(queues, best, height) == least_last and len(best) == least:
+            return best
+        plan = _fill_rows_full(queues, shape, even_out, insist)
+        best = min(best, plan, key=lambda r: (len(r), last_chunks(queues, r, height)))
     return best
 
 
@@ -87,32 +87,23 @@ def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
 def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
     """Lays all spans into rows by first fit decreasing, within the fixed order of each task: a row
     takes the longest of the tasks' next spans that fits, until none fits."""
-    order = {slot: i for i, slot in enumerate(queues)}
-    position = dict.fromkeys(queues, 0)
-    # The next span of every task, longest first.
-    heads = [(-queue[0].chunks, order[slot], slot) for slot, queue in queues.items() if queue]
-    heapq.heapify(heads)
+    left = {slot: deque(queue) for slot, queue in queues.items() if queue}
     rows = []
-    while heads:
+    while left:
         row: Row = {}
-        chunks, max_sequences = shape.chunks, shape.max_sequences
-        too_large = []
-        while heads and chunks and max_sequences:
-            head = heapq.heappop(heads)
-            slot = head[-1]
-            span = queues[slot][position[slot]]
-            if span.chunks > chunks or span.sequences > max_sequences:
-                too_large.append(head)
-                continue
+        chunks, sequences = shape.chunks, shape.max_sequences
+        while fitting := [
+            slot
+            for slot, spans in left.items()
+            if spans[0].chunks <= chunks and spans[0].sequences <= sequences
+        ]:
+            slot = max(fitting, key=lambda slot: left[slot][0].chunks)
+            span = left[slot].popleft()
             chunks -= span.chunks
-            max_sequences -= span.sequences
-            position[slot] += 1
+            sequences -= span.sequences
             row[slot] = row.get(slot, 0) + 1
-            if position[slot] < len(queues[slot]):
-                following = queues[slot][position[slot]]
-                heapq.heappush(heads, (-following.chunks, order[slot], slot))
-        for head in too_large:
-            heapq.heappush(heads, head)
+            if not left[slot]:
+                del left[slot]
         rows.append(row)
     return rows
 
@@ -164,7 +155,7 @@ def fullest_row(
     Returns:
       A mapping from slot to the number of its next spans that the row takes; empty if no span fits.
     """
-    waiting = _waiting(queues, position)
+    waiting = [slot for slot, queue in queues.items() if position[slot] < len(queue)]
     waiting.sort(key=lambda slot: -queues[slot][position[slot]].chunks)
     # By chunks taken, the cost and the number of sequences of the best choice.
     best: dict[int, tuple[float, int]] = {0: (0, 0)}
@@ -197,10 +188,6 @@ def fullest_row(
     return row
 
 
-def _waiting(queues: Queues, position: Mapping[int, int]) -> list[int]:
-    return [slot for slot, queue in queues.items() if position[slot] < len(queue)]
-
-
 def _prefixes(
     queue: Sequence[Span], start: int, chunks: int, max_sequences: int
 ) -> list[tuple[int, int]]:
@@ -217,15 +204,11 @@ def _prefixes(
 
 def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, Span]]]:
     """Returns the spans of each row, as pairs (slot, span) in the order in which they lie there."""
-    position = dict.fromkeys(queues, 0)
-    laid_down = []
-    for row in rows:
-        laid_down.append([])
-        for slot, count in row.items():
-            start = position[slot]
-            laid_down[-1] += [(slot, span) for span in queues[slot][start : start + count]]
-            position[slot] += count
-    return laid_down
+    left = {slot: iter(queue) for slot, queue in queues.items()}
+    return [
+        [(slot, span) for slot, count in row.items() for span in islice(left[slot], count)]
+        for row in rows
+    ]
 
 
 def row_chunks(queues: Queues, rows: Sequence[Row]) -> list[int]:

@@ -159,25 +159,6 @@ def plain_shape(
     return price_shape(rounds, shape, seconds)
 
 
-def muxtune_shape(
-    rounds: Sequence[RoundLengths], request: ShapeRequest, seconds: Cost
-) -> PricedShape:
-    """Returns the shape class of MuxTune's rule, with its cost (MuxTune 3.5).
-
-    The rule takes the chunk length of `muxtune_chunk_len` and the shortest row that holds the
-    longest sample. Arguments and errors are as in `choose_shape`.
-    """
-    chunk_len = muxtune_chunk_len(_all_lengths(rounds), request.least_chunk_len)
-    return plain_shape(rounds, request._replace(chunk_len=chunk_len), seconds)
-
-
-def muxtune_chunk_len(lengths: Sequence[int], least: int = MIN_CHUNK_LEN) -> int:
-    """Returns the greatest power of two that divides all lengths, or `least` if that is greater
-    (MuxTune 3.5)."""
-    divisor = math.gcd(*lengths)
-    return max(least, divisor & -divisor)
-
-
 def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost) -> PricedShape:
     """Packs the rounds in one shape class and returns the class with its cost.
 

@@ -8,6 +8,7 @@ takes no additional chunk.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import PlanningError
@@ -140,8 +141,5 @@ def _shortest_part(
 def _side_by_side(
     samples: Sequence[int], lengths: Sequence[int], row: int = 0
 ) -> tuple[tuple[int, int, int], ...]:
-    places, offset = [], 0
-    for sample in samples:
-        places.append((sample, row, offset))
-        offset += lengths[sample]
-    return tuple(places)
+    offsets = accumulate((lengths[s] for s in samples), initial=0)
+    return tuple((s, row, offset) for s, offset in zip(samples, offsets, strict=False))

@@ -53,7 +53,7 @@ def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
     half = len(paired) // 2
     pairs = [list(pair) for pair in zip(paired[:half], reversed(paired[-half:]), strict=True)]
     middle = [[paired[half]]] if len(paired) % 2 else []
-    return (pairs if half else []) + middle + [[slot] for slot in rest]
+    return pairs + middle + [[slot] for slot in rest]
 
 
 def take_turns[Batch](

@@ -60,22 +60,6 @@ class PackedMicrobatch(NamedTuple):
         return place([[(placed.slot, placed.span) for placed in row] for row in self.rows], shape)
 
 
-class LemmaViolation(NamedTuple):
-    """A microbatch that begins a task's next global batch too early.
-
-    Attributes:
-      slot: slot of the task.
-      turn: turn of the global batch that begins too early.
-      microbatch: index of the microbatch.
-      distance: microbatches since the last one with samples of the task's current global batch.
-    """
-
-    slot: int
-    turn: int
-    microbatch: int
-    distance: int
-
-
 def lemma_distance(stages: int, rule: TickRule = "single") -> int:
     """Returns the least distance of a task's global batches in the stream, in microbatches.
 
@@ -104,21 +88,6 @@ def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicr
         separate = [microbatch for i, turn in enumerate(packed) for microbatch in _lay(i, turn)]
         schedules += [insert_noops(separate, stages), merge_turns(packed, stages)]
     return min(schedules, key=len)
-
-
-def lemma_violations(schedule: Sequence[PackedMicrobatch], stages: int) -> list[LemmaViolation]:
-    """Returns every place where the lemma or the order of a task's global batches is broken."""
-    ends: dict[int, tuple[int, int]] = {}
-    violations = []
-    for index, microbatch in enumerate(schedule):
-        for row in microbatch.rows:
-            for turn, slot, _ in row:
-                current, last = ends.get(slot, (turn, index))
-                backwards = turn < current
-                if backwards or (turn > current and index - last < stages):
-                    violations.append(LemmaViolation(slot, turn, index, index - last))
-                ends[slot] = (turn, index)
-    return violations
 
 
 def insert_noops(microbatches: Sequence[PackedMicrobatch], stages: int) -> list[PackedMicrobatch]:

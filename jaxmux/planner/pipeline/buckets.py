@@ -1,7 +1,6 @@
 """Groups hTasks into buckets, which take turns in the pipeline (MuxTune 3.4, Eq. 7)."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,40 +24,6 @@ _EXACT_HTASKS = 16
 _LARGEST_ABOVE_LEAST = 0.01
 # Largest buckets that differ by less than this fraction count as equal.
 _NEGLIGIBLE = 1e-3
-
-
-class BucketChoice(NamedTuple):
-    """The buckets that `choose_buckets` chose.
-
-    Attributes:
-      buckets: every hTask once.
-      latency: simulated end-to-end latency in seconds.
-      gap: bound on how far the largest bucket is above the smallest possible largest bucket, as a
-        fraction of it (see `balance_gap`); 0.01 is 1%.
-    """
-
-    buckets: Buckets
-    latency: float
-    gap: float
-
-
-def choose_buckets(
-    latencies: Sequence[float], simulate: Callable[[Buckets], float]
-) -> BucketChoice:
-    """Returns the balanced buckets, of any number P, of least simulated latency.
-
-    Args:
-      latencies: L⁽¹⁾(H_i), seconds of a microbatch of each hTask on the first stage.
-      simulate: returns the end-to-end latency in seconds with the given buckets.
-
-    Raises:
-      PlanningError: there are no hTasks, or a latency is not positive and finite.
-    """
-    candidates = candidate_buckets(latencies)
-    simulated = [simulate(buckets) for buckets in candidates]
-    best = int(np.argmin(simulated))
-    gap = balance_gap(latencies, candidates[best])
-    return BucketChoice(candidates[best], float(simulated[best]), gap)
 
 
 def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:

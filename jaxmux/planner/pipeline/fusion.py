@@ -1,10 +1,12 @@
 """Fuses tasks into hTasks, whose samples share microbatches (MuxTune 3.3, Eq. 4 and 6)."""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations_with_replacement, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from ..contiguous_ranges import cheapest_ranges
 from ..errors import PlanningError
 
 # Indices of the tasks of an hTask, in ascending order of their tokens.
@@ -23,59 +25,32 @@ class Fusion(NamedTuple):
     latency: float
 
 
-def fuse_tasks(
-    tokens: Sequence[int],
-    latency: Callable[[HTask], float],
-    stages: int,
-    fits: Callable[[HTask], bool] = lambda htask: True,
-) -> Fusion:
-    """Returns the partition of least latency F* (Eq. 6).
+def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: int) -> list[Fusion]:
+    """Returns, for every number of hTasks, the partition of least latency F (Eq. 6).
 
     The tasks are sorted by tokens, and every hTask is a contiguous range of them:
 
-        F(m, n) = min_i F(i, n-1) + L(H_{i+1→m}) / S,   F(m, 1) = L(H_{1→m}),   F* = min_n F(M, n).
+        F(m, n) = min_i F(i, n-1) + L(H_{i+1→m}) / S,   F(m, 1) = L(H_{1→m}).
 
     The first hTask fills and drains the pipeline, and each further one adds its average latency per
-    stage. `latency` and `fits` are called once for each of the M(M+1)/2 contiguous hTasks.
+    stage, which is less than its time in a full pipeline. So the partition of least F is not always
+    the fastest, and a caller that can simulate the pipeline should choose among these partitions.
+    `latency` is called once for each of the M(M+1)/2 contiguous hTasks.
 
     Args:
       tokens: n_i, tokens of a microbatch of each of the M tasks.
       latency: L, end-to-end latency in seconds of an hTask alone in the pipeline, for example
-        `pipeline_latency`.
+        `pipeline_latency`; infinite for an hTask that is not allowed. Numbers of hTasks for which
+        no partition is allowed are left out.
       stages: S, the number of pipeline stages.
-      fits: whether the memory suffices for an hTask (Eq. 5).
 
     Raises:
-      PlanningError: a task does not fit even alone, or there are no tasks.
-    """
-    return min(fusions(tokens, latency, stages, fits), key=lambda fusion: fusion.latency)
-
-
-def fusions(
-    tokens: Sequence[int],
-    latency: Callable[[HTask], float],
-    stages: int,
-    fits: Callable[[HTask], bool] = lambda htask: True,
-) -> list[Fusion]:
-    """Returns, for every number of hTasks from the least possible one on, the best partition.
-
-    Eq. 6 charges each further hTask its average latency per stage, which is less than its time in a
-    full pipeline. A caller that can simulate the pipeline should choose among these partitions.
-    Arguments and errors are those of `fuse_tasks`.
+      PlanningError: there are no tasks, or no partition has a finite latency.
     """
     ascending = sorted(range(len(tokens)), key=lambda task: (tokens[task], task))
-    for task in ascending:
-        if not fits((task,)):
-            raise PlanningError(
-                f"task {task} with {tokens[task]} tokens a microbatch does not fit in memory even "
-                "alone"
-            )
     costs = np.full((len(ascending), len(ascending)), np.inf)
-    for first in range(len(ascending)):
-        for last in range(first, len(ascending)):
-            htask = tuple(ascending[first : last + 1])
-            if fits(htask):
-                costs[first, last] = latency(htask)
+    for first, last in combinations_with_replacement(range(len(ascending)), 2):
+        costs[first, last] = latency(tuple(ascending[first : last + 1]))
     return [
         Fusion(tuple(tuple(ascending[first : last + 1]) for first, last in ranges), total)
         for ranges, total in fuse_ranges(costs, stages)
@@ -100,36 +75,17 @@ def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, in
     tasks = len(costs)
     if not tasks:
         raise PlanningError("no tasks to fuse")
-    # added[i, m]: seconds that an hTask of the tasks i to m - 1 adds to those before it.
-    added = np.full((tasks + 1, tasks + 1), np.inf)
-    added[:-1, 1:] = np.where(np.tri(tasks, dtype=bool).T, costs / stages, np.inf)
-    # best[m]: F(m, n) for the current number n of hTasks.
-    best = np.concatenate([[np.inf], costs[0]])
-    totals, cut_at = [best[tasks]], []
-    for _ in range(1, tasks):
-        through = best[:, None] + added
-        cut_at.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-        totals.append(best[tasks])
+    further = np.full((tasks + 1, tasks + 1), np.inf)
+    further[:-1, 1:] = np.where(np.tri(tasks, dtype=bool).T, costs / stages, np.inf)
+    first = np.concatenate([[np.inf], costs[0]])
     found = [
-        (_ranges(cut_at[:count], tasks), float(total))
-        for count, total in enumerate(totals)
+        ([(begin, end - 1) for begin, end in pairwise((0, *ends))], total)
+        for ends, total in cheapest_ranges(first, further, tasks)
         if np.isfinite(total)
     ]
     if not found:
         raise PlanningError(f"no partition of the {tasks} tasks into hTasks fits in memory")
     return found
-
-
-def _ranges(cut_at: Sequence[np.ndarray], tasks: int) -> list[tuple[int, int]]:
-    """First and last task of each hTask, read back from the argmins of the dynamic program."""
-    ranges, end = [], tasks
-    for cuts in reversed(cut_at):
-        start = int(cuts[end])
-        ranges.append((start, end - 1))
-        end = start
-    ranges.append((0, end - 1))
-    return ranges[::-1]
 
 
 def pipeline_latency(stages: Sequence[float], microbatches: int) -> float:

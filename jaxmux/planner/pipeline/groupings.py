@@ -66,8 +66,13 @@ def candidate_groupings(
       PlanningError: there are no samples.
     """
     most = 2 * len(stages)
-    lengths = _lengths(rounds)
-    microbatches = _mean_microbatches(rounds, shape)
+    batches = _batches(rounds)
+    lengths = {slot: [n for batch in own for n in batch.lengths] for slot, own in batches.items()}
+    # By slot, how many microbatches a global batch fills, the mean over the task's rounds.
+    microbatches = {
+        slot: float(np.mean([chunks_of(batch) for batch in own])) / shape.chunks
+        for slot, own in batches.items()
+    }
     # `fusions` numbers the tasks from 0.
     slots = sorted(lengths)
 
@@ -82,16 +87,18 @@ def candidate_groupings(
         for fusion in fusions(sizes, latency, len(stages))
         if len(fusion.htasks) <= _MOST_HTASKS
     ]
-    found: dict[frozenset[tuple[int, ...]], Grouping] = {}
-    balanced = candidate_buckets([microbatches[slot] for (slot,) in alone], most)
-    for buckets in (*balanced, *_head_tail(lengths, alone, most)):
-        _add(found, Grouping(alone, buckets))
+    buckets_of_tasks = (
+        *candidate_buckets([microbatches[slot] for (slot,) in alone], most),
+        *_head_tail(lengths, alone, most),
+    )
+    candidates = [Grouping(alone, buckets) for buckets in buckets_of_tasks]
     for htasks in fused:
         own = [sum(microbatches[slot] for slot in htask) for htask in htasks]
-        for buckets in candidate_buckets(own, most):
-            _add(found, Grouping(htasks, buckets))
-    for buckets in _every_division(len(alone), most):
-        _add(found, Grouping(alone, buckets))
+        candidates += [Grouping(htasks, buckets) for buckets in candidate_buckets(own, most)]
+    candidates += [Grouping(alone, buckets) for buckets in _every_division(len(alone), most)]
+    found: dict[frozenset[tuple[int, ...]], Grouping] = {}
+    for grouping in candidates:
+        found.setdefault(frozenset(grouping.groups), grouping)
     return list(found.values())
 
 
@@ -100,26 +107,16 @@ def chunks_of(batch: CutBatch) -> int:
     return sum(span.chunks for span in batch.spans)
 
 
-def _lengths(rounds: Sequence[CutRound]) -> dict[int, list[int]]:
-    """By slot, the lengths of all its samples; tasks without samples are left out."""
-    lengths: dict[int, list[int]] = {}
+def _batches(rounds: Sequence[CutRound]) -> dict[int, list[CutBatch]]:
+    """By slot, all its global batches that have samples; tasks without samples are left out."""
+    found: dict[int, list[CutBatch]] = {}
     for batches in rounds:
         for slot, batch in batches.items():
             if len(batch.lengths):
-                lengths.setdefault(slot, []).extend(batch.lengths)
-    if not lengths:
+                found.setdefault(slot, []).append(batch)
+    if not found:
         raise PlanningError("no samples to plan a pipeline for")
-    return lengths
-
-
-def _mean_microbatches(rounds: Sequence[CutRound], shape: ShapeClass) -> dict[int, float]:
-    """By slot, how many microbatches a global batch fills, the mean over the task's rounds."""
-    chunks: dict[int, list[int]] = {}
-    for batches in rounds:
-        for slot, batch in batches.items():
-            if len(batch.lengths):
-                chunks.setdefault(slot, []).append(chunks_of(batch))
-    return {slot: float(np.mean(own)) / shape.chunks for slot, own in chunks.items()}
+    return found
 
 
 def _head_tail(
@@ -146,7 +143,3 @@ def _every_division(tasks: int, most: int) -> Iterator[Buckets]:
     for buckets in divisions:
         if len(buckets) <= most:
             yield tuple(tuple(bucket) for bucket in buckets)
-
-
-def _add(found: dict[frozenset[tuple[int, ...]], Grouping], grouping: Grouping) -> None:
-    found.setdefault(frozenset(grouping.groups), grouping)

@@ -9,6 +9,8 @@ subgraphs that it depends on have ended, including their collectives.
 
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from ..errors import PlanningError
@@ -163,31 +165,21 @@ class _Streams(NamedTuple):
 
 def _topological_order(subgraphs: Sequence[Subgraph], key: Callable[[int], tuple]) -> list[int]:
     """Kahn's algorithm over all graphs at once: the launchable subgraph of least key comes next."""
-    missing = [len(subgraph.after) for subgraph in subgraphs]
-    followers = _followers(subgraphs)
-    queue = [(key(index), index) for index, count in enumerate(missing) if not count]
-    heapq.heapify(queue)
-    order = []
-    while queue:
+    sorter = TopologicalSorter({i: subgraph.after for i, subgraph in enumerate(subgraphs)})
+    # After the error, the sorter still yields all subgraphs that no cycle holds back.
+    with suppress(CycleError):
+        sorter.prepare()
+    queue, order = [], []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(queue, (key(index), index))
         _, index = heapq.heappop(queue)
         order.append(index)
-        for follower in followers[index]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(queue, (key(follower), follower))
+        sorter.done(index)
     if len(order) < len(subgraphs):
         stuck = sorted(set(range(len(subgraphs))) - set(order))
         raise PlanningError(f"the subgraphs {stuck} depend on each other in a cycle")
     return order
-
-
-def _followers(subgraphs: Sequence[Subgraph]) -> list[list[int]]:
-    """For each subgraph, those that depend on it directly."""
-    followers: list[list[int]] = [[] for _ in subgraphs]
-    for index, subgraph in enumerate(subgraphs):
-        for source in subgraph.after:
-            followers[source].append(index)
-    return followers
 
 
 def _depths(subgraphs: Sequence[Subgraph]) -> list[int]:
@@ -200,9 +192,11 @@ def _depths(subgraphs: Sequence[Subgraph]) -> list[int]:
 
 def _longest_tails(subgraphs: Sequence[Subgraph]) -> list[float]:
     """For each subgraph, the seconds of the longest chain of dependent subgraphs from its start."""
-    followers = _followers(subgraphs)
     tail = [0.0] * len(subgraphs)
     for index in reversed(sequential_order(subgraphs)):
-        own = subgraphs[index].compute + subgraphs[index].communication
-        tail[index] = own + max((tail[i] for i in followers[index]), default=0.0)
+        subgraph = subgraphs[index]
+        # So far it is the longest tail of those that depend on this subgraph.
+        tail[index] += subgraph.compute + subgraph.communication
+        for source in subgraph.after:
+            tail[source] = max(tail[source], tail[index])
     return tail

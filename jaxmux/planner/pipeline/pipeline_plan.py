@@ -18,9 +18,9 @@ The best choice depends on the lengths of the samples. A quick estimate chooses 
 groupings, and the simulator compares these.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -127,16 +127,13 @@ class _Packings:
     def __init__(self, rounds: Sequence[RoundLengths], shape: ShapeClass):
         self.rounds = rounds
         self.cut: list[CutRound] = [cut_batches(batches, shape) for batches in rounds]
-        self._pack = partial(pack_cut, shape=shape)
-        self._packed: dict[tuple[int, ...], list[PackedRound]] = {}
-        self._seconds: dict[tuple[int, ...], np.ndarray] = {}
+        self._shape = shape
+        self.of_group = cache(self._pack_group)
+        self.mean_seconds = cache(self._mean_seconds)
 
-    def of_group(self, group: tuple[int, ...]) -> list[PackedRound]:
+    def _pack_group(self, group: tuple[int, ...]) -> list[PackedRound]:
         """The group's packed turns, for each round in which it has one."""
-        if group not in self._packed:
-            turns = take_turns(self.cut, [group])
-            self._packed[group] = [self._pack(turn) for turn in turns]
-        return self._packed[group]
+        return [pack_cut(turn, self._shape) for turn in take_turns(self.cut, [group])]
 
     def take_turns(self, groups: Groups) -> list[PackedRound]:
         """The packed turns in the order of `adapter_groups.take_turns`."""
@@ -148,26 +145,27 @@ class _Packings:
             if any(slot in batches for slot in group)
         ]
 
-    def mean_seconds(self, group: tuple[int, ...], stage_seconds: StageSeconds) -> np.ndarray:
+    def _mean_seconds(self, group: tuple[int, ...], stage_seconds: StageSeconds) -> np.ndarray:
         """Mean forward and backward seconds of the microbatches of the group's first turn.
 
         Returns:
           float64 [2, S].
         """
-        if group not in self._seconds:
-            (lengths, *_) = take_turns(self.rounds, [group])
-            seconds = [
-                stage_seconds([lengths[p.slot][p.sample] for p in placements])
-                for placements in self.of_group(group)[0].microbatches()
-            ]
-            self._seconds[group] = np.mean(seconds or [stage_seconds([])], axis=0)
-        return self._seconds[group]
+        (lengths, *_) = take_turns(self.rounds, [group])
+        seconds = [
+            stage_seconds([lengths[p.slot][p.sample] for p in placements])
+            for placements in self.of_group(group)[0].microbatches()
+        ]
+        return np.mean(seconds or [stage_seconds([])], axis=0)
 
 
 def _plan(
     packings: _Packings, grouping: Grouping, rule: TickRule, costs: PipelineCosts
 ) -> PipelinePlan:
-    groups = _longest_first(grouping.groups, packings, costs.stage_seconds)
+    def forward_seconds(group: tuple[int, ...]) -> float:
+        return float(packings.mean_seconds(group, costs.stage_seconds)[0].mean())
+
+    groups = tuple(sorted(grouping.groups, key=forward_seconds, reverse=True))
     turns, packed = take_turns(packings.rounds, groups), packings.take_turns(groups)
     stages = len(costs.stage_seconds([costs.shape.row_len])[0])
     stream = schedule_turns(packed, lemma_distance(stages, rule))
@@ -179,20 +177,11 @@ def _plan(
     return PipelinePlan(grouping, groups, rule, microbatches, workload, schedule, simulation)
 
 
-def _longest_first(groups: Groups, packings: _Packings, stage_seconds: StageSeconds) -> Groups:
-    """The groups in descending order of the mean forward time of their microbatches."""
-
-    def forward(group: tuple[int, ...]) -> float:
-        return float(packings.mean_seconds(group, stage_seconds)[0].mean())
-
-    return tuple(sorted(groups, key=forward, reverse=True))
-
-
 def stream_workload(
     microbatches: Sequence[PackedMicrobatch],
     turns: Sequence[RoundLengths],
     stage_seconds: StageSeconds,
-    buffer_limit: Sequence[int] | None = None,
+    buffer_limit: tuple[int, ...] | None = None,
 ) -> Workload:
     """Returns microbatches with their times as a workload for schedule generators.
 
@@ -219,8 +208,7 @@ def stream_workload(
         )
         seconds.append(stage_seconds(sequence_lengths(microbatch, turns)))
     forward, backward = (np.array(times) for times in zip(*seconds, strict=True))
-    limit = None if buffer_limit is None else tuple(buffer_limit)
-    return Workload(tuple(scheduled), forward, backward, limit)
+    return Workload(tuple(scheduled), forward, backward, buffer_limit)
 
 
 def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:
@@ -236,10 +224,9 @@ def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]
 
 def _steps(turns: Sequence[RoundLengths]) -> list[dict[int, int]]:
     """For each turn, by slot, how many global batches the task has had before."""
-    before: dict[int, int] = defaultdict(int)
+    before: Counter[int] = Counter()
     steps = []
     for turn in turns:
         steps.append({slot: before[slot] for slot in turn})
-        for slot in turn:
-            before[slot] += 1
+        before.update(turn.keys())
     return steps

@@ -33,7 +33,9 @@ from ..costs.cost_models import CostSource
 from ..devices import Replica
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
+from .groupings import Grouping, Groups
 from .schedules import PipelineSchedule, Simulation, Workload, simulate_lockstep
+from .schedules.schedule import as_lists
 
 FORMAT = "jaxmux.plan/2"
 
@@ -171,12 +173,9 @@ class Plan:
     baselines: tuple[Baseline, ...]
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
+    def groups(self) -> Groups:
         """For each bucket, the slots of its tasks in ascending order."""
-        return tuple(
-            tuple(sorted(slot for htask in bucket for slot in self.htasks[htask]))
-            for bucket in self.buckets
-        )
+        return Grouping(self.htasks, self.buckets).groups
 
     @property
     def tokens_by_microbatch(self) -> tuple[int, ...]:
@@ -215,7 +214,7 @@ class Plan:
             "prediction": self.prediction._asdict(),
             "baselines": [baseline._asdict() for baseline in self.baselines],
         }
-        return {"format": FORMAT} | _as_lists(fields)
+        return {"format": FORMAT} | as_lists(fields)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
@@ -250,12 +249,6 @@ class Plan:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Plan))
-
-
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_lists(entry) for key, entry in value.items()}
-    return [_as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _as_tuples(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """Chooses between the deployment of Eq. 2 and like replicas by simulating whole sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .cost_table import Replica, SequenceCosts
 from .deployment_plan import DeploymentPlan, evaluate_replicas, plan_replicas
 from .length_bins import LengthBins
-from .like_replicas import simulate_rounds
+from .sample_dispatch import dispatch_samples
 
 
 def choose_replicas(
@@ -51,11 +51,32 @@ def choose_replicas(
     for configuration in configurations:
         if configuration.devices <= devices and longest <= model.longest(configuration):
             choices.append({configuration: devices // configuration.devices})
-    simulated = [
-        simulate_rounds(replicas, devices, rounds, model).device_seconds for replicas in choices
-    ]
-    chosen = choices[simulated.index(min(simulated))]
+    chosen = min(choices, key=lambda replicas: simulate_rounds(replicas, devices, rounds, model))
     if chosen == best.replicas:
         return best
     like = evaluate_replicas(chosen, bins, model, sampled_rounds, gap, time_limit)
     return like._replace(bound=min(best.bound, like.round_seconds), dominated=best.dominated)
+
+
+def simulate_rounds(
+    replicas: Mapping[Replica, int],
+    devices: int,
+    rounds: Sequence[LengthBins],
+    model: SequenceCosts,
+) -> float:
+    """Returns the mean device seconds of rounds that `dispatch_samples` divides among replicas.
+
+    The device seconds of a round are the number of devices times the seconds of the slowest
+    replica.
+
+    Args:
+      replicas: for each configuration, its number of replicas.
+      devices: number of devices, including those that no replica uses.
+      rounds: for each round, its sequences in length bins.
+      model: times and memory of a replica.
+
+    Raises:
+      PlanningError: no replica has the memory for some bin.
+    """
+    seconds = sum(dispatch_samples(replicas, bins, model).round_seconds for bins in rounds)
+    return devices * seconds / len(rounds)

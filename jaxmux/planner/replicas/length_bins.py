@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..contiguous_ranges import cheapest_ranges
 from ..errors import PlanningError
 
 
@@ -69,7 +70,8 @@ def choose_length_bins(
     # Sequences, and tokens after padding within the intervals, in the first i intervals.
     sequences = np.concatenate([[0], np.cumsum(per_interval)])
     tokens = np.concatenate([[0], np.cumsum(per_interval * ends)])
-    last = _last_intervals(_paddings(ends, sequences, tokens), min(most_bins, len(ends)))
+    paddings = _paddings(ends, sequences, tokens)
+    last, _ = cheapest_ranges(paddings[0], paddings, min(most_bins, len(ends)))[-1]
     tops = [int(ends[end - 1]) for end in last]
     counts = np.diff(sequences[[0, *last]])
     return LengthBins(
@@ -83,18 +85,3 @@ def _paddings(ends: np.ndarray, sequences: np.ndarray, tokens: np.ndarray) -> np
     table = np.full((intervals + 1, intervals + 1), np.inf)
     table[:, 1:] = ends * (sequences[1:] - sequences[:, None]) - (tokens[1:] - tokens[:, None])
     return np.where(np.tri(intervals + 1, dtype=bool), np.inf, table)
-
-
-def _last_intervals(paddings: np.ndarray, bins: int) -> list[int]:
-    """The last interval of each bin in the best division into `bins` bins."""
-    state = np.full(len(paddings), np.inf)
-    state[0] = 0
-    came_from = []
-    for _ in range(bins):
-        through = state[:, None] + paddings
-        came_from.append(through.argmin(axis=0))
-        state = through.min(axis=0)
-    last = [len(paddings) - 1]
-    for before in reversed(came_from):
-        last.append(int(before[last[-1]]))
-    return last[-2::-1]

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost_table import Replica, SequenceCosts, require_service, tabulate_costs
+from .deployment_choice import simulate_rounds
 from .length_bins import LengthBins
-from .sample_dispatch import dispatch_samples
 
 
-class SimulatedReplicas(NamedTuple):
-    """Replicas, and the time of simulated rounds with them.
+class LikeReplicas(NamedTuple):
+    """Replicas of one configuration, and the time of simulated rounds with them.
 
     Attributes:
-      replicas: by configuration, the number of replicas.
+      replicas: the configuration, with the number of replicas.
       device_seconds: mean over the rounds of the number of devices, idle ones included, times the
         seconds of the slowest replica.
     """
@@ -27,32 +27,14 @@ class SimulatedReplicas(NamedTuple):
     device_seconds: float
 
 
-def simulate_rounds(
-    replicas: Mapping[Replica, int],
-    devices: int,
-    rounds: Sequence[LengthBins],
-    model: SequenceCosts,
-) -> SimulatedReplicas:
-    """Dispatches every round to the replicas with `dispatch_samples`.
-
-    Args:
-      replicas: by configuration, the number of replicas; they may differ.
-      devices: number of devices, including those that no replica uses.
-      rounds: for each round, its sequences.
-      model: times and memory of a replica.
-    """
-    seconds = sum(dispatch_samples(replicas, bins, model).round_seconds for bins in rounds)
-    return SimulatedReplicas(dict(replicas), devices * seconds / len(rounds))
-
-
 def simulate_uniform_dispatch(
     configuration: Replica,
     devices: int,
     rounds: Sequence[LengthBins],
     model: SequenceCosts,
     rng: np.random.Generator,
-) -> SimulatedReplicas:
-    """Shuffles every round and gives each replica the same number of sequences.
+) -> float:
+    """Returns the mean device seconds of rounds of which every replica gets as many sequences.
 
     Args:
       configuration: configuration of all replicas, as many as `devices` allows.
@@ -68,7 +50,7 @@ def simulate_uniform_dispatch(
         rng.shuffle(sequences)
         busiest = max(sequences[replica::replicas].sum() for replica in range(replicas))
         seconds += float(costs.constant[0] + busiest)
-    return SimulatedReplicas({configuration: replicas}, devices * seconds / len(rounds))
+    return devices * seconds / len(rounds)
 
 
 def plan_fused(
@@ -77,7 +59,7 @@ def plan_fused(
     rounds: Sequence[LengthBins],
     model: SequenceCosts,
     rng: np.random.Generator | None = None,
-) -> SimulatedReplicas:
+) -> LikeReplicas:
     """Returns the best Task-Fused plan: like replicas that all serve the longest sequence.
 
     Every configuration is simulated with the rounds themselves, so no other one would be faster.
@@ -95,13 +77,15 @@ def plan_fused(
     """
     longest = max(length for bins in rounds for length in bins.boundaries)
     require_service(tabulate_costs(configurations, [longest], model), devices)
-    plans = [
-        simulate_rounds({configuration: devices // configuration.devices}, devices, rounds, model)
-        if rng is None
-        else simulate_uniform_dispatch(configuration, devices, rounds, model, rng)
-        for configuration in configurations
-        if configuration.devices <= devices and longest <= model.longest(configuration)
-    ]
+    plans = []
+    for configuration in configurations:
+        if configuration.devices <= devices and longest <= model.longest(configuration):
+            replicas = {configuration: devices // configuration.devices}
+            if rng is None:
+                seconds = simulate_rounds(replicas, devices, rounds, model)
+            else:
+                seconds = simulate_uniform_dispatch(configuration, devices, rounds, model, rng)
+            plans.append(LikeReplicas(replicas, seconds))
     return min(plans, key=lambda plan: plan.device_seconds)
 
 
@@ -111,7 +95,7 @@ def plan_sequential(
     rounds: Mapping[str, Sequence[LengthBins]],
     model: SequenceCosts,
     rng: np.random.Generator | None = None,
-) -> dict[str, SimulatedReplicas]:
+) -> dict[str, LikeReplicas]:
     """Returns the best Task-Sequential plan: for each task, the like replicas that suit it best.
 
     A round of all tasks takes the sum of their device seconds.

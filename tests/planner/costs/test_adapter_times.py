@@ -7,6 +7,13 @@ from true_costs import TRUE_ADAPTERS
 from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
 
 
+def utilisation(times: AdapterTimes, load: AdapterLoad) -> float:
+    """u_a of the largest task: the fraction of the device that its adapters keep busy alone."""
+    alone = load._replace(tokens=(max(load.tokens),))
+    taken = times.seconds(alone)
+    return 1 - times.floor / taken if taken else 1.0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_adapter_fit_recovers_its_coefficients(seed):
     rng = np.random.default_rng(seed)
@@ -31,5 +38,5 @@ def test_fused_adapters_are_bound_by_their_sum_or_by_the_longest():
     load = AdapterLoad((1, 5), 2, 8, 64, False)
     assert times.seconds(load) == 15  # Bound by the longest alone, because of its floor.
     assert times.seconds(load._replace(tokens=(100, 50))) == 150
-    assert times.utilisation(load._replace(tokens=(10,))) == 0.5
+    assert utilisation(times, load._replace(tokens=(10,))) == 0.5
     assert times.seconds(load._replace(tokens=())) == 0

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-import numpy as np
 import pytest
 
 from jaxmux.planner import PlanningError
@@ -54,7 +53,7 @@ def fits(memory: int, ranks, shape: ShapeClass = SHAPE) -> bool:
     size = costs.memory.backbone
     parameters = 32 * len(ranks) * max(ranks) * sum(k + n for k, n in size.linears.values())
     kept = 32 * shape.tokens * 2 * 4096
-    working = costs.memory.working.predict(np.array([1.0, shape.tokens, 0.0]))
+    working = float(costs.memory.working.coefficients() @ [1.0, shape.tokens, 0.0])
     weights = 32 * size.layer_bytes + size.outside_bytes
     needed = weights + 16 * parameters + kept + working
     return needed <= 0.97 * memory

@@ -41,7 +41,7 @@ def test_online_fit_recovers_its_model_and_weighs_observations():
     np.testing.assert_allclose(fit.coefficients(), BETA, rtol=1e-6)
     one = np.ones(1)
     mean = OnlineFit.of_features(1).observe(one, 1.0, weight=3.0).observe(one, 5.0)
-    assert mean.predict(one) == pytest.approx(2)
+    assert mean.coefficients() @ one == pytest.approx(2)
 
 
 def test_features_that_cannot_be_told_apart_are_of_the_lowest_order():
@@ -50,4 +50,4 @@ def test_features_that_cannot_be_told_apart_are_of_the_lowest_order():
         fit = fit.observe(np.array([1.0, tokens, tokens * 512]), 100.0 * tokens)
     constant, linear, square = fit.coefficients()
     assert linear == pytest.approx(100, rel=0.02) and square < 0.02 * 100 / 512
-    assert OnlineFit.of_features(3).predict(np.ones(3)) == 0
+    assert OnlineFit.of_features(3).coefficients() @ np.ones(3) == 0

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from packings import muxtune_shape
 from true_costs import TRUE_ADAPTERS
 
 from jaxmux.planner import PlanningError
@@ -30,11 +31,7 @@ from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.costs.time_fit import fit_time_model
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.packing.shape_choice import (
-    ShapeRequest,
-    choose_shape,
-    muxtune_shape,
-)
+from jaxmux.planner.packing.shape_choice import ShapeRequest, choose_shape
 from jaxmux.planner.replicas.cost_table import tabulate_costs
 from jaxmux.planner.replicas.sequence_costs import ModelledSequenceCosts
 
@@ -151,7 +148,7 @@ def model(profile):
 @pytest.fixture(scope="module")
 def frozen(model):
     """The time model of the backbone without adapters."""
-    return dataclasses.replace(model, adapters=AdapterTimes.none())
+    return dataclasses.replace(model, adapters=AdapterTimes())
 
 
 def test_fit_explains_every_measured_layer(model, frozen):

@@ -1,10 +1,21 @@
-"""Random rounds, and assertions that hold for every packing of one."""
+"""Random rounds, assertions that hold for every packing of one, and MuxTune's rule for the shape
+class."""
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.packing import (
+    MIN_CHUNK_LEN,
+    PricedShape,
+    RoundLengths,
+    ShapeClass,
+    ShapeRequest,
+    plain_shape,
+)
+from jaxmux.planner.packing.shape_choice import Cost
 
 SHAPES = [
     ShapeClass(rows=1, row_len=64, chunk_len=64, max_sequences=4),
@@ -69,3 +80,23 @@ def chunks_of(microbatches, lengths, shape: ShapeClass) -> dict[int, list[tuple]
         borders = [a != b for a, b in zip([None, *chunks], chunks, strict=False)]
         found[slot] = [(*item[1:], border) for item, border in zip(items, borders, strict=True)]
     return found
+
+
+def muxtune_shape(
+    rounds: Sequence[RoundLengths], request: ShapeRequest, seconds: Cost
+) -> PricedShape:
+    """Returns the shape class of MuxTune's rule, with its cost (MuxTune 3.5).
+
+    The rule takes the chunk length of `muxtune_chunk_len` and the shortest row that holds the
+    longest sample. Arguments and errors are as in `choose_shape`.
+    """
+    lengths = [size for batches in rounds for sizes in batches.values() for size in sizes]
+    chunk_len = muxtune_chunk_len(lengths, request.least_chunk_len)
+    return plain_shape(rounds, request._replace(chunk_len=chunk_len), seconds)
+
+
+def muxtune_chunk_len(lengths: Sequence[int], least: int = MIN_CHUNK_LEN) -> int:
+    """Returns the greatest power of two that divides all lengths, or `least` if that is greater
+    (MuxTune 3.5)."""
+    divisor = math.gcd(*lengths)
+    return max(least, divisor & -divisor)

@@ -12,10 +12,10 @@ from packings import (
     chunks_of,
     random_batch,
 )
+from planner_packings import pack_greedily
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import ShapeClass, pack_first_fit, pack_round, pack_rounds
-from jaxmux.planner.packing.microbatches import pack_greedily
 from jaxmux.planner.packing.spans import cut_spans, row_bins
 
 CASES = [(s, seed) for s in range(len(SHAPES)) for seed in range(15)]

@@ -4,14 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from packings import muxtune_chunk_len, muxtune_shape
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import ShapeClass, pack_round
 from jaxmux.planner.packing.shape_choice import (
     ShapeRequest,
     choose_shape,
-    muxtune_chunk_len,
-    muxtune_shape,
     plain_shape,
     price_shape,
 )

@@ -1,22 +1,55 @@
 """Streams of many global batches keep their order and the bubble lemma."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from planner_packings import pack_greedily
 
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.packing.microbatches import pack_greedily, pack_rounds
+from jaxmux.planner.packing.microbatches import pack_rounds
 from jaxmux.planner.pipeline.adapter_groups import pair_head_with_tail, take_turns
 from jaxmux.planner.pipeline.bubble_lemma import (
     PackedMicrobatch,
     insert_noops,
-    lemma_violations,
     merge_turns,
     schedule_turns,
 )
 
 SHAPE = ShapeClass(rows=4, row_len=256, chunk_len=64, max_sequences=16)
+
+
+class LemmaViolation(NamedTuple):
+    """A microbatch that begins a task's next global batch too early.
+
+    Attributes:
+      slot: slot of the task.
+      turn: turn of the global batch that begins too early.
+      microbatch: index of the microbatch.
+      distance: microbatches since the last one with samples of the task's current global batch.
+    """
+
+    slot: int
+    turn: int
+    microbatch: int
+    distance: int
+
+
+def lemma_violations(schedule: Sequence[PackedMicrobatch], stages: int) -> list[LemmaViolation]:
+    """Returns every place where the lemma or the order of a task's global batches is broken."""
+    ends: dict[int, tuple[int, int]] = {}
+    violations = []
+    for index, microbatch in enumerate(schedule):
+        for row in microbatch.rows:
+            for turn, slot, _ in row:
+                current, last = ends.get(slot, (turn, index))
+                backwards = turn < current
+                if backwards or (turn > current and index - last < stages):
+                    violations.append(LemmaViolation(slot, turn, index, index - last))
+                ends[slot] = (turn, index)
+    return violations
 
 
 def random_turns(seed: int, groups: int) -> list[dict[int, list[int]]]:
@@ -64,7 +97,7 @@ def test_every_sample_of_every_turn_comes_once(scheduled):
 
 
 def test_lemma_and_order_of_global_batches_hold(scheduled):
-    """They are checked here without the function that the planner uses."""
+    """They are checked both here, directly, and by `lemma_violations`."""
     stages, _, _, microbatches = scheduled
     where = defaultdict(set)
     for index, microbatch in enumerate(microbatches):

@@ -1,4 +1,4 @@
-"""Buckets are as balanced as possible, and their number is the fastest in the simulator."""
+"""Buckets are as balanced as possible."""
 
 import time
 
@@ -11,7 +11,6 @@ from jaxmux.planner.pipeline.buckets import (
     balance_gap,
     balanced_buckets,
     candidate_buckets,
-    choose_buckets,
 )
 
 
@@ -121,19 +120,6 @@ def test_many_htasks_are_grouped_close_to_the_mean():
     choices = balanced_buckets(latencies)
     assert time.process_time() - start < 10
     assert all(balance_gap(latencies, buckets) < 0.02 for buckets in choices[:12])
-
-
-def test_number_of_buckets_has_the_least_simulated_latency():
-    latencies = random_latencies(9, seed=2)
-
-    def simulate(buckets) -> float:
-        # The bubble shrinks with the number of buckets, and each bucket has a cost.
-        return max(bucket_sums(latencies, buckets)) * 3 + sum(latencies) + 0.2 * len(buckets)
-
-    chosen = choose_buckets(latencies, simulate)
-    assert chosen.latency == min(simulate(buckets) for buckets in candidate_buckets(latencies))
-    assert 1 < len(chosen.buckets) < 9
-    assert simulate(chosen.buckets) == chosen.latency
 
 
 def test_buckets_descend_in_latency():

@@ -24,7 +24,7 @@ def test_tensor_parallelism_and_stages_share_time_and_memory(costs_of, tasks):
 def test_estimate_of_a_layer_is_near_the_times_it_is_made_of(llama_8b):
     """8192 tokens: the linears at 735 TFLOP/s both ways, and attention of 512 tokens, 0.77 ms."""
     times, shape = estimated_times(llama_8b), ShapeClass(16, 512, 128, 1)
-    frozen = dataclasses.replace(times, adapters=AdapterTimes.none())
+    frozen = dataclasses.replace(times, adapters=AdapterTimes())
     frozen = frozen.layer(shape, (8192,), PoolSpec(1, 16)).total
     linears = 2 * 2 * 8192 * 218_103_808 / 735e12
     assert frozen == pytest.approx(linears + 0.77e-3, rel=0.1)

@@ -5,12 +5,12 @@ import pytest
 from matplotlib.axes import Axes
 
 from jaxmux.cli.plan_picture import draw_schedule
-from jaxmux.cli.plan_tables import plan_tables
+from jaxmux.cli.plan_tables import bucket_labels, plan_tables
 from jaxmux.cli.plan_trace import chrome_trace
 
 
 def test_dropped_records_are_counted_by_task(plan):
-    lines = [part for part in plan_tables(plan, dropped={"task1": 12}) if isinstance(part, str)]
+    lines = [part for part in plan_tables(plan, None, {"task1": 12}) if isinstance(part, str)]
     (line,) = [line for line in lines if "dropped" in line]
     assert line.startswith("task task1: 12 of 140 records dropped")
 
@@ -18,7 +18,7 @@ def test_dropped_records_are_counted_by_task(plan):
 def test_buckets_are_shown_with_the_tokens_of_their_own_tasks(plan, tasks):
     (table,) = [
         part
-        for part in plan_tables(plan)
+        for part in plan_tables(plan, None, {})
         if not isinstance(part, str) and part.columns[0].header == "bucket"
     ]
     shown = [int(cell.replace(",", "")) for cell in table.columns[2].cells]
@@ -36,7 +36,8 @@ def test_picture_shows_the_bubble_ratio_of_a_pipeline_only(
     titles = []
     monkeypatch.setattr(Axes, "set_title", lambda _, title, **__: titles.append(title))
     for own in (plan, plan_of_one_device):
-        draw_schedule(own.schedule, own.simulate(), tmp_path / "schedule.png", "title")
+        labels = bucket_labels(own)
+        draw_schedule(own.schedule, own.simulate(), tmp_path / "schedule.png", "title", labels, "s")
     ratio = f"{plan.prediction.bubble_ratio:.1%}"
     assert titles == [f"title: bubble ratio {ratio}", "title"]
 

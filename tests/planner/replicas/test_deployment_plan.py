@@ -19,7 +19,6 @@ from jaxmux.planner.replicas import (
 )
 from jaxmux.planner.replicas.cost_table import drop_dominated, tabulate_costs
 from jaxmux.planner.replicas.deployment_plan import evaluate_replicas
-from jaxmux.planner.replicas.like_replicas import plan_fused
 
 
 def least_round(costs, number, demand) -> float:
@@ -160,8 +159,6 @@ def test_a_bin_too_long_for_the_devices_names_how_many_it_needs():
     candidates = candidate_replicas(16)
     with pytest.raises(PlanningError, match=r"16384 tokens need tp\*pp >= 8 .*there are 4 devices"):
         plan_replicas(4, candidates, LONG, A100_7B)
-    with pytest.raises(PlanningError, match=r"16384 tokens need tp\*pp >= 8 .*there are 4 devices"):
-        plan_fused(4, candidates, [LONG], A100_7B)
 
 
 def test_a_bin_too_long_for_every_configuration_names_the_longest_that_fits():

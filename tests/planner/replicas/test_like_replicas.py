@@ -1,4 +1,4 @@
-"""Replicas of different sizes beat replicas that are all alike, and are chosen where they do."""
+"""Replicas of different sizes beat replicas that are all alike."""
 
 import json
 
@@ -6,29 +6,35 @@ import numpy as np
 import pytest
 from planner_replicas import A100_7B, A800_70B, BINS, BOUNDARIES, CONTEXT, PaperMachine
 
+from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.replicas import (
     LengthBins,
     candidate_replicas,
     choose_length_bins,
-    choose_replicas,
     plan_replicas,
 )
+from jaxmux.planner.replicas.deployment_choice import simulate_rounds
 from jaxmux.planner.replicas.like_replicas import (
     plan_fused,
     plan_sequential,
-    simulate_rounds,
     simulate_uniform_dispatch,
 )
 
-ONE, TWO = Replica(), Replica.uniform(tp=2)
+ONE = Replica()
 
 
 def binned(lengths) -> LengthBins:
     return choose_length_bins(lengths, BOUNDARIES, BINS)
 
 
-def test_the_fused_plan_is_the_best_single_configuration(skewed_bins):
+def skewed_bins(seed: int, sequences: int) -> LengthBins:
+    """Length bins of sequences of which most are short and a few are long."""
+    lengths = np.random.default_rng(seed).lognormal(5.7, 1.3, sequences).astype(int) + 1
+    return binned(np.minimum(lengths, CONTEXT))
+
+
+def test_the_fused_plan_is_the_best_single_configuration():
     rounds = [skewed_bins(seed, 400) for seed in range(3)]
     fused = plan_fused(16, candidate_replicas(16), rounds, A100_7B)
     ((best, count),) = fused.replicas.items()
@@ -37,7 +43,7 @@ def test_the_fused_plan_is_the_best_single_configuration(skewed_bins):
         if A100_7B.longest(configuration) >= longest:
             like = {configuration: 16 // configuration.devices}
             other = simulate_rounds(like, 16, rounds, A100_7B)
-            assert fused.device_seconds <= other.device_seconds
+            assert fused.device_seconds <= other
     assert count == 16 // best.devices
 
 
@@ -68,7 +74,7 @@ def test_real_tasks_take_fewer_device_seconds_than_on_like_replicas(
     candidates = candidate_replicas(devices, (1, 2, 4, 8, 16))
     sample = np.concatenate([rng.choice(lens, 100 * sizes[t]) for t, lens in task_lengths.items()])
     planned = plan_replicas(devices, candidates, binned(sample), model, sampled_rounds=100)
-    ours = simulate_rounds(planned.replicas, devices, together, model).device_seconds
+    ours = simulate_rounds(planned.replicas, devices, together, model)
     assert ours == pytest.approx(devices * planned.round_seconds, rel=0.1)
     fused = plan_fused(devices, candidates, together, model).device_seconds
     plans = plan_sequential(devices, candidates, by_task, model).values()
@@ -79,42 +85,18 @@ def test_real_tasks_take_fewer_device_seconds_than_on_like_replicas(
     assert 1 - ours / sequential > sequential_reduction
 
 
-def test_like_replicas_that_do_better_on_whole_sequences_are_chosen():
-    """A round has one long sequence. Eq. 2 would give it a replica of its own."""
-
-    class Model:
-        def longest(self, configuration):
-            return 1024
-
-        def sequence_seconds(self, configuration, length):
-            # Two devices are 1.6 times as fast as one.
-            return length / (1.6 if configuration.devices == 2 else 1.0)
-
-        def constant_seconds(self, configuration):
-            return 0.0
-
-    bins = LengthBins((64, 1024), (4, 1), 0)
-    found = choose_replicas(4, [ONE, TWO], bins, [bins], Model())
-    everything = [{ONE: 4}, {TWO: 2}, {ONE: 2, TWO: 1}]
-    seconds = [simulate_rounds(r, 4, [bins], Model()).device_seconds for r in everything]
-    assert simulate_rounds(found.replicas, 4, [bins], Model()).device_seconds == min(seconds)
-    assert found.bound <= found.round_seconds
-
-
-def test_chosen_replicas_are_those_of_eq_2_where_they_do_better(skewed_bins):
-    rounds = [skewed_bins(seed, 400) for seed in range(3)]
-    given = (16, candidate_replicas(16), skewed_bins(0, 4000))
-    found = choose_replicas(*given, rounds, A100_7B, sampled_rounds=10)
-    assert found.replicas == plan_replicas(*given, A100_7B, sampled_rounds=10).replicas
-    assert len(found.replicas) > 1
-
-
 def test_uniform_dispatch_deals_equal_numbers_whatever_the_lengths():
     model = PaperMachine()
     alike = LengthBins((256,), (12,), 0)
     rng = np.random.default_rng(0)
-    dealt = simulate_uniform_dispatch(ONE, 4, [alike], model, rng).device_seconds
+    dealt = simulate_uniform_dispatch(ONE, 4, [alike], model, rng)
     assert dealt == pytest.approx(4 * (3 * model.sequence_seconds(ONE, 256) + 0.02))
     unlike = [LengthBins((256, 2048), (60, 4), 0)] * 20
-    balanced = simulate_rounds({ONE: 4}, 4, unlike, model).device_seconds
-    assert simulate_uniform_dispatch(ONE, 4, unlike, model, rng).device_seconds > balanced
+    balanced = simulate_rounds({ONE: 4}, 4, unlike, model)
+    assert simulate_uniform_dispatch(ONE, 4, unlike, model, rng) > balanced
+
+
+def test_a_bin_too_long_for_the_devices_names_how_many_it_needs():
+    long = LengthBins((256, 16_384), (20, 10), 0)
+    with pytest.raises(PlanningError, match=r"16384 tokens need tp\*pp >= 8 .*there are 4 devices"):
+        plan_fused(4, candidate_replicas(16), [long], A100_7B)

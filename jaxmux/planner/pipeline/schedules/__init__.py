@@ -11,7 +11,7 @@ returns a `PipelineSchedule`:
 """
 
 from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_backward
-from .lorapp import batch_lora, lorapp, split_minibatches
+from .lorapp import lorapp
 from .muxtune_template import template, template_order
 from .schedule import PipelineSchedule, Update
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
@@ -27,7 +27,6 @@ __all__ = [
     "TickRule",
     "Update",
     "Workload",
-    "batch_lora",
     "gpipe",
     "interleaved",
     "lorapp",
@@ -36,7 +35,6 @@ __all__ = [
     "round_robin_microbatches",
     "simulate_asynchronous",
     "simulate_lockstep",
-    "split_minibatches",
     "template",
     "template_order",
     "uniform_workload",

@@ -135,17 +135,15 @@ class _GreedyStages:
             )
 
     def _start_next(self, stage: int, now: int) -> None:
-        op = self._next_forward(stage) if stage < self.rule.forward_first else None
-        if op is None and self._ready_backwards[stage]:
-            op = self._ready_backwards[stage][0][1]
-        if op is None:
-            op = self._next_forward(stage)
-        if op is None:
-            return
-        if op.backward:
-            heapq.heappop(self._ready_backwards[stage])
-        else:
+        ready = self._ready_backwards[stage]
+        prefers_forward = stage < self.rule.forward_first or not ready
+        op = self._next_forward(stage) if prefers_forward else None
+        if op is not None:
             self._start_forward(stage, op)
+        elif ready:
+            _, op = heapq.heappop(ready)
+        else:
+            return
         self._busy[stage] = True
         self.orders[stage].append(op)
         duration = self._durations[op.backward][op.microbatch][op.virtual_stage]
@@ -172,17 +170,13 @@ class _GreedyStages:
         return op
 
     def _next_to_launch(self) -> int | None:
-        for microbatch in self._waiting:
-            if not self._needs_update(microbatch):
-                return microbatch
-            if not self.rule.skip_blocked:
-                return None
-        return None
+        candidates = self._waiting if self.rule.skip_blocked else self._waiting[:1]
+        return next((m for m in candidates if not self._needs_update(m)), None)
 
     def _needs_update(self, microbatch: int) -> bool:
         batches = self.workload.microbatches[microbatch].global_batches
-        previous = (self._previous.get(batch) for batch in batches)
-        return any(self._unfinished[batch] for batch in previous if batch is not None)
+        previous = (self._previous[batch] for batch in batches if batch in self._previous)
+        return any(self._unfinished[batch] for batch in previous)
 
     def _start_forward(self, stage: int, op: Op) -> None:
         self._forwards_started[stage] += 1

@@ -141,19 +141,14 @@ class PipelineSchedule:
 
         The key "format" holds the version of the format. `from_json` reads the dict.
         """
-        return {
+        fields = {
             "format": FORMAT,
-            "microbatches": [
-                microbatch._asdict()
-                | {"tasks": list(microbatch.tasks), "steps": list(microbatch.steps)}
-                for microbatch in self.microbatches
-            ],
+            "microbatches": [microbatch._asdict() for microbatch in self.microbatches],
             **{name: getattr(self, name).tolist() for name in _TABLES},
-            "updates": [
-                update._asdict() | {"ticks": list(update.ticks)} for update in self.updates
-            ],
+            "updates": [update._asdict() for update in self.updates],
             "virtual_per_stage": self.virtual_per_stage,
         }
+        return as_lists(fields)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PipelineSchedule":
@@ -187,3 +182,10 @@ _TABLES = (
     "forward_virtual_stage",
     "backward_virtual_stage",
 )
+
+
+def as_lists(value: Any) -> Any:
+    """Returns a value for JSON with lists in place of all tuples, also within dicts and lists."""
+    if isinstance(value, dict):
+        return {key: as_lists(entry) for key, entry in value.items()}
+    return [as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value

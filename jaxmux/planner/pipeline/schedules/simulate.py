@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from .schedule import NONE, PipelineSchedule
+from .schedule import PipelineSchedule
 from .workload import Workload
 
 
@@ -145,9 +145,9 @@ def simulate_asynchronous(
     # A pipeline of one stage sends no messages.
     hop_time = hop_time if stages > 1 else 0.0
     free = [0.0] * stages
-    for is_backward, v, m in _ops_by_tick(schedule):
+    for _, direction, v, m in _passes_by_tick(schedule):
         stage = v % stages
-        if is_backward:
+        if direction == "B":
             ready = forward_end[v][m] if v == last else backward_end[v + 1][m] + hop_time
             free[stage] = max(free[stage], ready) + backward[v][m]
             backward_end[v][m] = free[stage]
@@ -166,18 +166,13 @@ def simulate_asynchronous(
     )
 
 
-def _ops_by_tick(schedule: PipelineSchedule) -> list[tuple[bool, int, int]]:
-    """(is backward, virtual stage, microbatch) of all ops by tick, backward passes first."""
-    ops = []
-    for is_backward, microbatch, virtual_stage in (
-        (True, schedule.backward_microbatch, schedule.backward_virtual_stage),
-        (False, schedule.forward_microbatch, schedule.forward_virtual_stage),
-    ):
-        at = np.nonzero(microbatch != NONE)
-        keys = zip(at[1], virtual_stage[at], microbatch[at], strict=True)
-        ops += [(int(tick), is_backward, int(v), int(m)) for tick, v, m in keys]
-    ops.sort(key=lambda op: (op[0], not op[1]))
-    return [op[1:] for op in ops]
+def _passes_by_tick(schedule: PipelineSchedule) -> list[tuple[int, str, int, int]]:
+    """(tick, "F" or "B", virtual stage, microbatch) of all passes by tick, backward first."""
+    return sorted(
+        (tick, direction, v, m)
+        for direction, ticks in (("F", schedule.forward_ticks()), ("B", schedule.backward_ticks()))
+        for (v, m), tick in np.ndenumerate(ticks)
+    )
 
 
 def _times(schedule: PipelineSchedule, workload: Workload) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def validate(schedule: PipelineSchedule, buffer_limit: Sequence[int] | None = No
     """
     problems = list(_shape_problems(schedule)) or list(_count_problems(schedule))
     if not problems:
-        ticks = _collect_ticks(schedule)
+        ticks = {(letter, v, m): tick for letter, _, tick, v, m in _table_entries(schedule)}
         problems = [
             *_dependency_problems(schedule, ticks),
             *_update_problems(schedule, ticks),
@@ -70,13 +71,8 @@ def _table_entries(schedule: PipelineSchedule) -> Iterator[tuple[str, int, int, 
         ("B", schedule.backward_microbatch, schedule.backward_virtual_stage),
     ):
         for stage, tick in np.argwhere(microbatch != -1).tolist():
-            yield (
-                direction,
-                stage,
-                tick,
-                int(virtual_stage[stage, tick]),
-                int(microbatch[stage, tick]),
-            )
+            v, m = int(virtual_stage[stage, tick]), int(microbatch[stage, tick])
+            yield direction, stage, tick, v, m
 
 
 def _count_problems(schedule: PipelineSchedule) -> Iterator[str]:
@@ -93,18 +89,10 @@ def _count_problems(schedule: PipelineSchedule) -> Iterator[str]:
         if (direction, v, m) in seen:
             yield f"{where} ran before, in tick {seen[direction, v, m]}"
         seen.setdefault((direction, v, m), tick)
-    for direction in "FB":
-        for v in range(virtual):
-            for m in range(count):
-                if (direction, v, m) not in seen:
-                    yield (
-                        f"stage {v % stages}, virtual stage {v}: {direction} of microbatch {m} is "
-                        "in no tick"
-                    )
-
-
-def _collect_ticks(schedule: PipelineSchedule) -> _Ticks:
-    return {(direction, v, m): tick for direction, _, tick, v, m in _table_entries(schedule)}
+    for direction, v, m in product("FB", range(virtual), range(count)):
+        if (direction, v, m) not in seen:
+            where = f"stage {v % stages}, virtual stage {v}"
+            yield f"{where}: {direction} of microbatch {m} is in no tick"
 
 
 def _producer(

@@ -4,16 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
+from mlora_workloads import batch_lora, split_minibatches
 
 from jaxmux.planner.pipeline.schedules import (
     PipelineSchedule,
     Workload,
-    batch_lora,
     lorapp,
     round_robin_microbatches,
     simulate_asynchronous,
     simulate_lockstep,
-    split_minibatches,
     uniform_workload,
     validate,
 )

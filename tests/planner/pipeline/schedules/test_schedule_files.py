@@ -58,5 +58,6 @@ def test_picture_is_drawn(workload, tmp_path):
     schedule = interleaved(workload, 2)
     simulation = simulate_lockstep(schedule, workload)
     path = tmp_path / "schedule.png"
-    draw_schedule(schedule, simulation, path, "interleaved", labels={0: "mood"}, window=(2, 20))
+    labels = {microbatch.bucket: "mood" for microbatch in schedule.microbatches}
+    draw_schedule(schedule, simulation, path, "interleaved", labels, "s")
     assert len(np.unique(imread(path).reshape(-1, 4), axis=0)) > 10

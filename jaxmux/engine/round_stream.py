@@ -1,0 +1,70 @@
+"""Rounds packed in a thread, ahead of the device."""
+
+import time
+from collections.abc import Mapping
+
+from jaxmux.data import Prefetch
+
+from .engine_options import EngineOptions
+from .rounds import Round, SampleIndices, training_rounds
+from .slots import Slots
+
+
+class RoundStream:
+    """The next rounds of the live tasks. A thread packs them ahead of the device.
+
+    Attributes:
+      seconds_waited: seconds that `next` has waited for rounds to be packed.
+    """
+
+    def __init__(self, slots: Slots, options: EngineOptions):
+        """Creates a stream; the first call of `next` starts its thread.
+
+        Args:
+          slots: the slots, with the tasks that are trained.
+          options: the options of the engine.
+        """
+        self.seconds_waited = 0.0
+        self._slots = slots
+        self._options = options
+        self._rounds: Prefetch[Round] | None = None
+        # The slots whose tasks have a global batch in the round that follows.
+        self._following: set[int] = set()
+
+    def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> Round:
+        """The next round of the live tasks.
+
+        Args:
+          live: by slot, the next step of every live task.
+          accumulated: by slot, indices of the samples of the round whose gradients are in the
+            accumulators already.
+        """
+        if self._rounds is None or self._following != live.keys():
+            # Tasks that end as planned leave the stream by themselves; others make it begin again.
+            self.close()
+            options = self._options
+            self._rounds = Prefetch(
+                training_rounds(
+                    {number: self._slots[number].prepared for number in live},
+                    live,
+                    self._slots.pool.slots,
+                    options.shape,
+                    options.packing,
+                    accumulated,
+                )
+            )
+        asked = time.perf_counter()
+        following = next(self._rounds)
+        self.seconds_waited += time.perf_counter() - asked
+        self._following = {
+            number
+            for number, step in following.steps.items()
+            if step + 1 < self._slots[number].prepared.steps
+        }
+        return following
+
+    def close(self) -> None:
+        """Ends the thread; the next call of `next` starts it again."""
+        if self._rounds is not None:
+            self._rounds.close()
+            self._rounds = None
