@@ -1,11 +1,14 @@
 """Reads records from JSONL files, Parquet files and Hugging Face datasets."""
 
-import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+from jaxmux.field_checks import check_fields, choice, text
 
 from .errors import DataError
 
@@ -18,7 +21,7 @@ JSONL_SUFFIXES = (".jsonl", ".json")
 PARQUET_SUFFIX = ".parquet"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Source:
     """Training records on disk or on the Hugging Face Hub, and how they become samples.
 
@@ -41,21 +44,22 @@ class Source:
         loaded.
 
     Raises:
-      DataError: `form`, `loss_on` or `overlong` has another value.
+      DataError: a field has another value.
     """
 
-    path: str
-    split: str = "train"
-    form: Literal["auto", Form] = "auto"
-    loss_on: LossOn = "completion"
-    overlong: Overlong = "truncate"
+    path: str = text()
+    split: str = text("train")
+    form: Literal["auto"] | Form = choice("auto", ("auto", *get_args(Form)))
+    loss_on: LossOn = choice("completion", get_args(LossOn))
+    overlong: Overlong = choice("truncate", get_args(Overlong))
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, permitted = getattr(self, field.name), get_args(field.type)
-            if permitted and value not in permitted:
-                expected = ", ".join(map(repr, permitted))
-                raise DataError(f"{self.path}: {field.name}={value!r} is not one of {expected}")
+        if isinstance(self.path, os.PathLike):
+            object.__setattr__(self, "path", os.fspath(self.path))
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise DataError(f"{self.path}: {error}") from None
 
 
 class Record(NamedTuple):

@@ -16,9 +16,17 @@ help of the commands load no device code.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from . import optimizers
+# In a checkout, the packages jaxmux.data and jaxmux.pallas_kernels stand beside jaxmux/, not in it.
+# This makes them importable if Python finds the checkout before an installation, as it does for a
+# command that is run in the checkout.
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if all((_CHECKOUT / name).exists() for name in ("pyproject.toml", "data", "pallas_kernels")):
+    __path__.append(str(_CHECKOUT))
+
+from . import optimizers  # noqa: E402
 
 # By module, the public names that it defines.
 _NAMES = {

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from .field_checks import check_fields, choice, integer, number
+
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -24,18 +26,15 @@ class Schedule:
       ValueError: a value is outside its range.
     """
 
-    kind: str = "constant"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
+    kind: str = choice("constant", SCHEDULES)
+    warmup_steps: int = integer(0, least=0)
+    warmup_ratio: float = number(0.0, least=0, most=1)
 
     def __post_init__(self):
-        if self.kind not in SCHEDULES:
-            raise ValueError(f"unknown schedule {self.kind!r}; known: {', '.join(SCHEDULES)}")
-        if self.warmup_steps < 0 or not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(
-                f"warm-up of {self.warmup_steps} steps, ratio {self.warmup_ratio}: "
-                "warmup_steps should not be negative and warmup_ratio lie in [0, 1]"
-            )
+        try:
+            check_fields(self)
+        except ValueError as e:
+            raise ValueError(f"schedule: {e}") from None
 
     def factor(self, update: int, total: int) -> float:
         """The learning rate of one update, divided by the peak learning rate: a number in [0, 1].

@@ -10,33 +10,27 @@ tasks that use the same optimizer kind.
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .learning_rates import Schedule
+from .field_checks import check_fields, number
+from .learning_rates import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     import optax
 
 
-def _decay(default: float) -> float:
-    """A field that must lie in [0, 1)."""
-    return dataclasses.field(default=default, metadata={"below": 1})
-
-
-def _positive(default: float | None) -> float | None:
-    """A field that must be positive."""
-    return dataclasses.field(default=default, metadata={"positive": True})
+_decay = partial(number, least=0, below=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """The fields that all optimizers have. A subclass adds its own numbers as fields.
 
-    No number may be negative; fields made by `_decay` and `_positive` have a narrower range.
-
     Attributes:
       learning_rate: learning rate at the peak of the schedule.
-      schedule: learning rate over the task's updates, relative to the peak.
+      schedule: learning rate over the task's updates, relative to the peak. "cosine" is short for
+        `Schedule("cosine")`, and likewise the other kinds.
       weight_decay: coefficient of the weight decay; each optimizer says how it applies the decay.
       clip_norm: largest global L2 norm of a task's gradient. A gradient with a larger norm is
         scaled down to `clip_norm`, as by `torch.nn.utils.clip_grad_norm_`. None does not clip.
@@ -48,27 +42,26 @@ class Optimizer:
       ValueError: a value is outside its range.
     """
 
-    learning_rate: float = 2e-4
-    schedule: Schedule = Schedule()
-    weight_decay: float = 0.0
-    clip_norm: float | None = _positive(1.0)
+    learning_rate: float = number(2e-4, least=0)
+    schedule: Schedule | str = Schedule()
+    weight_decay: float = number(0.0, least=0)
+    clip_norm: float | None = number(1.0, above=0, optional=True)
 
     kind: ClassVar[str]
     moments: ClassVar[int]
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "schedule" or (field.name == "clip_norm" and value is None):
-                continue
-            below = field.metadata.get("below", math.inf)
-            if not isinstance(value, int | float) or not 0 <= value < below:
+        try:
+            if isinstance(self.schedule, str):
+                object.__setattr__(self, "schedule", Schedule(self.schedule))
+            if not isinstance(self.schedule, Schedule):
+                kinds = ", ".join(map(repr, SCHEDULES))
                 raise ValueError(
-                    f"{self.kind}: {field.name} should be a number in [0, {below}), found {value!r}"
+                    f"schedule should be a Schedule or one of {kinds}, found {self.schedule!r}"
                 )
-            if field.metadata.get("positive") and value == 0:
-                hint = "; None stands for no clipping" if field.name == "clip_norm" else ""
-                raise ValueError(f"{self.kind}: {field.name} should be positive, found 0{hint}")
+            check_fields(self)
+        except ValueError as e:
+            raise ValueError(f"{self.kind}: {e}") from None
 
     def hyperparameters(self) -> dict[str, float]:
         """The numbers, by field name, that the compiled update takes as data.
@@ -121,7 +114,7 @@ class AdamW(Optimizer):
 
     b1: float = _decay(0.9)
     b2: float = _decay(0.999)
-    eps: float = _positive(1e-8)
+    eps: float = number(1e-8, above=0)
 
     kind: ClassVar[str] = "adamw"
     moments: ClassVar[int] = 2

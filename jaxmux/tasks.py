@@ -5,8 +5,12 @@ import os
 import re
 
 from .data import Source
+from .field_checks import check_fields, integer, text
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import LoRA
+
+# Files and folders are named after a task, and file systems permit names of 255 bytes.
+LONGEST_NAME = 100
 
 
 class TaskError(ValueError):
@@ -23,7 +27,8 @@ class Task:
 
     Attributes:
       name: name of the task, unique in a training run. Files are named after the task, so the name
-        consists of letters, digits, ".", "_" and "-", and begins with a letter or digit.
+        consists of letters, digits, ".", "_" and "-", begins with a letter or digit, and has at
+        most 100 characters.
       data: the training records. A path is short for `Source(path)`.
       adapter: specification of the adapter that is trained.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
@@ -52,14 +57,14 @@ class Task:
     data: Source | str
     adapter: LoRA = LoRA()
     optimizer: Optimizer = AdamW()
-    batch_size: int = 16
-    max_length: int = 1024
-    epochs: int | None = None
-    steps: int | None = None
+    batch_size: int = integer(16, least=1)
+    max_length: int = integer(1024, least=2)
+    epochs: int | None = integer(None, least=1, optional=True)
+    steps: int | None = integer(None, least=1, optional=True)
     eval_data: Source | str | None = None
-    seed: int = 0
-    resume_from: str | None = None
-    sample_prompt: str | None = None
+    seed: int = integer(0, least=0)
+    resume_from: str | None = text(None, optional=True)
+    sample_prompt: str | None = text(None, optional=True)
 
     def __post_init__(self):
         for field in ("data", "eval_data"):
@@ -68,10 +73,18 @@ class Task:
         if not isinstance(self.name, str) or not re.fullmatch(
             r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name
         ):
-            raise TaskError(
-                f"task {self.name!r}: a name consists of letters, digits, '.', '_' "
-                "and '-', and begins with a letter or digit"
+            raise self._error(
+                "a name consists of letters, digits, '.', '_' and '-', and begins with a letter or "
+                "digit"
             )
+        if len(self.name) > LONGEST_NAME:
+            raise self._error(f"a name has at most {LONGEST_NAME} characters, not {len(self.name)}")
+        if isinstance(self.resume_from, os.PathLike):
+            object.__setattr__(self, "resume_from", os.fspath(self.resume_from))
+        try:
+            check_fields(self)
+        except ValueError as e:
+            raise self._error(str(e)) from None
         if not isinstance(self.data, Source):
             raise self._error(f"data should be a path or a Source, found {self.data!r}")
         if not isinstance(self.eval_data, Source | None):
@@ -86,16 +99,6 @@ class Task:
                 "give epochs or steps, one of the two; "
                 f"found epochs={self.epochs}, steps={self.steps}"
             )
-        if not isinstance(self.sample_prompt, str | None) or self.sample_prompt == "":
-            raise self._error(f"sample_prompt should be a text, found {self.sample_prompt!r}")
-        least = {"batch_size": 1, "max_length": 2, "epochs": 1, "steps": 1, "seed": 0}
-        for field, minimum in least.items():
-            value = getattr(self, field)
-            absent = value is None and field in ("epochs", "steps")
-            if not absent and (not isinstance(value, int) or value < minimum):
-                raise self._error(
-                    f"{field} should be an integer of at least {minimum}, found {value!r}"
-                )
 
     def _error(self, message: str) -> TaskError:
         return TaskError(f"task {self.name!r}: {message}")

@@ -161,7 +161,10 @@ def test_values_out_of_range_are_named(kind, values, problem):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"kind": "exponential"}, "'exponential'; known: constant, linear, cosine"),
+        (
+            {"kind": "exponential"},
+            "schedule: kind should be one of 'constant', 'linear', 'cosine', found 'exponential'",
+        ),
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"warmup_ratio": 1.5}, "warmup_ratio"),
         ({"warmup_ratio": -0.5}, "warmup_ratio"),

@@ -81,8 +81,10 @@ class BackboneConfig:
             raise BackboneError(
                 f"{path}: not found; a backbone folder holds config.json and *.safetensors"
             ) from None
-        except json.JSONDecodeError as e:
+        except ValueError as e:  # malformed JSON, or no text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
+        if not isinstance(raw, dict):
+            raise BackboneError(f"{path}: should be a JSON object, found {type(raw).__name__}")
         return parse_config(raw, str(path))
 
     @property

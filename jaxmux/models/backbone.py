@@ -99,7 +99,7 @@ class _Tensors:
     def __init__(self, folder: Path, stack: ExitStack):
         self.folder = folder
         self.owner = {}
-        for path in _shards(folder):
+        for path in shards(folder):
             try:
                 shard = stack.enter_context(safe_open(path, framework="flax"))
             except (SafetensorError, OSError) as e:
@@ -132,7 +132,15 @@ class _Tensors:
             )
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder.
+
+    Args:
+      folder: the folder, with model.safetensors or model.safetensors.index.json.
+
+    Raises:
+      BackboneError: a file is missing, or the index is damaged or names files of other folders.
+    """
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if whole.exists():
         return [whole]
@@ -144,6 +152,8 @@ def _shards(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
         raise BackboneError(f"{index}: not an index of safetensors shards ({e!r})") from None
+    if outside := [name for name in names if Path(name).name != name]:
+        raise BackboneError(f"{index}: shard {outside[0]!r} should be a file of the same folder")
     if missing := [name for name in names if not (folder / name).exists()]:
         raise BackboneError(f"{index}: shard {missing[0]} is missing")
     return [folder / name for name in names]

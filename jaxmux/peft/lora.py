@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from jaxmux.field_checks import check_fields, choice, flag, integer, number
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
@@ -28,8 +29,8 @@ class LoRA:
       alpha: numerator of the scale.
       dropout: probability in [0, 1) with which each feature of x is set to 0 before it enters A;
         the other features are divided by 1 - dropout. The frozen product x W has no dropout.
-      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"; a
-        tuple of module names ("q_proj"), which the full names equal or end with; or one regular
+      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"; one
+        or several module names ("q_proj"), which the full names equal or end with; or one regular
         expression that full names ("model.layers.3.self_attn.q_proj") match as a whole.
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
       initialisation: initial values of A. "kaiming" draws them uniformly from ±1/sqrt(k), which is
@@ -42,28 +43,24 @@ class LoRA:
       ValueError: a value is outside its range.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    rank: int = integer(16, least=1)
+    alpha: float = number(32.0)
+    dropout: float = number(0.0, least=0, below=1)
     target_modules: str | tuple[str, ...] = "all-linear"
-    rslora: bool = False
-    initialisation: str = "kaiming"
-    loraplus_ratio: float = 1.0
+    rslora: bool = flag(False)
+    initialisation: str = choice("kaiming", INITIALISATIONS)
+    loraplus_ratio: float = number(1.0, above=0)
 
     def __post_init__(self):
-        if not isinstance(self.target_modules, str):
-            object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        if type(self.rank) is not int or self.rank < 1:
-            raise ValueError(f"rank should be an integer of at least 1, found {self.rank!r}")
-        if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
-            raise ValueError(f"alpha should be a finite number, found {self.alpha!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout should lie in [0, 1), found {self.dropout!r}")
-        if self.initialisation not in INITIALISATIONS:
-            known = ", ".join(INITIALISATIONS)
-            raise ValueError(f"unknown initialisation {self.initialisation!r}; known: {known}")
-        if not self.loraplus_ratio > 0:
-            raise ValueError(f"loraplus_ratio should be positive, found {self.loraplus_ratio!r}")
+        check_fields(self)
+        targets = self.target_modules
+        if not isinstance(targets, str):
+            if not isinstance(targets, Iterable) or not all(isinstance(t, str) for t in targets):
+                raise ValueError(
+                    "target_modules should be a string or a list of module names, "
+                    f"found {targets!r}"
+                )
+            object.__setattr__(self, "target_modules", tuple(targets))
 
     @property
     def scale(self) -> float:

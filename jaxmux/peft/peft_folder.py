@@ -13,9 +13,25 @@ from safetensors.numpy import save_file
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .lora import Adapter, Factors, LoRA
-from .targets import full_name, resolve_targets
+from .targets import full_name, resolve_targets, target_names
 
 _PREFIX = "base_model.model."
+# Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
+_NOT_SUPPORTED = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layer_replication",
+    "exclude_modules",
+    "target_parameters",
+    "modules_to_save",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
 
 
 class AdapterError(ValueError):
@@ -83,18 +99,14 @@ def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Ad
     folder = Path(folder)
     settings, tensors = _read_folder(folder)
     where = folder / "adapter_config.json"
-    plain = {
-        "peft_type": "LORA",
-        "bias": "none",
-        "use_dora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
-    for key, expected in plain.items():
+    for key, expected in {"peft_type": "LORA", "bias": "none"}.items():
         if settings.get(key, expected) != expected:
             raise AdapterError(
                 f"{where}: {key}={settings[key]!r} is not supported, only {expected!r}"
             )
+    for key in _NOT_SUPPORTED:
+        if settings.get(key):
+            raise AdapterError(f"{where}: {key}={settings[key]!r} is not supported")
     targets = settings.get("target_modules")
     try:
         spec = LoRA(
@@ -152,9 +164,6 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def _peft_config(
     spec: LoRA, config: BackboneConfig, base_model: str, serving: bool
 ) -> dict[str, Any]:
-    targets = spec.target_modules
-    if isinstance(targets, str) and targets == "all-linear":
-        targets = sorted(m.split(".")[-1] for m in resolve_targets(targets, config))
     alpha = float(spec.rank) if serving else spec.alpha
     return {
         "peft_type": "LORA",
@@ -164,7 +173,7 @@ def _peft_config(
         "lora_alpha": int(alpha) if math.floor(alpha) == alpha else alpha,
         "lora_dropout": spec.dropout,
         "bias": "none",
-        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "target_modules": target_names(resolve_targets(spec.target_modules, config)),
         "use_rslora": spec.rslora and not serving,
         "use_dora": False,
         "fan_in_fan_out": False,

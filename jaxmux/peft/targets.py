@@ -1,6 +1,7 @@
 """The linears that an adapter changes, chosen by the rules of Hugging Face PEFT."""
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Bool
@@ -8,6 +9,8 @@ from jaxtyping import Bool
 from jaxmux.models import MODULES, BackboneConfig
 
 ALL_LINEAR = "all-linear"
+# Names of linears, by which users choose them: "q_proj" and "self_attn.q_proj".
+_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES}
 # The layers in which a module is adapted.
 LayerMask = Bool[np.ndarray, "L"]
 
@@ -18,9 +21,9 @@ def resolve_targets(
     """Finds the linears that an adapter changes, by the rules of Hugging Face PEFT.
 
     Args:
-      target_modules: "all-linear", a tuple of names that full module names equal or end with
-        ("q_proj"), or one regular expression that full module names match as a whole. `full_name`
-        makes full names.
+      target_modules: "all-linear"; a name that full module names equal or end with ("q_proj"), or
+        a tuple of such names; or one regular expression that full module names match as a whole.
+        `full_name` makes full names.
       config: configuration of the backbone.
 
     Returns:
@@ -33,6 +36,8 @@ def resolve_targets(
         expression is not valid.
     """
     masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
+    # A single name would be an expression that matches no full name.
+    is_expression = isinstance(target_modules, str) and target_modules not in _NAMES
     patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
     if not patterns:
         raise ValueError("target_modules is empty")
@@ -40,7 +45,7 @@ def resolve_targets(
         found = False
         for module, mask in masks.items():
             for layer in range(config.num_layers):
-                if _matches(pattern, full_name(module, layer), isinstance(target_modules, str)):
+                if _matches(pattern, full_name(module, layer), is_expression):
                     mask[layer] = found = True
         if not found:
             names = ", ".join(m.split(".")[-1] for m in MODULES)
@@ -49,6 +54,27 @@ def resolve_targets(
                 f"a full name is {full_name(MODULES[0], 0)!r}, the names are {names}"
             )
     return {module: mask for module, mask in masks.items() if mask.any()}
+
+
+def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
+    """The shortest names that choose exactly these linears, as exported adapters record them.
+
+    A regular expression is not recorded, because PEFT would also match it with modules that are no
+    linears.
+
+    Args:
+      targets: by path of the module within a layer, the mask [L] of the layers in which it is
+        adapted, from `resolve_targets`.
+
+    Returns:
+      In sorted order, for a module that is adapted in every layer its last name ("q_proj"), and
+      full names ("model.layers.3.self_attn.q_proj") for a module that is adapted in some layers.
+    """
+    names = []
+    for module, mask in targets.items():
+        some = [full_name(module, layer) for layer in np.flatnonzero(mask)]
+        names += [module.split(".")[-1]] if mask.all() else some
+    return sorted(names)
 
 
 def full_name(module: str, layer: int) -> str:

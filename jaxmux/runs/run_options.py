@@ -2,19 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
+from jaxmux.field_checks import check_fields, choice, integer, number
 from jaxmux.models import REMAT_POLICIES, attention
 from jaxmux.pallas_kernels import grouped_lora
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.tasks import Task, TaskError
 
-_CHOICES = {
-    "dtype": ("auto", "bfloat16", "float32"),
-    "remat": ("auto", *REMAT_POLICIES),
-    "attention": (None, *attention.IMPLEMENTATIONS),
-    "grouped_lora": (None, *grouped_lora.IMPLEMENTATIONS),
-}
+_count = partial(integer, least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,33 +56,26 @@ class RunOptions:
       PlanningError: a value is outside its range.
     """
 
-    dtype: str = "auto"
-    tokens_per_microbatch: int = 8192
-    row_len: int | None = None
-    chunk_len: int | None = None
-    remat: str = "auto"
-    memory_gib: float | None = None
-    attention: str | None = None
-    grouped_lora: str | None = None
-    reserved_slots: int = 1
-    reserved_rank: int = 1
-    checkpoint_every: int = 50
-    keep_checkpoints: int = 3
-    max_bad_steps: int = 10
-    sample_tokens: int = 64
+    dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    tokens_per_microbatch: int = _count(8192)
+    row_len: int | None = _count(None, optional=True)
+    chunk_len: int | None = _count(None, optional=True)
+    remat: str = choice("auto", ("auto", *REMAT_POLICIES))
+    memory_gib: float | None = number(None, above=0, optional=True)
+    attention: str | None = choice(None, (None, *attention.IMPLEMENTATIONS))
+    grouped_lora: str | None = choice(None, (None, *grouped_lora.IMPLEMENTATIONS))
+    reserved_slots: int = _count(1)
+    reserved_rank: int = _count(1)
+    checkpoint_every: int = _count(50)
+    keep_checkpoints: int = _count(3)
+    max_bad_steps: int = _count(10)
+    sample_tokens: int = _count(64)
 
     def __post_init__(self):
-        for name, known in _CHOICES.items():
-            if (found := getattr(self, name)) not in known:
-                expected = ", ".join(map(str, known))
-                raise PlanningError(f"{name} should be one of {expected}, found {found!r}")
-        # Every integer among the options is a count.
-        for name in (field.name for field in dataclasses.fields(self) if field.type is int):
-            found = getattr(self, name)
-            if type(found) is not int or found < 1:
-                raise PlanningError(f"{name} should be an integer of at least 1, found {found!r}")
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise PlanningError(f"memory_gib should be positive, found {self.memory_gib!r}")
+        try:
+            check_fields(self)
+        except ValueError as e:
+            raise PlanningError(str(e)) from None
 
     @property
     def reserved(self) -> PoolSpec:

@@ -120,10 +120,38 @@ def test_config_has_every_key_that_loaders_ask_for(folder):
     assert sorted(settings["target_modules"]) == sorted(names)
 
 
-def test_an_expression_stays_an_expression(config, tmp_path):
-    spec = SPECS["expression"]
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        (
+            SPECS["expression"].target_modules,
+            [f"model.layers.{i}.self_attn.o_proj" for i in (0, 2)],
+        ),
+        # Both match modules that are no linears, with which PEFT refuses to load the adapter.
+        (".*self_attn.*", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        (
+            r"model\.layers\.[1]\.mlp.*",
+            [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")],
+        ),
+    ],
+)
+def test_an_expression_is_recorded_as_the_names_of_its_linears(expression, names, config, tmp_path):
+    spec = LoRA(rank=2, alpha=16.0, target_modules=expression)
     export_adapter(tmp_path, trained(spec, config), spec, config, "base")
-    assert settings_of(tmp_path)["target_modules"] == spec.target_modules
+    assert settings_of(tmp_path)["target_modules"] == names
+    assert_same_targets(import_adapter(tmp_path, config)[0], spec, config)
+
+
+def test_a_single_name_chooses_the_same_linears_as_a_list(config):
+    for name in ("q_proj", "self_attn.q_proj"):
+        assert_same_targets(LoRA(target_modules=name), LoRA(target_modules=(name,)), config)
+
+
+def assert_same_targets(one: LoRA, other: LoRA, config) -> None:
+    found, wanted = (resolve_targets(s.target_modules, config) for s in (one, other))
+    assert found.keys() == wanted.keys()
+    for module, mask in wanted.items():
+        np.testing.assert_array_equal(found[module], mask)
 
 
 def test_all_linear_in_a_list_is_never_written_as_a_module_name(config, tmp_path):
@@ -168,6 +196,9 @@ def test_half_precision_tensors_are_read_as_float32(folder, config):
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"use_rslora": "no"}, "rslora should be True or False, found 'no'"),
         ({"r": 0}, "rank should be an integer"),
         ({"target_modules": ["query"]}, "'query' matches no linear"),
         ({"target_modules": None}, "target_modules is empty"),

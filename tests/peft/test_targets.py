@@ -57,7 +57,7 @@ def test_a_regular_expression_is_what_pythons_fullmatch_finds(config):
         (("proj",), "'proj'"),
         (("lm_head",), "'lm_head'"),
         (("layers.3.self_attn.q_proj",), "'layers.3.self_attn.q_proj'"),
-        ("q_proj", "'q_proj'"),
+        ("query", "'query'"),
         (r".*z_proj", r"'\.\*z_proj'"),
     ],
 )

@@ -120,7 +120,10 @@ SETTINGS = {
     "unknown optimizer": ("bad/Task.optimizer = 'adamw'", "task 'bad': unknown optimizer 'adamw'"),
     "unknown optimizer class": ("bad/Task.optimizer = @Adafactor()", "Adafactor"),
     "negative learning rate": ("bad/AdamW.learning_rate = -1", "learning_rate"),
-    "unknown schedule": ("bad/Schedule.kind = 'cosin'", "unknown schedule 'cosin'"),
+    "unknown schedule": (
+        "bad/Schedule.kind = 'cosin'",
+        "bad/Schedule: schedule: kind should be one of",
+    ),
     "gin typo": ("bad/LoRA.rnak = 8", "rnak"),
     "empty batch": ("bad/Task.batch_size = 0", "task 'bad': batch_size"),
     "both lengths": ("bad/Task.epochs = 1", "task 'bad': give epochs or steps"),

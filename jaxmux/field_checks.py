@@ -1,0 +1,157 @@
+"""Checks of the fields of specifications such as `Task`, `LoRA` and `AdamW`: types and ranges.
+
+A specification is a frozen dataclass. Its fields are made by `integer`, `number`, `flag`, `text` or
+`choice`, which state what the field may hold, and its `__post_init__` calls `check_fields`. Numbers
+of NumPy are accepted like those of Python and become numbers of Python. A bool is not a number, and
+a string is neither a number nor a bool.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_RULE = "rule"
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+_REFUSED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What a field may hold.
+
+    Attributes:
+      expected: the permitted values in words, as they follow "should be" in an error message.
+      accept: function that returns a permitted value as a value of Python, and `_REFUSED` for any
+        other value.
+    """
+
+    expected: str
+    accept: Callable[[Any], Any]
+
+
+def integer(default: Any = dataclasses.MISSING, *, least: int, optional: bool = False) -> Any:
+    """A field that holds an integer.
+
+    Args:
+      default: the field's default value; without it, the field must be given.
+      least: the smallest permitted value.
+      optional: True permits None too.
+    """
+
+    def accept(value: Any) -> Any:
+        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return int(value) if is_integer and value >= least else _REFUSED
+
+    return _field(default, f"an integer of at least {least}", accept, optional)
+
+
+def number(
+    default: Any = dataclasses.MISSING,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    optional: bool = False,
+) -> Any:
+    """A field that holds a finite number that float32 can express.
+
+    Args:
+      default: the field's default value; without it, the field must be given.
+      least: the smallest permitted value.
+      most: the largest permitted value.
+      above: a bound; only larger values are permitted.
+      below: a bound; only smaller values are permitted.
+      optional: True permits None too.
+    """
+
+    def accept(value: Any) -> Any:
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return _REFUSED
+        value = value if isinstance(value, int) else float(value)
+        inside = least <= value <= most and above < value < below and abs(value) <= _LARGEST_FLOAT32
+        return value if inside else _REFUSED
+
+    if min(most, below) < math.inf:
+        low = f"[{least:g}" if least > -math.inf else f"({above:g}"
+        expected = f"a number in {low}, {f'{most:g}]' if most < math.inf else f'{below:g})'}"
+    elif least > -math.inf:
+        expected = f"a number of at least {least:g}"
+    else:
+        expected = "a finite number" if above == -math.inf else f"a number above {above:g}"
+    return _field(default, expected, accept, optional)
+
+
+def flag(default: bool) -> Any:
+    """A field that holds True or False.
+
+    Args:
+      default: the field's default value.
+    """
+    return _field(
+        default, "True or False", lambda value: value if isinstance(value, bool) else _REFUSED
+    )
+
+
+def text(default: Any = dataclasses.MISSING, *, optional: bool = False) -> Any:
+    """A field that holds a string that is not empty.
+
+    Args:
+      default: the field's default value; without it, the field must be given.
+      optional: True permits None too.
+    """
+    return _field(
+        default,
+        "a string that is not empty",
+        lambda value: value if isinstance(value, str) and value else _REFUSED,
+        optional,
+    )
+
+
+def choice(default: Any, known: Sequence[str | None]) -> Any:
+    """A field that holds one of several strings.
+
+    Args:
+      default: the field's default value.
+      known: the permitted values.
+    """
+
+    def accept(value: Any) -> Any:
+        return value if isinstance(value, str | None) and value in known else _REFUSED
+
+    return _field(default, f"one of {', '.join(map(repr, known))}", accept)
+
+
+def check_fields(specification: Any) -> None:
+    """Checks every field that `integer`, `number`, `flag`, `text` or `choice` made, and replaces
+    numbers of NumPy by numbers of Python.
+
+    Args:
+      specification: an instance of a frozen dataclass.
+
+    Raises:
+      ValueError: a field holds a value that it may not hold. The message names the field, the
+        permitted values and the value.
+    """
+    for field in dataclasses.fields(specification):
+        if (rule := field.metadata.get(_RULE)) is None:
+            continue
+        value = getattr(specification, field.name)
+        accepted = rule.accept(value)
+        if accepted is _REFUSED:
+            raise ValueError(f"{field.name} should be {rule.expected}, found {value!r}")
+        object.__setattr__(specification, field.name, accepted)
+
+
+def _field(
+    default: Any,
+    expected: str,
+    accept: Callable[[Any], Any],
+    optional: bool = False,
+) -> Any:
+    rule = _Rule(expected, accept)
+    if optional:
+        rule = _Rule(f"{expected} or None", lambda value: None if value is None else accept(value))
+    return dataclasses.field(default=default, metadata={_RULE: rule})
