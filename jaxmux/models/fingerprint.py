@@ -51,9 +51,9 @@ def _tensors(path: Path) -> list[tuple[str, tuple[str, bytes]]]:
             for name, tensor in header.items():
                 start, end = tensor["data_offsets"]
                 sample = b""
-                for offset in (start, (start + end) // 2, end - _SAMPLE_BYTES):
-                    file.seek(8 + length + max(start, offset))
-                    sample += file.read(min(_SAMPLE_BYTES, end - start))
+                for offset in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
+                    file.seek(8 + length + offset)
+                    sample += file.read(min(_SAMPLE_BYTES, end - offset))
                 found.append((name, (f"{tensor['dtype']} {tensor['shape']}", sample)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
         raise BackboneError(

@@ -29,9 +29,9 @@ class LoRA:
       alpha: numerator of the scale.
       dropout: probability in [0, 1) with which each feature of x is set to 0 before it enters A;
         the other features are divided by 1 - dropout. The frozen product x W has no dropout.
-      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"; one
-        or several module names ("q_proj"), which the full names equal or end with; or one regular
-        expression that full names ("model.layers.3.self_attn.q_proj") match as a whole.
+      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear";
+        one or several module names ("q_proj"), which the full names equal or end with; or one
+        regular expression that full names ("model.layers.3.self_attn.q_proj") match as a whole.
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
       initialisation: initial values of A. "kaiming" draws them uniformly from ±1/sqrt(k), which is
         PEFT's default; "gaussian" draws them from a normal distribution with standard deviation
