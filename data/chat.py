@@ -3,16 +3,22 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
 from .record_forms import RenderedText, TextRange, required_field, valid_text
 from .sources import LossOn, Record
+from .time_limit import TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
+
+# The roles that chat templates of public models know. Targets are the messages of the assistant.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -38,7 +44,7 @@ def render_chat(
         differently when more messages follow.
     """
     messages = _valid_messages(record)
-    template = _chat_template(record, tokenizer)
+    template = require_chat_template(record, tokenizer)
     if loss_on == "all":
         text = _apply(record, tokenizer, messages)
         ranges = None
@@ -64,12 +70,25 @@ def _valid_messages(record: Record) -> Messages:
             )
         for name in ("role", "content"):
             valid_text(record, f"{name!r} of message {number}", message.get(name))
+        if (role := message["role"]) not in ROLES:
+            similar = _OTHER_NAMES.get(role) or next(iter(get_close_matches(role, ROLES, 1)), None)
+            hint = f"; did you mean {similar!r}?" if similar else ""
+            raise DataError(
+                f"{record.where}: message {number} has the unknown role {role!r}; the roles are "
+                f"{', '.join(ROLES)}{hint}"
+            )
     # In columnar files every message has the fields of all messages, with null for absent ones,
     # and some templates would print these nulls.
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
-def _chat_template(record: Record, tokenizer: "PreTrainedTokenizerBase") -> str:
+def require_chat_template(record: Record, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The tokenizer's chat template. Raises DataError if it has none.
+
+    Args:
+      record: a record that needs the template; the message names it.
+      tokenizer: the tokenizer.
+    """
     if tokenizer.chat_template is None:
         raise DataError(
             f"{record.where}: 'messages' records need a chat template, and the tokenizer "
@@ -105,7 +124,13 @@ def _render_generation_blocks(
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    return text, tuple(TextRange(*block) for block in blocks)
+    ranges = tuple(TextRange(*block) for block in blocks)
+    if not any(text[start:end].strip() for start, end in ranges):
+        raise DataError(
+            f"{record.where}: no target tokens: the chat template of {tokenizer.name_or_path} "
+            "marks no text of the assistant ({% generation %} stands around nothing)"
+        )
+    return text, ranges
 
 
 def _ranges_by_prefix(
@@ -139,7 +164,8 @@ def _template_errors(record: Record, tokenizer: "PreTrainedTokenizerBase") -> It
     try:
         yield
     except Exception as error:  # a template is a program and may raise anything
+        is_slow = isinstance(error, TimeLimitExceeded)
         raise DataError(
-            f"{record.where}: the chat template of {tokenizer.name_or_path} refuses the messages: "
-            f"{error}"
+            f"{record.where}: the chat template of {tokenizer.name_or_path} "
+            + ("takes too long" if is_slow else f"refuses the messages: {error}")
         ) from error

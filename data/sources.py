@@ -15,6 +15,8 @@ from .errors import DataError
 Form = Literal["prompt_completion", "messages", "alpaca", "text"]
 LossOn = Literal["completion", "all"]
 Overlong = Literal["truncate", "drop", "error"]
+OnBadRecord = Literal["error", "skip"]
+SpecialTokens = Literal["parse", "escape"]
 
 HUGGING_FACE_PREFIX = "hf:"
 JSONL_SUFFIXES = (".jsonl", ".json")
@@ -42,6 +44,12 @@ class Source:
       overlong: the treatment of samples with more tokens than the task's `max_length`. "truncate"
         cuts their end, "drop" leaves them out, "error" raises a DataError when the source is
         loaded.
+      on_bad_record: the treatment of records that cannot be trained on: malformed lines, missing
+        fields, records without target tokens. "error" raises a DataError for the first one, "skip"
+        leaves them out and counts them.
+      special_tokens: the treatment of text that spells a special token of the tokenizer, such as
+        "<|im_end|>" or "</s>". "parse" lets it become this token, so that data can end a turn or a
+        sample early. "escape" puts a space behind its first character, so that it stays text.
 
     Raises:
       DataError: a field has another value.
@@ -52,6 +60,8 @@ class Source:
     form: Literal["auto"] | Form = choice("auto", ("auto", *get_args(Form)))
     loss_on: LossOn = choice("completion", get_args(LossOn))
     overlong: Overlong = choice("truncate", get_args(Overlong))
+    on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
+    special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
 
     def __post_init__(self):
         if isinstance(self.path, os.PathLike):
@@ -77,15 +87,17 @@ class Record(NamedTuple):
     where: str
 
 
-def read_records(source: Source) -> Iterator[Record]:
+def read_records(source: Source, skipped: list[DataError] | None = None) -> Iterator[Record]:
     """Yields the records of a source in their order, without rendering or tokenizing them.
 
     A `Record` holds the fields of one JSON object or table row, its index and its place for error
     messages.
 
     Args:
-      source: a JSONL file, a Parquet file or a Hugging Face data set; only its `path` and `split`
-        are used.
+      source: a JSONL file, a Parquet file or a Hugging Face data set; only its `path`, `split` and
+        `on_bad_record` are used.
+      skipped: gets the error of every malformed line that is left out, if the source says
+        `on_bad_record="skip"`.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; a line is not a
@@ -93,12 +105,18 @@ def read_records(source: Source) -> Iterator[Record]:
     """
     index = -1
     for index, (where, fields) in enumerate(_open_rows(source)):
-        yield Record(index, fields, where)
+        if not isinstance(fields, DataError):
+            yield Record(index, fields, where)
+        elif source.on_bad_record == "error":
+            raise fields
+        elif skipped is not None:
+            skipped.append(fields)
     if index < 0:
         raise DataError(f"{source.path}: no records")
 
 
-def _open_rows(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _open_rows(source: Source) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
+    """The place and the fields of each row; an error in place of the fields of a malformed line."""
     if source.path.startswith(HUGGING_FACE_PREFIX):
         return _read_hugging_face(source)
     path = Path(source.path)
@@ -121,7 +139,7 @@ def _require_no_split(source: Source) -> None:
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -132,14 +150,14 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _parse_object(line: bytes, where: str) -> Mapping[str, Any]:
+def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
-        raise DataError(f"{where}: malformed JSON line: {error}{hint}") from error
+        return DataError(f"{where}: malformed JSON line: {error}{hint}")
     if not isinstance(fields, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
+        return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
     return fields
 
 
@@ -173,7 +191,9 @@ def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]
         if _is_saved_dataset(Path(name)):
             dataset = datasets.load_from_disk(name)
         else:
-            dataset = datasets.load_dataset(name, split=source.split)
+            # The library tries for half a minute to reach a hub that cannot be reached.
+            retries = datasets.DownloadConfig(max_retries=1)
+            dataset = datasets.load_dataset(name, split=source.split, download_config=retries)
     except Exception as error:  # datasets passes on any exception of its hub and file layers
         raise DataError(
             f"{source.path}: split {source.split!r} cannot be loaded: {error}"

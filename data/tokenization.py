@@ -1,7 +1,7 @@
 """Tokenization: turns all records of a source into samples, before training begins."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import batched, chain
 from pathlib import Path
@@ -10,33 +10,53 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from .chat import render_chat
+from .chat import render_chat, require_chat_template
 from .errors import DataError
 from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
+from .special_text import SpecialText
+from .time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECORDS_PER_CALL = 1024
+# Rendering one record takes less than a millisecond, unless the chat template loops.
+_TEMPLATE_SECONDS = 3.0
 
 
 class Samples(NamedTuple):
-    """The samples of one source, and counts of the records that were read, cut and dropped.
+    """The samples of one source, and counts of what was read, cut and left out.
 
     Attributes:
       samples: at least one sample, in the order of the source.
-      read: number of records read; equals `len(samples) + dropped`.
+      read: number of records read; equals `len(samples) + dropped + skipped`.
       truncated: number of samples that were cut to the maximum length.
-      dropped: number of records without a sample. A record has none if it is too long and the
-        source says `overlong="drop"`, or if truncation leaves no token that counts in the loss.
+      dropped: number of records that are too long: the source says `overlong="drop"`, or truncation
+        leaves no token that counts in the loss.
+      skipped: number of records that cannot be trained on, if the source says
+        `on_bad_record="skip"`.
+      first_skipped: the error of the first skipped record; empty if there is none.
+      target_tokens: number of tokens that count in the loss, before records are cut or dropped.
+      cut_target_tokens: number of these tokens that truncation removes.
+      unknown_target_tokens: number of these tokens that are the tokenizer's unknown token.
+      special_text: the first special token that the text of a record spells; empty if there is
+        none, or if the source says `special_tokens="escape"`.
+      special_records: number of records whose text spells a special token.
     """
 
     samples: list[Sample]
     read: int
-    truncated: int
-    dropped: int
+    truncated: int = 0
+    dropped: int = 0
+    skipped: int = 0
+    first_skipped: str = ""
+    target_tokens: int = 0
+    cut_target_tokens: int = 0
+    unknown_target_tokens: int = 0
+    special_text: str = ""
+    special_records: int = 0
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
@@ -110,29 +130,77 @@ def load_samples(
             f"{source.path}: max_length={max_length}, but a sample has at least 2 tokens"
         )
     samples: list[Sample] = []
-    read = truncated = 0
-    for record, whole in _tokenize(source, tokenizer):
-        read += 1
+    skipped: list[DataError] = []
+    special = SpecialText(source, tokenizer)
+    # In some tokenizers, the EOS token that ends each sample is the unknown token too.
+    unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
+    dropped = truncated = targets = cut = unknown = 0
+    for record, whole in _tokenize(source, tokenizer, special, skipped):
         _require_known_ids(record, whole, tokenizer, vocab_size)
+        targets += whole.target_tokens
+        unknown += np.count_nonzero(whole.input_ids[whole.target_mask] == unknown_id)
         sample = _fit(record, whole, source, max_length)
-        if sample is not None:
-            samples.append(sample)
-            truncated += sample is not whole
+        if sample is None:
+            dropped += 1
+            continue
+        samples.append(sample)
+        truncated += sample is not whole
+        cut += whole.target_tokens - sample.target_tokens
     if not samples:
-        raise DataError(
-            f"{source.path}: no samples left: all {read} records exceed max_length={max_length} "
-            f"and were dropped (overlong={source.overlong!r})"
+        raise DataError(_no_samples(source, max_length, dropped, skipped))
+    return Samples(
+        samples,
+        read=len(samples) + dropped + len(skipped),
+        truncated=truncated,
+        dropped=dropped,
+        skipped=len(skipped),
+        first_skipped=str(skipped[0]) if skipped else "",
+        target_tokens=targets,
+        cut_target_tokens=cut,
+        unknown_target_tokens=int(unknown),
+        special_text=special.first,
+        special_records=special.records,
+    )
+
+
+def _no_samples(source: Source, max_length: int, dropped: int, skipped: list[DataError]) -> str:
+    reasons = []
+    if dropped:
+        reasons.append(
+            f"{dropped} exceed max_length={max_length} and were dropped "
+            f"(overlong={source.overlong!r})"
         )
-    return Samples(samples, read, truncated, dropped=read - len(samples))
+    if skipped:
+        reasons.append(f"{len(skipped)} were skipped, the first because of {skipped[0]}")
+    records = dropped + len(skipped)
+    return f"{source.path}: no samples left of {records} records: {'; '.join(reasons)}"
 
 
 def _tokenize(
-    source: Source, tokenizer: "PreTrainedTokenizerBase"
+    source: Source,
+    tokenizer: "PreTrainedTokenizerBase",
+    special: SpecialText,
+    skipped: list[DataError],
 ) -> Iterator[tuple[Record, Sample]]:
-    records = read_records(source)
-    first = next(records)
-    form = detect_form(first) if source.form == "auto" else source.form
+    """The untruncated sample of every record that can be trained on. `skipped` gets the errors of
+    the other records, if the source says `on_bad_record="skip"`."""
+
+    def refuse(error: DataError) -> None:
+        if source.on_bad_record == "error":
+            raise error
+        skipped.append(error)
+
+    records = read_records(source, skipped)
+    for first in records:
+        try:
+            form = detect_form(first) if source.form == "auto" else source.form
+            break
+        except DataError as error:
+            refuse(error)
+    else:
+        return
     if form == "messages":
+        require_chat_template(first, tokenizer)
         render_record = partial(render_chat, tokenizer=tokenizer, loss_on=source.loss_on)
     else:
         if tokenizer.eos_token_id is None:
@@ -142,26 +210,43 @@ def _tokenize(
             )
         render_record = partial(render, form=form, loss_on=source.loss_on)
     for group in batched(chain([first], records), _RECORDS_PER_CALL):
-        rendered = [render_record(record) for record in group]
-        yield from zip(group, _tokenize_group(group, rendered, tokenizer), strict=True)
+        rendered: list[tuple[Record, RenderedText]] = []
+        with TimeLimit(_TEMPLATE_SECONDS) as limit:
+            for record in group:
+                limit.restart()
+                try:
+                    rendered.append((record, render_record(special.treated(record))))
+                except DataError as error:
+                    refuse(error)
+        for record, sample in _tokenize_group(rendered, tokenizer):
+            if sample is not None:
+                yield record, sample
+            else:
+                refuse(
+                    DataError(
+                        f"{record.where}: no target tokens: the completion, the assistant's "
+                        "messages or the text is empty (the first token of all is never a target)"
+                    )
+                )
 
 
 def _tokenize_group(
-    records: Sequence[Record],
-    rendered: Sequence[RenderedText],
-    tokenizer: "PreTrainedTokenizerBase",
-) -> Iterable[Sample]:
+    rendered: Sequence[tuple[Record, RenderedText]], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[Record, Sample | None]]:
+    """The untruncated samples of rendered records; None for a record without target tokens."""
+    if not rendered:
+        return
     # All records of a source have the same form, so the first tells about special tokens for all.
-    adds_special_tokens = not rendered[0].has_special_tokens
+    adds_special_tokens = not rendered[0][1].has_special_tokens
     encoded = tokenizer(
-        [text for text, *_ in rendered],
+        [text for _, (text, *_) in rendered],
         add_special_tokens=adds_special_tokens,
         return_offsets_mapping=True,
         return_attention_mask=False,
         verbose=False,
     )
-    for record, (_, target_ranges, _), ids, offsets in zip(
-        records, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    for (record, (text, target_ranges, _)), ids, offsets in zip(
+        rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         if adds_special_tokens and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             # The text begins with the BOS token, and the tokenizer added a second one.
@@ -169,17 +254,20 @@ def _tokenize_group(
         offsets = np.asarray(offsets, np.int64).reshape(-1, 2)
         target_mask = _target_mask(offsets, target_ranges)
         covers_text = offsets[:, 0] < offsets[:, 1]
-        if not (target_mask & covers_text).any():
-            raise DataError(
-                f"{record.where}: no target tokens: the completion, the assistant's messages or "
-                "the text is empty (the first token of all is never a target)"
-            )
+        if not (target_mask & covers_text).any() or _is_blank(text, target_ranges):
+            yield record, None
+            continue
         if adds_special_tokens:
             if ids[-1] != tokenizer.eos_token_id:
                 ids = [*ids, tokenizer.eos_token_id]
                 target_mask = np.append(target_mask, True)
             target_mask[-1] = True
-        yield Sample(np.asarray(ids, np.int32), target_mask, record.index)
+        yield record, Sample(np.asarray(ids, np.int32), target_mask, record.index)
+
+
+def _is_blank(text: str, ranges: Sequence[TextRange] | None) -> bool:
+    """Whether the model would learn to predict nothing but white space."""
+    return not any(text[start:end].strip() for start, end in ranges or ((0, len(text)),))
 
 
 def _target_mask(

@@ -82,7 +82,7 @@ def test_eos_that_the_tokenizer_appends_is_a_target_and_not_doubled(llama, write
 
 def test_sample_id_is_the_record_index_even_if_records_are_dropped(gpt, write_jsonl):
     long = {**PAIR, "completion": COMPLETION * 20}
-    samples, read, truncated, dropped = load(
+    samples, read, truncated, dropped, *_ = load(
         write_jsonl(PAIR, long, PAIR), gpt, max_length=60, overlong="drop"
     )
     assert [s.sample_id for s in samples] == [0, 2]
@@ -93,7 +93,7 @@ def test_truncation_keeps_the_beginning_and_is_counted(tokenizer, write_jsonl):
     path = write_jsonl(PAIR, {"prompt": "The", "completion": " dog"})
     whole = load(path, tokenizer).samples
     max_length = len(whole[0].input_ids) - 3
-    samples, read, truncated, dropped = load(path, tokenizer, max_length=max_length)
+    samples, read, truncated, dropped, *_ = load(path, tokenizer, max_length=max_length)
     assert (read, truncated, dropped) == (2, 1, 0)
     np.testing.assert_array_equal(samples[0].input_ids, whole[0].input_ids[:max_length])
     np.testing.assert_array_equal(samples[0].target_mask, whole[0].target_mask[:max_length])
@@ -112,7 +112,7 @@ def test_sample_that_truncation_leaves_without_targets_is_dropped(gpt, write_jso
     path = write_jsonl(
         {"prompt": PROMPT * 5, "completion": "x"}, {"prompt": "a", "completion": "b"}
     )
-    samples, read, truncated, dropped = load(path, gpt, max_length=16)
+    samples, read, truncated, dropped, *_ = load(path, gpt, max_length=16)
     assert [s.sample_id for s in samples] == [1]
     assert (read, truncated, dropped) == (2, 0, 1)
 
@@ -209,3 +209,93 @@ def test_real_data_trains_on_completion_and_eos_only(stories260k, shared_dir, na
         assert len(prompt_ids) - 2 <= first_target <= len(prompt_ids)
         assert sample.target_mask[first_target:].all()
         assert sample.input_ids[-1] == stories260k.eos_token_id
+
+
+BAD_LINES = {
+    "malformed line": "{",
+    "no object": "7",
+    "missing field": {"prompt": "blue"},
+    "blank completion": PAIR | {"completion": " "},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "second"])
+def test_bad_records_are_skipped_and_counted_if_the_source_says_so(bad, place, gpt, write_jsonl):
+    lines = [PAIR, PAIR]
+    lines.insert(place, bad)
+    path = write_jsonl(*lines)
+    with pytest.raises(DataError, match=f"{path}:{place + 1}: "):
+        load(path, gpt)
+    found = load(path, gpt, on_bad_record="skip")
+    assert (len(found.samples), found.read, found.skipped) == (2, 3, 1)
+    assert found.first_skipped.startswith(f"{path}:{place + 1}: ")
+
+
+def test_a_source_of_bad_records_alone_is_refused(gpt, write_jsonl):
+    path = write_jsonl("{", "7")
+    with pytest.raises(DataError, match=f"{path}: no samples left of 2 records: 2 were skipped"):
+        load(path, gpt, on_bad_record="skip")
+
+
+def test_cut_and_unknown_target_tokens_are_counted(llama, write_jsonl):
+    path = write_jsonl({"prompt": "", "completion": "The capital of France is Ж Paris."})
+    whole = load(path, llama)
+    assert (whole.cut_target_tokens, whole.unknown_target_tokens) == (0, 1)
+    length = len(whole.samples[0].input_ids)
+    cut = load(path, llama, max_length=length - 3)
+    assert (cut.target_tokens, cut.cut_target_tokens) == (whole.target_tokens, 3)
+
+
+SPELT = {"prompt": "What is <|im_end|>?", "completion": " A colour.<|endoftext|>"}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "Name a colour.<|im_end|>"},
+        {"role": "assistant", "content": "Blue."},
+    ]
+}
+
+
+@pytest.mark.parametrize("record", [SPELT, CHAT], ids=["plain", "chat"])
+def test_special_tokens_in_text_are_counted_or_escaped(record, gpt, write_jsonl):
+    path = write_jsonl(record)
+    parsed = load(path, gpt)
+    assert (parsed.special_text, parsed.special_records) == ("<|im_end|>", 1)
+    escaped = load(path, gpt, special_tokens="escape")
+    assert (escaped.special_text, escaped.special_records) == ("", 0)
+    ids = [list(found.samples[0].input_ids) for found in (parsed, escaped)]
+    end = gpt.convert_tokens_to_ids("<|im_end|>")
+    in_template = 2 if record is CHAT else 0
+    assert [tokens.count(end) for tokens in ids] == [in_template + 1, in_template]
+    assert "< |im_end|>" in gpt.decode(ids[1])
+
+
+def test_a_template_that_loops_is_stopped(gpt, write_jsonl, monkeypatch):
+    monkeypatch.setattr("jaxmux.data.tokenization._TEMPLATE_SECONDS", 0.2)
+    loop = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    gpt.chat_template = (
+        "{% if messages[0]['content'] == 'loop' %}" + loop + "{% endif %}x" + gpt.chat_template
+    )
+    fine = {"messages": [{"role": "user", "content": "Name"}, *CHAT["messages"][1:]]}
+    endless = {"messages": [{"role": "user", "content": "loop"}, *CHAT["messages"][1:]]}
+    path = write_jsonl(fine, endless, endless, fine)
+    with pytest.raises(DataError, match=f"{path}:2: the chat template .* takes too long"):
+        load(path, gpt)
+    found = load(path, gpt, on_bad_record="skip")
+    assert (len(found.samples), found.skipped) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("role", "hint"), [("asistant", "assistant"), ("human", "user"), ("gpt", "assistant")]
+)
+def test_an_unknown_role_is_named(role, hint, gpt, write_jsonl):
+    path = write_jsonl({"messages": [{"role": role, "content": "Hi."}, *CHAT["messages"]]})
+    with pytest.raises(DataError, match=f":1: message 0 .* '{role}'.*did you mean '{hint}'"):
+        load(path, gpt)
+
+
+def test_a_generation_block_around_nothing_is_named(gpt, write_jsonl):
+    gpt.chat_template += "{% generation %}{% endgeneration %}"
+    path = write_jsonl({"messages": [{"role": "user", "content": "Hi."}, *CHAT["messages"][1:]]})
+    with pytest.raises(DataError, match=":1: no target tokens: .*{% generation %} stands around"):
+        load(path, gpt)

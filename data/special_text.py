@@ -1,0 +1,69 @@
+"""Text of records that spells a special token of the tokenizer, such as "<|im_end|>"."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .sources import Record, Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SpecialText:
+    """Counts or escapes text that spells a special token, as `Source.special_tokens` says.
+
+    Attributes:
+      first: the first special token that was found in a record; empty if there is none.
+      records: number of records in which one was found.
+    """
+
+    def __init__(self, source: Source, tokenizer: "PreTrainedTokenizerBase"):
+        """Finds the special tokens.
+
+        Args:
+          source: the source of the records.
+          tokenizer: the tokenizer of their text.
+        """
+        self.first, self.records = "", 0
+        self._escape = source.special_tokens == "escape"
+        spelt = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        # Of two special tokens, the longer one comes first, because it may begin with the other.
+        spelt = sorted(spelt | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, spelt)) if spelt else r"(?!)")
+
+    def treated(self, record: Record) -> Record:
+        """The record, with its special tokens escaped if the source says so.
+
+        Args:
+          record: a record that has not been rendered yet.
+        """
+        if self._escape:
+            return record._replace(fields=self._escaped(record.fields))
+        if found := self._search(record.fields):
+            self.first = self.first or found
+            self.records += 1
+        return record
+
+    def _search(self, value: Any) -> str:
+        match value:
+            case str():
+                found = self._pattern.search(value)
+                return found[0] if found else ""
+            case Mapping():
+                return next(filter(None, map(self._search, value.values())), "")
+            case list():
+                return next(filter(None, map(self._search, value)), "")
+        return ""
+
+    def _escaped(self, value: Any) -> Any:
+        match value:
+            case str():
+                return self._pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+            case Mapping():
+                return {key: self._escaped(part) for key, part in value.items()}
+            case list():
+                return [self._escaped(part) for part in value]
+        return value

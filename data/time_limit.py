@@ -1,0 +1,52 @@
+"""A time limit for code of others, such as chat templates."""
+
+import ctypes
+import threading
+import time
+from types import TracebackType
+
+
+class TimeLimitExceeded(Exception):
+    """Code under a `TimeLimit` took too long."""
+
+
+class TimeLimit:
+    """Raises `TimeLimitExceeded` in the thread that takes too long between two calls of `restart`.
+
+    Only Python code can be stopped, such as that to which Jinja compiles a template. Use it as a
+    context manager in the thread that runs the code.
+    """
+
+    def __init__(self, seconds: float):
+        """Prepares the limit.
+
+        Args:
+          seconds: the longest time from one call of `restart` to the next, or to the end.
+        """
+        self.seconds = seconds
+        self._thread = threading.get_ident()
+        self._deadline = time.monotonic() + seconds
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "TimeLimit":
+        self.restart()
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: TracebackType | None) -> None:
+        with self._lock:  # Nothing is raised after this block.
+            self._ended.set()
+
+    def restart(self) -> None:
+        """Begins a new period."""
+        self._deadline = time.monotonic() + self.seconds
+
+    def _watch(self) -> None:
+        while not self._ended.wait(max(0.01, self._deadline - time.monotonic())):
+            with self._lock:
+                if not self._ended.is_set() and time.monotonic() > self._deadline:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(self._thread), ctypes.py_object(TimeLimitExceeded)
+                    )
+                    self.restart()
