@@ -22,6 +22,7 @@ from jaxmux.peft import (
     resolve_targets,
 )
 from jaxmux.peft.leaves import named_leaves
+from jaxmux.peft.targets import linear_sizes
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.tasks import Task, TaskError
 
@@ -142,6 +143,7 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
     """
     try:
         targets = resolve_targets(task.adapter.target_modules, config)
+        _refuse_rank_above_widths(task.adapter.rank, targets, config)
         if task.resume_from is not None:
             _saved_adapter(task, targets, config)
         data = read_data(task, config, tokenizer)
@@ -149,6 +151,17 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
         raise TaskError(f"task {task.name!r}: {e}") from e
     make_adapter = functools.partial(_first_adapter, task, targets, config)
     return PreparedTask(task, targets, make_adapter, *data)
+
+
+def _refuse_rank_above_widths(
+    rank: int, targets: dict[str, LayerMask], config: BackboneConfig
+) -> None:
+    """ValueError if a smaller rank would express the same in every linear."""
+    widths = {module: min(linear_sizes(config, module)) for module in targets}
+    if rank > (widest := max(widths.values())):
+        raise ValueError(
+            f"rank is {rank}, but no linear that it adapts is wider than {widest}; lower the rank"
+        )
 
 
 class TaskData(NamedTuple):

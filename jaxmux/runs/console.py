@@ -10,9 +10,11 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxmux.engine import Engine, PreparedTask, TaskUpdate
+from jaxmux.models import BackboneConfig
 
 from .run_directory import RunDirectory
 from .summary import Summary
+from .task_warnings import before_training
 
 # Lines that are printed for each task where there is no terminal.
 _PLAIN_LINES = 10
@@ -40,12 +42,12 @@ class RunConsole:
         """Prints one line of text as it is."""
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def announce(self, tasks: Sequence[PreparedTask], context: int) -> None:
-        """Prints the number of samples of each task, and warns of samples longer than `context`.
+    def announce(self, tasks: Sequence[PreparedTask], config: BackboneConfig) -> None:
+        """Prints the number of samples of each task, and what is suspicious about it.
 
         Args:
           tasks: the tasks of the training run.
-          context: longest sequence, in tokens, for which the backbone was trained.
+          config: configuration of the backbone.
         """
         for prepared in tasks:
             found, name = prepared.samples, prepared.task.name
@@ -58,11 +60,8 @@ class RunConsole:
             if prepared.eval_samples:
                 notes.append(f"{len(prepared.eval_samples)} held out")
             self.say(f"task {name}: {', '.join(notes)}")
-            if prepared.longest > context:
-                self.say(
-                    f"task {name}: warning: the backbone was made for {context} tokens "
-                    "(max_position_embeddings)"
-                )
+            for warning in before_training(prepared, config):
+                self.say(warning)
 
     def start(self, engine: Engine) -> None:
         """Begins to measure tokens per second and, on a terminal, to show the live table.

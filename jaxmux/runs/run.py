@@ -115,7 +115,7 @@ def fine_tune(
             return finished
         model, tokenizer = load_backbone(backbone, options.dtype), load_tokenizer(backbone)
         prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
-        console.announce(prepared, model.config.max_position_embeddings)
+        console.announce(prepared, model.config)
         if options.row_len is not None:
             for task in prepared:
                 task.refuse_rows_of(options.row_len)

@@ -150,8 +150,8 @@ def test_task_beyond_the_memory_is_named_with_the_change_that_would_help(
         f"large/Task.data = {data['short']!r}",
         "large/Task.steps = 2",
         "large/Task.adapter = @large/LoRA()",
-        "large/LoRA.rank = 2000",
-        "fine_tune.memory_gib = 0.02",
+        "large/LoRA.rank = 32",
+        "fine_tune.memory_gib = 0.002",
     )
     assert main([f"--gin_file={config}", f"--run_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

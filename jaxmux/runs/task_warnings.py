@@ -1,0 +1,123 @@
+"""Warnings of tasks that can be trained but hardly mean what they say.
+
+Each warning is one line that begins with "task NAME: warning:" and gives the figure at fault. A
+training run prints the warnings of `before_training` once, when it begins, and those of
+`after_training` with its results.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmux.data import Samples
+from jaxmux.engine import PreparedTask
+from jaxmux.models import BackboneConfig
+from jaxmux.peft.targets import linear_sizes
+
+# Fractions above which a warning is printed.
+UNKNOWN_TOKENS = 0.01
+CUT_TOKENS = 0.1
+DROPPED_RECORDS = 0.05
+# A loss this close to that of uniform predictions, in nats, has learnt nothing.
+_NEAR_UNIFORM = 0.05
+
+
+def before_training(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
+    """The warnings about a task's settings and data.
+
+    Args:
+      prepared: the task with its data.
+      config: configuration of the backbone.
+    """
+    found = [*_of_settings(prepared, config), *_of_data(prepared, config)]
+    return [f"task {prepared.task.name}: warning: {text}" for text in found]
+
+
+def after_training(name: str, results: Mapping[str, Any], config: BackboneConfig) -> list[str]:
+    """The warnings about a task's results.
+
+    Args:
+      name: name of the task.
+      results: the task's entry in `Summary.tasks`.
+      config: configuration of the backbone.
+    """
+    first, last = results["train_loss_first"], results["train_loss_last"]
+    uniform = math.log(config.vocab_size)
+    if last is None or first is None or abs(last - uniform) > _NEAR_UNIFORM or last < first:
+        return []
+    return [
+        f"task {name}: warning: its loss rose from {first:.4f} to {last:.4f}, the loss of uniform "
+        f"predictions over {config.vocab_size} tokens; the learning rate may be too high"
+    ]
+
+
+def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
+    task, found = prepared.task, []
+    optimizer, adapter = task.optimizer, task.adapter
+    if optimizer.learning_rate == 0:
+        found.append("learning_rate is 0, so training does not change the adapter")
+    if adapter.alpha == 0:
+        found.append("alpha is 0, so the adapter has no effect")
+    if optimizer.weight_decay > 1:
+        found.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
+    if task.batch_size > (samples := len(prepared.samples.samples)):
+        found.append(
+            f"batch_size is {task.batch_size}, but there are {samples} samples; every step trains "
+            "on all of them"
+        )
+    warmup = optimizer.schedule.warmup_steps
+    if warmup >= prepared.steps:
+        found.append(
+            f"warmup_steps is {warmup}, but the task trains {prepared.steps} steps; the learning "
+            "rate never reaches its peak"
+        )
+    narrowest = min(min(linear_sizes(config, module)) for module in prepared.targets)
+    if adapter.rank > narrowest:
+        found.append(f"rank is {adapter.rank}, but the narrowest linear has width {narrowest}")
+    return found
+
+
+def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
+    found, data = [], prepared.samples
+    if prepared.longest > (context := config.max_position_embeddings):
+        found.append(f"the backbone was made for {context} tokens (max_position_embeddings)")
+    length = prepared.task.max_length
+    if _above(data.unknown_target_tokens, data.target_tokens, UNKNOWN_TOKENS):
+        found.append(
+            f"{data.unknown_target_tokens / data.target_tokens:.1%} of the completion tokens are "
+            "unknown to the tokenizer"
+        )
+    if _above(data.cut_target_tokens, data.target_tokens, CUT_TOKENS):
+        found.append(
+            f"max_length={length} cuts off {data.cut_target_tokens / data.target_tokens:.0%} of "
+            "the completion tokens"
+        )
+    if _above(data.dropped, data.read, DROPPED_RECORDS):
+        found.append(
+            f"max_length={length} drops {data.dropped} of {data.read} records "
+            f"({data.dropped / data.read:.0%})"
+        )
+    if data.skipped:
+        found.append(
+            f"{data.skipped} of {data.read} records are skipped, the first because of "
+            f"{data.first_skipped}"
+        )
+    if data.special_records:
+        found.append(_special_text(data))
+    return found
+
+
+def _special_text(data: Samples) -> str:
+    records = (
+        "1 record spells"
+        if data.special_records == 1
+        else (f"{data.special_records} records spell")
+    )
+    return (
+        f"the text of {records} special tokens such as {data.special_text!r}; set "
+        "Source.special_tokens='escape' to keep them text"
+    )
+
+
+def _above(part: int, whole: int, limit: float) -> bool:
+    return whole > 0 and part / whole > limit

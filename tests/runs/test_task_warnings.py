@@ -1,0 +1,99 @@
+"""What is legal but suspicious gets one warning, with the task and the figure."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from jaxmux import AdamW, LoRA, Schedule, TaskError, load_tokenizer, prepare_task
+from jaxmux.data import Source
+from jaxmux.models import BackboneConfig
+from jaxmux.runs.task_warnings import after_training, before_training
+
+GOOD = {"prompt": "red", "completion": " apple pear plum"}
+SPECIAL = {"prompt": "red", "completion": " apple</s> plum"}
+
+
+@pytest.fixture(scope="module")
+def prepare(backbone, make_task):
+    config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+
+    def make(**fields):
+        return prepare_task(make_task(**fields), config, tokenizer), config
+
+    return make
+
+
+SETTINGS = {
+    "learning rate 0": ({"optimizer": AdamW(0)}, "learning_rate is 0"),
+    "alpha 0": ({"adapter": LoRA(2, alpha=0)}, "alpha is 0"),
+    "weight decay": ({"optimizer": AdamW(weight_decay=1e9)}, r"weight_decay is 1e\+09"),
+    "batch": ({"batch_size": 15}, "batch_size is 15, but there are 14 samples"),
+    "warm-up": (
+        {"optimizer": AdamW(schedule=Schedule(warmup_steps=3)), "steps": 3},
+        "warmup_steps is 3, but the task trains 3 steps",
+    ),
+    "rank": ({"adapter": LoRA(24)}, "rank is 24, but the narrowest linear has width 16"),
+}
+
+
+@pytest.mark.parametrize(("fields", "warning"), SETTINGS.values(), ids=SETTINGS)
+def test_a_suspicious_setting_gets_one_warning(fields, warning, prepare):
+    (found,) = before_training(*prepare(**fields))
+    assert found.startswith("task tiny: warning: ")
+    assert re.search(warning, found)
+
+
+def test_usual_settings_and_data_get_no_warning(prepare):
+    assert before_training(*prepare()) == []
+
+
+DATA = {
+    "truncation": ([GOOD] * 3, {"max_length": 6}, "max_length=6 cuts off .*% of the completion"),
+    "drops": (
+        [GOOD] * 3 + [{"prompt": "red", "completion": " fig"}],
+        {"max_length": 8, "overlong": "drop"},
+        "max_length=8 drops 3 of 4 records",
+    ),
+    "special tokens": ([GOOD, SPECIAL], {}, "the text of 1 record spells .* '</s>'"),
+    "skipped": (
+        [GOOD, {"prompt": "red"}],
+        {"on_bad_record": "skip"},
+        "1 of 2 records are skipped, the first because of .*:2: no field 'completion'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("records", "options", "warning"), DATA.values(), ids=DATA)
+def test_suspicious_data_gets_one_warning(records, options, warning, prepare, write_lines):
+    options = dict(options)
+    length = options.pop("max_length", 64)
+    source = Source(write_lines(*records), **options)
+    (found,) = before_training(*prepare(data=source, max_length=length, batch_size=1))
+    assert re.search(warning, found)
+
+
+def test_a_rank_above_every_width_is_refused(prepare):
+    with pytest.raises(TaskError, match="task 'tiny': rank is 33, but no linear .* than 32"):
+        prepare(adapter=LoRA(33))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "warned"), [(2.0, 0, True), (2.0, -1, False), (9, 0, False)]
+)
+def test_a_loss_that_rose_to_that_of_uniform_predictions_gets_a_warning(
+    first, last, warned, prepare
+):
+    config = prepare()[1]
+    uniform = math.log(config.vocab_size)
+    results = {"train_loss_first": first, "train_loss_last": uniform + last}
+    assert bool(after_training("tiny", results, config)) is warned
+
+
+def test_unknown_tokens_get_a_warning(prepare):
+    prepared, config = prepare()
+    counts = {"target_tokens": 1000, "unknown_target_tokens": 77}
+    prepared = dataclasses.replace(prepared, samples=prepared.samples._replace(**counts))
+    (found,) = before_training(prepared, config)
+    assert "7.7% of the completion tokens are unknown" in found
