@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import (
     Adapter,
@@ -22,7 +22,6 @@ from jaxmux.peft import (
     resolve_targets,
 )
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.peft.targets import linear_sizes
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.tasks import Task, TaskError
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask
-from jaxmux.models import BackboneConfig
-from jaxmux.peft.targets import linear_sizes
+from jaxmux.models import BackboneConfig, linear_sizes
 
 # Fractions above which a warning is printed.
 UNKNOWN_TOKENS = 0.01

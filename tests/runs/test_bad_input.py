@@ -151,7 +151,8 @@ def test_task_beyond_the_memory_is_named_with_the_change_that_would_help(
         "large/Task.steps = 2",
         "large/Task.adapter = @large/LoRA()",
         "large/LoRA.rank = 32",
-        "fine_tune.memory_gib = 0.002",
+        "fine_tune.remat = 'auto'",
+        "fine_tune.memory_gib = 0.0012",
     )
     assert main([f"--gin_file={config}", f"--run_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
