@@ -5,15 +5,17 @@ import os
 import re
 
 from .data import Source
+from .errors import InputError
 from .field_checks import check_fields, integer, text
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import LoRA
 
 # Files and folders are named after a task, and file systems permit names of 255 bytes.
 LONGEST_NAME = 100
+TASK_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-class TaskError(ValueError):
+class TaskError(InputError):
     """A task cannot be trained. The message begins with the task's name and says what is wrong."""
 
 
@@ -70,9 +72,7 @@ class Task:
         for field in ("data", "eval_data"):
             if isinstance(value := getattr(self, field), str | os.PathLike):
                 object.__setattr__(self, field, Source(os.fspath(value)))
-        if not isinstance(self.name, str) or not re.fullmatch(
-            r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name
-        ):
+        if not isinstance(self.name, str) or not re.fullmatch(TASK_NAME, self.name):
             raise self._error(
                 "a name consists of letters, digits, '.', '_' and '-', and begins with a letter or "
                 "digit"

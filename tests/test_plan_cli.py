@@ -213,8 +213,11 @@ REFUSED = {
     "heads that do not divide": (["--mesh=tp2"], "tp2 does not divide num_key_value_heads=3"),
     "a row too short": (["--gin.fine_tune.row_len=64"], "task 'record': its longest sample has 99"),
     "no room": (["--gin.fine_tune.memory_gib=0.01"], "task 'mood' does not fit even alone on pp1"),
-    "no memory": (["--gin.fine_tune.memory_gib=0"], "memory_gib should be positive, found 0"),
-    "unknown policy": (["--gin.fine_tune.remat='dost'"], "remat should be one of auto, none"),
+    "no memory": (
+        ["--gin.fine_tune.memory_gib=0"],
+        "memory_gib should be a number above 0 or None, found 0",
+    ),
+    "unknown policy": (["--gin.fine_tune.remat='dost'"], "remat should be one of 'auto', 'none'"),
     "missing profile": (["--profile=nowhere.json"], "nowhere.json"),
     "missing config": (["--gin_file=nowhere.gin"], "nowhere.gin: cannot be read"),
     "missing data": (["--gin.pirate/Task.data='nowhere.jsonl'"], "task 'pirate': nowhere.jsonl"),

@@ -1,7 +1,9 @@
 """The options of every command. This module does not import JAX, so that `--help` is fast."""
 
 import argparse
+import math
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -91,7 +93,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=_count,
         metavar="N",
         help=f"rounds to plan; default: {DEFAULT_ROUNDS}, or fewer for large global batches",
     )
@@ -100,8 +102,6 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     options = _parse_with_bindings(parser, arguments)
     options.bindings = options.gin_param + options.bindings
-    if options.rounds is not None and options.rounds < 1:
-        parser.error(f"--rounds should be at least 1, found {options.rounds}")
     options.gin_file = options.gin_file or [DEMO_CONFIG]
     return options
 
@@ -124,9 +124,13 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--check", type=Path, metavar="PROFILE", help="compare predictions of this profile"
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="duration of one measurement; default: 0.5"
+        "--seconds", type=_positive, default=0.5, help="duration of one measurement; default: 0.5"
     )
-    parser.add_argument("--dtype", help="default: bfloat16 on an accelerator, float32 on a CPU")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="default: bfloat16 on an accelerator, float32 on a CPU",
+    )
     grid = parser.add_argument_group("values to measure", "The default depends on the device.")
     for name, meaning in (
         ("tokens", "tokens of a microbatch"),
@@ -144,7 +148,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="CASE",
         help="TASKSxLENGTHxRANKxTOKENS[xROW_LENGTH], e.g. 3x2048x32x6144",
     )
-    check.add_argument("--layers", type=int, metavar="N", help="default: all layers")
+    check.add_argument("--layers", type=_count, metavar="N", help="default: all layers")
     options = parser.parse_args(arguments)
     if not options.check and not options.out:
         parser.error("--out is required: the file for the profile")
@@ -162,21 +166,20 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter folder; default: none")
     parser.add_argument("--prompt", required=True, action="append", help="may be repeated")
-    parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument(
+        "--max_new_tokens", type=_count, default=64, metavar="N", help="default: 64"
+    )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=_not_negative,
         default=0.0,
         help="0 always takes the most likely token; default: 0",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default: 0")
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of the sampling; default: 0")
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
     )
-    options = parser.parse_args(arguments)
-    if options.max_new_tokens < 1 or options.temperature < 0:
-        parser.error("--max_new_tokens should be at least 1, --temperature not negative")
-    return options
+    return parser.parse_args(arguments)
 
 
 def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
@@ -191,8 +194,11 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
     parser.add_argument(
         "--step",
-        type=int,
+        type=_count,
         help="the checkpoint, a folder of checkpoints/; default: the newest one of each task",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace adapters that --out holds already"
     )
     parser.add_argument(
         "--serving",
@@ -211,6 +217,27 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
     "generate": ("complete prompts with a backbone and an adapter", generate_options),
     "export": ("write adapters from the checkpoints of training", export_options),
 }
+
+
+def _in_range(kind: type, least: float, most: float, expected: str) -> Callable[[str], int | float]:
+    """A type of argparse: a number in [least, most]."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"should be {expected}, found {text!r}")
+        return value
+
+    return parse
+
+
+_count = _in_range(int, 1, 2**31, "an integer of at least 1")
+_seed = _in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
+_positive = _in_range(float, sys.float_info.min, 1e9, "a number above 0")
+_not_negative = _in_range(float, 0, 1e9, "a number of at least 0")
 
 
 def _parser(prog: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

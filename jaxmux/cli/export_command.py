@@ -2,31 +2,52 @@
 
 import argparse
 import logging
+import sys
 from pathlib import Path
 
-from jaxmux.models import BackboneConfig, BackboneError
-from jaxmux.peft import KINDS, adapter_of, export_adapter
-from jaxmux.runs import RunDirectoryError, read_identity, read_task
-
-USER_ERRORS = (BackboneError, OSError, RunDirectoryError)
+from jaxmux.models import BackboneConfig
+from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder
+from jaxmux.runs import RunDirectoryError, read_record, read_task
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     # Orbax logs a warning for every folder that it may read but not write.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    run_dir = Path(options.run_dir)
-    run = read_identity(run_dir)
-    config = BackboneConfig.from_folder(run["backbone"])
-    for name in options.task or run["tasks"]:
-        if name not in run["tasks"]:
-            known = ", ".join(run["tasks"])
-            raise FileNotFoundError(f"{run_dir}: no task {name!r}; its tasks are {known}")
-        fields = dict(run["tasks"][name]["adapter"])
-        spec = KINDS[fields.pop("kind")].specification(**fields)
-        step, arrays = read_task(run_dir / "checkpoints", name, options.step)
-        folder = Path(options.out) / name
+    run_dir, out = Path(options.run_dir), Path(options.out)
+    record = read_record(run_dir)
+    names = options.task or list(record["tasks"])
+    if unknown := [name for name in names if name not in record["tasks"]]:
+        known = ", ".join(record["tasks"])
+        raise RunDirectoryError(f"{run_dir}: no task {unknown[0]!r}; its tasks are {known}")
+    if not options.overwrite and (
+        existing := [out / name for name in names if is_adapter_folder(out / name)]
+    ):
+        raise RunDirectoryError(
+            f"{existing[0]}: holds an adapter already; choose another --out, or give --overwrite"
+        )
+    config = BackboneConfig.from_folder(record["backbone"])
+    for name in names:
+        fields = dict(record["tasks"][name]["adapter"])
+        try:
+            spec = KINDS[fields.pop("kind")].specification(**fields)
+        except (KeyError, TypeError, ValueError) as e:
+            raise RunDirectoryError(
+                f"{run_dir / 'run.json'}: damaged (the adapter of task {name!r}: {e})"
+            ) from None
+        step, progress, arrays = read_task(run_dir / "checkpoints", name, options.step, _warn)
+        if progress.status != "succeeded":
+            why = f" ({progress.error})" if progress.error else ""
+            _warn(
+                f"task {name}: warning: at this checkpoint it is {progress.status}{why}, after "
+                f"{progress.step} steps"
+            )
         adapter = adapter_of(arrays, spec, config)
-        export_adapter(folder, adapter, spec, config, run["backbone"], serving=options.serving)
-        print(f"{name}: checkpoint {step} -> {folder}")
+        base = record["backbone"]
+        export_adapter(out / name, adapter, spec, config, base, serving=options.serving)
+        print(f"{name}: checkpoint {step} -> {out / name}")
     return 0
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -3,16 +3,14 @@
 import argparse
 
 from jaxmux.completion import Request, complete
-from jaxmux.data import DataError, load_tokenizer
-from jaxmux.models import BackboneError, load_backbone
+from jaxmux.data import load_tokenizer
+from jaxmux.models import load_backbone
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import AdapterError, import_adapter
-
-USER_ERRORS = (AdapterError, BackboneError, DataError)
+from jaxmux.peft import import_adapter
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     folder = resolve_path(options.backbone)
     backbone, tokenizer = load_backbone(folder, options.dtype), load_tokenizer(folder)
     adapter = ()

@@ -14,6 +14,7 @@ import gin
 from gin import config_parser
 
 from jaxmux.data import Source
+from jaxmux.errors import InputError
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS
@@ -41,7 +42,7 @@ _CONFIGURABLE = {"fine_tune": RunConfig} | {
 }
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A gin config cannot be used; the message names the file, the line or the parameter."""
 
 

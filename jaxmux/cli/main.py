@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from .arguments import COMMANDS
+from .exit_codes import exit_code_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,18 +32,12 @@ def run_module(command: str) -> int:
 def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     """Parses the arguments and runs the command; returns its exit code.
 
-    Errors that the user can correct are the `USER_ERRORS` of the command's module. They are printed
-    as one line, without a traceback, and the exit code is 2. The module is imported after the
-    arguments are parsed, because it imports JAX, which takes seconds.
+    The command's module is imported after the arguments are parsed, because it imports JAX, which
+    takes seconds.
     """
     _, parse_options = COMMANDS[command]
     options = parse_options(arguments, prog)
-    module = import_module(f".{command}_command", __package__)
-    try:
-        return module.run(options)
-    except module.USER_ERRORS as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: import_module(f".{command}_command", __package__).run(options))
 
 
 def _parser() -> argparse.ArgumentParser:

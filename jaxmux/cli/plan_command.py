@@ -10,13 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxmux.data import DataError, load_tokenizer
+from jaxmux.atomic_files import require_writable
+from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.prepared_task import read_data
-from jaxmux.models import BackboneConfig, BackboneError, planned_remat
+from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import resolve_targets
-from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     CostModels,
     PoolSpec,
@@ -40,23 +40,25 @@ from jaxmux.tasks import Task, TaskError
 
 from . import gin_bindings
 from .arguments import DEFAULT_ROUNDS
-from .gin_bindings import ConfigError, RunConfig
+from .gin_bindings import RunConfig
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, plan_tables
 from .plan_trace import chrome_trace
 
-USER_ERRORS = (BackboneError, ConfigError, DataError, PlanningError, TaskError, OSError)
 # Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
 # seconds.
 _LARGE_BATCH = 512
 # Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 100
 _MILLISECOND = 1e-3
+_PLAN = "plan.json"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    if options.out:
+        require_writable(options.out / _PLAN)
     replica = Replica.parse(options.mesh)
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     config = gin_bindings.run_config()
@@ -71,8 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes plan.json, schedule.png and trace.json (for ui.perfetto.dev); returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("plan.json", "schedule.png", "trace.json")]
+    paths = [folder / name for name in (_PLAN, "schedule.png", "trace.json")]
     plan_json, picture, trace = paths
     simulation = plan.simulate(unit=_MILLISECOND)
     plan_json.write_text(json.dumps(plan.to_json()) + "\n")

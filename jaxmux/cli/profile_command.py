@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jaxmux.atomic_files import require_writable
 from jaxmux.models import Backbone, BackboneConfig, BackboneError
 from jaxmux.models.architectures import parse_config
 from jaxmux.package_files import resolve_path
-from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.device_profile import LayerPoint, Measurement, Profile, read_profile
 from jaxmux.planner.costs.time_fit import fit_time_model, layer_passes
 from jaxmux.profiling import (
@@ -28,15 +28,16 @@ from jaxmux.profiling import (
     mean_absolute_error,
 )
 
-USER_ERRORS = (BackboneError, PlanningError)
 # Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 120
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `USER_ERRORS` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     config = _config(options)
+    if options.out:
+        require_writable(options.out)
     if options.check:
         _check(options, config, console)
     else:
@@ -97,9 +98,10 @@ def _config(options: argparse.Namespace) -> BackboneConfig:
         return BackboneConfig.from_folder(resolve_path(options.backbone))
     path = resolve_path(options.config)
     try:
-        return parse_config(json.loads(Path(path).read_text()), path)
-    except (OSError, json.JSONDecodeError) as e:
+        settings = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
         raise BackboneError(f"{path}: cannot be read as a config.json: {e}") from None
+    return parse_config(settings, path)
 
 
 def _grid(options: argparse.Namespace) -> Grid:

@@ -3,8 +3,9 @@ adapter with which it begins. Tasks that cannot be trained are refused here."""
 
 import dataclasses
 import functools
+import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,15 +84,12 @@ class PreparedTask:
                 f"holds {row_len}; lower max_length or raise row_len"
             )
 
-    @functools.cached_property
-    def fingerprint(self) -> int:
-        """A checksum (CRC-32) of the training samples. A checkpoint stores it, so that a training
-        run does not continue with other data."""
-        checksum = 0
-        for sample in self.samples.samples:
-            checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
-            checksum = zlib.crc32(sample.target_mask.tobytes(), checksum)
-        return checksum
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the training and held-out samples, by what they describe ("data of task 'a'").
+        A run directory records them, so that a training run does not continue with other data."""
+        parts = {"data": self.samples.samples, "held-out data": self.eval_samples}
+        return {f"{part} of task {self.task.name!r}": _hash(found) for part, found in parts.items()}
 
     @functools.cached_property
     def relative_rates(self) -> dict[str, np.ndarray]:
@@ -188,6 +186,15 @@ def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
     held_out = _load(task.eval_data, task, config, tokenizer).samples if task.eval_data else []
     steps = len(batches) if task.steps is None else task.steps
     return TaskData(samples, batches, steps, held_out)
+
+
+def _hash(samples: Sequence[Sample]) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(len(sample.input_ids).to_bytes(4))
+        digest.update(sample.input_ids.tobytes())
+        digest.update(sample.target_mask.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) -> Samples:

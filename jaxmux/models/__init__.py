@@ -5,8 +5,9 @@ checkpoints.
 from .adapted_linears import MODULES, Adapters
 from .architectures import BackboneConfig, BackboneError
 from .attention import pick_implementation
-from .backbone import Backbone, load_backbone, save_backbone
+from .backbone import Backbone, backbone_dtype, load_backbone, save_backbone
 from .device_memory import device_memory, device_peak
+from .fingerprint import backbone_fingerprint
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
@@ -24,6 +25,8 @@ __all__ = [
     "ForwardOptions",
     "SlotTable",
     "Weights",
+    "backbone_dtype",
+    "backbone_fingerprint",
     "block_bytes",
     "chunk_losses",
     "compute_dtype",

@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxmux.errors import InputError
 
-class BackboneError(ValueError):
+
+class BackboneError(InputError):
     """A backbone folder or its configuration cannot be used; the message names the file and the key
     or tensor."""
 
@@ -83,8 +85,6 @@ class BackboneConfig:
             ) from None
         except ValueError as e:  # malformed JSON, or no text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
-        if not isinstance(raw, dict):
-            raise BackboneError(f"{path}: should be a JSON object, found {type(raw).__name__}")
         return parse_config(raw, str(path))
 
     @property
@@ -124,6 +124,15 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
     Raises:
       BackboneError: the architecture is unknown, or a value is missing or not supported.
     """
+    if not isinstance(raw, dict):
+        raise BackboneError(f"{where}: should be a JSON object, found {type(raw).__name__}")
+    try:
+        return _parse(raw, where)
+    except (TypeError, KeyError, IndexError, AttributeError) as e:
+        raise BackboneError(f"{where}: a value is missing or has the wrong type ({e})") from None
+
+
+def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
     architecture = (raw.get("architectures") or ["<none>"])[0]
     if architecture not in _FIXED:
         raise BackboneError(
@@ -134,9 +143,10 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
         raise BackboneError(f"{where}: hidden_act={raw['hidden_act']!r}; only 'silu' is supported")
 
     def required(key: str) -> int:
-        if not isinstance(raw.get(key), int):
-            raise BackboneError(f"{where}: {key} should be an integer, found {raw.get(key)!r}")
-        return raw[key]
+        value = raw.get(key)
+        if type(value) is not int or value < 1:
+            raise BackboneError(f"{where}: {key} should be a positive integer, found {value!r}")
+        return value
 
     heads = required("num_attention_heads")
     hidden = required("hidden_size")

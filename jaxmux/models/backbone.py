@@ -62,13 +62,22 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
     """
     folder = Path(folder)
     config = BackboneConfig.from_folder(folder)
-    if dtype == "auto":
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack)
-        weights = _load_tree(tensors, config, jnp.dtype(dtype))
+        weights = _load_tree(tensors, config, backbone_dtype(dtype))
         tensors.refuse_unread()
     return Backbone(config, weights, str(folder))
+
+
+def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
+    """The dtype of a backbone.
+
+    Args:
+      dtype: a dtype, or "auto" for bfloat16 on an accelerator and float32 on CPU.
+    """
+    if dtype == "auto":
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(dtype)
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:

@@ -44,12 +44,15 @@ def _tensors(path: Path) -> list[tuple[str, tuple[str, bytes]]]:
     bytes. The file begins with the length of its header (8 bytes) and the header (JSON)."""
     found = []
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, _LONGEST_HEADER)))
             header.pop("__metadata__", None)
             for name, tensor in header.items():
                 start, end = tensor["data_offsets"]
+                if 8 + length + end > size:
+                    raise ValueError(f"the data of tensor {name} is incomplete")
                 sample = b""
                 for offset in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
                     file.seek(8 + length + offset)

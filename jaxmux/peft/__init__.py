@@ -8,7 +8,7 @@ linear, r for the rank of a task's adapter, and R for the rank of the pool.
 from .kinds import KINDS, AdapterKind, kind_of
 from .leaves import Layout, LeafSpec
 from .lora import Adapter, Factors, LoRA, initial_adapter
-from .peft_folder import AdapterError, export_adapter, import_adapter
+from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
 from .targets import LayerMask, full_name, resolve_targets
 
@@ -30,6 +30,7 @@ __all__ = [
     "full_name",
     "import_adapter",
     "initial_adapter",
+    "is_adapter_folder",
     "kind_of",
     "own_leaves",
     "pad",

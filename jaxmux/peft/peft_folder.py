@@ -10,12 +10,14 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
+from jaxmux.errors import InputError
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .lora import Adapter, Factors, LoRA
 from .targets import full_name, resolve_targets, target_names
 
 _PREFIX = "base_model.model."
+_SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
     "use_dora",
@@ -34,7 +36,7 @@ _NOT_SUPPORTED = (
 )
 
 
-class AdapterError(ValueError):
+class AdapterError(InputError):
     """An adapter folder cannot be used. The message names the file and the key or tensor."""
 
 
@@ -76,8 +78,8 @@ def export_adapter(
     weights, description = folder / ".weights.partial", folder / ".config.partial"
     save_file(tensors, weights, metadata={"format": "pt"})
     description.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    weights.replace(folder / "adapter_model.safetensors")
-    description.replace(folder / "adapter_config.json")
+    weights.replace(folder / _WEIGHTS)
+    description.replace(folder / _SETTINGS)
 
 
 def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Adapter]:
@@ -128,6 +130,15 @@ def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Ad
     return spec, adapter
 
 
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder has the two files of an adapter; they are not read.
+
+    Args:
+      folder: the folder, which need not exist.
+    """
+    return all((folder / name).is_file() for name in (_SETTINGS, _WEIGHTS))
+
+
 def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
     k, n = linear_sizes(config, module)
     a = np.zeros((config.num_layers, k, rank), np.float32)
@@ -148,7 +159,7 @@ def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    settings, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    settings, weights = folder / _SETTINGS, folder / _WEIGHTS
     for file in (settings, weights):
         if not file.is_file():
             raise AdapterError(f"{file}: not found")

@@ -1,5 +1,7 @@
 """The exception of planning."""
 
+from ..errors import InputError
 
-class PlanningError(ValueError):
+
+class PlanningError(InputError):
     """No plan exists for these tasks under these limits; the message names the limit."""

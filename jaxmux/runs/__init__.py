@@ -1,9 +1,11 @@
 """Training runs: one call of `fine_tune` trains tasks from their data to exported adapters, with
 checkpoints, metrics and reports in a run directory."""
 
+from jaxmux.errors import Interrupted
+
 from .checkpoints import read_task
-from .run import Interrupted, fine_tune
-from .run_directory import RunDirectory, RunDirectoryError, read_identity
+from .run import fine_tune
+from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names
 from .run_shape import best_shape
 from .summary import Summary
@@ -17,6 +19,6 @@ __all__ = [
     "best_shape",
     "check_names",
     "fine_tune",
-    "read_identity",
+    "read_record",
     "read_task",
 ]

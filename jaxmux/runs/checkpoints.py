@@ -1,10 +1,15 @@
 """Checkpoints of a training run.
 
 A checkpoint has one entry for each task, at the task's own rank, so any pool, packing or device can
-restore it.
+restore it. Checksums tell a damaged checkpoint, and an older one takes its place.
 """
 
 import dataclasses
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,11 @@ import orbax.checkpoint as ocp
 from jaxmux.engine import Engine, TaskProgress
 from jaxmux.peft import SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.planner.packing import ShapeClass
-from jaxmux.tasks import TaskError
 
 from .run_directory import RunDirectoryError
 
 # The format of a checkpoint's contents. Checkpoints of older versions have no format number.
-FORMAT = 2
+FORMAT = 3
 
 _TASK = "task."
 
@@ -45,23 +48,25 @@ class RunPosition:
 
 
 class Checkpoints:
-    """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest.
+    """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
+    that is not damaged.
 
     A checkpoint has an item `run` (JSON) and an item of arrays for each task. `run` holds the
-    format, the position and the shape class. For every task, `run` holds the adapter kind, the
-    progress, a checksum of the data, and the indices of the samples in the unfinished round whose
+    format, the position and a checksum of itself. For every task, `run` holds the adapter kind, the
+    progress, a checksum of the arrays, and the indices of the samples in the unfinished round whose
     gradients the accumulators hold.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
         """Opens the folder of the checkpoints.
 
         Args:
           folder: the folder; it is created if it does not exist.
           keep: number of checkpoints to keep; older ones are deleted.
+          say: function that prints one line; it is told of damaged checkpoints.
         """
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(folder, options=options)
+        self._folder, self._keep, self._say = folder, keep, say
+        self._manager = self._open()
 
     def save(self, engine: Engine, position: RunPosition) -> None:
         """Starts to save everything that the training run needs to continue from here.
@@ -77,17 +82,23 @@ class Checkpoints:
         step = position.microbatches + position.rounds
         if step in self._manager.all_steps():
             return
-        run = {
+        arrays = {name: engine.task_arrays(name) for name in engine.names}
+        with ThreadPoolExecutor() as threads:
+            checksums = dict(zip(arrays, threads.map(_checksum, arrays.values()), strict=True))
+        run: dict[str, Any] = {
             "format": FORMAT,
             "position": dataclasses.asdict(position),
-            "shape": dataclasses.asdict(engine.options.shape),
-            "tasks": {name: _task_record(engine, name) for name in engine.names},
+            "tasks": {name: _task_record(engine, name, checksums[name]) for name in engine.names},
         }
-        items = {_TASK + n: ocp.args.StandardSave(engine.task_arrays(n)) for n in engine.names}
-        self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **items))
+        run["checksum"] = _record_checksum(run)
+        items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
+        for name in engine.names:
+            items[_TASK + name] = ocp.args.StandardSave(arrays[name])
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, engine: Engine) -> RunPosition | None:
-        """Restores every task of the engine from the newest checkpoint.
+        """Restores every task of the engine from the newest checkpoint that is not damaged.
+        Damaged checkpoints that are newer are deleted.
 
         Args:
           engine: an engine in which the tasks of the training run are registered.
@@ -96,28 +107,24 @@ class Checkpoints:
           The position of the checkpoint; None if there is no checkpoint.
 
         Raises:
-          RunDirectoryError: the checkpoint has another format.
-          TaskError: a task's data has changed since the checkpoint.
+          RunDirectoryError: every checkpoint is damaged, or the newest has another format.
         """
-        step = self._manager.latest_step()
-        if step is None:
+        specs = {name: named_leaves(engine.task_specs(name)) for name in engine.names}
+        templates = {
+            name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
+            for name, leaves in specs.items()
+        }
+        found = _newest_intact(self._manager, templates, self._say)
+        if found is None:
             return None
-        run = _read_run(self._manager, step)
-        items: dict[str, Any] = {}
-        for name in engine.names:
-            if run["tasks"][name]["data"] != engine.prepared(name).fingerprint:
-                raise TaskError(
-                    f"task {name!r}: its data is not what the run began with; restore the data, "
-                    "choose another run_dir, or begin anew with restart"
-                )
-            specs = named_leaves(engine.task_specs(name))
-            template = {path: np.zeros(spec.shape, spec.dtype) for path, spec in specs.items()}
-            items[_TASK + name] = ocp.args.StandardRestore(template)
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        step, run, arrays = found
+        self._delete_newer(step)
         for name in engine.names:
             task = run["tasks"][name]
             progress = TaskProgress.from_json(task["progress"])
-            engine.restore_task(name, restored[_TASK + name], progress, task["accumulated"])
+            if progress.status == "succeeded" and progress.step < engine.prepared(name).steps:
+                progress.status = "running"  # The task has been extended.
+            engine.restore_task(name, arrays[name], progress, task["accumulated"])
         position = RunPosition(**run["position"])
         engine.rounds, engine.microbatches = position.rounds, position.microbatches
         return position
@@ -130,81 +137,147 @@ class Checkpoints:
         """Releases the folder."""
         self._manager.close()
 
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+        return ocp.CheckpointManager(self._folder, options=options)
 
-def read_shape(folder: Path) -> ShapeClass | None:
-    """The shape class in the newest checkpoint of a folder; None if there is no checkpoint.
-
-    Args:
-      folder: the folder `checkpoints` of a run directory.
-
-    Raises:
-      RunDirectoryError: the checkpoint has another format.
-    """
-    if not folder.is_dir():
-        return None
-    with _read_only(folder) as manager:
-        step = manager.latest_step()
-        return None if step is None else ShapeClass(**_read_run(manager, step)["shape"])
+    def _delete_newer(self, step: int) -> None:
+        newer = [other for other in self._manager.all_steps() if other > step]
+        if newer:
+            self._manager.close()
+            for other in newer:
+                shutil.rmtree(self._folder / str(other))
+            self._manager = self._open()
 
 
-def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, SlotArrays]:
-    """Reads the arrays of one task from the checkpoints of a training run, without an engine.
+def read_task(
+    folder: Path, name: str, step: int | None = None, say: Callable[[str], None] = print
+) -> tuple[int, TaskProgress, SlotArrays]:
+    """Reads one task from the checkpoints of a training run, without an engine.
 
-    `peft.adapter_of` makes the task's adapter of these arrays.
+    `peft.adapter_of` makes the task's adapter of the arrays.
 
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
       step: number of the checkpoint, which is the name of its folder: the rounds plus the
-        microbatches trained before it. None takes the newest checkpoint.
+        microbatches trained before it. None takes the newest checkpoint that is not damaged.
+      say: function that prints one line; it is told of damaged checkpoints.
 
     Returns:
-      The number of the checkpoint, and the task's NumPy arrays by path ("adapter/mlp.up_proj/a"),
-      at the task's own rank: its adapter, accumulators, accumulated loss and optimizer state.
+      The number of the checkpoint, the task's progress, and its NumPy arrays by path
+      ("adapter/mlp.up_proj/a"), at the task's own rank: its adapter, accumulators, accumulated loss
+      and optimizer state.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint, or no such task in it. The message names the
-        folder and, where the checkpoint is missing, the existing checkpoints.
-      RunDirectoryError: the checkpoint has another format.
+      RunDirectoryError: there is no such checkpoint, or no such task in it, or it is damaged, or it
+        has another format. The message names the folder and, where the checkpoint is missing, the
+        existing checkpoints.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder.absolute()}: no checkpoints")
-    with _read_only(folder) as manager:
+        raise RunDirectoryError(f"{folder.absolute()}: no checkpoints")
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         steps = sorted(manager.all_steps())
-        chosen = (steps[-1] if steps else None) if step is None else step
-        if chosen not in steps:
+        if not steps or step not in (None, *steps):
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise FileNotFoundError(f"{folder.absolute()}: {wanted}; there are {steps or 'none'}")
-        if name not in _read_run(manager, chosen)["tasks"]:
-            raise FileNotFoundError(
-                f"{folder.absolute()}: no task {name!r} in the checkpoint of step {chosen}"
-            )
-        items = ocp.args.Composite(**{_TASK + name: ocp.args.StandardRestore()})
-        return chosen, manager.restore(chosen, args=items)[_TASK + name]
+            raise RunDirectoryError(f"{folder.absolute()}: {wanted}; there are {steps or 'none'}")
+        found = _newest_intact(manager, {name: None}, say, only=step)
+        chosen, run, arrays = found
+        return chosen, TaskProgress.from_json(run["tasks"][name]["progress"]), arrays[name]
 
 
-def _task_record(engine: Engine, name: str) -> dict[str, Any]:
-    prepared = engine.prepared(name)
+def _newest_intact(
+    manager: ocp.CheckpointManager,
+    templates: Mapping[str, Any],
+    say: Callable[[str], None],
+    only: int | None = None,
+) -> tuple[int, dict[str, Any], dict[str, SlotArrays]] | None:
+    """Reads the newest checkpoint that is not damaged.
+
+    Args:
+      manager: the checkpoints.
+      templates: by name of the tasks to read, the arrays as they should be; None for any arrays.
+      say: function that prints one line.
+      only: the only checkpoint to try; None tries all.
+
+    Returns:
+      The number of the checkpoint, its `run`, and the arrays by task; None if there is no
+      checkpoint.
+    """
+    steps = [only] if only is not None else sorted(manager.all_steps(), reverse=True)
+    problems = []
+    for step in steps:
+        try:
+            found = (step, *_read(manager, step, templates))
+        except RunDirectoryError:
+            raise
+        except Exception as e:  # orbax passes on the errors of many libraries
+            problems.append(f"the checkpoint of step {step} is damaged ({_first_line(e)})")
+            continue
+        for problem in problems:
+            say(f"{manager.directory}: {problem}; the one of step {step} takes its place")
+        return found
+    if problems:
+        raise RunDirectoryError(
+            f"{manager.directory}: {problems[0]}, and no other can be read; restore the folder "
+            "from a backup, or begin anew with restart"
+        )
+    return None
+
+
+def _read(
+    manager: ocp.CheckpointManager, step: int, templates: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, SlotArrays]]:
+    """Reads a checkpoint. Any exception but RunDirectoryError means that it is damaged."""
+    restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+    run = restored["run"]
+    if "checksum" in run and run["checksum"] != _record_checksum(run):
+        raise ValueError("the checksum of its item run differs")
+    if (found := run.get("format", 1)) != FORMAT:
+        raise RunDirectoryError(
+            f"{manager.directory}: the checkpoint of step {step} has format {found}, this version "
+            f"of jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
+            "begin anew with restart"
+        )
+    if missing := templates.keys() - run["tasks"].keys():
+        raise RunDirectoryError(
+            f"{manager.directory}: no task {min(missing)!r} in the checkpoint of step {step}"
+        )
+    items = {_TASK + name: ocp.args.StandardRestore(leaves) for name, leaves in templates.items()}
+    restored = manager.restore(step, args=ocp.args.Composite(**items))
+    arrays = {name: restored[_TASK + name] for name in templates}
+    for name, leaves in arrays.items():
+        if _checksum(leaves) != run["tasks"][name]["checksum"]:
+            raise ValueError(f"the checksum of task {name!r} differs")
+    return run, arrays
+
+
+def _task_record(engine: Engine, name: str, checksum: int) -> dict[str, Any]:
     return {
-        "adapter_kind": kind_of(prepared.task.adapter).name,
+        "adapter_kind": kind_of(engine.prepared(name).task.adapter).name,
         "progress": engine.progress(name).to_json(),
-        "data": prepared.fingerprint,
+        "checksum": checksum,
         "accumulated": engine.accumulated(name),
     }
 
 
-def _read_only(folder: Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+def _checksum(arrays: SlotArrays) -> int:
+    """A CRC-32 of all arrays with their paths, dtypes and shapes."""
+    checksum = 0
+    for path, array in sorted(arrays.items()):
+        array = np.asarray(array)
+        checksum = zlib.crc32(f"{path} {array.dtype} {array.shape}".encode(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), checksum)
+    return checksum
 
 
-def _read_run(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-    run = restored["run"]
-    if run.get("format") != FORMAT:
-        raise RunDirectoryError(
-            f"{manager.directory}: the checkpoint of step {step} has format "
-            f"{run.get('format', 1)}, this version of jaxmux reads format {FORMAT}; finish the run "
-            "with the version that began it, or begin anew with restart"
-        )
-    return run
+def _record_checksum(run: Mapping[str, Any]) -> int:
+    """A CRC-32 of the item `run` without its own checksum."""
+    rest = {key: value for key, value in run.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -14,7 +14,7 @@ from jaxmux.models import BackboneConfig
 
 from .run_directory import RunDirectory
 from .summary import Summary
-from .task_warnings import before_training
+from .task_warnings import after_training, before_training
 
 # Lines that are printed for each task where there is no terminal.
 _PLAIN_LINES = 10
@@ -101,12 +101,14 @@ class RunConsole:
             self._live.stop()
             self._live = None
 
-    def summarise(self, summary: Summary, directory: RunDirectory) -> None:
-        """Prints the final table, the adapter folders and the errors of failed tasks.
+    def summarise(self, summary: Summary, directory: RunDirectory, config: BackboneConfig) -> None:
+        """Prints the final table, the adapter folders, the errors of failed tasks, and what is
+        suspicious about the results.
 
         Args:
           summary: the results of the training run.
           directory: the run directory, to which the adapters were exported.
+          config: configuration of the backbone.
         """
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
@@ -127,6 +129,8 @@ class RunConsole:
         for name, task in summary.tasks.items():
             if task["status"] == "failed":
                 self.say(f"FAILED task {name}: {task['error']}")
+            for warning in after_training(name, task, config):
+                self.say(warning)
 
     def samples(self, task: str, prompt: str, before: str, after: str) -> None:
         """Prints a prompt with its completions before and after training.

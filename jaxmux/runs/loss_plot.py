@@ -1,10 +1,11 @@
 """loss.png: the training loss of every task."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from .metrics import read_metrics
 
 # Points of the running mean drawn over the raw losses.
 _SMOOTHING = 10
@@ -20,7 +21,7 @@ def plot_losses(metrics: Path, path: Path) -> None:
     """
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = read_metrics(metrics)
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     for i, task in enumerate(tasks):
         kept = [

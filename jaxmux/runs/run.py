@@ -3,49 +3,42 @@
 import dataclasses
 import math
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from jaxmux.atomic_files import write_atomically
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
-from jaxmux.models import Backbone, device_memory, load_backbone
+from jaxmux.errors import Interrupted
+from jaxmux.models import (
+    Backbone,
+    BackboneConfig,
+    backbone_dtype,
+    backbone_fingerprint,
+    device_memory,
+    load_backbone,
+)
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import export_adapter, kind_of
+from jaxmux.peft import export_adapter, is_adapter_folder, kind_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task, TaskError
 
-from .checkpoints import Checkpoints, RunPosition, read_shape
+from .checkpoints import Checkpoints, RunPosition
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter
-from .run_directory import FORMAT, RunDirectory, write_atomically
+from .run_directory import FORMAT, RunDirectory
 from .run_options import RunOptions, check_names
 from .run_shape import choose_run_shape, run_costs
+from .stop_signals import StopSignals
 from .summary import Summary
 
 DEFAULTS = RunOptions()
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM stopped the training run after its state was saved.
-
-    The same call of `fine_tune` continues the training run.
-
-    Attributes:
-      signal_number: number of the signal, for example `signal.SIGTERM`.
-    """
-
-    def __init__(self, signal_number: int):
-        """Makes the exception for the signal of this number."""
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
-        self.signal_number = signal_number
 
 
 def fine_tune(
@@ -107,19 +100,27 @@ def fine_tune(
         "chunk_len": options.chunk_len,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
-    with closing(RunDirectory(run_dir, identity, restart=restart)) as directory:
-        finished = None if restart else Summary.load(directory.summary)
-        if finished:
-            console.say(f"{directory.path}: this run has finished")
-            console.summarise(finished, directory)
-            return finished
-        model, tokenizer = load_backbone(backbone, options.dtype), load_tokenizer(backbone)
-        prepared = [prepare_task(task, model.config, tokenizer) for task in tasks]
-        console.announce(prepared, model.config)
-        if options.row_len is not None:
-            for task in prepared:
+    with (
+        StopSignals() as stop,
+        closing(RunDirectory(run_dir, identity, restart=restart)) as directory,
+    ):
+        # Everything is read and checked before the backbone is loaded.
+        config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+        fingerprints = {"backbone": backbone_fingerprint(backbone)}
+        directory.refuse_changes(fingerprints)
+        prepared = [prepare_task(task, config, tokenizer) for task in tasks]
+        for task in prepared:
+            fingerprints |= task.fingerprints
+            if options.row_len is not None:
                 task.refuse_rows_of(options.row_len)
-        shape, admission = _plan_run(prepared, model, options, directory, restart, console)
+        directory.refuse_changes(fingerprints)
+        if not restart and (finished := _finished_summary(directory, console)):
+            console.say(f"{directory.path}: this run has finished; --restart trains it anew")
+            console.summarise(finished, directory, config)
+            return finished
+        console.announce(prepared, config)
+        shape, admission = _plan_run(prepared, config, options, directory, console)
+        model = load_backbone(backbone, options.dtype)
         engine_options = EngineOptions(
             shape,
             options.reserved,
@@ -131,30 +132,47 @@ def fine_tune(
         )
         engine = Engine(model, engine_options, admission)
         engine.register_tasks(prepared)
-        directory.begin(config_text)
-        checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints)
+        directory.begin(fingerprints, shape, config_text)
+        checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
         with closing(checkpoints), closing(engine):
-            position = _train(engine, directory, checkpoints, options.checkpoint_every, console)
+            every = options.checkpoint_every
+            position = _train(engine, directory, checkpoints, every, console, stop)
         summary = _finish(engine, directory, position, console)
         _show_samples(engine, model, tokenizer, options.sample_tokens, console)
-        console.summarise(summary, directory)
+        console.summarise(summary, directory, config)
         return summary
+
+
+def _finished_summary(directory: RunDirectory, console: RunConsole) -> Summary | None:
+    """The summary of a finished training run whose results are all there; None otherwise."""
+    if directory.extended or not directory.summary.exists():
+        return None
+    summary = Summary.load(directory.summary)
+    if summary is None:
+        console.say(f"{directory.summary}: damaged; it is written again")
+        return None
+    for name, task in summary.tasks.items():
+        if task["status"] == "succeeded" and not is_adapter_folder(directory.adapter(name)):
+            console.say(f"{directory.adapter(name)}: missing; it is exported again")
+            return None
+    return summary
 
 
 def _plan_run(
     prepared: Sequence[PreparedTask],
-    model: Backbone,
+    config: BackboneConfig,
     options: RunOptions,
     directory: RunDirectory,
-    restart: bool,
     console: RunConsole,
 ) -> tuple[ShapeClass, Admission | None]:
     """The shape class of the microbatches, and the memory check of tasks, which is None if the
-    device's memory is unknown."""
+    device's memory is unknown. PlanningError if the tasks do not fit."""
+    costs = run_costs(
+        prepared, config, backbone_dtype(options.dtype), options.remat, options.memory
+    )
     # A training run keeps the shape class that it began with.
-    shape = None if restart else read_shape(directory.checkpoints)
-    costs = run_costs(prepared, model.config, model.compute_dtype, options.remat, options.memory)
-    if shape is None or max(task.longest for task in prepared) > shape.row_len:
+    shape = directory.shape
+    if shape is None:
         choice = choose_run_shape(
             prepared, costs, options.tokens_per_microbatch, options.row_len, options.chunk_len
         )
@@ -163,7 +181,9 @@ def _plan_run(
     if not (options.memory or device_memory()):
         return shape, None
     asked = options.tokens_per_microbatch
-    return shape, Admission(costs.replica, shape, asked, more_stages=False)
+    admission = Admission(costs.replica, shape, asked, options.reserved, more_stages=False)
+    admission.require({task.task.name: task.pool for task in prepared})
+    return shape, admission
 
 
 def _train(
@@ -172,6 +192,7 @@ def _train(
     checkpoints: Checkpoints,
     checkpoint_every: int,
     console: RunConsole,
+    stop: StopSignals,
 ) -> RunPosition:
     """Trains until every task has ended. Writes checkpoints and metrics, and exports an adapter as
     soon as its task has succeeded."""
@@ -181,7 +202,7 @@ def _train(
         _evaluate(engine, engine.names, "eval_loss_first")
     elif not engine.finished:
         console.say(f"going on from the checkpoint behind round {position.rounds}")
-    metrics = MetricsWriter(directory, position.metrics_bytes, position.rounds)
+    metrics = MetricsWriter(directory, position.metrics_bytes, position.rounds, console.say)
 
     def record(updates: Sequence[TaskUpdate]) -> None:
         metrics.write(updates)
@@ -201,13 +222,13 @@ def _train(
     seconds_before, started = position.train_seconds, time.monotonic()
     console.start(engine)
     try:
-        with _stop_signals() as received:
+        with stop.deferred():
             while not engine.finished:
-                record(engine.train_round(lambda: bool(received)))
-                if received:
+                record(engine.train_round(lambda: stop.arrived))
+                if stop.arrived:
                     save()
                     checkpoints.wait()
-                    raise Interrupted(received[-1])
+                    raise Interrupted(stop.number, saved=True)
                 if engine.rounds % checkpoint_every == 0:
                     save()
             save()
@@ -277,25 +298,3 @@ def _identity(task: Task) -> dict[str, Any]:
     adapter = {"kind": kind_of(task.adapter).name, **fields["adapter"]}
     optimizer = {"kind": task.optimizer.kind, **fields["optimizer"]}
     return fields | {"adapter": adapter, "optimizer": optimizer}
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """A list that gets the number of the SIGINT or SIGTERM that arrives. A second signal takes its
-    usual effect."""
-    received: list[int] = []
-    previous = {}
-
-    def receive(number: int, _frame: object) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    # Python allows only the main thread to set signal handlers.
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -1,25 +1,46 @@
 """The folder of a training run: the paths of its files, and the record of what it trains."""
 
+import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmux.atomic_files import write_atomically
+from jaxmux.errors import InputError
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.tasks import TASK_NAME
+
 # The format of run.json. Files of older versions have no format number.
-FORMAT = 2
-# `restart` deletes only these files, which a training run writes.
-_OWN = ("run.json", "config.gin", "metrics.jsonl", "checkpoints", "adapters", "summary.json")
-_OWN += ("loss.png", "tensorboard")
+FORMAT = 3
+# What a training run writes: by name, True for a folder. `restart` deletes nothing else.
+_OWN = {
+    "run.json": False,
+    "config.gin": False,
+    "metrics.jsonl": False,
+    "summary.json": False,
+    "loss.png": False,
+    "checkpoints": True,
+    "adapters": True,
+    "tensorboard": True,
+}
+# The length of a task may grow: a finished run is then extended.
+_LENGTH = re.compile(r"tasks\..+\.(steps|epochs)")
 
 
-class RunDirectoryError(ValueError):
+class RunDirectoryError(InputError):
     """The run directory cannot be used. The message names it and says what to do."""
 
 
 class RunDirectory:
     """The folder of a training run. It is locked against other processes until `close`.
+
+    The folder may be a symbolic link, but nothing in it is: jaxmux neither writes through links nor
+    deletes what they point to.
 
     Attributes:
       path: absolute path of the folder.
@@ -28,6 +49,8 @@ class RunDirectory:
       loss_plot: path of loss.png.
       tensorboard: path of the folder of TensorBoard's files.
       checkpoints: path of the folder of the checkpoints.
+      shape: the shape class with which the recorded training run began; None for a new one.
+      extended: True if a task shall train longer than the recorded training run.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
@@ -36,13 +59,14 @@ class RunDirectory:
         Args:
           path: the folder.
           identity: description of what is trained, as a JSON object. A folder that records another
-            identity is refused.
-          restart: True accepts any folder, and `begin` deletes the files of an earlier training
-            run.
+            identity is refused, unless only `steps` or `epochs` of tasks are larger.
+          restart: True accepts another identity, and `begin` deletes the files of the earlier
+            training run.
 
         Raises:
           RunDirectoryError: the folder is not writable, another process uses it, it belongs to
-            another training run, or it holds files of a training run without run.json.
+            another training run, it holds links, or it holds files of a training run without
+            run.json.
         """
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
@@ -50,27 +74,22 @@ class RunDirectory:
         self.loss_plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.shape: ShapeClass | None = None
+        self.extended = False
+        self._identity, self._restart = json.loads(json.dumps(identity)), restart
+        self._recorded: dict[str, Any] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")
+            self._lock = open(
+                os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+"
+            )
         except OSError as e:
-            raise RunDirectoryError(
-                f"run directory {self.path}: not writable ({e.strerror})"
-            ) from None
+            raise self._error(f"not writable ({e.strerror})") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._open()
+        except RunDirectoryError:
             self.close()
-            raise RunDirectoryError(
-                f"run directory {self.path}: in use by another process"
-            ) from None
-        self._identity, self._restart = json.loads(json.dumps(identity)), restart
-        if not restart:
-            try:
-                self._refuse_others()
-            except RunDirectoryError:
-                self.close()
-                raise
+            raise
 
     def adapter(self, task: str) -> Path:
         """Path of the folder to which a task's adapter is exported.
@@ -80,97 +99,185 @@ class RunDirectory:
         """
         return self.path / "adapters" / task
 
-    def begin(self, config_text: str | None) -> None:
+    def refuse_changes(self, fingerprints: Mapping[str, str]) -> None:
+        """Checks that the backbone and the data are those with which the training run began.
+
+        Args:
+          fingerprints: by what they describe ("backbone", "data of task 'a'"), hashes of the
+            backbone and of the data, the held-out data included.
+
+        Raises:
+          RunDirectoryError: a fingerprint differs from the recorded one.
+        """
+        recorded = {} if self._recorded is None else self._recorded["fingerprints"]
+        changed = [
+            what for what, found in fingerprints.items() if recorded.get(what, found) != found
+        ]
+        if changed:
+            raise self._error(
+                f"the {' and the '.join(changed)} changed since the run began; restore what it "
+                "began with, choose another run_dir, or begin anew with restart"
+            )
+
+    def begin(
+        self, fingerprints: Mapping[str, str], shape: ShapeClass, config_text: str | None
+    ) -> None:
         """Writes run.json and config.gin. Call it when everything has been checked.
 
         Args:
+          fingerprints: as for `refuse_changes`.
+          shape: the shape class of the microbatches.
           config_text: text of config.gin; None writes no such file.
+
+        Raises:
+          RunDirectoryError: a file cannot be written.
         """
-        if self._restart:
-            self._clear()
-        write_atomically(self.path / "run.json", json.dumps(self._identity, indent=2) + "\n")
-        if config_text is not None:
-            write_atomically(self.path / "config.gin", config_text)
+        record = self._identity | {
+            "fingerprints": dict(fingerprints),
+            "shape": dataclasses.asdict(shape),
+        }
+        try:
+            if self._restart:
+                self._clear()
+            write_atomically(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+            if config_text is not None:
+                write_atomically(self.path / "config.gin", config_text)
+        except OSError as e:
+            raise self._error(f"{e.filename or self.path}: {e.strerror}") from None
 
     def close(self) -> None:
         """Releases the lock."""
         self._lock.close()
 
-    def _refuse_others(self) -> None:
-        if (self.path / "run.json").exists():
-            if differences := _differences(read_identity(self.path), self._identity):
-                raise RunDirectoryError(
-                    f"run directory {self.path}: belongs to another config "
-                    f"({'; '.join(differences)}). Choose another run_dir, or begin anew with "
-                    "restart"
+    def _error(self, message: str) -> RunDirectoryError:
+        return RunDirectoryError(f"run directory {self.path}: {message}")
+
+    def _open(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._error("in use by another process") from None
+        found = {name for name in _OWN if os.path.lexists(self.path / name)}
+        self._refuse_links(found)
+        if "run.json" not in found:
+            if found:
+                raise self._error(
+                    f"holds {', '.join(sorted(found))} but no run.json, so they may be somebody "
+                    "else's; move them away, or choose another run_dir"
                 )
-        elif strangers := sorted(p.name for p in self.path.iterdir() if p.name in _OWN):
-            raise RunDirectoryError(
-                f"run directory {self.path}: holds {', '.join(strangers)} but no run.json; "
-                "choose another run_dir, or begin anew with restart"
+        elif self._restart:
+            _read_ours(self.path)
+        else:
+            self._recorded = read_record(self.path)
+            self.shape = ShapeClass(**self._recorded["shape"])
+            self._refuse_other_identity()
+
+    def _refuse_links(self, found: set[str]) -> None:
+        adapters = self.path / "adapters"
+        below = adapters.iterdir() if "adapters" in found and adapters.is_dir() else ()
+        for path in (*(self.path / name for name in found), *below):
+            name = path.relative_to(self.path)
+            if path.is_symlink():
+                raise self._error(
+                    f"{name} is a symbolic link; remove the link, or choose another run_dir"
+                )
+            if path.is_dir() != _OWN.get(str(name), True):
+                kinds = ("folder", "file") if path.is_dir() else ("file", "folder")
+                raise self._error(
+                    f"{name} is a {kinds[0]}, but should be a {kinds[1]}; move it away"
+                )
+
+    def _refuse_other_identity(self) -> None:
+        recorded = {key: self._recorded.get(key) for key in self._identity}
+        differences = []
+        for key, found, wanted in _differences(recorded, self._identity):
+            longer = isinstance(found, int) and isinstance(wanted, int) and wanted > found
+            if longer and _LENGTH.fullmatch(key):
+                self.extended = True
+            elif _ABSENT in (found, wanted):
+                differences.append(f"{key}: only {'here' if found is _ABSENT else 'there'}")
+            else:
+                differences.append(f"{key}: {found!r} there, {wanted!r} here")
+        if differences:
+            raise self._error(
+                f"belongs to another config ({'; '.join(differences[:3])}). Choose another "
+                "run_dir, or begin anew with restart"
             )
 
     def _clear(self) -> None:
-        for name in _OWN:
+        for name, is_folder in _OWN.items():
             path = self.path / name
-            if path.is_dir():
+            if is_folder and path.exists():
                 shutil.rmtree(path)
-            else:
+            elif not is_folder:
                 path.unlink(missing_ok=True)
 
 
-def read_identity(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """Reads run.json, the record of what a training run trains.
 
     Args:
       path: the run directory.
 
     Returns:
-      A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len, and
-      tasks: by name, the fields of the `Task` except name and sample_prompt.
+      A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
+      fingerprints (hashes of the backbone and the data), shape (the fields of the `ShapeClass`),
+      and tasks: by name, the fields of the `Task` except name and sample_prompt.
 
     Raises:
       RunDirectoryError: the folder has no run.json, or run.json is damaged or has another format.
     """
-    try:
-        identity = json.loads((path / "run.json").read_text())
-    except OSError:
-        raise RunDirectoryError(f"{path}: no run directory (it has no run.json)") from None
-    except json.JSONDecodeError as e:
-        raise RunDirectoryError(f"{path / 'run.json'}: damaged ({e})") from None
-    found = identity.get("format", 1) if isinstance(identity, dict) else None
-    if found != FORMAT:
+    record = _read_ours(path)
+    if (found := record.get("format", 1)) != FORMAT:
         raise RunDirectoryError(
             f"{path / 'run.json'}: has format {found}, this version of jaxmux reads format "
             f"{FORMAT}; finish the run with the version that began it, or begin anew with restart"
         )
-    return identity
+    try:
+        ShapeClass(**record["shape"])
+        valid = isinstance(record["fingerprints"], dict) and all(
+            re.fullmatch(TASK_NAME, name) and isinstance(task["adapter"]["kind"], str)
+            for name, task in record["tasks"].items()
+        )
+    except (KeyError, TypeError, AttributeError, ValueError):
+        valid = False
+    if not valid:
+        raise RunDirectoryError(
+            f"{path / 'run.json'}: damaged (an entry is missing or has the wrong form); restore "
+            "it, or choose another run_dir"
+        )
+    return record
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that readers find it complete or not at all, even after a crash.
+def _read_ours(path: Path) -> dict[str, Any]:
+    """The content of run.json, of whatever format. RunDirectoryError if it is none of jaxmux's."""
+    file = path / "run.json"
+    try:
+        record = json.loads(file.read_text())
+        if not isinstance(record, dict) or not isinstance(record["tasks"], dict):
+            raise ValueError("it should be an object with an entry 'tasks'")
+    except OSError:
+        raise RunDirectoryError(f"{path}: no run directory (it has no run.json)") from None
+    except (ValueError, KeyError) as e:
+        raise RunDirectoryError(
+            f"{file}: damaged ({e}), so it does not prove that the files beside it are those of a "
+            "training run; restore it, or choose another run_dir"
+        ) from None
+    return record
 
-    Args:
-      path: the file.
-      text: its new content.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+
+_ABSENT = object()
 
 
-def _differences(found: Any, wanted: Any, path: str = "") -> list[str]:
-    """The first three keys that differ, for example `tasks.a.adapter.rank: 8 there, 16 here`."""
+def _differences(found: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """The keys that differ ("tasks.a.adapter.rank"), with both values; `_ABSENT` is no value."""
     if not (isinstance(found, dict) and isinstance(wanted, dict)):
-        return [] if found == wanted else [f"{path}: {found!r} there, {wanted!r} here"]
-    differences = []
-    for key in [*wanted, *(k for k in found if k not in wanted)]:
-        below = f"{path}.{key}" if path else key
-        if key not in found or key not in wanted:
-            differences.append(f"{below}: only {'here' if key in wanted else 'there'}")
-        else:
-            differences += _differences(found[key], wanted[key], below)
-    return differences[:3]
+        return [] if found == wanted else [(path, found, wanted)]
+    keys = [*wanted, *(key for key in found if key not in wanted)]
+    return [
+        difference
+        for key in keys
+        for difference in _differences(
+            found.get(key, _ABSENT), wanted.get(key, _ABSENT), f"{path}.{key}" if path else key
+        )
+    ]

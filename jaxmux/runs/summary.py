@@ -12,6 +12,8 @@ from .checkpoints import RunPosition
 _TASK_FIELDS = ("status", "error", "train_loss_first", "train_loss_last", "eval_loss_first")
 _TASK_FIELDS += ("eval_loss", "eval_target_tokens", "target_tokens", "tokens", "skipped")
 
+_RESULTS = {"steps", *_TASK_FIELDS}
+
 
 class Summary(NamedTuple):
     """The results of a training run.
@@ -68,12 +70,18 @@ class Summary(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Summary | None":
-        """Reads summary.json; None if the file does not exist.
+        """Reads summary.json; None if the file does not exist or is damaged.
 
         Args:
           path: path of summary.json.
         """
-        return cls(**json.loads(path.read_text())) if path.exists() else None
+        try:
+            summary = cls(**json.loads(path.read_text()))
+            # Shown once, so that a later reader need not check every field.
+            complete = all(_RESULTS <= task.keys() for task in summary.tasks.values())
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+        return summary if complete else None
 
     def to_json(self) -> str:
         """The text of summary.json."""

@@ -80,7 +80,7 @@ def test_a_changed_setting_changes_it(original, copy):
     assert backbone_fingerprint(copy) != backbone_fingerprint(original)
 
 
-@pytest.mark.parametrize("kept", [0, 7, 100])
+@pytest.mark.parametrize("kept", [0, 7, 100, -100])
 def test_a_truncated_file_is_named(kept, copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])

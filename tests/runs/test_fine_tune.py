@@ -311,10 +311,10 @@ def test_restart_begins_anew(train, make_task, tmp_path, adapter_bytes):
 
 def test_refused_run_directory_is_free_again_at_once(train, make_task, tmp_path):
     """Also where the exception lives on, as in a notebook."""
-    train(tmp_path, make_task(steps=1))
+    train(tmp_path, make_task(steps=2))
     with pytest.raises(RunDirectoryError) as refused:
-        train(tmp_path, make_task(steps=2))
-    assert train(tmp_path, make_task(steps=2), restart=True).succeeded
+        train(tmp_path, make_task(steps=1))
+    assert train(tmp_path, make_task(steps=1), restart=True).succeeded
     assert "belongs to another config" in str(refused.value)
 
 

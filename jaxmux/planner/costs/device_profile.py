@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args
 
+from ...atomic_files import write_atomically
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
 from .attention_memory import PackedBytes
@@ -284,9 +285,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     ]
     listed = "[\n    " + ",\n    ".join(rows) + "\n  ]" if rows else "[]"
     text = json.dumps(header, indent=2).removesuffix("\n}") + f',\n  "measurements": {listed}\n}}\n'
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    write_atomically(path, text)
 
 
 def read_profile(path: Path) -> Profile:

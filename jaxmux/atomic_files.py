@@ -1,0 +1,51 @@
+"""Files that are replaced as a whole, and the check that they can be written."""
+
+import os
+from pathlib import Path
+
+from .errors import InputError
+
+
+def require_writable(path: Path) -> None:
+    """Checks that a file can be written, before hours are spent on its content. Creates its folder.
+
+    Args:
+      path: the file.
+
+    Raises:
+      InputError: the folder cannot be created or written to, or `path` is a folder.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder; name a file")
+        probe = path.with_name(f".{path.name}.partial")
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise InputError(f"{path}: cannot be written ({e.strerror})") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that readers find it complete or not at all, even after a crash.
+
+    A symbolic link at `path` is replaced; the file to which it points stays as it is.
+
+    Args:
+      path: the file.
+      text: its new content.
+
+    Raises:
+      OSError: the file cannot be written, for example because the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

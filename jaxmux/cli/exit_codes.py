@@ -1,0 +1,59 @@
+"""Exit codes of the commands, and the one line that tells the reason for a failure.
+
+| code | meaning |
+|---|---|
+| 0 | done; all tasks succeeded |
+| 1 | a task failed, and the others are finished |
+| 2 | the input was refused; nothing was trained |
+| 3 | the command broke, for example on a full disk; training continues from the last checkpoint |
+| 128 + n | signal n stopped the command: 130 is Ctrl-C, 143 is SIGTERM |
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from jaxmux.errors import InputError, Interrupted
+
+TASK_FAILED, REFUSED, BROKE = 1, 2, 3
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Runs a command. Turns an exception into one line on standard error and an exit code; an
+    exception that is a fault of jaxmux keeps its traceback.
+
+    Args:
+      run: function without arguments that runs the command and returns its exit code.
+    """
+    # Text that the terminal cannot show is replaced, not an error.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except InputError as e:
+        return _fail(REFUSED, f"error: {e}")
+    except Interrupted as e:
+        return _fail(128 + e.signal_number, str(e))
+    except KeyboardInterrupt:
+        return _fail(128 + signal.SIGINT, "stopped by SIGINT")
+    except BrokenPipeError:
+        # The reader of the output is gone. Python would complain once more when it flushes.
+        sys.stdout = open(os.devnull, "w")
+        return 128 + signal.SIGPIPE
+    except OSError as e:
+        return _fail(BROKE, f"error: {e.filename or 'input or output'}: {e.strerror or e}")
+    except MemoryError:
+        return _fail(BROKE, "error: the host has no memory left")
+    except Exception:
+        traceback.print_exc()
+        return BROKE
+
+
+def _fail(code: int, message: str) -> int:
+    print(message, file=sys.stderr)
+    return code

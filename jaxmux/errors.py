@@ -1,0 +1,30 @@
+"""The exceptions that a command turns into one line and an exit code.
+
+Every package defines its own subclass of `InputError`, so that users of `import jaxmux` can tell
+them apart.
+"""
+
+import signal
+
+
+class InputError(ValueError):
+    """The input cannot be used. The message is one line that names what is at fault and says what
+    to do."""
+
+
+class Interrupted(Exception):
+    """SIGINT, SIGTERM or SIGHUP stopped a training run. The same call of `fine_tune` continues it.
+
+    Attributes:
+      signal_number: number of the signal, for example `signal.SIGTERM`.
+      saved: True if training had begun, and its state was saved.
+    """
+
+    def __init__(self, signal_number: int, saved: bool):
+        """Makes the exception for the signal of this number."""
+        what = "state saved, the same command continues from here"
+        super().__init__(
+            f"stopped by {signal.Signals(signal_number).name}; "
+            + (what if saved else "nothing was trained since the start")
+        )
+        self.signal_number, self.saved = signal_number, saved

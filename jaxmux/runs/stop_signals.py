@@ -1,0 +1,76 @@
+"""Signals that stop a training run: at once while it starts, and after a microbatch while it
+trains."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from jaxmux.errors import Interrupted
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING = b"stopping after this microbatch; a second signal stops at once\n"
+
+
+class StopSignals:
+    """Handles SIGINT, SIGTERM and SIGHUP as a context manager.
+
+    A signal raises `Interrupted` at once, except within `deferred`: there it only sets `arrived`,
+    so that the state can be saved. The state counts as saved when `deferred` has ended.
+    After the first signal, a second one takes its usual effect. Python allows only the main thread
+    to handle signals; in other threads nothing is handled.
+
+    Attributes:
+      number: number of the signal that arrived; 0 before.
+    """
+
+    def __init__(self):
+        """Handles nothing yet."""
+        self.number = 0
+        self._deferred = self._saved = False
+        self._previous: dict[int, object] = {}
+
+    @property
+    def arrived(self) -> bool:
+        """True if a signal has arrived."""
+        return bool(self.number)
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # Whoever lets a process ignore SIGHUP (nohup) wants it to go on.
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within this context, a signal only sets `arrived`, so that the state can be saved.
+
+        Raises:
+          Interrupted: a signal arrived before, but its exception was lost in code of others.
+        """
+        if self.arrived:
+            raise Interrupted(self.number, saved=False)
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred, self._saved = False, True
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, self._previous[number])
+        if not self._deferred:
+            raise Interrupted(number, saved=self._saved)
+        # print() may be interrupted in the middle of itself.
+        os.write(2, _STOPPING)
