@@ -2,5 +2,5 @@
 
 
 class DataError(ValueError):
-    """The input data cannot be used. The message names the file and the line, and says what was
-    expected."""
+    """Training data, a prompt or a tokenizer cannot be used. The message says what is wrong and,
+    where a record is at fault, names its file and line."""

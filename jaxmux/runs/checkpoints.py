@@ -150,22 +150,24 @@ def read_shape(folder: Path) -> ShapeClass | None:
 def read_task(folder: Path, name: str, step: int | None = None) -> tuple[int, SlotArrays]:
     """Reads the arrays of one task from the checkpoints of a training run, without an engine.
 
-    `peft.adapter_of` makes the task's adapter of these arrays.
+    `peft.adapter_of` makes the task's adapter of these arrays, for example to export it.
 
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
-      step: number of the checkpoint, which is the name of its folder: the rounds plus the
-        microbatches trained before it. None takes the newest checkpoint.
+      step: number of the checkpoint, which is the name of its folder: the number of rounds (one
+        global batch of every task) plus the number of microbatches trained before it. None takes
+        the newest checkpoint.
 
     Returns:
-      The number of the checkpoint, and the task's NumPy arrays by path ("adapter/mlp.up_proj/a"),
-      at the task's own rank: its adapter, accumulators, accumulated loss and optimizer state.
+      A pair: the number of the checkpoint, and the task's NumPy arrays by path
+      ("adapter/mlp.up_proj/a"), at the task's own rank: its adapter, the gradients and the loss
+      accumulated over its current global batch, and its optimizer state.
 
     Raises:
       FileNotFoundError: there is no such checkpoint, or no such task in it. The message names the
         folder and, where the checkpoint is missing, the existing checkpoints.
-      RunDirectoryError: the checkpoint has another format.
+      RunDirectoryError: the checkpoint has a format that this version of jaxmux does not read.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.absolute()}: no checkpoints")

@@ -15,15 +15,18 @@ _OWN += ("loss.png", "tensorboard")
 
 
 class RunDirectoryError(ValueError):
-    """The run directory cannot be used. The message names it and says what to do."""
+    """The folder of a training run (`run_dir`) cannot be used. The message names it and says what
+    to do."""
 
 
 class RunDirectory:
-    """The folder of a training run. It is locked against other processes until `close`.
+    """The folder of a training run: the paths of its files, and the record of what it trains. It is
+    locked against other processes until `close`.
 
     Attributes:
       path: absolute path of the folder.
-      metrics: path of metrics.jsonl, one line for each task and round.
+      metrics: path of metrics.jsonl, one line for each task and round (one global batch of every
+        task).
       summary: path of summary.json.
       loss_plot: path of loss.png.
       tensorboard: path of the folder of TensorBoard's files.
@@ -31,18 +34,20 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
-        """Creates or opens the folder and locks it. No other file is written before `begin`.
+        """Creates or opens the folder and locks it. No file besides the lock is written before
+        `begin`.
 
         Args:
           path: the folder.
-          identity: description of what is trained, as a JSON object. A folder that records another
-            identity is refused.
-          restart: True accepts any folder, and `begin` deletes the files of an earlier training
-            run.
+          identity: description of what is trained, as a JSON object; `begin` writes it to run.json.
+            A folder whose run.json records another identity is refused.
+          restart: True also accepts a folder of another training run; `begin` then deletes the
+            files of that training run.
 
         Raises:
-          RunDirectoryError: the folder is not writable, another process uses it, it belongs to
-            another training run, or it holds files of a training run without run.json.
+          RunDirectoryError: the folder is not writable or another process uses it. Without
+            `restart` also: it belongs to another training run, has a damaged run.json, or holds
+            files of a training run without run.json.
         """
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
@@ -81,7 +86,8 @@ class RunDirectory:
         return self.path / "adapters" / task
 
     def begin(self, config_text: str | None) -> None:
-        """Writes run.json and config.gin. Call it when everything has been checked.
+        """Writes run.json and config.gin. Call it once all inputs have been checked: with
+        `restart`, it first deletes the files of an earlier training run.
 
         Args:
           config_text: text of config.gin; None writes no such file.
@@ -93,7 +99,7 @@ class RunDirectory:
             write_atomically(self.path / "config.gin", config_text)
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Releases the lock of the folder."""
         self._lock.close()
 
     def _refuse_others(self) -> None:
@@ -126,11 +132,13 @@ def read_identity(path: Path) -> dict[str, Any]:
       path: the run directory.
 
     Returns:
-      A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len, and
-      tasks: by name, the fields of the `Task` except name and sample_prompt.
+      A dict with format (the version of the record), backbone (path), dtype, tokens_per_microbatch,
+      row_len, chunk_len, and tasks: by name, the fields of the `Task` except name and
+      sample_prompt.
 
     Raises:
-      RunDirectoryError: the folder has no run.json, or run.json is damaged or has another format.
+      RunDirectoryError: the folder has no run.json, or run.json is damaged or has a format that
+        this version of jaxmux does not read.
     """
     try:
         identity = json.loads((path / "run.json").read_text())
