@@ -79,7 +79,10 @@ def hidden_states(
     slots: SlotTable,
     options: ForwardOptions,
 ) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "chunks"]]:
-    """Runs the backbone with the adapters of all tasks over a microbatch, up to the final norm.
+    """Runs the backbone with the adapters of all tasks over a microbatch.
+
+    The final norm is applied to the result. The language-model head is not: logits are the product
+    of the hidden states and the head (`head_kernel`).
 
     The stacked adapters of all tasks have T *slots*, one for each task. The N tokens of the
     microbatch are divided into *chunks*, each of which belongs to one slot.
@@ -97,13 +100,15 @@ def hidden_states(
         gradients are wanted.
       microbatch: tokens, samples and owners of chunks.
       slots: scale and dropout of each slot.
-      options: static choices.
+      options: choices that are fixed when the program is compiled: the implementations of attention
+        and of the linears with adapters, the remat policies, the most samples in a row, and whether
+        layers are unrolled.
 
     Returns:
-      A triple: the hidden states [N, d], in the dtype of the embedding; the accumulators; and a
-      bool array [chunks], False where a non-finite value was found in a chunk's inputs of
-      attention, in any layer, or in its hidden states. The hidden states of such a chunk must not
-      be used.
+      A triple: the hidden states [N, d] after the final norm, in the dtype of the embedding; the
+      accumulators; and a bool array [chunks], False where a non-finite value was found in a chunk's
+      inputs of attention, in any layer, or in its hidden states. The hidden states of such a chunk
+      must not be used.
 
     Raises:
       ValueError: a remat policy is unknown, their number is not that of the layers, or an

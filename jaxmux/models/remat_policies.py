@@ -64,11 +64,11 @@ def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
     "norms".
 
     Args:
-      remat: one policy for all layers or a tuple with one for each, as in `ForwardOptions`; or
-        "auto", as in `EngineOptions`.
+      remat: one policy for all layers; a tuple with one policy for each layer, none of them "none"
+        (the engine chooses such tuples); or "auto", which leaves the choice to the memory model.
 
     Returns:
-      "norms" if `remat` is "none", else `remat`.
+      "norms" if `remat` is "none". Every other value, a tuple included, is returned unchanged.
     """
     return "norms" if remat == "none" else remat
 

@@ -81,10 +81,12 @@ class LeafSpec:
 
 
 class Layout:
-    """A hashable wrapper of a tree of `LeafSpec` (descriptions of arrays), for use as a static
-    argument of a jitted function.
+    """A hashable wrapper of a tree of `LeafSpec` (shape, dtype and axes of an array), for use as a
+    static argument of a jitted function.
 
-    Two layouts are equal if their trees have equal structures and equal descriptions.
+    The engine describes the arrays of all tasks by such a tree, and its compiled functions take
+    the layout to tell which axis of an array counts the tasks. Two layouts are equal if their trees
+    have equal structures and equal descriptions.
 
     Attributes:
       tree: the tree that the constructor was given.

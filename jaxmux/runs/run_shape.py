@@ -174,10 +174,11 @@ def best_shape(
     Args:
       tasks: the tasks that the engine will train, from `prepare_task`, at least one.
       backbone: the frozen backbone.
-      tokens_per_microbatch: most tokens of a microbatch. The number is rounded up to whole rows and
-        chunks.
+      tokens_per_microbatch: most tokens of a microbatch, rounded up to whole rows and chunks first.
       remat: remat policy, as in `EngineOptions`.
-      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
+      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device. If
+        no shape fits, the result has the shortest rows that hold the longest sample, and one sample
+        in each row.
 
     Returns:
       The shape: number of rows of a microbatch, row_len (tokens of a row), chunk_len (tokens of a

@@ -154,20 +154,24 @@ def rows_of_microbatch(shape: ShapeClass) -> int:
 
 
 def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[PackedRound]:
-    """Packs each of several rounds with `pack_round`. No round affects the packing of another.
+    """Packs several rounds into few microbatches, each round by itself.
 
-    A round is one global batch of every task.
+    A round is one global batch of every task. `pack_round` packs it: it decides in which microbatch
+    and row, and at which offset in the row, each sample of the round lies. No round affects the
+    packing of another, and no microbatch holds samples of two rounds.
 
     Args:
       rounds: for each round, a mapping from slot (a task's place in the pool of adapters) to the
         stream lengths in tokens of the samples of the task's global batch. The stream length of a
         sample is its number of tokens without the last one, which is only predicted.
         `sample_rounds` picks such rounds from a training run.
-      shape: shape class of the microbatches of all rounds: rows, tokens per row and per chunk
-        (series of tokens of one task), and sequences per row.
+      shape: shape class of the microbatches of all rounds: rows of a microbatch, tokens of a row,
+        tokens of a chunk (consecutive tokens of a row that belong to one task), and the most
+        samples in a row.
 
     Returns:
-      One packed round for each round, in the order of `rounds`.
+      For each round, in the order of `rounds`, a `PackedRound`: its rows with the samples that they
+      hold, and the number of microbatches.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.
