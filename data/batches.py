@@ -12,10 +12,13 @@ class GlobalBatches:
     """Random access to the global batches of one task: the samples of each of its optimizer
     updates.
 
-    `batches[k]` is the task's k-th global batch, a list of samples. This list depends only on the
-    arguments of the constructor and on k, so a checkpoint needs to store only the number k as the
-    task's position in its data. Every epoch (one pass over the samples) holds each sample exactly
-    once, in a random order of its own. The last batch of an epoch may be short.
+    `batches[k]` is the k-th global batch, a list of samples; it raises IndexError if there are at
+    most k. `len(batches)` is their number in all epochs; it is `sys.maxsize` without a limit.
+
+    A global batch depends only on k and the arguments of the constructor, so a checkpoint needs to
+    store only k as the task's position in its data. Every epoch (one pass over the samples) holds
+    each sample exactly once; if `shuffle` is True, in a random order of its own. The last batch of
+    an epoch may be short.
 
     Attributes:
       batches_per_epoch: number of global batches in one epoch.
@@ -37,7 +40,7 @@ class GlobalBatches:
             every epoch is one short batch.
           seed: seed of the random order, not negative.
           epochs: number of passes over the samples, at least 1; None for no limit.
-          shuffle: False keeps the order of `samples`, for evaluation.
+          shuffle: True draws a random order for every epoch; False keeps the order of `samples`.
 
         Raises:
           DataError: an argument is outside its range.

@@ -4,5 +4,5 @@ from jaxmux.errors import InputError
 
 
 class DataError(InputError):
-    """The input data cannot be used. The message names the file and the line, and says what was
-    expected."""
+    """Training data, a prompt or a tokenizer cannot be used. The message says what is wrong and,
+    where a record is at fault, names its file and line."""

@@ -12,24 +12,24 @@ from .samples import Sample
 class Microbatch(NamedTuple):
     """The input arrays of one forward and backward pass, with samples of one or more tasks.
 
-    The rows, one after another, form a stream of N = rows · row_len tokens. The stream is divided
-    into chunks of chunk_len consecutive tokens, and each chunk belongs to one task. A
-    *sequence* is a sample's tokens in a row; attention stays within a sequence. `fill_microbatch`
+    It has `rows` rows of `row_len` tokens. A row may hold several samples one after another;
+    attention stays within a sample. All rows in order form a stream of N = rows · row_len tokens,
+    divided into *chunks* of equal length, each of which belongs to one task. `fill_microbatch`
     makes microbatches.
 
     Attributes:
       tokens: int32 [rows, row_len], the tokens that the model reads; 0 on padding.
       targets: int32 [rows, row_len], the token to predict at each position; 0 on padding.
-      loss_weight: float32 [rows, row_len], the weight of each position's loss. The weight is 1 /
-        (target tokens of the task's global batch) where the target counts in the loss, and 0 on
-        prompts and padding.
-      positions: int32 [rows, row_len], position in the sequence, from 0 in every sequence.
-      segment_ids: int32 [rows, row_len], number of the sequence within its row, from 0; -1 on
+      loss_weight: float32 [rows, row_len], the weight of each position's loss: 1 / n where the
+        target counts in the loss, for n such targets in the task's whole global batch (the samples
+        of one optimizer update); 0 elsewhere.
+      positions: int32 [rows, row_len], position in the sample, from 0; 0 on padding.
+      segment_ids: int32 [rows, row_len], number of the sample within its row, from 0; -1 on
         padding.
-      sample_id: uint32 [rows, row_len], `Sample.sample_id` of the sample to which each token
-        belongs. Dropout masks depend on it.
-      chunk_slot: int32 [chunks], the slot (place in the pool of adapters) of the task that owns
-        each chunk; -1 for an empty chunk.
+      sample_id: uint32 [rows, row_len], `Sample.sample_id` of each token's sample; 0 on padding.
+        Dropout masks depend on it.
+      chunk_slot: int32 [chunks], for each chunk the slot of its task, that is, the index of the
+        task's adapter in the stacked adapters of all tasks; -1 for a chunk without tokens.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -51,17 +51,20 @@ def fill_microbatch(
 ) -> Microbatch:
     """Copies the samples of one microbatch to their places and pads the rest.
 
-    A sample of n tokens takes n - 1 positions: the model reads its tokens without the last one, and
-    predicts its tokens without the first one.
+    A microbatch has rows of tokens, divided into *chunks*: consecutive tokens of one task. A *slot*
+    is the index of a task's adapter in the stacked adapters of all tasks. A sample of n tokens
+    takes n - 1 positions: the model reads all but its last token, and predicts all but its first
+    one.
 
     Args:
       placements: for every sample of this microbatch, a tuple (slot, sample, row, offset), as in
         `planner.packing.Placement`: the slot of the sample's task, the index of the sample in the
         task's global batch, the row, and the position in the row of the sample's first token. The
         samples of a row come in ascending order of their offsets. Samples of two slots must not
-        share a chunk.
-      batches: by slot, the whole global batch of the task, even if other microbatches hold a part
-        of that batch. The loss is divided by the number of target tokens in the whole global batch.
+        share a chunk, and samples must not overlap or exceed their row; this is not checked.
+      batches: by slot, the whole global batch (the samples of one optimizer update) of the task,
+        even if other microbatches hold a part of it. The loss is divided by the number of tokens in
+        the whole global batch that count in the loss.
       rows: rows of the microbatch.
       row_len: tokens of a row.
       chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or

@@ -7,10 +7,10 @@ from jaxtyping import Bool, Int
 
 
 class Sample(NamedTuple):
-    """One tokenized training example: the unit of global batches and of packing.
+    """One tokenized training example.
 
     The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes n -
-    1 positions of a row.
+    1 positions of a microbatch.
 
     Attributes:
       input_ids: int32 [n], token ids, with n at least 2.

@@ -29,19 +29,20 @@ class Source:
 
     Attributes:
       path: a `.jsonl` or `.json` file (one JSON object per line), a `.parquet` file, or "hf:"
-        followed by the name of a Hugging Face dataset ("hf:tatsu-lab/alpaca") or the folder of a
-        saved dataset. The data of a `Task` may also be a file of the package, as in
-        "jaxmux:demo/tasks/NAME.jsonl".
-      split: split of a Hugging Face dataset. Files have no splits and accept only "train".
+        followed by the name of a Hugging Face dataset ("hf:tatsu-lab/alpaca") or by the folder of a
+        dataset that `save_to_disk` wrote. In a `Task`, "jaxmux:" may come before the path of a file
+        that ships with jaxmux, as in "jaxmux:demo/tasks/NAME.jsonl".
+      split: split of a Hugging Face dataset. Sources without splits accept only "train".
       form: the fields of a record and how they become text. "prompt_completion" has the fields
         prompt and completion, which are joined. "messages" has a list of {"role", "content"}
         objects, which the tokenizer's chat template renders. "alpaca" has instruction, output and
-        optionally input. "text" has the field text. "auto" looks at the first record and takes the
-        first form that fits, in the order messages, prompt_completion, alpaca, text.
+        optionally input, which are joined with the headings of the Alpaca prompt. "text" has the
+        field text. "auto" looks at the first record and takes the first form that fits, in the
+        order messages, prompt_completion, alpaca, text, for all records.
       loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the
         output or of the assistant's messages; in the form "text", all tokens. "all": all tokens.
         The first token of a sample never counts.
-      overlong: the treatment of samples with more tokens than the task's `max_length`. "truncate"
+      overlong: what happens to samples with more tokens than the task's `max_length`. "truncate"
         cuts their end, "drop" leaves them out, "error" raises a DataError when the source is
         loaded.
       on_bad_record: the treatment of records that cannot be trained on: malformed lines, missing
@@ -73,7 +74,7 @@ class Source:
 
 
 class Record(NamedTuple):
-    """One record of a source, before it is rendered as text.
+    """One record of a `Source`, before it is turned into text and tokens.
 
     Attributes:
       index: number of the record in its source, from 0.
@@ -90,8 +91,7 @@ class Record(NamedTuple):
 def read_records(source: Source, skipped: list[DataError] | None = None) -> Iterator[Record]:
     """Yields the records of a source in their order, without rendering or tokenizing them.
 
-    A `Record` holds the fields of one JSON object or table row, its index and its place for error
-    messages.
+    Errors are raised while the result is iterated, not by the call itself.
 
     Args:
       source: a JSONL file, a Parquet file or a Hugging Face data set; only its `path`, `split` and
@@ -100,8 +100,9 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
         `on_bad_record="skip"`.
 
     Raises:
-      DataError: the source is missing, empty, unreadable or of an unknown kind; a line is not a
-        JSON object; or the optional package that reads this kind of source is not installed.
+      DataError: the source is missing, empty, unreadable or of an unknown kind; it has no such
+        split; a line is not a JSON object; or the optional package that reads this kind of source
+        is not installed.
     """
     index = -1
     for index, (where, fields) in enumerate(_open_rows(source)):

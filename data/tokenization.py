@@ -27,7 +27,7 @@ _TEMPLATE_SECONDS = 3.0
 
 
 class Samples(NamedTuple):
-    """The samples of one source, and counts of what was read, cut and left out.
+    """The samples (tokenized examples) of one source, and counts of what was cut and left out.
 
     Attributes:
       samples: at least one sample, in the order of the source.
@@ -102,13 +102,12 @@ def load_samples(
     max_length: int,
     vocab_size: int | None = None,
 ) -> Samples:
-    """Reads, renders and tokenizes a whole source.
+    """Reads a whole source, turns its records into text, and tokenizes them.
 
-    The whole text of a record is tokenized at once. A *target range* is a part of the text that the
-    model learns to predict, for example the completion. A token counts in the loss if its
-    characters overlap a target range, so a token across the border of prompt and completion counts.
-    A BOS token is added if the tokenizer adds one. An EOS token, which counts in the loss, ends
-    every text except the texts that a chat template renders.
+    The text of a record is tokenized at once. A token counts in the loss if some of its characters
+    belong to the part that `source.loss_on` selects, so a token across the border of prompt and
+    completion counts. A BOS token is added if the tokenizer adds one. An EOS token, which counts in
+    the loss, ends every text except the texts that a chat template renders.
 
     Args:
       source: the records to read.
@@ -122,8 +121,9 @@ def load_samples(
       The samples in the order of the source, with counts of truncated and dropped records.
 
     Raises:
-      DataError: a record cannot be trained on (the message names its file and line), or no sample
-        is left.
+      DataError: the source cannot be read, a record cannot be trained on (the message names its
+        file and line), no sample is left, the tokenizer lacks an EOS token or chat template that
+        the records need, or `max_length` is below 2.
     """
     if max_length < 2:
         raise DataError(

@@ -36,10 +36,12 @@ class Request(NamedTuple):
     """A prompt for `complete`, and the adapter that completes it.
 
     Attributes:
-      prompt: the text; at least one token.
-      spec: specification of the adapter, which gives its rank and scale; None if `adapter` is None.
-      adapter: the adapter's factors at its own rank, from `Engine.adapter` or `import_adapter`;
-        None completes the prompt with the bare backbone. Give `spec` and `adapter` together.
+      prompt: the text. It must give at least one token.
+      spec: the `LoRA` specification of the adapter, which gives its rank and scale; None if
+        `adapter` is None.
+      adapter: the trained weights, as `Engine.adapter` and `import_adapter` return them: by path of
+        a linear within a layer ("mlp.up_proj"), its LoRA factors. Give `spec` and `adapter`
+        together. None completes the prompt with the bare backbone.
     """
 
     prompt: str
@@ -56,7 +58,10 @@ def complete(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[str]:
-    """Completes several prompts at once, each with its own adapter.
+    """Completes several prompts at once, each with its own adapter or none.
+
+    It shows what adapters have learnt. There is no key/value cache: every new token computes the
+    whole text so far again. So it is meant for a few samples, not for serving.
 
     Args:
       backbone: the backbone, from `load_backbone`.

@@ -10,17 +10,20 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Learning rate over a task's updates, relative to the peak rate, as in Hugging Face's Trainer.
+    """How a task's learning rate changes over its optimizer updates, as in Hugging Face's Trainer.
 
-    The peak rate is the optimizer's `learning_rate`.
+    Each task (fine-tuning job) sets the schedule in its optimizer. The peak of the learning rate is
+    the optimizer's `learning_rate`.
 
     Attributes:
       kind: the learning rate after the warm-up. "constant" stays at the peak. "linear" falls in a
         straight line, and "cosine" along half a cosine wave, from the peak to 0 at the end of
         training.
-      warmup_steps: number of the task's updates over which the learning rate rises linearly from 0.
-      warmup_ratio: length of the warm-up as a fraction, in [0, 1], of the task's steps. It is used
-        if `warmup_steps` is 0.
+      warmup_steps: number of the task's updates over which the learning rate rises linearly from 0
+        to the peak.
+      warmup_ratio: length of the warm-up as a fraction, in [0, 1], of the updates that the task
+        plans; rounded up to whole updates. It is used only if `warmup_steps` is 0. If both are 0,
+        there is no warm-up.
 
     Raises:
       ValueError: a value is outside its range.
@@ -41,7 +44,7 @@ class Schedule:
 
         Args:
           update: number of updates that the task has applied before this one; 0 for the first.
-          total: number of steps (global batches) that the task trains.
+          total: number of updates that the task plans, one for each of its global batches.
         """
         warmup = self.warmup_steps or math.ceil(self.warmup_ratio * total)
         if update < warmup:

@@ -97,16 +97,19 @@ class Optimizer:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`.
 
+    It is the default of `Task.optimizer`: every task (fine-tuning job) has an optimizer of its own.
+
     Attributes:
-      learning_rate: learning rate at the peak of the schedule.
-      schedule: learning rate over the task's updates, relative to the peak.
-      weight_decay: coefficient of the decay. An update subtracts learning rate · weight_decay ·
-        parameter from each parameter, in addition to Adam's step.
-      clip_norm: largest global L2 norm of a task's gradient; larger gradients are scaled down to
-        it. None does not clip.
-      b1: decay rate of the mean of the gradients, in [0, 1).
-      b2: decay rate of the mean of the squared gradients, in [0, 1).
-      eps: number added to the denominator, positive.
+      learning_rate: learning rate at the peak of the schedule, not negative.
+      schedule: how the learning rate changes over the task's updates, relative to the peak;
+        constant by default.
+      weight_decay: coefficient of the decay, not negative. An update subtracts current learning
+        rate · weight_decay · parameter from each parameter, in addition to Adam's step.
+      clip_norm: largest L2 norm of the task's gradient over all its parameters, positive. A
+        gradient with a larger norm is scaled down to `clip_norm`. None does not clip.
+      b1: decay rate of the running mean of the gradients, in [0, 1).
+      b2: decay rate of the running mean of the squared gradients, in [0, 1).
+      eps: number added to the denominator of Adam's step, positive.
 
     Raises:
       ValueError: a value is outside its range.
@@ -133,13 +136,16 @@ class AdamW(Optimizer):
 class SGD(Optimizer):
     """Gradient descent with momentum, as `torch.optim.SGD`.
 
+    It is a value of `Task.optimizer`: every task (fine-tuning job) has an optimizer of its own.
+
     Attributes:
-      learning_rate: learning rate at the peak of the schedule.
-      schedule: learning rate over the task's updates, relative to the peak.
-      weight_decay: coefficient of L2 regularisation: weight_decay · parameter is added to the
-        gradient before the momentum.
-      clip_norm: largest global L2 norm of a task's gradient; larger gradients are scaled down to
-        it. None does not clip.
+      learning_rate: learning rate at the peak of the schedule, not negative.
+      schedule: how the learning rate changes over the task's updates, relative to the peak;
+        constant by default.
+      weight_decay: coefficient of L2 regularisation, not negative: weight_decay · parameter is
+        added to the gradient before the momentum.
+      clip_norm: largest L2 norm of the task's gradient over all its parameters, positive. A
+        gradient with a larger norm is scaled down to `clip_norm`. None does not clip.
       momentum: decay rate of the accumulated gradient, in [0, 1); 0 is plain gradient descent.
 
     Raises:
@@ -164,13 +170,16 @@ class SGD(Optimizer):
 class Lion(Optimizer):
     """Lion (Chen et al. 2023): every parameter steps by the sign of an interpolated momentum.
 
+    It is a value of `Task.optimizer`: every task (fine-tuning job) has an optimizer of its own.
+
     Attributes:
-      learning_rate: learning rate at the peak of the schedule.
-      schedule: learning rate over the task's updates, relative to the peak.
-      weight_decay: coefficient of the decoupled decay: an update subtracts learning rate ·
-        weight_decay · parameter from each parameter, in addition to Lion's step.
-      clip_norm: largest global L2 norm of a task's gradient; larger gradients are scaled down to
-        it. None does not clip.
+      learning_rate: learning rate at the peak of the schedule, not negative.
+      schedule: how the learning rate changes over the task's updates, relative to the peak;
+        constant by default.
+      weight_decay: coefficient of the decoupled decay, not negative. An update subtracts current
+        learning rate · weight_decay · parameter from each parameter, in addition to Lion's step.
+      clip_norm: largest L2 norm of the task's gradient over all its parameters, positive. A
+        gradient with a larger norm is scaled down to `clip_norm`. None does not clip.
       b1: weight of the momentum, in [0, 1), in the interpolation of momentum and gradient whose
         sign is taken.
       b2: decay rate of the momentum, in [0, 1).

@@ -16,7 +16,8 @@ TASK_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 class TaskError(InputError):
-    """A task cannot be trained. The message begins with the task's name and says what is wrong."""
+    """A task (fine-tuning job) cannot be trained, or no task of a given name exists. The message
+    names the task and says what is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,35 +25,36 @@ class Task:
     """One fine-tuning job: its data, adapter, optimizer and length, independent of all other tasks.
 
     Several tasks train at the same time on one frozen backbone, and none changes the result of
-    another. A *global batch* is the samples of one optimizer update. A *step* of a task is one
-    global batch with its update.
+    another (on a GPU, up to rounding). A *global batch* is the samples of one optimizer update. A
+    *step* of a task is one global batch with its update.
 
     Attributes:
-      name: name of the task, unique in a training run. Files are named after the task, so the name
-        consists of letters, digits, ".", "_" and "-", begins with a letter or digit, and has at
-        most 100 characters.
+      name: name of the task, unique in a training run (one call of `fine_tune`). Files are named
+        after the task, so the name consists of letters, digits, ".", "_" and "-", begins with a
+        letter or digit, and has at most 100 characters.
       data: the training records. A path is short for `Source(path)`.
-      adapter: specification of the adapter that is trained.
+      adapter: rank, scale, dropout and target modules of the adapter that is trained.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
         or `Lion`.
       batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.
-      max_length: most tokens of a sample, at least 2, with BOS and EOS. `data.overlong` decides
-        what happens to longer samples: "truncate", "drop" or "error".
+      max_length: most tokens of a sample, at least 2, with BOS and EOS. `Source.overlong` of the
+        data decides what happens to longer samples: "truncate", "drop" or "error".
       epochs: number of times that the task trains on each of its samples. Give exactly one of
         `epochs` and `steps`.
-      steps: number of global batches that the task trains; the data repeats if it is shorter. Give
+      steps: number of global batches that the task trains. The data repeats if it has fewer. Give
         exactly one of `epochs` and `steps`.
-      eval_data: held-out records, or a path as in `data`. Their loss is measured before and after
-        training. None measures nothing.
+      eval_data: held-out records, a `Source` or a path. `fine_tune` measures their loss before and
+        after training. None stands for no held-out records.
       seed: seed of the shuffling, of the initial adapter and of dropout; not negative.
       resume_from: folder of a Hugging Face PEFT adapter from which training starts. Its rank,
-        alpha, rsLoRA setting and target modules must equal those of `adapter`. Only the factors are
+        alpha, rsLoRA setting and target modules must equal those of `adapter`. Only the weights are
         read, so the optimizer and the data begin anew. None starts from a new adapter.
       sample_prompt: a prompt that the backbone completes after training, once without and once with
-        the adapter; both completions are printed. None prints nothing.
+        the adapter. `fine_tune` prints both completions if the task succeeded. None prints nothing.
 
     Raises:
-      TaskError: a value is outside its range.
+      TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`
+        and `steps` is given.
     """
 
     name: str

@@ -41,21 +41,24 @@ class _Pending:
 
 
 class Engine:
-    """Trains several tasks together, round by round, and gives out and takes back their state.
+    """Trains several tasks together, and hands out and takes back their adapters and training
+    state.
 
-    A *round* is one global batch (the samples of one optimizer update) of every live task, packed
-    into microbatches. A task is live while it is running and has steps left; a *step* of a task is
-    one global batch with its update. A *slot* is the place of a task in the stacked arrays.
+    A *task* is one fine-tuning job. A *step* of a task is one global batch (the samples of one
+    optimizer update) with its update. A *round* is one step of every live task, packed into
+    *microbatches*, the units of one forward and backward pass. A task is live while it has not
+    failed and has steps left. The arrays of all tasks are stacked in a *pool*; the place of a task
+    in it is its *slot*.
 
     The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
-    results of the round before. `drain` fetches the results of the last round. Tasks may be
-    registered, released and restored at any time between two rounds, after `drain`.
+    results of the round before it. `drain` fetches the results of the last round. Tasks may be
+    registered, released and restored between two rounds, after `drain`.
 
     Attributes:
       backbone: the frozen backbone.
-      options: the options of the engine.
-      admission: memory check of new tasks; it is replaced when rounds show how much memory they
-        need.
+      options: the settings that the constructor was given.
+      admission: predicts whether a new task fits into memory; None without such a check. The engine
+        replaces it when rounds show how much memory they need.
       rounds: number of rounds dispatched so far.
       microbatches: number of microbatches dispatched so far.
     """
@@ -67,10 +70,10 @@ class Engine:
 
         Args:
           backbone: the frozen backbone, from `load_backbone`.
-          options: the shape class and other settings.
+          options: sizes of the microbatches, and other settings.
           admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
-            all tasks fits into the device's memory. `register_tasks` refuses tasks by it. None
-            admits every task.
+            all tasks fits into the device's memory. `register_tasks` refuses tasks that do not fit.
+            None admits every task.
         """
         self.backbone = backbone
         self.options = options
@@ -91,18 +94,19 @@ class Engine:
         self._peak = 0
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
-        """Adds tasks, each in a slot of its own, at their beginning.
+        """Adds tasks to be trained from their first step.
 
-        Tasks in training continue undisturbed. Call `drain` before, at the end of a round. If the
-        tasks do not fit into the pool, the pool is enlarged and the programs are compiled again.
+        Call it between two rounds, after `drain`. The training of the registered tasks goes on
+        undisturbed. If the new tasks do not fit into the arrays, the arrays are enlarged and the
+        programs are compiled again. If there is an error, no task is added.
 
         Args:
           tasks: the tasks, from `prepare_task`.
 
         Raises:
-          TaskError: a name is registered already, or a sample does not fit into a row of the shape
-            class.
-          PlanningError: a round with this task and the others would not fit into the device's
+          TaskError: a name is registered already or occurs twice, or a sample is longer than a row
+            (`options.shape.row_len`).
+          PlanningError: a round of all tasks, new and registered, would not fit into the device's
             memory.
           RuntimeError: a round is unfinished or its results have not been fetched.
         """
@@ -125,7 +129,8 @@ class Engine:
             self._forward = None
 
     def release(self, name: str) -> None:
-        """Removes a task and empties its slot. The engine then no longer has its adapter.
+        """Removes a task, whose place another task can then take. The engine no longer has its
+        adapter.
 
         Args:
           name: name of the task.
@@ -153,12 +158,27 @@ class Engine:
         return self._slots.state
 
     def prepared(self, name: str) -> PreparedTask:
-        """The prepared task of this name. TaskError if it is not registered."""
+        """Returns the prepared task that was registered.
+
+        Args:
+          name: name of the task.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
         return self._slots.named(name).prepared
 
     def progress(self, name: str) -> TaskProgress:
-        """The progress of the task of this name. The engine changes this object when results are
-        fetched. TaskError if the task is not registered."""
+        """Returns a task's position in its training, and its results so far.
+
+        The engine changes this object whenever results are fetched.
+
+        Args:
+          name: name of the task.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
         return self._slots.named(name).progress
 
     @property
@@ -174,21 +194,28 @@ class Engine:
         return self._stream.seconds_waited
 
     def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
-        """Dispatches one global batch of every live task, and returns the results of the round
-        before.
+        """Dispatches a round (one global batch of every live task), and returns the results of the
+        round before it.
 
-        The call returns before the device has finished the round. It compiles the programs if they
-        do not fit the tasks yet. If the engine is finished, it only calls `drain`.
+        The call returns before the device has finished the round. It compiles the programs if
+        necessary. If no task is live, it only calls `drain`.
 
         Args:
-          stop: function without arguments that is called after every microbatch. Once it returns
-            True, `train_round` fetches the results of the round before and returns with this round
-            unfinished. The next call continues with the remaining microbatches. If a task ended
-            with the results just fetched, the round is finished all the same.
+          stop: function without arguments that is called after every microbatch, for example to
+            react to a signal. Once it returns True, `train_round` fetches the results of the round
+            before and returns with this round unfinished. The next call continues with the
+            remaining microbatches. If the fetched results end a task of this round, the round is
+            finished all the same.
 
         Returns:
-          One `TaskUpdate` for each task of the round before; empty for the first round, and if
-          these results have been fetched already.
+          One `TaskUpdate` for each task of the round before, except tasks that had failed before
+          that round was updated. Empty for the first round, and if these results have been fetched
+          already.
+
+        Raises:
+          PlanningError: `options.attention` cannot serve this device, dtype or row length.
+          ValueError: `options.grouped_lora` or `options.remat` is unknown, or
+            `options.grouped_lora` cannot serve these tasks on this device.
         """
         if self._current is None and self.finished:
             return self.drain()
@@ -226,7 +253,7 @@ class Engine:
     def accumulated(self, name: str) -> list[int]:
         """The samples of a task's unfinished global batch whose gradients are already accumulated.
 
-        A checkpoint stores this list between two microbatches of a round, for `restore_task`.
+        A checkpoint in the middle of a round stores this list, for `restore_task`.
 
         Args:
           name: name of the task.
@@ -234,6 +261,9 @@ class Engine:
         Returns:
           Indices of these samples in the task's current global batch, ascending; empty between
           rounds.
+
+        Raises:
+          TaskError: no task of this name is registered.
         """
         number = self._slots.number(name)
         done = self._current.microbatches[: self._dispatched] if self._current else []
@@ -241,11 +271,12 @@ class Engine:
         return sorted([*self._accumulated.get(number, ()), *samples])
 
     def drain(self) -> list[TaskUpdate]:
-        """Waits for the last dispatched round and records its results in the progress of its tasks.
+        """Waits for the last round whose update was dispatched, and records its results in the
+        `progress` of its tasks.
 
         Returns:
-          One `TaskUpdate` for each task of the round; empty if all results have been fetched
-          already.
+          One `TaskUpdate` for each task of that round, except tasks that had failed before its
+          update. Empty if all results have been fetched already.
         """
         if self._pending is None:
             return []
@@ -290,36 +321,49 @@ class Engine:
           names: names of registered tasks.
 
         Returns:
-          By name, the mean cross entropy in nats per target token; NaN if the forward pass was not
-          finite. Tasks without held-out samples are left out.
+          By name, the mean cross entropy in nats per target token (token that counts in the loss);
+          NaN if the forward pass was not finite. Tasks without held-out samples are left out.
+
+        Raises:
+          TaskError: a name is not registered.
+          PlanningError: `options.attention` cannot serve this device, dtype or row length.
+          ValueError: `options.grouped_lora` is unknown or cannot serve these tasks on this device.
         """
         return held_out_losses(self.backbone, self.options, self._slots, names)
 
     def adapter(self, name: str) -> Adapter:
-        """A task's current adapter at its own rank.
+        """A task's current adapter, for `export_adapter` or a `Request`.
 
         Args:
           name: name of the task.
 
         Returns:
-          By module, `Factors` of the NumPy arrays a [L, k, r] and b [L, r, n], float32, for
-          `export_adapter` or a `Request`.
+          By path of a linear within a layer ("mlp.up_proj"), `Factors` of the float32 NumPy arrays
+          a [L, k, r] and b [L, r, n], for L layers, input width k, output width n and the task's
+          rank r.
+
+        Raises:
+          TaskError: no task of this name is registered.
         """
         spec = self.prepared(name).task.adapter
         return adapter_of(self.task_arrays(name), spec, self.backbone.config)
 
     def task_arrays(self, name: str) -> SlotArrays:
-        """All arrays of a task that a checkpoint must hold, at the task's own rank and modules.
+        """All arrays of a task that a checkpoint must hold.
 
-        These are its adapter, accumulators, accumulated loss and optimizer state. Call `drain`
-        before, so that `progress` belongs to the same moment.
+        These are its adapter, the gradients and the loss accumulated over the current global batch,
+        and its optimizer state. Call `drain` before, so that `progress` belongs to the same moment.
 
         Args:
           name: name of the task.
 
         Returns:
-          NumPy arrays by path, for example "adapter/mlp.up_proj/a" [L, k, r]. `restore_task` takes
-          them, in any pool.
+          NumPy arrays by path, at the task's own rank and for its own linears, for example
+          "adapter/mlp.up_proj/a" [L, k, r] (layers, input width, rank). `restore_task` takes them,
+          also in an engine with other tasks or other sizes.
+
+        Raises:
+          TaskError: no task of this name is registered.
         """
         return self._slots.read(name)
 
@@ -330,8 +374,12 @@ class Engine:
           name: name of the task.
 
         Returns:
-          A `SlotState` of `LeafSpec`; `peft.leaves.named_leaves` gives its leaves by the same
-          paths.
+          A tree with a `LeafSpec` (shape, dtype, names of axes) in place of each array: a
+          `SlotState` with the fields adapter, accumulators (gradients), loss and optimizer.
+          `peft.leaves.named_leaves` turns it into a dict with the paths of `task_arrays` as keys.
+
+        Raises:
+          TaskError: no task of this name is registered.
         """
         return self._slots.own_specs(name)
 
@@ -348,12 +396,12 @@ class Engine:
           name: name of the task.
           arrays: the task's arrays by path, from `task_arrays`.
           progress: the task's progress at that moment. The engine keeps and changes this object.
-          accumulated: indices of samples from `accumulated`, whose gradients the accumulators in
-            `arrays` hold already. Empty between rounds.
+          accumulated: the result of the method `accumulated` at that moment: indices of the samples
+            in the current global batch whose gradients are part of `arrays`. Empty between rounds.
 
         Raises:
           TaskError: no task of this name is registered.
-          ValueError: an array does not fit the task.
+          ValueError: the engine has no place for an array, or a scalar is missing.
           RuntimeError: a round is unfinished or its results have not been fetched.
         """
         self._pause()
@@ -399,6 +447,6 @@ class Engine:
         self._stream.close()
 
     def close(self) -> None:
-        """Ends the thread that packs rounds ahead. Call it when training ends; a later
-        `train_round` starts a new thread."""
+        """Ends the thread that prepares microbatches ahead of the device. Call it when training
+        ends; a later `train_round` starts a new thread."""
         self._stream.close()

@@ -10,37 +10,47 @@ from .rounds import Packing, pack_tightly
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """Settings of an `Engine`. They change speed and memory, and tasks' results only by rounding.
+    """Settings of an `Engine`.
+
+    Except for `max_bad_steps`, they affect speed and memory; the results of tasks differ only by
+    rounding.
+
+    The engine trains *rounds*, each with one global batch (the samples of one optimizer update) of
+    every task that still trains. A round is packed into *microbatches*, the units of one forward
+    and backward pass.
 
     Attributes:
-      shape: shape class of the microbatches: rows, row_len, chunk_len (tokens) and the most
-        sequences in a row. `best_shape` chooses one for given tasks.
-      reserved: smallest pool that is allocated: its slots (tasks at a time), rank, module paths,
-        and whether programs have dropout. `reserved.optimizer` is not used. A later task that fits
-        into the pool, and whose optimizer has no more moments than the optimizers so far, is added
-        without compiling `accumulate` again. On CPU, a task trains to the same bits with any other
-        tasks as long as the pool does not change.
-      remat: the values that a layer keeps from its forward to its backward pass; other values are
+      shape: shape of the microbatches: `rows` rows of `row_len` tokens, each with at most
+        `max_sequences` samples, divided into chunks of `chunk_len` tokens that belong to one task
+        each. `best_shape` chooses a shape for given tasks.
+      reserved: the arrays of all tasks are stacked, and `reserved` gives the least sizes to
+        allocate: number of tasks (slots), rank, paths of adapted linears, and whether programs have
+        dropout. `reserved.optimizer` is not used. A later task that stays within the sizes reached
+        so far, and whose optimizer has no more moments than earlier ones, is added without
+        compiling the forward and backward pass again. On CPU, a task trains to the same bits beside
+        any other tasks as long as these sizes and `shape` are the same.
+      remat: the values that a layer keeps from its forward to its backward pass; all else is
         computed again. From most to least memory: "none" keeps everything, "norms" recomputes
-        neither norms nor matrix products, "dots" recomputes no matrix product, "lean" recomputes
-        the products of gate and up, "full" keeps only each layer's input. "auto" picks a policy for
-        each layer so that least is recomputed within `memory`; if the memory is unknown, it picks
-        "dots".
-      memory: bytes that weights, train state and microbatches may take together on the device. None
-        for all memory that JAX may use.
+        neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"
+        also recomputes the products of the MLP's gate and up, "full" keeps only each layer's input.
+        "auto" picks a policy for each layer so that least is recomputed within `memory`; if the
+        memory is unknown, it picks "dots".
+      memory: bytes on the device that backbone, arrays of the tasks and microbatches may take
+        together; "auto" in `remat` keeps within it. None stands for all memory that JAX may use.
       attention: implementation of attention: "xla" (any device), "cudnn" (GPU, half precision) or
-        "short" (a kernel for Hopper GPUs, rows of at most 128 tokens). None picks the fastest for
-        the device, dtype and row length.
+        "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens). None picks the fastest for the
+        device, dtype and row length.
       grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
       unroll: True compiles every layer separately, which takes longer to compile and runs faster on
         a GPU. False compiles one layer and loops over it. None means True on a GPU, else False.
       max_bad_steps: number of consecutive skipped updates after which a task has failed. An update
-        is skipped if its loss, gradient or new parameters are not finite.
-      packing: function that lays out the samples of a training round. It takes the stream lengths
-        in tokens of the samples, by slot, and the shape class; it returns, for each microbatch, the
-        `Placement`s of its samples. Benchmarks compare the default with others, for example
-        `planner.packing.pack_first_fit`.
+        is skipped if the task's loss, gradient or new parameters are not finite.
+      packing: function that lays out the samples of a round. It takes two arguments: by slot number
+        of the task, the lengths of its samples (number of tokens minus 1, because the last token is
+        only predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
+        row, offset) for each of its samples. Benchmarks compare the default with others, for
+        example `planner.packing.pack_first_fit`.
     """
 
     shape: ShapeClass

@@ -29,17 +29,20 @@ from jaxmux.tasks import Task, TaskError
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
-    """A task with its tokenized data and the modules that it adapts. `prepare_task` makes it.
+    """A task (fine-tuning job) with its tokenized data and the linears that it adapts.
+
+    `prepare_task` makes it. `Engine.register_tasks` and `best_shape` take it.
 
     Attributes:
       task: the task.
-      targets: by module path, the bool mask [L] of the layers that the task adapts, from
-        `resolve_targets`.
+      targets: by path of a linear within a layer ("mlp.up_proj"), a bool mask [L] of the layers in
+        which the task adapts it, from `resolve_targets`.
       make_adapter: function without arguments that returns the initial adapter at the task's own
-        rank. The arrays are made when the task gets a slot and are not kept, because they are as
-        large as the trained adapter.
+        rank: by path of a linear, its LoRA `Factors`. The arrays are made only when an engine adds
+        the task, because they are as large as the trained adapter.
       samples: the tokenized training data.
-      batches: the global batches; `batches[step]` is the global batch of a step, from 0.
+      batches: the global batches (the samples of one optimizer update); `batches[k]` is the k-th,
+        from 0.
       steps: number of global batches that the task trains.
       eval_samples: the tokenized held-out data; empty if the task has none.
     """
@@ -70,13 +73,15 @@ class PreparedTask:
         return PoolSpec(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
 
     def refuse_rows_of(self, row_len: int) -> None:
-        """Checks that every sample fits into a row.
+        """Checks that every training and held-out sample fits into a row of a microbatch.
+
+        A sample of n tokens takes n - 1 tokens of a row, because its last token is only predicted.
 
         Args:
           row_len: tokens of a row.
 
         Raises:
-          TaskError: the longest sample is longer than the row.
+          TaskError: the longest sample does not fit.
         """
         if self.longest > row_len:
             raise TaskError(
@@ -101,7 +106,7 @@ class PreparedTask:
         return named_leaves({kind.name: rates})
 
     def learning_rate(self, updates: int) -> float:
-        """The learning rate of the task's next update.
+        """The learning rate of the task's next update, by the schedule of its optimizer.
 
         Args:
           updates: number of updates that the task has applied so far; skipped updates do not count.
@@ -110,8 +115,8 @@ class PreparedTask:
         return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps)
 
     def dropout_key(self, step: int) -> np.uint32:
-        """The key of the dropout hash for one step. It depends only on the task's name, its seed
-        and `step`.
+        """The seed of the task's dropout masks in one step. It depends only on the task's name, its
+        seed and `step`.
 
         Args:
           step: index of the task's global batch, from 0.
@@ -123,11 +128,11 @@ class PreparedTask:
 def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> PreparedTask:
     """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
 
-    The initial adapter is checked here if `task.resume_from` names one, but its arrays are made
-    later.
+    If `task.resume_from` names an adapter, it is read and checked here. The arrays of the initial
+    adapter are made only when an engine adds the task.
 
     Args:
-      task: the task.
+      task: the task (fine-tuning job).
       config: configuration of the backbone (`Backbone.config`).
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
 

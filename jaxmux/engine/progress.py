@@ -7,26 +7,29 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass
 class TaskProgress:
-    """The position of a task in its training, and its results so far.
+    """The position of a task in its training, and its results so far. `Engine.progress` returns it.
 
-    A *step* of a task is one global batch. A step either applies an optimizer update or skips it.
+    A *step* of a task is one global batch (the samples of one optimizer update). A step either
+    applies its update or skips it.
 
     Attributes:
-      step: number of global batches consumed; the task's next global batch is `batches[step]`.
+      step: number of global batches consumed, which is also the index of the next one.
       updates: number of optimizer updates applied, which is the position in the learning-rate
         schedule. Skipped updates do not count.
       skipped: number of updates skipped so far because a loss, gradient or new parameter was not
         finite.
       bad_streak: number of consecutive updates skipped up to now; 0 after an applied update.
       tokens: number of tokens trained so far, without padding.
-      target_tokens: number of tokens trained so far that count in the loss.
+      target_tokens: number of target tokens (tokens that count in the loss) trained so far.
       train_loss_first: loss of the first applied update, in nats per target token; None before it.
       train_loss_last: loss of the last applied update, in nats per target token; None before the
         first.
       eval_loss_first: loss of the held-out data before training, in nats per target token; None
-        without held-out data or if it is not finite. `fine_tune` sets this and the next two fields.
-      eval_loss: the same after training.
-      eval_target_tokens: number of tokens in the held-out data that count in the loss.
+        without held-out data or if the loss is not finite. Only `fine_tune` sets this field,
+        `eval_loss` and `eval_target_tokens`.
+      eval_loss: loss of the held-out data after training, with the unit and the None of
+        `eval_loss_first`.
+      eval_target_tokens: number of target tokens in the held-out data.
       status: "running", "succeeded" (all steps are trained) or "failed".
       error: reason for the status "failed"; otherwise None.
     """
@@ -56,17 +59,21 @@ class TaskProgress:
 
 
 class TaskUpdate(NamedTuple):
-    """The result of one global batch of one task: a line of metrics.jsonl.
+    """The result of one global batch (the samples of one optimizer update) of one task.
+
+    `Engine.train_round` and `Engine.drain` return it; `fine_tune` writes it as a line of
+    metrics.jsonl. A target token is a token that counts in the loss.
 
     Attributes:
-      step: number of the round in the training run, from 0.
+      step: number, from 0, of the round that held this batch. A round is one global batch of every
+        task that still trains.
       task: name of the task.
       task_step: number of global batches that the task has consumed, this one included; 1 for the
         first.
       loss: mean cross entropy over the batch's target tokens in nats, before the update.
       lr: learning rate of the update.
-      grad_norm: global L2 norm of the task's gradient before clipping.
-      target_tokens: number of tokens in the batch that count in the loss.
+      grad_norm: L2 norm of the task's gradient over all its parameters, before clipping.
+      target_tokens: number of target tokens in the batch.
       tokens: number of tokens in the batch that the model reads, without padding.
       skipped: True if the update was not applied because the loss, the gradient or a new parameter
         was not finite.

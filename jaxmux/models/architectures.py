@@ -9,8 +9,8 @@ from jaxmux.errors import InputError
 
 
 class BackboneError(InputError):
-    """A backbone folder or its configuration cannot be used; the message names the file and the key
-    or tensor."""
+    """A checkpoint folder of a backbone (the frozen model), or its config.json, cannot be used. The
+    message names the file or folder, and the key or tensor at fault."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +25,22 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True)
 class BackboneConfig:
-    """Shape of a Llama-family decoder.
+    """Sizes and options of a Llama-family decoder. `BackboneConfig.from_folder` reads them from a
+    Hugging Face checkpoint folder; `Backbone.config` holds them.
 
     Attributes:
-      architecture: Hugging Face class name, for example "LlamaForCausalLM".
+      architecture: Hugging Face class name: "LlamaForCausalLM", "MistralForCausalLM",
+        "Qwen2ForCausalLM" or "Qwen3ForCausalLM".
       vocab_size: number of tokens in the vocabulary.
       hidden_size: d, the width of the residual stream.
       intermediate_size: width of the gated MLP.
-      num_layers: number of decoder layers.
+      num_layers: L, number of decoder layers.
       num_heads: number of query heads.
       num_kv_heads: number of key/value heads.
       head_dim: size of a head.
-      rms_norm_eps: added to the mean square in norms.
+      rms_norm_eps: number added to the mean square in RMS norms.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: Llama 3.1 frequency scaling; None for none.
+      rope_scaling: numbers of Llama 3.1's scaling of the rotary frequencies; None for no scaling.
       max_position_embeddings: longest sequence for which the model was trained, in tokens.
       sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it; None
         for no limit.
@@ -46,7 +48,7 @@ class BackboneConfig:
       output_bias: whether o_proj has a bias.
       mlp_bias: whether gate_proj, up_proj and down_proj have biases.
       qk_norm: whether queries and keys have an RMSNorm over the head dimension (Qwen3).
-      tie_word_embeddings: whether the head is the transposed embedding.
+      tie_word_embeddings: whether the language-model head is the transposed embedding.
     """
 
     architecture: str

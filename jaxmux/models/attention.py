@@ -72,12 +72,17 @@ class AttentionOptions(NamedTuple):
 
 
 def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
-    """The fastest implementation for rows of `row_len` tokens on the default device.
+    """The fastest implementation of attention for the default device, for
+    `ForwardOptions.attention`.
 
     Args:
       config: configuration of the backbone.
-      dtype: the compute dtype.
-      row_len: number of tokens in a row.
+      dtype: dtype of queries, keys and values.
+      row_len: number of tokens in a row of a microbatch, within which attention stays.
+
+    Returns:
+      "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens, half precision), else "cudnn"
+      (GPU, half precision), else "xla".
     """
     return next(name for name in IMPLEMENTATIONS if refusal(name, config, dtype, row_len) is None)
 

@@ -19,12 +19,16 @@ from .modules import Weights, abstract_weights, compute_dtype, random_weights
 
 @dataclasses.dataclass(frozen=True)
 class Backbone:
-    """A frozen model.
+    """A frozen model, on which all tasks train their adapters. `load_backbone` makes it.
 
     Attributes:
       config: configuration of the model.
-      weights: nested dict of the parameters, see `modules`.
-      name_or_path: where the model came from; exported adapters name it as their base model.
+      weights: nested dict of the parameters, with the names of Hugging Face: embed_tokens, layers,
+        norm and, if it is not tied to the embedding, lm_head. The parameters of all L layers are
+        stacked along a leading axis, so that layers.mlp.up_proj.kernel is a `FrozenWeight` [L, k,
+        n] (input and output width).
+      name_or_path: where the model came from; `fine_tune` records it as the base model of exported
+        adapters.
     """
 
     config: BackboneConfig
@@ -45,20 +49,24 @@ class Backbone:
 
 
 def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbone:
-    """Loads a checkpoint folder onto the default device.
+    """Loads a Hugging Face checkpoint folder onto the default device.
 
     Tensors are loaded one at a time: host memory stays below the model's size in `dtype` plus the
-    size of one stacked parameter.
+    size of the largest parameter stacked over all layers.
 
     Args:
       folder: contains config.json and model.safetensors, or shards with
         model.safetensors.index.json.
-      dtype: dtype of all parameters, and format of the frozen weights. "auto" is bfloat16 on an
-        accelerator and float32 on CPU.
+      dtype: dtype to which all parameters are converted: bfloat16, float16 or float32. "auto" is
+        bfloat16 on an accelerator and float32 on CPU.
+
+    Returns:
+      The backbone.
 
     Raises:
       BackboneError: an unknown architecture, a missing, extra or misshapen tensor, or an unreadable
         file; the message names it.
+      ValueError: weights cannot be stored in `dtype`.
     """
     folder = Path(folder)
     config = BackboneConfig.from_folder(folder)
@@ -81,11 +89,11 @@ def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:
-    """Writes config.json and model.safetensors, which Hugging Face transformers can load.
+    """Writes a checkpoint folder that Hugging Face transformers and `load_backbone` can load.
 
     Args:
       backbone: the backbone; its parameters are written in their own dtypes.
-      folder: folder for the two files; it is created if necessary.
+      folder: folder for config.json and model.safetensors; it is created if necessary.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,17 @@ from .rope import rotary_angles
 
 
 class SlotTable(NamedTuple):
-    """Per-slot data of the compiled programs.
+    """The numbers of each task's adapter that a forward pass takes as data, besides its factors.
+
+    A slot is the index of a task's adapter in the stacked adapters of all T slots. In slots without
+    a task all numbers are 0.
 
     Attributes:
-      scale: float32, factor of the slot's low-rank products.
-      dropout_rate: float32, probability in [0, 1) that an input feature of an adapter is dropped.
-      dropout_key: uint32, the task's key at its current step.
+      scale: float32 [T], factor of the low-rank product, alpha / rank (rsLoRA: alpha / sqrt(rank)).
+      dropout_rate: float32 [T], probability in [0, 1) that an input feature of an adapter is
+        dropped.
+      dropout_key: uint32 [T], seed of the dropout masks. It changes with every optimizer step; see
+        `PreparedTask.dropout_key`.
     """
 
     scale: Float[Array, "T"]
@@ -38,16 +43,23 @@ class SlotTable(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """Static choices of a forward pass; other values compile another program.
+    """Static choices of `hidden_states`; other values compile another program.
 
     Attributes:
-      attention: "xla", "cudnn" or "short", see `attention.pick_implementation`.
-      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
-      remat: remat policy, see `remat_policies.rematerialised`: one for all layers, or one for each.
+      attention: implementation of attention: "xla" (any device), "cudnn" (GPU, half precision) or
+        "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens). `pick_implementation` chooses.
+      grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
+        "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
+      remat: the values that a layer keeps from its forward to its backward pass; all else is
+        computed again. One policy for all layers, or a tuple with one for each. From most to least
+        memory: "none" keeps everything, "norms" recomputes neither norms nor matrix products,
+        "dots" recomputes norms but no matrix product, "lean" also recomputes the products of the
+        MLP's gate and up, "full" keeps only each layer's input.
       unroll: False runs the layers in a scan. True compiles the program of every layer, which takes
         longer but copies nothing into or out of a scan's stacked arrays.
-      dropout: False if no live task uses dropout; the program then has no code for it.
-      max_sequences: most sequences in a row. With 1, GPU attention uses its kernels for dense rows.
+      dropout: False if no task uses dropout; the program then has no code for it.
+      max_sequences: most samples in a row. With 1, attention on GPU runs on dense rows, which is
+        faster.
     """
 
     attention: str
@@ -67,25 +79,40 @@ def hidden_states(
     slots: SlotTable,
     options: ForwardOptions,
 ) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "chunks"]]:
-    """Hidden states of a microbatch after the final norm, in the compute dtype.
+    """Runs the backbone with the adapters of all tasks over a microbatch.
+
+    The final norm is applied to the result. The language-model head is not: logits are the product
+    of the hidden states and the head (`head_kernel`).
+
+    The stacked adapters of all tasks have T *slots*, one for each task. The N tokens of the
+    microbatch are divided into *chunks*, each of which belongs to one slot.
 
     Args:
       config: configuration of the backbone.
-      weights: weights of the backbone.
-      adapters: factors of all layers and slots; may be empty.
-      accumulators: gradient accumulators of the factors, float32. They are returned unchanged, but
-        their cotangents are the next accumulators, see `grouped_lora_linear`. None where no
+      weights: weights of the backbone (`Backbone.weights`).
+      adapters: by path of a linear within a layer ("mlp.up_proj"), the factors a [L, T, k, R] and b
+        [L, T, R, n] of L layers and T slots, for input width k, output width n and the largest rank
+        R; may be empty.
+      accumulators: gradients of the adapters summed over earlier microbatches, float32, with the
+        structure of `adapters`. They are returned unchanged, but the function is differentiable
+        with respect to them in an unusual sense: if they are given as their own cotangents, their
+        gradient is the sum with this microbatch added, see `grouped_lora_linear`. None where no
         gradients are wanted.
-      microbatch: tokens, sequences and owners of chunks.
-      slots: per-slot data.
-      options: static choices.
+      microbatch: tokens, samples and owners of chunks.
+      slots: scale and dropout of each slot.
+      options: choices that are fixed when the program is compiled: the implementations of attention
+        and of the linears with adapters, the remat policies, the most samples in a row, and whether
+        layers are unrolled.
 
     Returns:
-      The hidden states; the accumulators; and for every chunk whether the inputs of all its
-      attentions and its hidden states were finite.
+      A triple: the hidden states [N, d] after the final norm, in the dtype of the embedding; the
+      accumulators; and a bool array [chunks], False where a non-finite value was found in a chunk's
+      inputs of attention, in any layer, or in its hidden states. The hidden states of such a chunk
+      must not be used.
 
     Raises:
-      ValueError: an unknown remat policy, or not one for each layer.
+      ValueError: a remat policy is unknown, their number is not that of the layers, or an
+        implementation in `options` cannot serve the call.
     """
     chunks = len(microbatch.chunk_slot)
     stream = _stream(config, microbatch, slots, options)
@@ -138,8 +165,15 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
 
 
 def head_kernel(weights: Weights) -> FrozenWeight:
-    """The language-model head [d, vocab]; if it is tied to the embedding, the embedding's
-    transpose."""
+    """The weight of the language-model head, for `chunk_losses` or to compute logits.
+
+    Args:
+      weights: weights of the backbone (`Backbone.weights`).
+
+    Returns:
+      The weight [d, vocab] (model width, size of the vocabulary). If the head is tied to the
+      embedding, it is the embedding's transpose.
+    """
     if "lm_head" in weights:
         return weights["lm_head"]["kernel"]
     return FrozenWeight.of(weights["embed_tokens"]["weight"].T)

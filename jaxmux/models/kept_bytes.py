@@ -22,19 +22,20 @@ def kept_bytes(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> int:
-    """Bytes that one layer keeps from its forward to its backward pass.
+    """Bytes that one decoder layer keeps from its forward to its backward pass, under a remat
+    policy.
 
-    The gradient is taken with respect to the accumulators, as in training. The bytes of one layer
-    are the difference between a model of two layers and a model of one. Nothing is computed: only
-    shapes and dtypes of the arrays are read, so they may be `jax.ShapeDtypeStruct`s.
+    The function traces `hidden_states` and computes nothing: it reads only shapes and dtypes, so
+    arrays may be `jax.ShapeDtypeStruct`s. The gradient is that of training, with respect to the
+    adapters only. The result is the difference between a model of two layers and a model of one.
 
     Args:
       config: configuration of the backbone.
-      options: static choices of the forward pass, with its remat policy.
+      options: static choices of the forward pass; `options.remat` is one policy for all layers.
       weights: weights of the backbone.
-      adapters: adapters of all layers and slots.
-      microbatch: a microbatch of the training run's shape class.
-      slots: per-slot data.
+      adapters: adapters of all layers and tasks, as in `hidden_states`.
+      microbatch: a microbatch of the shape in question.
+      slots: scale and dropout of each task's adapter.
     """
 
     def residual_bytes(layers: int) -> int:

@@ -16,11 +16,14 @@ _BLOCK_TOKENS = 1024
 
 
 def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
-    """Bytes of the logits of one block and of their gradient, which takes at most as many bytes.
+    """Bytes that `chunk_losses` needs for its largest temporary arrays.
+
+    It computes float32 logits for one block of tokens at a time. A block has 1024 tokens, or one
+    chunk if that is longer. The result counts the logits of a block and their gradient.
 
     Args:
       vocab_size: number of tokens in the vocabulary.
-      chunk_len: tokens in a chunk; a block has at least one chunk.
+      chunk_len: tokens in a chunk (consecutive tokens of one task).
     """
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
@@ -36,18 +39,21 @@ def chunk_losses(
     """Weighted cross entropy of every chunk: Σ loss_weight · (log Σ exp(logits) − logit of the
     target).
 
-    Differentiable only with respect to `hidden`. A token of weight 0 adds exactly 0, whatever its
-    hidden state is.
+    A chunk is a number of consecutive tokens that belong to one task; N tokens are divided into
+    chunks of equal length. The logits are computed in blocks, so they are never all in memory. The
+    function is differentiable only with respect to `hidden`. A token of weight 0 adds exactly 0,
+    even if its hidden state is not finite.
 
     Args:
-      hidden: hidden states after the final norm, in the compute dtype.
-      head: the language-model head [d, vocab].
-      targets: int32, the token to predict at each position.
-      loss_weight: float32, weight of each position's loss.
-      chunk_slot: owner of each chunk. Only its length is used: the number of chunks.
+      hidden: [N, d], hidden states after the final norm, from `hidden_states`.
+      head: the language-model head [d, vocab], from `head_kernel`.
+      targets: int32 [N], the token to predict at each position.
+      loss_weight: float32 [N], weight of each position's loss, not negative.
+      chunk_slot: an array [chunks] (`Microbatch.chunk_slot`). Only its length is used: the number
+        of chunks.
 
     Returns:
-      The losses, float32.
+      The losses, float32 [chunks], in nats times weight.
     """
     return _per_block(
         lambda *block: _block_losses(*block)[0], hidden, head, targets, loss_weight, chunk_slot

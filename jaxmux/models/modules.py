@@ -21,12 +21,15 @@ Weights = dict[str, Any]
 
 
 def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear.
+    """Input and output width (k, n) of a linear of a decoder layer.
 
     Args:
       config: configuration of the backbone.
       module: path of the linear within a layer, for example "self_attn.q_proj", or the last
         component of the path.
+
+    Raises:
+      KeyError: there is no such linear.
     """
     d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     return {
@@ -147,7 +150,11 @@ def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> 
 
 def compute_dtype(weights: Weights) -> jnp.dtype:
     """The dtype of the residual stream, of all activations and of their gradients. It is the dtype
-    of the embedding, whatever the formats of the linears are."""
+    of the embedding, whatever dtypes the weights of linears are stored in.
+
+    Args:
+      weights: weights of the backbone (`Backbone.weights`).
+    """
     return weights["embed_tokens"]["weight"].dtype
 
 

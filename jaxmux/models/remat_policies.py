@@ -57,8 +57,18 @@ def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
 
 
 def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """The policies that the planner assumes for a training run under `remat`: "norms" in place of
-    "none", whose time and memory depend on the implementation but are close to those of "norms".
+    """The remat policy for which the planner has costs, in place of the policy that is used.
+
+    A remat policy says which values a layer keeps from its forward to its backward pass. Costs are
+    known for all policies but "none" (keep everything), whose time and memory are close to those of
+    "norms".
+
+    Args:
+      remat: one policy for all layers; a tuple with one policy for each layer, none of them "none"
+        (the engine chooses such tuples); or "auto", which leaves the choice to the memory model.
+
+    Returns:
+      "norms" if `remat` is "none". Every other value, a tuple included, is returned unchanged.
     """
     return "norms" if remat == "none" else remat
 

@@ -16,20 +16,23 @@ from .targets import LayerMask
 class AdapterKind(NamedTuple):
     """One kind of adapter: a name and the functions that describe and create its arrays.
 
-    The arrays of a kind are trees. The keys of a tree are the paths of the adapted modules, and
-    below every key are the same leaves (for LoRA: `Factors` with a and b).
+    The adapters of all tasks are stacked in one *pool* of arrays, in which every task has a place,
+    its *slot*. A pool, and the adapter of a single task, is a tree: its keys are the paths of the
+    adapted linears within a layer ("mlp.up_proj"), and below each key are the arrays of that linear
+    (for LoRA: `Factors` with a and b).
 
     Attributes:
       name: name of the kind in pools and checkpoints, for example "lora".
       specification: class of the values that describe one task's adapter, for example `LoRA`.
-      leaves: function from (config, modules, slots, rank) to the tree of `LeafSpec` that describes
-        a pool: the backbone's configuration, the adapted modules, the number of slots T and the
-        pool's rank R.
-      initial: function from (specification, targets, config, seed) to the arrays with which a task
-        begins, at the task's own rank and without the slot axis. `targets` comes from
-        `resolve_targets`.
-      relative_rates: function from (specification, targets) to a tree with a float32 array [L] for
-        each trained leaf: the learning rate of the leaf in each layer, divided by the task's
+      leaves: function (config, modules, slots, rank) that describes a pool. It takes the backbone's
+        configuration, the paths of the adapted linears, the number of slots T and the pool's rank
+        R, at least the largest rank of any task. It returns a tree of `LeafSpec`, which give the
+        shape and the axes of each array.
+      initial: function (specification, targets, config, seed) that returns the arrays with which a
+        task begins, at the task's own rank and without the slot axis. `targets` is the result of
+        `resolve_targets`: by path of a linear, a bool mask [L] of the layers that are adapted.
+      relative_rates: function (specification, targets) that returns a tree with a float32 array [L]
+        for each trained array: its learning rate in each of the L layers, divided by the task's
         learning rate; 0 in layers that are not adapted.
     """
 
@@ -48,7 +51,7 @@ KINDS: Mapping[str, AdapterKind] = {
 
 
 def kind_of(specification: Any) -> AdapterKind:
-    """The kind to which an adapter specification belongs.
+    """The kind (name and functions, `AdapterKind`) to which an adapter specification belongs.
 
     Args:
       specification: the specification of a task's adapter, for example a `LoRA`.

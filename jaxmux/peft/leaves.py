@@ -16,22 +16,26 @@ AXES = ("layer", "slot", "rank", "input", "output")
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """Description of one array of a pool or of a slot, without its values.
+    """Description of one array of adapters or of their training state, without its values.
+
+    The arrays of all tasks are stacked in a *pool*, in which every task has a place, its *slot*.
+    All slots have the largest rank and all modules (adapted linears) of any task; what a task does
+    not have is padding.
 
     Attributes:
       shape: size of each axis.
-      axes: name of each axis: "layer" (of the backbone), "slot" (place of a task in the pool),
-        "rank" (padded to the pool's rank), "input" or "output" (width of the adapted linear). No
-        name occurs twice.
-      trained: True if the array has gradients, moments and weight decay. False for data that the
-        task needs but does not train.
+      axes: name of each axis: "layer" (of the backbone), "slot", "rank" (the pool's rank, or a
+        task's own), "input" or "output" (width of the adapted linear). No name occurs twice.
+      trained: True if the array has gradients, optimizer moments and weight decay. False for data
+        that the task needs but does not train.
       padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if 1
         is the value that leaves the backbone's output unchanged.
       dtype: name of the dtype.
 
     Raises:
-      ValueError: `axes` does not describe `shape`, or a leaf with a rank axis is not padded with 0.
-        (The gradients of padded ranks are 0 only if their values are 0.)
+      ValueError: `axes` has an unknown or repeated name or another length than `shape`, or an array
+        with a rank axis is not padded with 0. (The gradients of padded ranks are 0 only if their
+        values are 0.)
     """
 
     shape: tuple[int, ...]
@@ -54,7 +58,11 @@ class LeafSpec:
         return self.axes.index("slot")
 
     def of_slot(self) -> "LeafSpec":
-        """A new description: the same array for a single slot, without the slot axis."""
+        """Returns a new description: the same array for a single slot, without the slot axis.
+
+        Raises:
+          ValueError: the array has no slot axis.
+        """
         at = self.slot_axis
         return dataclasses.replace(
             self,
@@ -63,23 +71,25 @@ class LeafSpec:
         )
 
     def zero_padded(self) -> "LeafSpec":
-        """A new description with padding 0, for the gradients or moments of this array."""
+        """Returns a new description with padding 0, for the gradients or moments of this array."""
         return dataclasses.replace(self, padding=0.0)
 
     def empty(self) -> jax.Array:
-        """A new array of this description in which every value is `padding`, as in a pool without
-        tasks."""
+        """Returns a new array of this shape and dtype in which every value is `padding`, as in a
+        pool without tasks."""
         return jnp.full(self.shape, self.padding, self.dtype)
 
 
 class Layout:
-    """A hashable wrapper of a tree of `LeafSpec`, for use as a static argument of a jitted
-    function.
+    """A hashable wrapper of a tree of `LeafSpec` (shape, dtype and axes of an array), for use as a
+    static argument of a jitted function.
 
-    Two layouts are equal if their trees have equal structures and equal leaves.
+    The engine describes the arrays of all tasks by such a tree, and its compiled functions take
+    the layout to tell which axis of an array counts the tasks. Two layouts are equal if their trees
+    have equal structures and equal descriptions.
 
     Attributes:
-      tree: the tree.
+      tree: the tree that the constructor was given.
     """
 
     def __init__(self, tree: Any):

@@ -22,22 +22,23 @@ class LoRA:
     """Low-rank adaptation of linears: `y = x W + scale · dropout(x) A B` (Hu et al. 2021).
 
     x is [N, k] (N tokens), the frozen weight W is [k, n], A is [k, r] and B is [r, n]. A and B are
-    trained. The scale is alpha / rank.
+    trained. The scale is alpha / rank, or alpha / sqrt(rank) with `rslora`.
 
     Attributes:
       rank: r, at least 1.
-      alpha: numerator of the scale.
+      alpha: numerator of the scale, a finite number.
       dropout: probability in [0, 1) with which each feature of x is set to 0 before it enters A;
-        the other features are divided by 1 - dropout. The frozen product x W has no dropout.
-      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear";
-        one or several module names ("q_proj"), which the full names equal or end with; or one
-        regular expression that full names ("model.layers.3.self_attn.q_proj") match as a whole.
+        the remaining features are divided by 1 - dropout. The frozen product x W has no dropout.
+      target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"
+        (the default: all linears of attention and MLP); one or several module names ("q_proj"),
+        which the full names equal or end with; or one regular expression that full names
+        ("model.layers.3.self_attn.q_proj") match as a whole.
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
       initialisation: initial values of A. "kaiming" draws them uniformly from ±1/sqrt(k), which is
         PEFT's default; "gaussian" draws them from a normal distribution with standard deviation
         1/rank. B starts at zero.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
-        2024), positive. The task's learning rate is the rate of A.
+        2024), positive. The learning rate of the task's optimizer is that of A.
 
     Raises:
       ValueError: a value is outside its range.
@@ -101,20 +102,22 @@ def lora_leaves(
 def initial_adapter(
     spec: LoRA, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
 ) -> Adapter:
-    """The factors with which a task begins: A random, B zero.
+    """The LoRA factors with which a task (fine-tuning job) begins: A random, B zero.
 
-    The values depend only on the arguments. They do not depend on the task's slot or on other
-    tasks.
+    The values depend only on the arguments, so a task begins with the same factors alone and beside
+    other tasks.
 
     Args:
       spec: specification of the adapter.
-      targets: by module, the mask over the layers that the task adapts, from `resolve_targets`.
+      targets: the linears that the task adapts, from `resolve_targets`: by path of a linear within
+        a layer, a bool mask [L] of the layers in which it is adapted.
       config: configuration of the backbone.
       seed: seed of the random values of A, not negative.
 
     Returns:
-      By module, the NumPy arrays a [L, k, r] and b [L, r, n], float32. Layers that the task does
-      not target are zero.
+      By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
+      width k, output width n and the adapter's rank r. Layers that the task does not adapt are
+      zero.
     """
     adapter = {}
     for module, layers in targets.items():

@@ -37,7 +37,8 @@ _NOT_SUPPORTED = (
 
 
 class AdapterError(InputError):
-    """An adapter folder cannot be used. The message names the file and the key or tensor."""
+    """A Hugging Face PEFT adapter folder cannot be read or does not fit. The message names the file
+    or folder, and the key or tensor at fault."""
 
 
 def export_adapter(
@@ -55,13 +56,19 @@ def export_adapter(
 
     Args:
       folder: folder to write; it is created if it does not exist.
-      adapter: by module, the factors a [L, k, r] and b [L, r, n] at the task's own rank, for
-        example from `Engine.adapter`.
-      spec: specification of the adapter.
-      config: configuration of the backbone.
+      adapter: the trained weights, for example from `Engine.adapter`. By path of a linear within a
+        layer ("mlp.up_proj"), the LoRA factors a [L, k, r] and b [L, r, n] of all L layers, for
+        input width k, output width n and the adapter's rank r.
+      spec: the `LoRA` specification with which the adapter was trained.
+      config: configuration of the backbone (`Backbone.config`).
       base_model: name or path of the backbone, recorded as `base_model_name_or_path`.
-      serving: True multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank,
-        no rsLoRA), for servers that do not support rsLoRA. The adapter's output is the same.
+      serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
+        multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank, no rsLoRA),
+        for servers that do not support rsLoRA. The outputs of the adapter are the same.
+
+    Raises:
+      ValueError: `spec.target_modules` matches no linear of the backbone.
+      KeyError: `adapter` lacks a linear that `spec` targets.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +94,14 @@ def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Ad
 
     Args:
       folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
-      config: configuration of the backbone on which the adapter was trained.
+      config: configuration of the backbone on which the adapter was trained (`Backbone.config`).
 
     Returns:
-      The specification, and by module the factors a [L, k, r] and b [L, r, n], float32 NumPy arrays
-      at the adapter's own rank, zero in layers that are not adapted. `initialisation` and
-      `loraplus_ratio` of the specification have their defaults, because PEFT does not record them.
+      A pair: the `LoRA` specification, and the weights. The weights are, by path of a linear within
+      a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n], float32 NumPy arrays, for L
+      layers, input width k, output width n and the adapter's rank r. They are zero in layers that
+      are not adapted. `initialisation` and `loraplus_ratio` of the specification have their
+      defaults, because PEFT does not record them.
 
     Raises:
       AdapterError: the adapter is not a plain LoRA (it uses DoRA, biases, or ranks or alphas per

@@ -25,46 +25,62 @@ SlotArrays = dict[str, np.ndarray]
 
 
 def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank: int) -> Adapter:
-    """A LoRA pool in which no slot has a task: zero factors for every slot.
+    """The LoRA arrays for several tasks, before any task uses them: zero factors.
+
+    A pool stacks the adapters of all tasks. A slot is the place of one task in it.
 
     Args:
       config: configuration of the backbone.
-      modules: paths of the adapted modules within a layer, for example "mlp.up_proj".
+      modules: paths of the adapted linears within a layer, for example "mlp.up_proj".
       slots: number of slots T.
-      rank: rank R of the pool.
+      rank: rank R of the pool, at least the largest rank of any task.
 
     Returns:
-      By module, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32.
+      By path of a linear, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32, for L layers,
+      input width k and output width n.
+
+    Raises:
+      KeyError: a path in `modules` names no linear.
     """
     return jax.tree.map(LeafSpec.empty, lora_leaves(config, modules, slots, rank))
 
 
 def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any:
-    """Describes the pool of one adapter alone: one slot, the adapter's own rank and modules.
+    """Describes the arrays of one adapter alone: with a single slot (place of a task), the
+    adapter's own rank and its own modules (adapted linears).
 
     Args:
       spec: specification of the adapter, for example a `LoRA`.
-      modules: modules that the adapter changes: the keys of `resolve_targets`.
+      modules: paths of the linears that the adapter changes: the keys of `resolve_targets`.
       config: configuration of the backbone.
 
     Returns:
       A tree of `LeafSpec`, with the modules as keys. A `LeafSpec` describes one array: its shape,
-        the names of its axes (here with a slot axis of size 1) and whether it is trained. `crop`
-        takes such a tree to cut the adapter's own part out of a larger pool.
+      the names of its axes (here with a slot axis of size 1) and whether it is trained. Without the
+      slot axis (`LeafSpec.of_slot`), `crop` takes such a tree to cut the adapter out of a larger
+      pool, the stacked adapters of all tasks.
+
+    Raises:
+      ValueError: `spec` belongs to no kind of adapter.
     """
     return kind_of(spec).leaves(config, modules, 1, spec.rank)
 
 
 def crop(tree: Any, own: Any) -> SlotArrays:
-    """Cuts the arrays of a slot, which have the pool's rank and modules, to the task's own. `pad`
-    is the inverse.
+    """Cuts the arrays of a task out of its slot. `pad` is the inverse.
+
+    A slot is the task's place in the pool, the stacked arrays of all tasks. It has the largest rank
+    and all modules (adapted linears) of any task, so it may be larger than the task needs.
 
     Args:
       tree: arrays of one slot, without the slot axis, at the pool's rank and modules.
       own: tree of `LeafSpec` with the task's own shapes and modules, without the slot axis.
 
     Returns:
-      The task's arrays as NumPy arrays, by their path in the tree.
+      The task's arrays as NumPy arrays, by their path in the tree ("mlp.up_proj/a").
+
+    Raises:
+      KeyError: `tree` lacks an array that `own` describes.
     """
     leaves = named_leaves(tree)
     return {
@@ -74,8 +90,10 @@ def crop(tree: Any, own: Any) -> SlotArrays:
 
 
 def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
-    """Enlarges the arrays of a task to the rank and modules of a slot. This is the inverse of
-    `crop`.
+    """Enlarges the arrays of a task to the size of a slot. `crop` is the inverse.
+
+    A slot is the task's place in the pool, the stacked arrays of all tasks. It has the largest rank
+    and all modules (adapted linears) of any task.
 
     Args:
       arrays: the task's arrays by path, as `crop` returns them.
@@ -86,8 +104,8 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
       have hold the padding value of their `LeafSpec`.
 
     Raises:
-      ValueError: `specs` has no leaf for an array, a leaf is too small for its array, or a leaf
-        without axes (a scalar) has no array. The message names the path.
+      ValueError: `specs` does not describe one of the arrays, gives an array too little room or
+        another number of axes, or describes a scalar that `arrays` lacks.
     """
     used = set()
 
@@ -112,15 +130,21 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
 
 
 def adapter_of(arrays: SlotArrays, spec: Any, config: BackboneConfig) -> Any:
-    """Extracts a task's adapter from the arrays in its checkpoint.
+    """Extracts a task's adapter from the arrays in its checkpoint, for example to export it.
 
     Args:
       arrays: the task's arrays by path, from `runs.read_task` or `Engine.task_arrays`.
-      spec: specification of the task's adapter.
+      spec: specification of the task's adapter, for example its `LoRA`.
       config: configuration of the backbone.
 
     Returns:
-      The adapter at its own rank; for LoRA, by module the NumPy arrays a [L, k, r] and b [L, r, n].
+      The adapter at its own rank. For LoRA: by path of a linear within a layer ("mlp.up_proj"), the
+      NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input width k, output width n and rank
+      r.
+
+    Raises:
+      ValueError: `spec.target_modules` matches no linear of the backbone.
+      KeyError: `arrays` lacks an array of the adapter.
     """
     own = own_leaves(spec, list(resolve_targets(spec.target_modules, config)), config)
     values = [np.asarray(arrays[f"adapter/{name}"]) for name in named_leaves(own)]

@@ -21,19 +21,20 @@ def resolve_targets(
     """Finds the linears that an adapter changes, by the rules of Hugging Face PEFT.
 
     Args:
-      target_modules: "all-linear"; a name that full module names equal or end with ("q_proj"), or
-        a tuple of such names; or one regular expression that full module names match as a whole.
-        `full_name` makes full names.
+      target_modules: "all-linear" (all linears of attention and MLP), a name ("q_proj") or a tuple
+        of names, or one regular expression. A linear is adapted if its full name, as `full_name`
+        makes it, equals one of the names or ends with it behind a dot, or if the expression matches
+        the whole full name.
       config: configuration of the backbone.
 
     Returns:
-      By path of the module within a layer ("self_attn.q_proj"), a bool mask [L] of the layers in
-      which it is adapted. Modules that are adapted in no layer are left out. Functions take this
-      result as `targets`.
+      By path of a linear within a layer ("self_attn.q_proj"), a bool mask [L] of the layers in
+      which it is adapted. Linears that are adapted in no layer are left out. Functions of
+      `jaxmux.peft` take this result as `targets`.
 
     Raises:
-      ValueError: a name or the expression matches no linear that can carry an adapter, or the
-        expression is not valid.
+      ValueError: `target_modules` is empty, a name or the expression matches no linear that can
+        carry an adapter, or the expression is not valid.
     """
     masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
     # A single name would be an expression that matches no full name.
@@ -78,7 +79,8 @@ def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
 
 
 def full_name(module: str, layer: int) -> str:
-    """The Hugging Face name of a linear, for example "model.layers.3.self_attn.q_proj".
+    """The name of one layer's linear in Hugging Face models, for example
+    "model.layers.3.self_attn.q_proj".
 
     Args:
       module: path of the linear within a layer, for example "self_attn.q_proj".

@@ -4,4 +4,8 @@ from ..errors import InputError
 
 
 class PlanningError(InputError):
-    """No plan exists for these tasks under these limits; the message names the limit."""
+    """Tasks, sizes or limits with which nothing can be planned.
+
+    Examples are tasks that do not fit into memory and a chunk length that is not a power of two.
+    The message names the value or the limit at fault, and where possible a change that would help.
+    """

@@ -25,28 +25,31 @@ _MAX_SEQUENCES = (1, 4, 16, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The values from which the points of a profile are made. A point is one measured operator with
-    its sizes.
+    """The values from which the points of a profile are made.
 
-    Not every combination is measured. A reference point has the reference value of each field, and
-    every other point differs from it in one field. The reference value is the first one, unless a
-    field says otherwise. `Grid()` suits GPUs, and `CPU_GRID` CPUs. Layers are measured with one
-    task in every slot, and with a single task.
+    A point is one measured operator with its sizes. A profile is a file of measurements, to which
+    cost models are fitted. `Grid()` suits GPUs, and `CPU_GRID` CPUs. Not every combination of
+    values is measured. There is a reference value for each field: the first one, unless the field
+    says otherwise. Other points take a further value of one field and the reference values of the
+    other fields. Layers are measured with one task in every slot (place of a task in the pool of
+    adapters), and with a single task.
 
     Attributes:
       tokens: N, tokens of a microbatch, ascending. The reference is the upper median.
-      row_lens: tokens of a row, ascending, powers of two of at least 64. The reference is the
-        longest row that the smallest microbatch holds. Attention is measured at all of them.
-      chunk_lens: tokens of a chunk, powers of two of at least 64.
-      ranks: R, rank of the pool.
-      slots: T, number of slots of the pool.
+      row_lens: tokens of a row (the tokens that attention sees together), ascending, powers of two
+        of at least 64. The reference is the longest row that the smallest microbatch holds.
+        Attention is measured at all of them.
+      chunk_lens: tokens of a chunk (a series of tokens of one task), powers of two of at least 64.
+      ranks: R, rank to which all adapters are padded.
+      slots: T, number of slots.
       layers: number of layers of a measured program. With several layers, the kernels of one layer
         hide the time to launch those of the next.
       payload_bytes: bytes that each device puts into a collective.
 
     Raises:
-      PlanningError: a value is not positive, or the microbatches do not consist of whole rows and
-        chunks.
+      PlanningError: a value is not positive, every row is longer than the smallest microbatch, the
+        reference row length or a chunk length is not a power of two of at least 64, or the
+        microbatches do not consist of whole rows and chunks.
     """
 
     tokens: tuple[int, ...] = (512, 2048, 8192, 16384)

@@ -18,18 +18,23 @@ from .timed_rounds import run_rounds
 
 
 class Case(NamedTuple):
-    """A round to train and predict: equal tasks on samples of one length that fill every
-    microbatch.
+    """A round to train and to predict, in a check of the cost models by `compare`.
+
+    A round is one global batch of every task. The tasks are equal, and their samples have one
+    length and fill every row of every microbatch. A round has as few microbatches as possible such
+    that all tasks get equal numbers of rows.
 
     Attributes:
       tasks: number of tasks.
-      length: stream length of every sample, in tokens (its tokens without the last one).
-      rank: rank of every adapter.
+      length: stream length of every sample in tokens, that is, its tokens without the last one,
+        which is only predicted.
+      rank: rank of every LoRA adapter, which is on all linears.
       tokens: N, tokens of a microbatch, a multiple of the row length.
-      row_len: tokens of a row, a power of two of at least 64 and a multiple of `length`, so a row
-        holds row_len / length samples. 0 stands for `length`: one sample in each row.
-      remat: remat policy of all layers: "norms", "dots", "lean" or "full" (see
-        `jaxmux.planner.costs`).
+      row_len: tokens of a row (the tokens that attention sees together), a power of two of at least
+        64 and a multiple of `length`, so a row holds row_len / length samples. 0 stands for
+        `length`: one sample in each row.
+      remat: remat policy of all layers, which tells the values that they keep for the backward
+        pass: "norms", "dots", "lean" or "full", in the order of increasing recomputation.
     """
 
     tasks: int
@@ -64,10 +69,12 @@ class Case(NamedTuple):
         return "x".join([*(str(n) for n in numbers if n), *([remat] if remat != "dots" else [])])
 
     def shape(self, chunk_len: int) -> ShapeClass:
-        """Returns the shape class of the case's microbatches.
+        """Returns the shape class of the case's microbatches: rows, tokens per row and per chunk,
+        and samples per row.
 
         Args:
-          chunk_len: tokens of a chunk, a power of two of at least 64.
+          chunk_len: tokens of a chunk (a series of tokens of one task), a power of two of at least
+            64.
 
         Raises:
           PlanningError: rows do not consist of whole samples, microbatches do not consist of whole
@@ -86,11 +93,12 @@ class Comparison(NamedTuple):
 
     Attributes:
       case: the case.
-      seconds: pair (measured, predicted) of the seconds of a round.
+      seconds: pair (measured, predicted) of the seconds of a round (one global batch of every
+        task); the measured value is the median over several rounds.
       peak: pair (measured, predicted) of the peak bytes of the device's memory. The prediction uses
-        the profile alone. The measured value is None if the device does not report its peak, or if
-        the peak did not rise above that of earlier work in the process. The predicted value is None
-        if the profile does not hold the device's memory.
+        the profile (file of measurements) alone. The measured value is None if the device does not
+        report its peak, or if the peak did not rise above that of earlier work in the process. The
+        predicted value is None if the profile does not hold the device's memory.
       online_peak: peak bytes as predicted by a memory model that has also learnt from the measured
         peaks of the cases before this one; None if the profile does not hold the device's memory.
     """
@@ -102,11 +110,15 @@ class Comparison(NamedTuple):
 
 
 def default_cases(grid: Grid) -> list[Case]:
-    """Returns four cases that differ from the grid's points in tokens, row length, tasks or rank.
+    """Returns four cases to check a profile with `compare`.
+
+    They differ from the grid's points in tokens of a microbatch, row length, number of tasks or
+    rank, so they test predictions away from the measured points.
 
     Args:
-      grid: the grid of the profile that is checked. The cases are made from its reference tokens,
-        its reference row length and its first rank.
+      grid: the grid with which the profile was measured. The cases are made from its reference
+        tokens (the upper median of `tokens`), its reference row length (the longest of `row_lens`
+        that the smallest microbatch holds) and its first rank.
     """
     tokens, row_len, rank = grid.reference_tokens, grid.row_len, grid.ranks[0]
     return [
@@ -120,16 +132,17 @@ def default_cases(grid: Grid) -> list[Case]:
 def compare(
     backbone: Backbone, profile: Profile, cases: Sequence[Case], chunk_len: int, seconds: float
 ) -> Iterator[Comparison]:
-    """Trains a round of each case on this machine and compares its cost with the prediction.
+    """Trains rounds of each case on this machine and compares their costs with the predictions.
 
-    Cases are trained in the order of their predicted memory, least first, because a device reports
-    only the highest peak since the process began.
+    Use it to check a profile (file of measurements) on rounds that it does not hold. Cases are
+    trained in the order of their predicted memory, least first, because a device reports only the
+    highest peak since the process began.
 
     Args:
       backbone: the backbone to train; its number of layers may differ from the profiled one's.
       profile: the profile to which the cost models are fitted.
       cases: the cases, for example from `default_cases` or `Case.parse`.
-      chunk_len: tokens of a chunk.
+      chunk_len: tokens of a chunk (a series of tokens of one task), a power of two of at least 64.
       seconds: seconds to spend on each case, without compilation. A case trains at least 7 rounds,
         even if they take longer.
 
@@ -138,7 +151,9 @@ def compare(
 
     Raises:
       ProfileError: the profile lacks a measurement that the models need.
-      PlanningError: a case has no shape class (see `Case.shape`).
+      PlanningError: the sizes of a case do not fit together (see `Case.shape`).
+      RuntimeError: the engine packed the samples of a case into another number of microbatches than
+        expected.
     """
     size = dataclasses.replace(profile.backbone, layers=backbone.config.num_layers)
     profile = dataclasses.replace(profile, backbone=size)
@@ -168,7 +183,8 @@ def mean_absolute_error(pairs: Sequence[tuple[float | None, float | None]]) -> f
     Pairs in which a number is None are left out. The result is None if no pair remains.
 
     Args:
-      pairs: pairs (measured, predicted), such as the `seconds` or the `peak` of each `Comparison`.
+      pairs: pairs (measured, predicted), for example the `seconds` or the `peak` of each
+        `Comparison`.
     """
     errors = [abs(p / m - 1) for m, p in pairs if m is not None and p is not None]
     return sum(errors) / len(errors) if errors else None

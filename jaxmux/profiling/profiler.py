@@ -52,21 +52,23 @@ def complete_profile(
     seconds: float,
     report: Callable[[Measurement, int, int], None] = lambda measurement, done, total: None,
 ) -> Profile:
-    """Measures the points of a grid that a profile's file does not hold yet, and returns the
-    profile.
+    """Measures the points of a grid that a profile does not hold yet, and returns the profile.
 
-    The file is created if it does not exist, and saved after every measurement. So an interrupted
-    call loses no finished measurement: call the function again with the same arguments.
+    A profile is a JSON file with the measured time and memory of a backbone on this machine's
+    devices; cost models are fitted to it. A point is one measured operator with its sizes. The file
+    is created if it does not exist, and saved after every measurement. So an interrupted call loses
+    no finished measurement: call the function again with the same arguments.
 
     Args:
       path: the profile's file.
       config: configuration of the backbone. Its weights are random, and `grid.layers` replaces its
         number of layers in the measured programs.
-      dtype: dtype of the weights and of the stream.
+      dtype: dtype of the weights and hidden states.
       grid: the values of the points, for example `Grid()` or `CPU_GRID`.
       seconds: seconds to spend on one measurement, without compilation.
-      report: function that is called after every measurement with the measurement, the number of
-        points measured so far and the number of all points. The default does nothing.
+      report: function that is called after every measurement with three arguments: the measurement,
+        the number of the grid's points that are measured so far, and the number of all its points.
+        The default does nothing.
 
     Returns:
       The profile with all points of the grid, and with any other points that the file held.

@@ -25,20 +25,22 @@ def random_task(
     rank: int,
     seed: int = 0,
 ) -> PreparedTask:
-    """Returns a prepared task with samples of random tokens, to be registered with
-    `Engine.register_tasks`.
+    """Returns a prepared task with samples of random tokens, for measurements.
 
-    The task trains LoRA on all linears of the backbone, with AdamW at a learning rate of 1e-4. It
-    has no held-out data. `in_other_names` makes further tasks from it.
+    Register it with `Engine.register_tasks`. The task trains LoRA on all linears of the backbone,
+    with AdamW at a learning rate of 1e-4. It has no held-out data. `in_other_names` makes further
+    tasks from it.
 
     Args:
       config: configuration of the backbone.
       name: name of the task.
-      lengths: stream length of each sample, in tokens (its tokens without the last one).
+      lengths: stream length of each sample in tokens, that is, its tokens without the last one,
+        which is only predicted.
       batch: number of samples of a global batch.
       steps: number of global batches that the task trains.
       rank: rank of the LoRA adapter.
-      seed: seed of the random tokens.
+      seed: seed of the random tokens. It does not affect the initial adapter or the order of the
+        samples.
     """
     optimizer = OPTIMIZERS[OPTIMIZER](1e-4)
     task = Task(name, "random", LoRA(rank), optimizer, batch_size=batch, steps=steps)
@@ -58,12 +60,12 @@ def random_task(
 def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) -> list[Sample]:
     """Returns samples of random tokens; `random_task` makes a whole task from them.
 
-    A sample has one token more than its stream length. All of its tokens but the first are targets
-    of the loss.
+    All tokens of a sample but the first are targets of the loss.
 
     Args:
       config: configuration of the backbone; tokens are drawn from its vocabulary.
-      lengths: stream length of each sample, in tokens.
+      lengths: stream length of each sample in tokens. A sample has one token more than its stream
+        length, because the last token is only predicted.
       seed: seed of the random tokens; equal seeds give equal samples.
     """
     rng = np.random.default_rng(seed)
@@ -75,10 +77,10 @@ def random_samples(config: BackboneConfig, lengths: Sequence[int], seed: int) ->
 
 
 def in_other_names(task: PreparedTask, count: int) -> list[PreparedTask]:
-    """Returns copies of a task under the names "task0", "task1" and so on.
+    """Returns copies of a prepared task under the names "task0", "task1" and so on.
 
-    The copies share the samples and start from equal adapters. Copying is faster than preparing
-    each task, which would read or draw its samples again.
+    The copies share the samples of `task` and start from equal adapters. Copying is faster than
+    preparing each task, which would read or draw its samples again.
 
     Args:
       task: the task to copy; it is not changed.

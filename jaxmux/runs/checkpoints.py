@@ -155,19 +155,20 @@ def read_task(
 ) -> tuple[int, TaskProgress, SlotArrays]:
     """Reads one task from the checkpoints of a training run, without an engine.
 
-    `peft.adapter_of` makes the task's adapter of the arrays.
+    `peft.adapter_of` makes the task's adapter of the arrays, for example to export it.
 
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
-      step: number of the checkpoint, which is the name of its folder: the rounds plus the
-        microbatches trained before it. None takes the newest checkpoint that is not damaged.
+      step: number of the checkpoint, which is the name of its folder: the number of rounds (one
+        global batch of every task) plus the number of microbatches trained before it. None takes
+        the newest checkpoint that is not damaged.
       say: function that prints one line; it is told of damaged checkpoints.
 
     Returns:
       The number of the checkpoint, the task's progress, and its NumPy arrays by path
-      ("adapter/mlp.up_proj/a"), at the task's own rank: its adapter, accumulators, accumulated loss
-      and optimizer state.
+      ("adapter/mlp.up_proj/a"), at the task's own rank: its adapter, the gradients and the loss
+      accumulated over its current global batch, and its optimizer state.
 
     Raises:
       RunDirectoryError: there is no such checkpoint, or no such task in it, or it is damaged, or it

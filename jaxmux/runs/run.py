@@ -53,36 +53,38 @@ def fine_tune(
 ) -> Summary:
     """Trains all tasks together on one frozen backbone and exports their adapters.
 
-    Every task is read and checked before training starts. If the last call with the same arguments
-    was interrupted, this call continues from the last checkpoint. If the last call finished, this
-    call returns its summary. A call with another backbone, other tasks, or another dtype,
-    tokens_per_microbatch, row_len or chunk_len is refused in the same folder; the other options may
-    change.
+    Every task is read and checked before training starts. If an earlier call with these arguments
+    was interrupted, this call continues from its last checkpoint. If it finished, this call returns
+    its summary. In the folder of an earlier call, another backbone, other tasks (`sample_prompt`
+    may change), or another dtype, tokens_per_microbatch, row_len or chunk_len are refused; all
+    other options may change.
 
-    A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The other
-    tasks continue.
+    A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The
+    training of the other tasks continues.
 
     Args:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
-        may begin with "jaxmux:" for a folder of the package.
+        may begin with "jaxmux:" for a folder that ships with jaxmux.
       tasks: the tasks to train, at least one, with different names.
-      run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round),
-        tensorboard, checkpoints, adapters/<task> (Hugging Face PEFT folders of the tasks that
-        succeeded), loss.png, summary.json, and run.json (the record of what is trained).
+      run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round,
+        which is one global batch of every task), tensorboard, checkpoints, adapters/<task> (Hugging
+        Face PEFT folders of the tasks that succeeded), loss.png, summary.json, and run.json (the
+        record of what is trained).
       options: sizes of microbatches, memory, checkpoints and other settings.
       restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
         anew.
       config_text: text of a gin config that is kept as `run_dir/config.gin`; None keeps none.
-      console: prints progress and results; None prints them to standard output.
+      console: object that prints progress and results; None prints them to standard output.
 
     Returns:
       The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if every
       task succeeded.
 
     Raises:
-      TaskError: a task cannot be trained. The message names the task; nothing has been trained.
+      TaskError: there is no task, or a task cannot be trained. Nothing has been trained by this
+        call.
       BackboneError, DataError, PlanningError, RunDirectoryError: the backbone, data, options or
-        folder that the message names cannot be used; nothing has been trained.
+        folder that the message names cannot be used. Nothing has been trained by this call.
       Interrupted: SIGINT or SIGTERM arrived during training; the state is saved. Signals are
         handled only if `fine_tune` runs in the main thread.
     """

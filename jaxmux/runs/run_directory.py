@@ -33,18 +33,21 @@ _LENGTH = re.compile(r"tasks\..+\.(steps|epochs)")
 
 
 class RunDirectoryError(InputError):
-    """The run directory cannot be used. The message names it and says what to do."""
+    """The folder of a training run (`run_dir`) cannot be used. The message names it and says what
+    to do."""
 
 
 class RunDirectory:
-    """The folder of a training run. It is locked against other processes until `close`.
+    """The folder of a training run: the paths of its files, and the record of what it trains. It is
+    locked against other processes until `close`.
 
     The folder may be a symbolic link, but nothing in it is: jaxmux neither writes through links nor
     deletes what they point to.
 
     Attributes:
       path: absolute path of the folder.
-      metrics: path of metrics.jsonl, one line for each task and round.
+      metrics: path of metrics.jsonl, one line for each task and round (one global batch of every
+        task).
       summary: path of summary.json.
       loss_plot: path of loss.png.
       tensorboard: path of the folder of TensorBoard's files.
@@ -54,7 +57,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
-        """Creates or opens the folder and locks it. No other file is written before `begin`.
+        """Creates or opens the folder and locks it. No file besides the lock is written before
+        `begin`.
 
         Args:
           path: the folder.
@@ -146,7 +150,7 @@ class RunDirectory:
             raise self._error(f"{e.filename or self.path}: {e.strerror}") from None
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Releases the lock of the folder."""
         self._lock.close()
 
     def _error(self, message: str) -> RunDirectoryError:
@@ -225,7 +229,8 @@ def read_record(path: Path) -> dict[str, Any]:
       and tasks: by name, the fields of the `Task` except name and sample_prompt.
 
     Raises:
-      RunDirectoryError: the folder has no run.json, or run.json is damaged or has another format.
+      RunDirectoryError: the folder has no run.json, or run.json is damaged or has a format that
+        this version of jaxmux does not read.
     """
     record = _read_ours(path)
     if (found := record.get("format", 1)) != FORMAT:

@@ -16,40 +16,46 @@ _count = partial(integer, least=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Settings of a training run.
+    """Settings of a training run, the argument `options` of `fine_tune`.
 
     A *microbatch* is the unit of one forward and backward pass: rows of `row_len` tokens, divided
-    into chunks of `chunk_len` tokens that each belong to one task. A *round* is one global batch of
-    every live task.
+    into chunks of `chunk_len` tokens that each belong to one task. A *round* is one global batch
+    (the samples of one optimizer update) of every task that still trains.
 
     Attributes:
       dtype: dtype of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16"
         or "float32". Adapters and their optimizer states are always float32.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
-        Attention sees one row. None chooses the row length that is predicted to train fastest.
+        Attention stays within a row. None chooses the row length that is predicted to train
+        fastest.
       chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
         chooses the chunk length that is predicted to train fastest. If `row_len` or `chunk_len` is
         None, microbatches may also get fewer tokens than N; if both are given, microbatches have N
         tokens, rounded up to whole rows and chunks.
-      remat: the values that a layer keeps from its forward to its backward pass; other values are
+      remat: the values that a layer keeps from its forward to its backward pass; all else is
         computed again. From most to least memory: "none" keeps everything, "norms" recomputes
-        neither norms nor matrix products, "dots" recomputes no matrix product, "lean" recomputes
-        the products of gate and up, "full" keeps only each layer's input. "auto" picks a policy for
-        each layer so that least is recomputed in the available memory.
-      memory_gib: memory of the device to use, in GiB. Tasks that do not fit are refused, and
-        remat="auto" chooses policies that fit. None stands for all memory that JAX may use.
+        neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"
+        also recomputes the products of the MLP's gate and up, "full" keeps only each layer's input.
+        "auto" picks a policy for each layer so that least is recomputed in the available memory.
+      memory_gib: memory of the device to use, in GiB. Tasks that are predicted not to fit are
+        refused, and remat="auto" chooses policies that fit. None stands for all memory that JAX may
+        use; where JAX does not report it, as on CPU, no task is refused.
       attention: implementation of attention: "xla" (any device), "cudnn" (GPU, half precision) or
-        "short" (a kernel for Hopper GPUs, rows of at most 128 tokens). None picks the fastest for
-        the device, dtype and row length.
+        "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens). None picks the fastest for the
+        device, dtype and row length.
       grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
-      reserved_slots: least number of tasks for which the arrays have room.
-      reserved_rank: least rank for which the arrays have room.
+      reserved_slots: number of tasks for which arrays are allocated at least, even if fewer train.
+        On
+        CPU, a task gets the same bits beside different other tasks if arrays and microbatches have
+        the same sizes.
+      reserved_rank: adapter rank for which arrays are allocated at least, with the same purpose as
+        `reserved_slots`.
       checkpoint_every: number of rounds between two checkpoints.
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
-      max_bad_steps: number of consecutive non-finite updates after which a task fails. The other
-        tasks continue.
+      max_bad_steps: number of consecutive non-finite updates after which a task fails. The training
+        of the other tasks continues.
       sample_tokens: most tokens of the completions of a task's `sample_prompt`.
 
     Raises:
@@ -90,7 +96,7 @@ class RunOptions:
 
 
 def check_names(tasks: Sequence[Task]) -> None:
-    """Checks that no two tasks have the same name.
+    """Checks that no two tasks of a training run have the same name.
 
     Args:
       tasks: the tasks of a training run.

@@ -166,23 +166,26 @@ def best_shape(
     remat: str = "auto",
     memory: int | None = None,
 ) -> ShapeClass:
-    """Chooses the sizes of microbatches for users of `Engine`: the value of `EngineOptions.shape`.
+    """Chooses the shape of microbatches for users of `Engine`: the value of `EngineOptions.shape`.
 
-    The result is the shape class whose rounds are predicted to take the least time on this device.
-    `fine_tune` makes the same choice itself if `row_len` and `chunk_len` are None.
+    It is the shape in which the tasks are predicted to train in the least time on this device.
+    `fine_tune` makes the same choice itself if `row_len` and `chunk_len` of its options are None.
 
     Args:
       tasks: the tasks that the engine will train, from `prepare_task`, at least one.
       backbone: the frozen backbone.
-      tokens_per_microbatch: most tokens of a microbatch; rounded up to whole rows and chunks.
+      tokens_per_microbatch: most tokens of a microbatch, rounded up to whole rows and chunks first.
       remat: remat policy, as in `EngineOptions`.
-      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
+      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device. If
+        no shape fits, the result has the shortest rows that hold the longest sample, and one sample
+        in each row.
 
     Returns:
-      The shape class: rows, row_len and chunk_len in tokens, and the most sequences in a row.
+      The shape: number of rows of a microbatch, row_len (tokens of a row), chunk_len (tokens of a
+      chunk, which belongs to one task) and the most samples in a row.
 
     Raises:
-      PlanningError: there are no tasks.
+      PlanningError: there are no tasks, or `tokens_per_microbatch` is not positive.
     """
     if not tasks:
         raise PlanningError("no tasks to choose a shape class for")

@@ -16,7 +16,9 @@ _RESULTS = {"steps", *_TASK_FIELDS}
 
 
 class Summary(NamedTuple):
-    """The results of a training run.
+    """The results of a training run (one call of `fine_tune`).
+
+    A target token is a token that counts in the loss.
 
     Attributes:
       tasks: by name, a dict with the task's results. "status" is "succeeded" or "failed", and
@@ -24,15 +26,16 @@ class Summary(NamedTuple):
         trained. "train_loss_first" and "train_loss_last" are the losses of the first and last
         applied update; "eval_loss_first" and "eval_loss" are the losses of the held-out data before
         and after training. Losses are in nats per target token, or None if there is none. "tokens"
-        and "target_tokens" count the tokens trained and those of them that count in the loss;
-        "eval_target_tokens" counts those of the held-out data. "skipped" is the number of skipped
-        updates. "samples_truncated" and "samples_dropped" count the training samples that were cut
-        or left out.
+        and "target_tokens" count all tokens and the target tokens that were trained;
+        "eval_target_tokens" counts the target tokens of the held-out data. "skipped" is the number
+        of updates that were skipped because a value was not finite. "samples_truncated" and
+        "samples_dropped" count the training samples that were cut or left out because of their
+        length.
       tokens_per_second: computed tokens, padding included, per second of training.
       effective_tokens_per_second: computed tokens without padding per second of training.
-      padding_fraction: fraction of the computed tokens that is padding.
-      wall_seconds: seconds spent training, summed over all resumptions. Compilation is included;
-        loading and the evaluations are not.
+      padding_fraction: fraction of the computed tokens that is padding, from 0 to 1.
+      wall_seconds: seconds spent training, summed over all calls that continued the training run.
+        Compilation is included; loading and the evaluations are not.
       versions: versions of the packages jaxmux, jax, jaxlib, flax and optax.
     """
 
@@ -84,7 +87,7 @@ class Summary(NamedTuple):
         return summary if complete else None
 
     def to_json(self) -> str:
-        """The text of summary.json."""
+        """The text of summary.json, which holds the fields by name."""
         return json.dumps(self._asdict(), indent=2) + "\n"
 
 

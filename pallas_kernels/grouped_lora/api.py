@@ -11,13 +11,15 @@ from . import base, mosaic_gpu, triton
 
 
 class Routing(NamedTuple):
-    """Which slot owns which chunk of the stream.
+    """Which task's adapter applies to which tokens of a microbatch.
+
+    The N tokens (the stream) are divided into *chunks* of equal length. The adapters of all tasks
+    are stacked, and a task's index there is its *slot*.
 
     Attributes:
-      chunk_slot: int32, owner slot of each chunk, -1 for an empty chunk. All chunks have
-        C = N / chunks tokens.
-      scale: float32, factor of each slot's low-rank product (alpha / r). With dropout,
-        implementations are given it divided by 1 - rate.
+      chunk_slot: int32 [chunks], the slot that owns each chunk; -1 for an empty chunk.
+      scale: float32 [T], factor of each slot's low-rank product (alpha / r; rsLoRA: alpha /
+        sqrt(r)), without the factor 1 / (1 - rate) of dropout.
     """
 
     chunk_slot: Int[Array, "chunks"]
@@ -25,8 +27,15 @@ class Routing(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The two LoRA factors of one module: for all layers and slots of the pool, or for all layers
-    of a single task. Gradient accumulators and optimizer moments have the same form.
+    """The two LoRA factors of one linear: for all L layers and T slots (places of tasks in the
+    stacked adapters), or without the axis T for a single task.
+
+    Gradient accumulators and optimizer moments have the same form. A description of arrays has a
+    `LeafSpec` in place of each array.
+
+    Attributes:
+      a: [L, T, k, r] or [L, k, r], for input width k and rank r.
+      b: [L, T, r, n] or [L, r, n], for output width n.
     """
 
     a: Float[Array, "L *T k r"]
@@ -34,12 +43,14 @@ class Factors(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """One frozen linear and the LoRA factors of all slots.
+    """One frozen linear of all L layers, and the LoRA factors of all T slots (places of tasks in
+    the stacked adapters) for it.
 
     Attributes:
-      weight: [L, k, n], the weights of all layers; no gradient is ever computed for it.
-      factors: the factors of all slots, cast to the dtype of the stream where they are used. Unused
-        rank columns of `a` and rows of `b` are zero.
+      weight: [L, k, n], for input width k and output width n. It never gets a gradient.
+      factors: a [L, T, k, r] and b [L, T, r, n]. They are cast to the dtype of the activations
+        where they are used. In slots of a lower rank, the unused columns of `a` and rows of `b` are
+        zero.
     """
 
     weight: FrozenWeight
@@ -65,36 +76,42 @@ def grouped_lora_linear(
     implementation: str | None = None,
     residual: Float[Array, "N n"] | None = None,
 ) -> tuple[tuple[Float[Array, "N _"], ...], tuple[Factors, ...] | None]:
-    """Applies linears that share their input, each with the LoRA of the task that owns the chunk.
+    """Applies linears that read the same input, and adds to each chunk of tokens the LoRA of its
+    task.
+
+    For a token of slot t: `y = x W + scale[t] · dropout(x) A[t] B[t]`. The N tokens are divided
+    into *chunks* of equal length that belong to one task each; a *slot* is a task's index in the
+    stacked factors.
 
     **Gradients.** The function is differentiable with respect to `x` and `residual` and, in an
-    unusual sense, with respect to `accumulators`. These pass through unchanged; to the cotangent
-    that arrives for them, the backward pass adds the gradients of the factors. Thread the
-    accumulators through all calls of a model and start the backward pass with the accumulators of
-    the microbatches so far: their cotangents are then the next accumulators. The sum is thus made
-    in place, where the gradients are computed, in float32 and without a second tree of gradients;
-    on CPU it is one left fold (see `slot_sum.add_to_slots`). Weights and factors get zero
-    cotangents.
+    unusual sense, with respect to `accumulators`, which are gradients of the factors summed over
+    earlier microbatches. The forward pass returns the accumulators unchanged. The backward pass
+    takes the cotangent that arrives for them, adds the gradients of the factors in this call, and
+    returns the sum as their gradient. To use it, pass the accumulators through all calls of a
+    model, and give them to `jax.vjp`'s function as their own cotangents: the next accumulators come
+    out, in float32 and without a second tree of gradients. Weights and factors get zero cotangents.
 
     Args:
-      x: the stream, in the compute dtype. N is a multiple of the number of chunks.
+      x: [N, k], the activations. N is a multiple of the number of chunks.
       projections: the linears that read `x` (q/k/v together, gate/up together).
-      accumulators: float32, one for each projection; None where no gradient of the factors is
-        wanted.
-      routing: owner slot of every chunk and scale of every slot.
-      dropout: None if no live task uses dropout. Only the input of the low-rank product is dropped,
-        never that of the frozen linear.
-      layer: index of the layer in the stacked arrays, and in the dropout hash.
-      modules: static index of each projection's module in the dropout hash.
+      accumulators: float32, for each projection an array for each of its factors, of the same
+        shape; None where no gradient of the factors is wanted.
+      routing: the slot of every chunk and the scale of every slot.
+      dropout: rates and keys of the slots, and the sample and position of every token, from which
+        the masks are computed. None if no task uses dropout. Only the input of the low-rank product
+        is dropped, never that of the frozen linear.
+      layer: index of the layer in the stacked arrays; dropout masks depend on it.
+      modules: for each projection, a static number that identifies the linear within a layer;
+        dropout masks depend on it.
       implementation: "mosaic_gpu" for Hopper GPUs, "triton" for Ampere, Ada and Hopper GPUs (it
-        needs the extra `jaxmux[triton]`), "xla" for every device. None takes the first of them that
-        can serve the call, and logs which one and why.
-      residual: added to the output; allowed only with a single projection. Its gradient is
-        undefined on empty chunks.
+        needs the extra `jaxmux[triton]`), "xla" for every device. None takes the first of these
+        three that can serve the call, and logs which one and why.
+      residual: [N, n], added to the output; allowed only with a single projection; None adds
+        nothing. It is not added on empty chunks, and its gradient there is undefined.
 
     Returns:
-      One [N, n] array for each projection, in the dtype of `x` and zero on empty chunks; and the
-      accumulators as they were given.
+      A pair: one array [N, n] for each projection, in the dtype of `x` and zero on empty chunks;
+      and the accumulators as they were given.
 
     Raises:
       ValueError: there is no such implementation, it cannot serve these arguments, or there is a

@@ -19,25 +19,25 @@ def residual_norm(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*N d"], Float[Array, "*N d"]]:
-    """Normalises the rows of the residual stream by their root mean square, and returns both.
+    """RMS norm at a residual stream; returns the stream and its norm.
 
-    `normed = weight * (x / sqrt(mean(x^2) + eps))`, with the mean over a row in float32 (RMSNorm,
-    arXiv 1910.07467, equation 4). The quotient is rounded to the dtype of `x` before the weight
-    multiplies it. Rows never mix.
+    `normed = weight * (x / sqrt(mean(x^2) + eps))`, with the mean over the last axis in float32
+    (RMSNorm, arXiv 1910.07467, equation 4). The quotient is rounded to the dtype of `x` before the
+    weight multiplies it.
 
-    Continue the residual path with the returned `x`, not with the argument. Its gradient `d_x` then
-    arrives in the backward pass of the norm, which adds it in the same pass over memory:
-    `dx = d_x + vjp_of_norm(d_normed)`. The weight is frozen and gets a zero cotangent.
+    Continue the residual path with the returned `x`, not with the argument. The gradient `d_x` of
+    that path then arrives in the backward pass of the norm, which adds it in the same pass over
+    memory: `dx = d_x + vjp_of_norm(d_normed)`. The weight is frozen and gets a zero cotangent.
 
     Args:
-      x: the stream, in the compute dtype. Only "xla" supports more than one leading axis.
-      weight: the norm's weight.
-      eps: added to the mean; static.
-      implementation: "mosaic_gpu" for Hopper GPUs, "xla" for every device. None takes the first of
-        them that can serve the call, and logs which one and why.
+      x: [..., d], the residual stream. Only "xla" supports more than one leading axis.
+      weight: [d], the norm's weight.
+      eps: number added to the mean; static.
+      implementation: "mosaic_gpu" for Hopper GPUs, "xla" for every device. None takes "mosaic_gpu"
+        if it can serve the call, else "xla", and logs which one and why.
 
     Returns:
-      `x`, unchanged, and `normed`, in the dtype of `x`.
+      A pair: `x`, unchanged, and `normed`, with the shape and dtype of `x`.
 
     Raises:
       ValueError: there is no such implementation, or it cannot serve these arguments.

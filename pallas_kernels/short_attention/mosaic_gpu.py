@@ -13,7 +13,17 @@ TOTALS = "attention_totals"
 
 
 def refusal(q, k, v) -> str | None:
-    """Why `short_attention` cannot serve a call; None if it can."""
+    """Says whether `short_attention` can serve a call. It needs a Hopper GPU, half precision, rows
+    of 64 or 128 tokens and heads of size 64 or 128.
+
+    Args:
+      q: queries [rows, row_len, H, D], or a `jax.ShapeDtypeStruct`.
+      k: keys [rows, row_len, K, D], or a `jax.ShapeDtypeStruct`.
+      v: values; not read.
+
+    Returns:
+      The reason, as an English phrase, why it cannot; None if it can.
+    """
     del v
     if not is_hopper():
         return "it needs a Hopper GPU"
@@ -33,18 +43,22 @@ def short_attention(
     v: Float[Array, "rows row_len K D"],
     firsts: Int[Array, "rows row_len"] | None = None,
 ) -> Float[Array, "rows row_len H D"]:
-    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D). Differentiable with
-    respect to q, k and v.
+    """Causal grouped-query attention within each row, scaled by 1 / sqrt(D), for short rows.
+
+    It is one kernel for Hopper GPUs; call it only if `refusal` returns None. It is differentiable
+    with respect to q, k and v.
 
     Args:
-      q: queries, half precision; H is a multiple of K.
-      k: keys, in the dtype of `q`.
-      v: values, in the dtype of `q`.
-      firsts: int32, the first token of the row that each token attends to, at most its own index;
-        None if every token attends to its row from the first token on.
+      q: queries [rows, row_len, H, D], bfloat16 or float16, for H query heads of size D; row_len
+        and D are 64 or 128.
+      k: keys [rows, row_len, K, D], in the dtype of `q`, for K key heads; K divides H.
+      v: values, with the shape and dtype of `k`.
+      firsts: int32 [rows, row_len], for each token the index in its row of the first token that it
+        attends to, at most its own index; so several sequences can share a row. None if every token
+        attends to its row from the first token on.
 
     Returns:
-      The outputs in the dtype of `q`.
+      The outputs, with the shape and dtype of `q`.
     """
     return _forward(q, k, v, firsts)[0]
 

@@ -12,18 +12,23 @@ from .replica_costs import ReplicaCosts
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Checks whether tasks fit into the devices' memory together.
+    """Checks, before tasks are trained, whether they fit into the devices' memory together.
 
-    `ReplicaCosts.require` checks one given pool; an `Admission` builds the pool from tasks that
-    come and go, and its messages name the tasks. It does not change: `observe` returns a new value.
+    They fit if the predicted peak memory of a round (one global batch of every task) does. The
+    adapters of all tasks are stacked in a pool with one slot per task; a `PoolSpec` gives the sizes
+    of a pool. `ReplicaCosts.require` checks one given pool; an `Admission` builds the pool from
+    tasks that come and go, and its messages name the tasks. An `Admission` is immutable: `observe`
+    returns a new one.
 
     Attributes:
-      costs: costs on the devices. Their `pool` is ignored; each check uses the pool of its tasks.
-      shape: shape class of the microbatches.
-      tokens: N, the tokens of a microbatch that the user asked for, for the advice on shorter
-        samples in error messages; None if the user gave `shape` itself.
-      reserved: a pool whose slots, rank and linears are always allocated, even if the tasks need
-        less; None for no such pool.
+      costs: predicted costs on the devices. Its `pool` is ignored; each check builds a pool of its
+        tasks.
+      shape: shape class of the microbatches: rows, tokens per row and per chunk (series of tokens
+        of one task), and sequences per row.
+      tokens: N, the tokens of a microbatch that the user asked for. Error messages use N to tell
+        which shorter samples would fit. None stands for the tokens of `shape`.
+      reserved: a pool whose slots, rank and adapted linears are always allocated, even if the tasks
+        need less; None for no such pool.
       more_stages: whether error messages may propose more pipeline stages.
     """
 
@@ -36,17 +41,19 @@ class Admission:
     def require(
         self, tasks: Mapping[str, PoolSpec], live: Mapping[str, PoolSpec] | None = None
     ) -> None:
-        """Raises an error if a round of all tasks, old and new, does not fit into memory.
+        """Raises an error if a round of all tasks, new and live, does not fit into memory.
 
         Args:
-          tasks: the tasks to admit, in the order in which they came: for each name, the pool that
-            the task needs alone (`PreparedTask.pool`).
-          live: the tasks that train already, in the same form; None if there are none.
+          tasks: the new tasks, in the order in which they came: a mapping from each task's name to
+            the pool that the task needs alone (`PreparedTask.pool`).
+          live: the tasks that train already, also as a mapping from name to pool; None if there are
+            none.
 
         Raises:
-          PlanningError: the round does not fit. The message names a task that does not fit alone,
-            or else the first new task that does not fit beside the tasks before it. It also lists
-            changes; each of them alone would make the round fit.
+          PlanningError: the round does not fit, or a pool names an unknown optimizer or linear. The
+            message names the first new task that does not fit alone, or else the first new task
+            that does not fit beside the tasks before it. It also lists single changes with which
+            the round would fit, if there are any.
         """
         for name, pool in tasks.items():
             self._require([pool], f"task {name!r} does not fit even alone on {self.costs.replica}")
@@ -62,12 +69,17 @@ class Admission:
     ) -> "Admission":
         """Returns a new `Admission` that has learnt from the measured peak memory of a round.
 
-        The round ran on one device.
+        The round was trained on one device with microbatches of the shape class `shape`.
 
         Args:
-          tasks: for each task of the round, the pool that the task needs alone.
-          remat: remat policy of all layers in the round, or one policy for each layer.
+          tasks: for each task of the round, the pool that the task needs alone
+            (`PreparedTask.pool`).
+          remat: remat policy of all layers in the round, or one policy for each layer: "norms",
+            "dots", "lean" or "full", in the order of increasing recomputation.
           peak_bytes: the most bytes of the device's memory that were in use at the same time.
+
+        Raises:
+          ProfileError: a remat policy is unknown to the memory model.
         """
         pool = self._costs(tasks).pool
         memory = self.costs.memory.observe(self.shape, pool, remat, peak_bytes)

@@ -24,14 +24,17 @@ _HOPPER_CHUNK = 128
 
 
 class CostSource(NamedTuple):
-    """The origin of the costs, as reports show it.
+    """The origin of predicted costs, for reports.
 
     Attributes:
-      kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile).
+      kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile, a file of
+        measurements).
       text: origin of the costs in words, for example "h200.json, bfloat16".
-      device: kind of the device, as JAX names it, for example "NVIDIA H200".
+      device: kind of the device for which the costs hold, as JAX names it, for example "NVIDIA
+        H200".
       memory_bytes: bytes of memory of one device that plans may use.
-      notes: sentences about parts of the costs that have another origin.
+      notes: sentences about parts of the costs that are less certain, for example collectives that
+        the profile lacks; empty if there are none.
     """
 
     kind: str
@@ -45,13 +48,13 @@ class CostModels(NamedTuple):
     """The cost models of one backbone on one kind of device. `device_models` returns them.
 
     Attributes:
-      times: predicts seconds.
-      memory: predicts bytes.
-      source: origin of both models.
-      least_chunk_len: tokens of the shortest chunk (consecutive tokens of one task in a row) for
-        which the models hold. For estimates it is the shortest chunk that the Hopper kernels
-        accept; for measured costs it is the shortest chunk in the profile. Pass it to
-        `packing.ShapeRequest`.
+      times: predicts the seconds of layers, microbatches and rounds.
+      memory: predicts the peak memory of a device in bytes.
+      source: origin of both models, for reports.
+      least_chunk_len: tokens of the shortest chunk (a series of tokens of one task, the unit in
+        which kernels choose an adapter) for which the models hold. For estimates it is the shortest
+        chunk that the Hopper kernels accept; for measured costs it is the shortest chunk in the
+        profile. Pass it to `packing.ShapeRequest` as `least_chunk_len`.
     """
 
     times: TimeModel
@@ -71,22 +74,27 @@ def device_models(
     """Returns the cost models for a device and a backbone, measured if possible and estimated if
     not.
 
-    It looks for a profile of this device, dtype and backbone in `profiles`. If there is one, the
-    models are fitted to it (`measured_models`). Otherwise they are estimates for an H200, whatever
-    the device is. `source.kind` of the result tells which.
+    A profile is a JSON file of measurements. The function looks in `profiles` for one of this
+    device, dtype and backbone. If there is one, the models are fitted to it (`measured_models`).
+    Otherwise they are estimates for an H200, whatever the device is. `source.kind` of the result
+    tells which.
 
     Args:
       size: sizes of the backbone, from `jaxmux.engine.backbone_size.size_of`. Its number of layers
         may differ from the profile's.
-      memory: bytes of a device that may be used; None for the memory in the profile, or an H200's.
-      replica: the devices. Collectives among them that the profile lacks are estimated.
+      memory: bytes of one device that may be used; None for the memory in the profile, or for an
+        H200's memory if the models are estimated.
+      replica: the devices: pipeline stages and tensor-parallel devices of each stage. Collectives
+        among them that the profile lacks are estimated for H200s.
       device: kind of the device, as JAX names it (`jax.devices()[0].device_kind`).
       dtype: dtype of the weights as text, for example "bfloat16" or "float32".
-      profiles: folder of the profiles, one JSON file each. A path that begins with "jaxmux:" is
-        inside the package.
+      profiles: folder of the profiles. A path that begins with "jaxmux:" is inside the package; the
+        default holds the profiles that ship with it.
 
     Raises:
-      ProfileError: a profile in the folder cannot be read, or the chosen one lacks a measurement.
+      ProfileError: a profile in the folder cannot be read, or the chosen one lacks a measurement,
+        or the memory of the device while `memory` is None.
+      PlanningError: the stages of the replica differ, or a stage uses data parallelism.
     """
     for path in sorted(Path(resolve_path(profiles)).glob("*.json")):
         profile = read_profile(path)
@@ -114,21 +122,23 @@ def estimated_models(size: BackboneSize, memory: int | None, replica: Replica) -
 def measured_models(
     path: Path, size: BackboneSize, memory: int | None, replica: Replica
 ) -> CostModels:
-    """Returns the cost models fitted to one given profile; `device_models` searches for a profile.
+    """Returns the cost models fitted to one given profile, a JSON file of measurements.
 
-    Collectives that the profile lacks are estimated for H200s, and a note in `source.notes` says
-    so.
+    `device_models` searches for a profile instead. Collectives that the profile lacks are estimated
+    for H200s, and a note in `source.notes` of the result says so.
 
     Args:
       path: the profile's file, written by `python -m jaxmux.profile`.
       size: sizes of the backbone. The number of layers may differ from the profiled backbone's;
         width, vocabulary, linears and attention heads may not.
-      memory: bytes of a device that may be used; None for the memory in the profile.
-      replica: the devices whose collectives are needed.
+      memory: bytes of one device that may be used; None for the memory in the profile.
+      replica: the devices whose collectives are needed: pipeline stages and tensor-parallel devices
+        of each stage.
 
     Raises:
       ProfileError: the profile cannot be read, lacks a measurement, belongs to another backbone, or
         does not hold the device's memory although `memory` is None.
+      PlanningError: the stages of the replica differ, or a stage uses data parallelism.
     """
     profile = read_profile(path)
     if difference := _differs(profile, size):

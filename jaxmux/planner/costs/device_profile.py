@@ -30,15 +30,20 @@ _VERSION = 1
 
 
 class ProfileError(PlanningError):
-    """A profile cannot be read or lacks a measurement; the message names the file or the key."""
+    """A profile (a file of measured times and memory) cannot be used for the wanted prediction.
+
+    It cannot be read, belongs to another backbone or device, or lacks a measurement. The message
+    names the file, the key or the missing measurement.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class BackboneSize:
-    """Sizes of a backbone on which costs depend.
+    """Sizes of a frozen backbone from which its time and memory are predicted.
 
-    `jaxmux.engine.backbone_size.size_of(config, dtype)` returns them without allocating weights.
-    The stream is the sequence of hidden states, one vector of width d for each token.
+    `jaxmux.engine.backbone_size.size_of(config, dtype)` returns them without allocating weights;
+    `device_models` takes them. The stream is the sequence of hidden states between layers, one
+    vector of width d for each token.
 
     Attributes:
       name: name of the architecture's Hugging Face class, for example "LlamaForCausalLM".
@@ -48,13 +53,14 @@ class BackboneSize:
       linears: for each linear of a layer that can carry an adapter, its input and output width (k,
         n), by module path, for example "self_attn.q_proj".
       layer_bytes: bytes of the weights of one layer.
-      outside_bytes: bytes of the weights outside the layers: embedding, last norm and head.
-      stream_bytes: bytes of one value of the stream, 2 in bfloat16.
+      outside_bytes: bytes of the weights outside the layers: embedding, last norm and output head.
+      stream_bytes: bytes of one number of the stream, for example 2 in bfloat16.
       kept: for each remat policy, from least to most recomputation, a pair (a, b): under the policy
-        a layer keeps a + b · r bytes per token for its backward pass, where r is the rank of the
-        pool. It is empty in the result of `size_of`; profiles and estimates fill it in.
-      head_block_bytes: bytes of the logits of the loss that exist at the same time, and of their
-        gradient.
+        a layer keeps a + b · r bytes per token for its backward pass, where r is the rank to which
+        all adapters are padded. It is empty in the result of `size_of`; profiles and estimates fill
+        it in.
+      head_block_bytes: bytes of one block of float32 logits and of its gradient. The loss is
+        computed in blocks of tokens, and only one block exists at a time.
       packed: additional bytes of attention in rows that may hold several sequences.
     """
 
@@ -231,19 +237,22 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Measurements of one backbone on one kind of device.
+    """Measurements of one backbone on one kind of device, to which cost models are fitted.
 
     `read_profile` reads a profile from a file, and `jaxmux.profiling.complete_profile` measures
-    one. `measured_models` fits cost models to a profile's file.
+    one. `measured_models` fits cost models to a profile's file. A point is one measured operator (a
+    layer, attention, the head, an optimizer update, a round or a collective) with its sizes.
 
     Attributes:
       device: kind of the device, as JAX names it, for example "NVIDIA H200".
       memory_bytes: bytes of one device that JAX may use; None where they are unknown.
-      dtype: dtype of the weights and the stream as text, for example "bfloat16".
+      dtype: dtype of the weights and hidden states as text, for example "bfloat16".
       software: version of each package that influences the times, for example {"jax": "0.11.2"}.
       backbone: sizes of the measured backbone.
-      measurements: the measured points with their seconds and peak bytes. The classes of points
-        (`LayerPoint`, `AttentionPoint` and so on) are in this module.
+      measurements: the measurements: each has a `point`, its median `seconds` and its `peak_bytes`
+        (the most memory besides weights, adapters and their gradients; None where it is unknown).
+        The classes of points (`LayerPoint`, `AttentionPoint` and so on) are in
+        `jaxmux.planner.costs.device_profile`.
     """
 
     device: str
@@ -254,7 +263,7 @@ class Profile:
     measurements: tuple[Measurement, ...] = ()
 
     def of[P: Point](self, kind: type[P]) -> list[tuple[P, float]]:
-        """Returns the measured points of one operator, each with its median seconds.
+        """Returns the measured points of one class, as pairs (point, median seconds).
 
         Args:
           kind: class of the points, for example `LayerPoint`.
@@ -268,7 +277,12 @@ class Profile:
         return found
 
     def with_measurements(self, *new: Measurement) -> "Profile":
-        """Returns a new profile that also holds the given measurements."""
+        """Returns a new profile that also holds the given measurements; this profile does not
+        change.
+
+        Args:
+          *new: the measurements, which follow those of this profile.
+        """
         return dataclasses.replace(self, measurements=(*self.measurements, *new))
 
 

@@ -50,22 +50,29 @@ _SLACK = 1.05
 class MemoryModel:
     """Predicts the peak memory of a round of a backbone on one kind of device.
 
-    `device_models` returns a memory model; most callers use only its methods. `ReplicaCosts`
-    applies the model to the devices of a replica. All sizes are in bytes of one device. The peak is
-    the sum of weights, train state, the values that layers keep for their backward passes, and the
-    memory that a pass needs while it runs. A round fits if its peak is at most 97% of `memory`.
+    A round is one global batch of every task with the optimizer updates. `device_models` returns a
+    memory model; most callers use only its methods. All sizes are in bytes of one device. The peak
+    is the sum of weights, train state (adapters, gradients and optimizer moments), the values that
+    layers keep for their backward passes, and the memory that a pass needs while it runs. A round
+    fits if its peak is at most 97% of `memory`.
 
+    Terms in the methods: the pool is the stack of all tasks' adapters, with one slot per task,
+    padded to one rank. A shape class is the shape of all microbatches: rows, tokens per row and per
+    chunk (series of tokens of one task), and sequences per row. A remat policy tells which values a
+    layer keeps: "norms", "dots", "lean" or "full", in the order of increasing recomputation.
+    `replica` gives the pipeline stages and the tensor-parallel devices of each stage; the default
+    is one device. If it has several stages, results hold for the stage that needs the most memory.
     A microbatch is in flight on a stage from its forward pass to its backward pass; the stage keeps
-    its values during this time. The argument `in_flight` of the methods is the number of
-    microbatches in flight. The 1F1B schedule has as many in flight as there are stages. If
-    `replica` has several stages, results hold for the stage that needs the most memory.
+    its values during this time. The 1F1B schedule has as many in flight as there are stages.
 
     Attributes:
       backbone: sizes of the backbone; its `kept` lists the remat policies that the model knows.
       memory: bytes of one device that JAX may use.
-      working: the online fit of the memory that a pass needs while it runs.
-      packed_from: tokens of the shortest rows in which attention takes memory for every sequence
-        that a row may hold (see `PackedBytes`); infinite if attention never does.
+      working: a least-squares fit of the memory that a pass needs while it runs. It learns from
+        each measured peak (see the method `observe`).
+      packed_from: a row length in tokens. In rows of at least this length, attention takes memory
+        for every sequence that a row may hold, even if the row holds fewer; infinite if it never
+        does.
     """
 
     backbone: BackboneSize
@@ -78,14 +85,18 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
-        """Returns the bytes of weights and train state on the stage with the most layers.
+        """Returns the bytes of weights and train state on one device of the stage with the most
+        layers.
 
         This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
         tasks, divided over the S stages. Tensor parallelism divides it further.
 
         Args:
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           replica: the devices.
+
+        Raises:
+          PlanningError: the pool names an unknown optimizer or linear.
         """
         size = self.backbone
         of_layer = size.layer_bytes + pool.state_bytes(size) / size.layers
@@ -96,8 +107,8 @@ class MemoryModel:
         """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one
         device.
 
-        Every tensor-parallel device keeps the whole residual stream, before and after attention,
-        its norms and the adapters' intermediates of width r. All other values lie between
+        Every tensor-parallel device keeps whole: the hidden states before and after attention, the
+        norms, and the adapters' intermediates of width r. All other values lie between
         column-parallel and row-parallel linears, and each device keeps 1/tp of them. The additional
         bytes of attention in rows of several sequences are not included.
 
@@ -108,7 +119,7 @@ class MemoryModel:
           tp: number of tensor-parallel devices.
 
         Raises:
-          ProfileError: the profile does not contain the remat policy.
+          ProfileError: the model does not know the remat policy.
         """
         if remat not in self.backbone.kept:
             known = ", ".join(self.backbone.kept)
@@ -128,19 +139,21 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: int = 1,
     ) -> float:
-        """Returns the peak memory of a round, in bytes of a device of the stage that needs the
-        most.
+        """Returns the predicted peak memory of a round, in bytes of one device.
+
+        The device is one of the stage that needs the most memory.
 
         Args:
           shape: shape class of the microbatches.
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           remat: remat policy of all layers, or one policy for each layer; None for the policies
             that the method `policies` returns.
           replica: the devices.
           in_flight: number of microbatches in flight on a stage.
 
         Raises:
-          ProfileError: the profile does not contain the remat policy.
+          ProfileError: the model does not know a remat policy.
+          PlanningError: the pool names an unknown optimizer or linear.
         """
         counted = self._counted(shape, pool, remat, replica, in_flight)
         return counted + max(self._packed(shape, replica), self._learnt(shape))
@@ -152,14 +165,16 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: int = 1,
     ) -> tuple[str, ...]:
-        """Returns the remat policy of every layer, as the engine picks them with remat "auto".
+        """Returns the remat policy of every layer, as the engine picks them with `remat="auto"`.
 
-        As many layers of a stage as there is room for get a policy that recomputes less; the other
-        layers get the next policy. All stages are filled alike.
+        The layers get two neighbouring policies in the order of recomputation: as many layers of a
+        stage as memory allows get the one that recomputes less, the remaining layers the one that
+        recomputes more. All stages are filled alike. If memory does not suffice, all layers get the
+        policy with the most recomputation.
 
         Args:
           shape: shape class of the microbatches.
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           replica: the devices.
           in_flight: number of microbatches in flight on a stage.
         """
@@ -180,7 +195,7 @@ class MemoryModel:
 
         Args:
           shape: shape class of the microbatches.
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           replica: the devices.
           in_flight: number of microbatches in flight on a stage.
         """
@@ -194,18 +209,20 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         more_stages: bool = True,
     ) -> None:
-        """Raises an error if a round with one microbatch in flight does not fit; `fits` only tells.
+        """Raises an error if a round does not fit into memory even with the most recomputation.
+
+        It counts one microbatch in flight. `fits` returns the answer instead of raising.
 
         Args:
           shape: shape class of the microbatches.
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           replica: the devices.
           more_stages: whether the message may propose more pipeline stages.
 
         Raises:
-          PlanningError: the round does not fit. The message gives the needed memory, and the
-            nearest numbers of slots, rank, tokens and stages each of which alone would make the
-            round fit.
+          PlanningError: the round does not fit. The message gives the needed memory. It also lists
+            the nearest numbers of slots, rank, tokens and stages with which the round would fit;
+            each is a change on its own.
         """
         if self.fits(shape, pool, replica):
             return
@@ -223,14 +240,18 @@ class MemoryModel:
     ) -> "MemoryModel":
         """Returns a model that has learnt from the measured peak memory of a round on one device.
 
-        If the memory of attention in rows of several sequences explains the peak, the peak says
-        nothing about the learnt part, and the result is this model.
+        Only the memory that a pass needs while it runs is learnt. If attention in rows of several
+        sequences explains the measured peak, there is nothing to learn, and the result is this
+        model.
 
         Args:
           shape: shape class of the round's microbatches.
-          pool: the pool of the round.
+          pool: sizes of the pool of the round.
           remat: remat policy of all layers in the round, or one policy for each layer.
           peak_bytes: the most bytes of the device's memory that were in use at the same time.
+
+        Raises:
+          ProfileError: the model does not know a remat policy.
         """
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE, 1)
         if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):

@@ -12,21 +12,22 @@ _FLOAT32 = 4
 
 
 class PoolSpec(NamedTuple):
-    """Sizes of a pool: the stacked LoRA adapters of all slots, with gradients and optimizer state.
+    """Sizes of a pool: the stacked LoRA adapters of several tasks, with gradients and optimizer
+    state.
 
     A slot is the place of one task in the pool. `PreparedTask.pool` gives the pool of a single
     task; `merge_pool_specs` gives the pool of several tasks.
 
     Attributes:
       slots: T, number of slots, the most tasks that train at the same time.
-      rank: R, rank of the pool. The adapters of all slots are padded to this rank.
+      rank: R, rank of the pool. The adapters of all slots are zero-padded to this rank.
       modules: module paths, for example "self_attn.q_proj", of the linears that carry an adapter;
         they are keys of `BackboneSize.linears` and of the result of `peft.resolve_targets`. None
         stands for all linears of `BackboneSize.linears`, and an empty tuple for none.
       dropout: whether any task applies dropout to the input of its adapter.
       optimizer: kind of the optimizer for which memory is reserved, a key of
         `jaxmux.optimizers.OPTIMIZERS`. If the tasks use several kinds, it is the kind with the most
-        moments per parameter.
+        moments (state values per adapter parameter).
     """
 
     slots: int
@@ -36,14 +37,16 @@ class PoolSpec(NamedTuple):
     optimizer: str = "adamw"
 
     def share(self, backbone: BackboneSize) -> float:
-        """Returns the number of adapter parameters as a fraction of those of a pool that adapts
-        every linear.
+        """Returns the pool's adapter parameters as a fraction of those of a pool that adapts every
+        linear.
+
+        Both pools have equal slots and ranks.
 
         Args:
           backbone: sizes of the backbone.
 
         Raises:
-          PlanningError: the backbone has no linear of a given module path.
+          PlanningError: the backbone has no linear of a module path in `modules`.
         """
         if self.modules is None:
             return 1.0
@@ -55,14 +58,14 @@ class PoolSpec(NamedTuple):
         return width / backbone.adapter_width
 
     def parameters(self, backbone: BackboneSize) -> int:
-        """Returns the number of adapter parameters of all slots and layers, padding to the pool's
-        rank included.
+        """Returns the number of adapter parameters of all slots and layers, padding to `rank`
+        included.
 
         Args:
           backbone: sizes of the backbone.
 
         Raises:
-          PlanningError: the backbone has no linear of a given module path.
+          PlanningError: the backbone has no linear of a module path in `modules`.
         """
         width = round(self.share(backbone) * backbone.adapter_width)
         return backbone.layers * self.slots * self.rank * width
@@ -70,14 +73,15 @@ class PoolSpec(NamedTuple):
     def state_bytes(self, backbone: BackboneSize) -> int:
         """Returns the bytes of the train state of all slots and layers together.
 
-        The train state holds float32 masters, gradient accumulators and optimizer moments.
+        The train state holds, all in float32, the adapter parameters, their accumulated gradients
+        and the optimizer's moments.
 
         Args:
           backbone: sizes of the backbone.
 
         Raises:
-          PlanningError: the kind of optimizer is unknown, or the backbone has no linear of a given
-            module path.
+          PlanningError: the kind of optimizer is unknown, or the backbone has no linear of a module
+            path in `modules`.
         """
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
@@ -87,10 +91,11 @@ class PoolSpec(NamedTuple):
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:
-    """Returns the sizes of one pool that holds several tasks together.
+    """Returns the sizes of one pool (stack of LoRA adapters) that holds several tasks together.
 
-    Its slots are the sum of the slots, its rank is the highest rank, and it adapts every linear
-    that any task adapts. Its optimizer is the kind with the most moments.
+    Its number of slots (places of tasks) is the sum of those of `pools`. Its rank is the highest
+    rank, it adapts every linear that any task adapts, and it has dropout if any task has. Its
+    optimizer is the kind in `pools` with the most moments (state values per adapter parameter).
 
     Args:
       pools: for each task, the pool that the task needs alone (`PreparedTask.pool`). It may be

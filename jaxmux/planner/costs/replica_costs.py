@@ -34,26 +34,30 @@ class _Residuals(NamedTuple):
 class ReplicaCosts:
     """The costs of training on one replica: seconds and bytes for each pipeline stage.
 
-    `TimeModel` and `MemoryModel` predict layers and whole rounds; this class applies them to a
-    pool, a replica and a remat policy. Times are in seconds, sizes in bytes of one device. The time
-    of a microbatch depends only on its shape class and on the number of its tokens in chunks that
-    belong to a task. Layers are divided over the stages as evenly as possible, the time of the head
-    equally. Each pass of a layer has two all-reduces among tensor-parallel devices, which no
-    computation hides.
+    A replica is one copy of the backbone on one or more devices. `TimeModel` and `MemoryModel`
+    predict layers and whole rounds; this class applies them to the stages of a replica. Times are
+    in seconds, sizes in bytes of one device. Layers are divided over the stages as evenly as
+    possible, and the time of the output head is divided equally. Each pass of a layer has two
+    all-reduces among tensor-parallel devices, which no computation hides.
 
-    A microbatch is in flight on a stage from its forward pass to its backward pass; the stage keeps
-    its values during this time. With `remat="auto"`, the layers recompute as little as possible
-    such that `in_flight` microbatches fit into memory. `depth` is then larger than `in_flight` if
-    further microbatches fit with the same policies. It is smaller only if `in_flight` microbatches
-    do not fit even with the most recomputation.
+    Terms in the methods: a shape class is the shape of all microbatches: rows, tokens per row and
+    per chunk, and sequences per row. A chunk is a series of tokens of one task; a chunk that no
+    task owns is empty and takes less time. A microbatch is in flight on a stage from its forward
+    pass to its backward pass; the stage keeps its values during this time.
+
+    With `remat="auto"`, the layers recompute as little as possible such that `in_flight`
+    microbatches fit into memory. `depth` is then larger than `in_flight` if further microbatches
+    fit with the same policies. It is smaller only if `in_flight` microbatches do not fit even with
+    the most recomputation.
 
     Attributes:
       times: time model of the backbone and the device, from `device_models`.
       memory: memory model of the same backbone and device, from `device_models`.
-      pool: the pool that holds all tasks.
-      replica: the devices.
-      remat: remat policy of all layers: "norms", "dots", "lean" or "full" (see the package's
-        docstring), or "auto" for the policies that the engine picks by the free memory.
+      pool: sizes of the pool, the stack of the adapters of all tasks.
+      replica: the devices: pipeline stages and tensor-parallel devices of each stage.
+      remat: remat policy of all layers, which tells the values that they keep for the backward
+        pass: "norms", "dots", "lean" or "full", in the order of increasing recomputation. "auto"
+        stands for the policies that the engine picks by the free memory.
       in_flight: the number of microbatches in flight for which a stage needs room; None for the
         number of stages, as in the 1F1B schedule.
     """
@@ -73,7 +77,8 @@ class ReplicaCosts:
     def depth(self, shape: ShapeClass) -> int:
         """Returns the most microbatches in flight on a stage that fit into memory under `policies`.
 
-        The result is at most `most_in_flight`, and 0 if not even one microbatch fits.
+        The result is at most `most_in_flight` (2 · stages - 1), and 0 if not even one microbatch
+        fits.
 
         Args:
           shape: shape class of the microbatches.
@@ -88,8 +93,8 @@ class ReplicaCosts:
           more_stages: whether the message may propose more pipeline stages.
 
         Raises:
-          PlanningError: the microbatch does not fit; the message names changes, each of which alone
-            would make it fit.
+          PlanningError: the microbatch does not fit. The message lists single changes with which it
+            would fit, if there are any.
         """
         if self._fits(shape, 1):
             return
@@ -101,7 +106,8 @@ class ReplicaCosts:
         )
 
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:
-        """Returns the remat policy of each of the L layers, with which `depth` microbatches fit.
+        """Returns the remat policy of each layer of the backbone, with which `depth` microbatches
+        fit.
 
         Args:
           shape: shape class of the microbatches.
@@ -111,10 +117,10 @@ class ReplicaCosts:
     def stages(
         self, shape: ShapeClass, owned: float | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the forward seconds and the backward seconds of a microbatch on each of the S
-        stages.
+        """Returns the forward and the backward seconds of a microbatch on each of the S stages.
 
-        Both arrays are float64 [S]. They include the stage's part of the time of the head.
+        The result is a pair (forward, backward) of arrays, float64 [S] each. They include the
+        stage's part of the time of the output head, but no messages between stages.
 
         Args:
           shape: shape class of the microbatch.
@@ -132,10 +138,11 @@ class ReplicaCosts:
         return forward, backward
 
     def microbatch(self, shape: ShapeClass, owned: float | None = None) -> float:
-        """Returns the forward and backward seconds of a microbatch on the slowest stage.
+        """Returns the seconds of a microbatch's forward and backward pass together on the slowest
+        stage.
 
-        The result is infinite if the microbatch does not fit into memory. This method is the
-        function `seconds` that `packing.choose_shape` needs.
+        The result is infinite if the microbatch does not fit into memory. This method can be the
+        argument `seconds` of `packing.choose_shape`.
 
         Args:
           shape: shape class of the microbatch.
@@ -144,10 +151,11 @@ class ReplicaCosts:
         return float(sum(self.stages(shape, owned)).max()) if self.depth(shape) else np.inf
 
     def permute(self, shape: ShapeClass) -> float:
-        """Returns the seconds in which every stage sends the stream of a microbatch to the next
+        """Returns the seconds in which every stage sends a microbatch's hidden states to the next
         stage.
 
-        Schedules add this time to each tick. It is 0 for a single stage.
+        It is 0 for a single stage. Simulations in lockstep add this time to each tick, that is,
+        after each pass that all stages run together.
 
         Args:
           shape: shape class of the microbatch.
@@ -155,8 +163,10 @@ class ReplicaCosts:
         return self.times.collective("ppermute", self.replica.pp, self._stream_bytes(shape))
 
     def update(self) -> float:
-        """Returns the seconds of a round besides its microbatches: the optimizer update of all
-        tasks and the overhead of a round.
+        """Returns the seconds of a round besides its microbatches.
+
+        A round is one global batch of every task. The seconds are those of the optimizer update of
+        all tasks and of the fixed overhead of a round.
 
         Raises:
           ProfileError: the profile measures no update by the pool's optimizer.
@@ -164,13 +174,17 @@ class ReplicaCosts:
         return self.times.pool_update(self.pool, self.replica.devices) + self.times.round_overhead
 
     def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
-        """Returns the peak memory in bytes of a device of the stage that needs the most.
+        """Returns the peak memory of a round, in bytes of one device of the stage that needs the
+        most.
 
         Args:
           shape: shape class of the microbatches.
           remat: remat policy of all layers, or one policy for each layer; "auto" is not allowed
-            here. `policies` returns the policies that "auto" picks.
+            here. The method `policies` returns the policies that "auto" picks.
           in_flight: number of microbatches in flight on a stage.
+
+        Raises:
+          ProfileError: the memory model does not know a remat policy.
         """
         return self.memory.peak(shape, self.pool, remat, self.replica, in_flight)
 

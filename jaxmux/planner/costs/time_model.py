@@ -45,13 +45,17 @@ class Passes(NamedTuple):
 class TimeModel:
     """Predicts the seconds of a layer, a microbatch or a round of a backbone on one kind of device.
 
-    `device_models` returns a time model; most callers use only its methods. `ReplicaCosts` applies
-    the model to the stages of a replica. The attributes are fitted to a profile or estimated. All
-    times are in seconds.
+    A round is one global batch of every task with the optimizer updates. `device_models` returns a
+    time model; most callers use only its methods. `ReplicaCosts` applies the model to pipeline
+    stages. The attributes are fitted to a profile (a file of measurements) or estimated. All times
+    are in seconds.
 
-    In the methods, `remat` is a remat policy ("norms", "dots", "lean" or "full", see the package's
-    docstring), and `tokens` gives for each task the tokens of its chunks. A chunk that belongs to
-    no task is called empty.
+    Terms in the methods: a shape class is the shape of all microbatches: rows, tokens per row and
+    per chunk, and sequences per row. A chunk is a series of tokens of one task; a chunk that
+    belongs to no task is called empty. The pool is the stack of all tasks' adapters, with one slot
+    per task, padded to one rank. `remat` is a remat policy, which tells the values that a layer
+    keeps for its backward pass: "norms", "dots", "lean" or "full", in the order of increasing
+    recomputation.
 
     Attributes:
       backbone: sizes of the backbone whose layers are predicted.
@@ -59,9 +63,10 @@ class TimeModel:
         function of n tokens that lie in rows of `row_len` tokens with one sequence each. The sum is
         over the base operators o: every operator of the layer except the adapters.
       row_len: tokens of the rows with which `base` was measured.
-      attention: forward and backward seconds of a layer's attention per token, by row length.
-      attention_forward: seconds of the forward pass of a layer's attention per token, by row
-        length.
+      attention: forward and backward seconds of a layer's attention per token, by row length and
+        most sequences per row.
+      attention_forward: seconds of the forward pass of a layer's attention per token, by row length
+        and most sequences per row.
       adapters: coefficients of the time of a layer's fused adapters.
       empty_share: the time in `base` of a token of an empty chunk, divided by the time of a token
         of another chunk. Matrix products skip empty chunks; other operators do not.
@@ -70,14 +75,14 @@ class TimeModel:
         part of this time.
       recompute: for each remat policy, the time of recomputation minus that of "dots", as a
         fraction of `base`; negative for a policy that recomputes less than "dots".
-      head: forward and backward seconds of the last norm, the head and the loss, as a function of
-        the tokens of a microbatch.
+      head: forward and backward seconds of the last norm, the output head and the loss, as a
+        function of the tokens of a microbatch.
       update: for each kind of optimizer, the seconds of the optimizer update of all slots, as a
         function of the number of parameters of the pool.
       round_overhead: mean overhead of a round in seconds: measured time minus the predicted times
         of its microbatches and update.
       collectives: for each (collective, axis, devices), the seconds of the collective as a function
-        of the bytes that each device puts in. The keys are as in `CollectivePoint`.
+        of the bytes that each device puts in. The method `collective` explains the key.
     """
 
     backbone: BackboneSize
@@ -99,18 +104,19 @@ class TimeModel:
     ) -> float:
         """Returns the seconds of a round on one device, in the simple case of equal tasks.
 
-        Every task has the same rank and owns an equal part of every microbatch. `round` covers the
-        general case.
+        Every task has the same rank and owns an equal part of every microbatch, without empty
+        chunks. `round` covers the general case.
 
         Args:
           shape: shape class of the microbatches.
           tasks: number of tasks; the pool has one slot for each.
-          rank: R, rank of the adapters, on all linears.
+          rank: R, rank of the adapters, which are on all linears.
           microbatches: number of microbatches of the round.
           remat: remat policy of all layers, or one policy for each layer.
 
         Raises:
-          ProfileError: the remat policy, or an update by AdamW, was not measured.
+          ProfileError: the remat policy, attention in rows like those of `shape`, or an update by
+            AdamW, was not measured.
           PlanningError: the number of policies is not the number of layers.
         """
         full = (shape.tokens / tasks,) * tasks
@@ -123,19 +129,22 @@ class TimeModel:
         pool: PoolSpec,
         remat: Remat = "dots",
     ) -> float:
-        """Returns the seconds of a round on one device: its microbatches, one update and the
-        overhead.
+        """Returns the seconds of a round on one device: its microbatches, one optimizer update of
+        all slots and the fixed overhead.
 
         Args:
           shape: shape class of the microbatches.
-          microbatches: for each microbatch, the tokens of every task's chunks in it (one number for
-            each task that has any). The remaining chunks of the microbatch are empty.
-          pool: the pool that holds all tasks.
+          microbatches: for each microbatch, the tokens of every task's chunks in it, with the
+            padding in these chunks (one number for each task that has any). The remaining chunks of
+            the microbatch are empty.
+          pool: sizes of the pool that holds all tasks.
           remat: remat policy of all layers, or one policy for each layer.
 
         Raises:
-          ProfileError: the remat policy, or an update by the pool's optimizer, was not measured.
-          PlanningError: the number of policies is not the number of layers.
+          ProfileError: the remat policy, attention in rows like those of `shape`, or an update by
+            the pool's optimizer, was not measured.
+          PlanningError: the number of policies is not the number of layers, or the pool names an
+            unknown linear.
         """
         update = self.pool_update(pool)
         seconds = sum(self.microbatch(shape, tokens, pool, remat) for tokens in microbatches)
@@ -145,11 +154,12 @@ class TimeModel:
         """Returns the seconds of the optimizer update of all slots.
 
         Args:
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           devices: number of devices that update equal parts of the pool at the same time.
 
         Raises:
           ProfileError: an update by the pool's optimizer was not measured.
+          PlanningError: the pool names an unknown linear.
         """
         if pool.optimizer not in self.update:
             raise ProfileError(f"the profile measures no update of {pool.optimizer!r}")
@@ -158,19 +168,22 @@ class TimeModel:
     def microbatch(
         self, shape: ShapeClass, tokens: Sequence[float], pool: PoolSpec, remat: Remat = "dots"
     ) -> float:
-        """Returns the forward and backward seconds of one microbatch on one device: all layers and
-        the head.
+        """Returns the seconds of a microbatch's forward and backward pass on one device.
+
+        All layers and the output head are included.
 
         Args:
           shape: shape class of the microbatch.
-          tokens: for each task with chunks in the microbatch, the tokens of these chunks. The
-            remaining chunks are empty.
-          pool: the pool that holds all tasks.
+          tokens: for each task with chunks in the microbatch, the tokens of these chunks, with the
+            padding in them. The remaining chunks are empty.
+          pool: sizes of the pool that holds all tasks.
           remat: remat policy of all layers, or one policy for each layer.
 
         Raises:
-          ProfileError: the remat policy was not measured.
-          PlanningError: the number of policies is not the number of layers.
+          ProfileError: the remat policy, or attention in rows like those of `shape`, was not
+            measured.
+          PlanningError: the number of policies is not the number of layers, or the pool names an
+            unknown linear.
         """
         policies = (remat,) * self.backbone.layers if isinstance(remat, str) else remat
         if len(policies) != self.backbone.layers:
@@ -191,23 +204,27 @@ class TimeModel:
         tp: int = 1,
         total: float | None = None,
     ) -> Passes:
-        """Returns the forward and backward seconds of one decoder layer for one microbatch (MuxTune
-        Eq. 3).
+        """Returns the forward and the backward seconds of one decoder layer for one microbatch
+        (MuxTune Eq. 3).
 
-        The all-reduces of tensor parallelism are not included; `collective` predicts them.
+        The result has the fields `forward` and `backward`, and the property `total`. The
+        all-reduces of tensor parallelism are not included; `collective` predicts them.
 
         Args:
           shape: shape class of the microbatch. Only its row length, chunk length and
             `max_sequences` are read.
           tokens: n_k, the tokens of the chunks of each task k.
-          pool: the pool that holds all tasks.
+          pool: sizes of the pool that holds all tasks.
           remat: remat policy of the layer.
-          tp: number of tensor-parallel devices that share the base operators.
+          tp: number of tensor-parallel devices that share the base operators (all but the
+            adapters).
           total: tokens of the microbatch, empty chunks included; None for Σ_k n_k, a microbatch
             without empty chunks.
 
         Raises:
-          ProfileError: the remat policy was not measured.
+          ProfileError: the remat policy, or attention in rows like those of `shape`, was not
+            measured.
+          PlanningError: the pool names an unknown linear.
         """
         if remat not in self.recompute:
             known = ", ".join(self.recompute)
@@ -242,7 +259,8 @@ class TimeModel:
           axis: "inner" for neighbouring devices, "outer" for devices that lie furthest apart.
 
         Raises:
-          ProfileError: the collective was not measured on this number of devices and this axis.
+          ProfileError: the model has no time of this collective for this number of devices and this
+            axis.
         """
         if devices == 1:
             return 0.0

@@ -22,21 +22,26 @@ class _Span(NamedTuple):
 def pack_first_fit(lengths: RoundLengths, shape: ShapeClass) -> list[tuple[Placement, ...]]:
     """Packs one round with the plain first-fit-decreasing rule, as a baseline for `pack_round`.
 
-    Each task's samples, longest first, go into the first span with room. A span is a series of
-    samples of one task that lie side by side in a row. Rows are then filled one after another with
-    the longest next span that fits. `pack_round` searches for fuller rows and usually needs fewer
-    microbatches, so training uses `pack_round`.
+    A round is one global batch of every task. The rule has two steps. First, the samples of each
+    task are grouped into spans. A span is a series of samples of one task that lie side by side in
+    a row; it has at most the tokens of a row and the most samples that a row may have. Each sample,
+    longest first, joins the first span of its task that has room for it. Second, rows are filled
+    with spans, one row after another: of the tasks' longest remaining spans, the longest that fits
+    comes next. In a row, every span begins at the border of a chunk, so a chunk (consecutive tokens
+    of fixed number) holds tokens of one task only. `pack_round` searches for fuller rows and
+    usually needs fewer microbatches, so training uses `pack_round`.
 
     Args:
-      lengths: for each slot (place of a task in the pool), the stream lengths in tokens of the
-        samples of the task's global batch. The stream length of a sample is its number of tokens
-        without the last one.
-      shape: shape class of the microbatches.
+      lengths: for each slot (a task's place in the pool of adapters), the stream lengths in tokens
+        of the samples of the task's global batch. The stream length of a sample is its number of
+        tokens without the last one, which is only predicted.
+      shape: shape class of the microbatches: rows of a microbatch, tokens of a row, tokens of a
+        chunk, and the most samples in a row.
 
     Returns:
-      For each microbatch, the placements of its samples. Every sample of the round has exactly one
-      placement. The contents and the order of a task's chunks depend on this task's lengths and the
-      shape class alone, not on the other tasks.
+      For each microbatch, the placements (slot, sample, row, offset) of its samples. Every sample
+      of the round has exactly one placement. The contents and the order of a task's chunks depend
+      on this task's lengths and the shape class alone, not on the other tasks.
 
     Raises:
       PlanningError: a sample is longer than a row.

@@ -37,12 +37,12 @@ RoundLengths = Mapping[int, Sequence[int]]
 
 
 class Placement(NamedTuple):
-    """The place of one sample in a microbatch.
+    """The place of one sample in a microbatch, which is an array of tokens [rows, row_len].
 
     Attributes:
-      slot: slot of the task, its place in the pool of adapters.
+      slot: slot of the sample's task, that is, the task's place in the pool of adapters.
       sample: index of the sample in the task's global batch.
-      row: row of the microbatch, from 0.
+      row: index of the row of the microbatch that holds the sample.
       offset: position in the row of the sample's first token, from 0.
     """
 
@@ -65,23 +65,28 @@ class CutBatch(NamedTuple):
 
 
 class PackedRound(NamedTuple):
-    """One round, laid out in microbatches. `pack_round` returns it.
+    """One round (one global batch of every task), laid out in microbatches by `pack_round`.
 
-    Most callers need only `microbatches()` (the place of every sample), `count` and `gap`. A span
-    is a series of consecutive chunks of one task, with the samples in them.
+    Most callers need only `microbatches()` (the place of every sample), `count` (the number of
+    microbatches) and `gap` (how far `count` is above its lower bound). A microbatch has several
+    rows of tokens. A chunk is a fixed number of consecutive tokens that belong to one task. A span
+    is a series of consecutive chunks of one task in a row, with the samples in them. A slot is the
+    place of a task in the pool of adapters.
 
     Attributes:
-      shape: shape class of the microbatches.
+      shape: shape class of the microbatches: their rows, tokens per row and per chunk, and
+        sequences per row.
       spans: for each slot, the spans of the task's global batch, in the order in which the rows
         take them.
       rows: for each row of the round, in order, a mapping from slot to a number of spans. The row
-        holds that number of spans of that slot, side by side, namely the first ones that no earlier
-        row holds. Where a chunk is longer than a row, an entry stands for all rows that one chunk
-        covers. `contents()` gives the spans themselves.
+        holds this number of the slot's spans side by side: the first spans in `spans` that no
+        earlier row holds. If a chunk is longer than a row, an entry of `rows` stands for all rows
+        that one chunk covers. `contents()` gives the spans themselves.
       bound: a lower bound on the number of microbatches, for every layout of these samples in which
         each chunk belongs to one task.
-      isolated_bound: a lower bound on the number of microbatches, for every layout of the spans in
-        `spans`. It is at least `bound`, because the spans were cut for each task separately.
+      isolated_bound: a lower bound on the number of microbatches, for every layout that uses the
+        spans in `spans`. It is at least `bound`, because the spans were cut for each task
+        separately.
     """
 
     shape: ShapeClass
@@ -92,7 +97,7 @@ class PackedRound(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of microbatches."""
+        """Number of microbatches of the round."""
         return -(-len(self.rows) // rows_of_microbatch(self.shape))
 
     @property
@@ -104,15 +109,21 @@ class PackedRound(NamedTuple):
     def contents(self) -> list[list[list[tuple[int, Span]]]]:
         """Returns the spans of every row, as `contents[microbatch][row]`.
 
-        Each row is a list of pairs (slot, span) in the order in which the spans lie in the row.
-        Where a chunk is longer than a row, an entry stands for all rows that one chunk covers.
+        Each row is a list of pairs (slot, span) in the order in which the spans lie in the row. If
+        a chunk is longer than a row, an entry stands for all rows that one chunk covers. The fields
+        of a span are `chunks` (number of chunks), `sequences` (most samples in one row of it) and
+        `samples`: triples (index of the sample in the global batch, row and offset of its first
+        token within the span).
         """
         rows = spans_of_rows(self.spans, self.rows)
         height = rows_of_microbatch(self.shape)
         return [rows[start : start + height] for start in range(0, len(rows), height)]
 
     def microbatches(self) -> list[tuple[Placement, ...]]:
-        """Returns the placements of the samples of each microbatch, in the order of the rows."""
+        """Returns, for each microbatch, the placements (slot, sample, row, offset) of its samples.
+
+        The placements of a microbatch are in the order of its rows.
+        """
         return [place(rows, self.shape) for rows in self.contents()]
 
 
@@ -143,15 +154,24 @@ def rows_of_microbatch(shape: ShapeClass) -> int:
 
 
 def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[PackedRound]:
-    """Packs each of several rounds with `pack_round`. No round affects the packing of another.
+    """Packs several rounds into few microbatches, each round by itself.
+
+    A round is one global batch of every task. `pack_round` packs it: it decides in which microbatch
+    and row, and at which offset in the row, each sample of the round lies. No round affects the
+    packing of another, and no microbatch holds samples of two rounds.
 
     Args:
-      rounds: for each round, a mapping from slot to the stream lengths in tokens of the samples of
-        the task's global batch. `sample_rounds` picks such rounds from a training run.
-      shape: shape class of the microbatches of all rounds.
+      rounds: for each round, a mapping from slot (a task's place in the pool of adapters) to the
+        stream lengths in tokens of the samples of the task's global batch. The stream length of a
+        sample is its number of tokens without the last one, which is only predicted.
+        `sample_rounds` picks such rounds from a training run.
+      shape: shape class of the microbatches of all rounds: rows of a microbatch, tokens of a row,
+        tokens of a chunk (consecutive tokens of a row that belong to one task), and the most
+        samples in a row.
 
     Returns:
-      One packed round for each round, in the same order.
+      For each round, in the order of `rounds`, a `PackedRound`: its rows with the samples that they
+      hold, and the number of microbatches.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.
@@ -162,20 +182,22 @@ def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[Packe
 def pack_round(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
     """Packs one round, a global batch of every task, into few microbatches.
 
-    Among packings with the fewest rows that it finds, it prefers the one with the fewest chunks in
-    the last microbatch. Each task's samples are cut into spans from this task's lengths alone, so
-    the contents and the order of a task's chunks do not depend on the other tasks. The result
-    depends on the arguments alone; equal arguments give equal results.
+    It decides in which microbatch, row and place each sample lies. A chunk (`shape.chunk_len`
+    consecutive tokens) never holds samples of two tasks. The contents and the order of a task's
+    chunks depend on this task's lengths and `shape` alone, not on the other tasks. Among the
+    packings with the fewest rows that it finds, the function prefers the one with the fewest chunks
+    in the last microbatch. Equal arguments give equal results.
 
     Args:
-      lengths: for each slot (place of a task in the pool), the stream lengths in tokens of the
-        samples of the task's global batch. The stream length of a sample is its number of tokens
-        without the last one.
-      shape: shape class of the microbatches. `choose_shape` finds a good one.
+      lengths: for each slot (a task's place in the pool of adapters), the stream lengths in tokens
+        of the samples of the task's global batch. The stream length of a sample is its number of
+        tokens without the last one, which is only predicted.
+      shape: shape class of the microbatches: rows, tokens per row and per chunk, and sequences per
+        row. `choose_shape` finds a good one.
 
     Returns:
-      The packed round. Its method `microbatches()` gives the place of every sample; its property
-      `gap` gives the distance to the lower bound on the number of microbatches.
+      The packed round. Its method `microbatches()` gives the place of every sample. Its property
+      `gap` tells by which fraction the number of microbatches exceeds a lower bound.
 
     Raises:
       PlanningError: a sample is empty or longer than a row.

@@ -23,20 +23,22 @@ Batches = Sequence[Sequence[int]]
 def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
     """Picks at most 16 rounds of a training run, at even distances from the first to the last.
 
-    `choose_shape` takes the result. The rounds together hold at most about 2048 samples. If the
-    first round has more than 1024 samples, each task's global batches are cut to the same fraction,
+    A round is one global batch of every task. Pass the result to `choose_shape`, which needs a few
+    representative rounds. The picked rounds together hold at most about 2048 samples. If the first
+    round has more than 1024 samples, every global batch is cut to the same fraction of its samples,
     so that a round keeps about 1024.
 
     Args:
-      tasks: for each task, in the order of the slots, the stream lengths in tokens (a sample's
-        tokens without the last one) of its samples: `tasks[slot][step][sample]`. Every task has at
-        least one step (global batch), and step i of every task belongs to round i. Only step 0 and
-        the steps of the picked rounds are read, so the outer sequence of a task may compute them
-        when it is indexed.
+      tasks: the stream lengths in tokens of the samples of every task: `tasks[slot][step][sample]`.
+        The slot is the task's place in the pool of adapters, a step is one global batch, and step i
+        belongs to round i. A stream length is a sample's number of tokens without the last one,
+        which is only predicted. There is at least one task, and every task has at least one step.
+        Only step 0 and the steps of the picked rounds are read, so `tasks[slot]` may be a lazy
+        sequence that computes a step when it is indexed.
 
     Returns:
-      One mapping for each picked round, from slot to stream lengths. A task that has no step left
-      in a round is absent from that round's mapping.
+      One mapping for each picked round, from slot to the stream lengths of that round's samples. A
+      task whose steps have ended before a round is absent from the mapping of that round.
     """
     sizes = [len(batches[0]) for batches in tasks]
     part = min(1.0, _MOST_OF_A_ROUND / sum(sizes))

@@ -32,18 +32,22 @@ Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
-    """The limits within which `choose_shape` chooses a shape class.
+    """The limits within which `choose_shape` chooses a shape class, the shape of all microbatches.
+
+    A microbatch has several rows of tokens. Attention does not cross rows. A chunk is a series of
+    consecutive tokens that belong to one task.
 
     Attributes:
       tokens: N, the most tokens of a microbatch. N is rounded up so that a microbatch consists of
         whole rows and whole chunks.
-      row_len: tokens of a row, a power of two; None to let the rule choose.
-      chunk_len: tokens of a chunk, a power of two; None to let the rule choose.
+      row_len: tokens of a row, a power of two; None to let `choose_shape` choose.
+      chunk_len: tokens of a chunk, a power of two; None to let `choose_shape` choose.
       least_chunk_len: tokens of the shortest chunk that the kernels of the device accept, a power
-        of two. For GPUs, take it from `costs.CostModels.least_chunk_len`; CPUs accept
-        `MIN_CHUNK_LEN`.
+        of two; ignored if `chunk_len` is given. For GPUs, take it from
+        `costs.CostModels.least_chunk_len`; CPUs accept the default `MIN_CHUNK_LEN` (64).
       fewer_tokens: True allows microbatches of fewer than N tokens where they cost less. False
-        fixes their number of tokens to N.
+        fixes the number of tokens to N. `choose_shape` treats True as False if `row_len` and
+        `chunk_len` are both given.
     """
 
     tokens: int
@@ -54,13 +58,17 @@ class ShapeRequest(NamedTuple):
 
 
 class PricedShape(NamedTuple):
-    """A shape class with its predicted cost over some rounds.
+    """A shape class (the shape of all microbatches) with its predicted cost over some rounds.
+
+    `choose_shape` and `plain_shape` return it for the rounds that they were given. A round is one
+    global batch of every task.
 
     Attributes:
-      shape: the shape class.
-      seconds: predicted seconds of all microbatches of all the rounds; infinite if a microbatch
-        does not fit into memory.
-      microbatches: number of microbatches of all the rounds.
+      shape: the shape class: rows, tokens per row and per chunk (series of tokens of one task), and
+        sequences per row.
+      seconds: predicted seconds of all microbatches of all rounds together; infinite if a
+        microbatch does not fit into memory.
+      microbatches: number of microbatches of all rounds together.
       padding: fraction (0 to 1) of the tokens of these microbatches that belong to no sample.
     """
 
@@ -78,28 +86,31 @@ def choose_shape(
 ) -> PricedShape:
     """Returns the shape class in which the given rounds are predicted to take the least time.
 
-    Use it for training; `plain_shape` prices one fixed rule instead of searching. Longer rows and
-    shorter chunks leave less padding and so need fewer microbatches, but each microbatch may cost
-    more: attention covers a whole row, and kernels work chunk by chunk. Smaller microbatches leave
-    less padding in the last microbatch of a round, but are less efficient.
+    A shape class is the shape of all microbatches: rows (attention does not cross them), tokens of
+    a row, tokens of a chunk (a series of tokens of one task) and sequences per row. A round is one
+    global batch of every task. Use this function for training; `plain_shape` prices one fixed rule
+    instead of searching. Longer rows and shorter chunks leave less padding and so need fewer
+    microbatches, but each microbatch may cost more: attention covers a whole row, and kernels work
+    chunk by chunk. Smaller microbatches leave less padding in the last microbatch of a round, but
+    are less efficient.
 
     The search covers every pair of row length and chunk length (powers of two), several numbers of
-    rows, and one or several sequences per row. It computes a lower bound on the time of each, then
-    packs and prices those that may be the best. The choices of MuxTune's rule and of `plain_shape`
-    are among them, so the result is never predicted to be slower than either.
+    rows, and one or several sequences per row. It computes a lower bound on the time of each
+    candidate, then packs and prices those that may be the best. The result is never predicted to be
+    slower than that of `plain_shape`.
 
     Args:
-      rounds: for each round, a mapping from slot (place of a task in the pool) to the stream
-        lengths in tokens of the samples of the task's global batch. The stream length of a sample
-        is its number of tokens without the last one. A few representative rounds are enough;
-        `sample_rounds` picks them.
+      rounds: for each round, a mapping from slot (a task's place in the pool of adapters) to the
+        stream lengths in tokens of the samples of the task's global batch. The stream length of a
+        sample is its number of tokens without the last one, which is only predicted. A few
+        representative rounds are enough; `sample_rounds` picks them.
       request: limits of the choice. If it gives both `row_len` and `chunk_len`, microbatches have
         `request.tokens` tokens, rounded up to whole rows and chunks.
-      seconds: function from a shape class and a number of tokens to the predicted seconds of one
-        microbatch. A chunk is `chunk_len` consecutive tokens of a row; the number counts the tokens
-        of those chunks that belong to a task, their padding included. The seconds must be linear in
-        the number. `costs.ReplicaCosts.microbatch` is such a function; it returns infinity if a
-        microbatch does not fit into memory.
+      seconds: function from (shape class, number of tokens) to the predicted seconds of one
+        microbatch. The number counts the tokens of all chunks that belong to a task, with the
+        padding in these chunks; the remaining chunks of the microbatch are empty. The seconds must
+        be linear in the number, and infinite if a microbatch does not fit into memory.
+        `costs.ReplicaCosts.microbatch` is such a function.
       lengths: stream lengths of all samples that rows must be able to hold, for example those of
         the whole training run; None for the samples of `rounds`.
 
@@ -108,8 +119,9 @@ def choose_shape(
       with one sequence per row; its `seconds` are infinite.
 
     Raises:
-      PlanningError: there are no samples, a sample is longer than `request.row_len`, or a given
-        length is not a power of two of at least `MIN_CHUNK_LEN`.
+      PlanningError: there are no samples, a sample is empty or longer than `request.row_len`,
+        `request.tokens` is not positive, or a row or chunk length in `request` is not a power of
+        two of at least `MIN_CHUNK_LEN` (64).
     """
     lengths = lengths or _all_lengths(rounds)
     plain = plain_shape(rounds, request, seconds, lengths)
@@ -138,20 +150,26 @@ def plain_shape(
 ) -> PricedShape:
     """Returns the shape class of a fixed rule, with its cost; `choose_shape` searches instead.
 
-    The rule takes the shortest row that holds the longest sample, the shortest chunk that the
-    kernels accept, and N tokens. A `row_len` or `chunk_len` that the request gives takes
-    precedence.
+    A shape class is the shape of all microbatches. The rule takes the shortest row that holds the
+    longest sample, the shortest chunk (series of tokens of one task) that the kernels accept, and
+    `request.tokens` tokens, rounded up to whole rows and chunks. A `row_len` or `chunk_len` in
+    `request` takes precedence.
 
     Args:
-      rounds: for each round, a mapping from slot to the stream lengths in tokens of the samples of
-        the task's global batch.
+      rounds: for each round (one global batch of every task), a mapping from slot (a task's place
+        in the pool of adapters) to the stream lengths in tokens of the samples of the task's global
+        batch. The stream length of a sample is its number of tokens without the last one, which is
+        only predicted.
       request: limits of the choice. `fewer_tokens` has no effect.
-      seconds: function that predicts the seconds of a microbatch, as in `choose_shape`.
+      seconds: function from (shape class, tokens of the chunks that belong to a task) to the
+        predicted seconds of one microbatch, as in `choose_shape`.
       lengths: stream lengths of all samples that rows must be able to hold; None for the samples of
         `rounds`.
 
     Raises:
-      PlanningError: as in `choose_shape`.
+      PlanningError: there are no samples, a sample is empty or longer than a row, `request.tokens`
+        is not positive, or a row or chunk length in `request` is not a power of two of at least
+        `MIN_CHUNK_LEN` (64).
     """
     chunk_len = request.chunk_len or request.least_chunk_len
     lengths = lengths or _all_lengths(rounds)

@@ -16,19 +16,19 @@ _SHORTEST_AVERAGE = 16
 class ShapeClass:
     """Shape of every microbatch of a training run: `rows` rows of `row_len` tokens each.
 
-    A row holds one or more sequences (samples) side by side; attention never crosses a row or a
-    sequence. A chunk is a series of tokens that belong to one task. Chunks begin at multiples of
-    `chunk_len` in the microbatch.
+    Programs are compiled for one shape class. A row holds one or more sequences (samples) side by
+    side; attention never crosses a row or a sequence. A chunk is a series of `chunk_len` tokens
+    that all belong to one task. Chunks begin at multiples of `chunk_len` in the microbatch.
 
     Attributes:
       rows: number of rows of a microbatch, at least 1.
       row_len: tokens of a row, a power of two of at least `MIN_CHUNK_LEN` (64). No sample may be
         longer than a row.
-      chunk_len: tokens of a chunk, a power of two of at least `MIN_CHUNK_LEN` (MuxTune 3.5). A
-        chunk that is longer than a row covers several whole rows.
+      chunk_len: tokens of a chunk, a power of two of at least `MIN_CHUNK_LEN` (MuxTune 3.5). If it
+        is larger than `row_len`, a chunk covers several whole rows.
       max_sequences: the most sequences that one row may hold, at least 1. Attention on a GPU takes
         time and memory for this number of sequences in each row, even if the row holds fewer. With
-        1, attention runs on dense rows, which is faster.
+        1, attention runs on dense rows (one sequence in each), which is faster.
 
     Raises:
       PlanningError: a value is outside its range, or the microbatch does not consist of whole
@@ -76,17 +76,19 @@ def smallest_shape_class(
 ) -> ShapeClass:
     """Returns the shape class with the shortest rows and chunks that hold samples of these lengths.
 
-    This rule compares no costs; `choose_shape` does. `max_sequences` of the result is 1 if a row
-    cannot hold twice the shortest sample; otherwise it is 1/16 of `row_len`, but at least 2.
+    A shape class is the shape of all microbatches: rows, tokens of a row, tokens of a chunk (a
+    series of tokens of one task) and `max_sequences`, the most sequences per row. This rule
+    compares no costs; `choose_shape` does. `max_sequences` of the result is 1 if a row cannot hold
+    twice the shortest sample; otherwise it is 1/16 of `row_len`, but at least 2.
 
     Args:
       lengths: stream lengths, in tokens, of all samples of all tasks. The stream length of a sample
-        is its number of tokens without the last one.
+        is its number of tokens without the last one, which is only predicted.
       tokens: N, the tokens of a microbatch. N is rounded up so that a microbatch consists of whole
         rows and whole chunks.
-      chunk_len: tokens of a chunk, a power of two; None for `MIN_CHUNK_LEN`.
-      row_len: tokens of a row, a power of two; None for the smallest power of two that holds the
-        longest sample.
+      chunk_len: tokens of a chunk, a power of two; None for `MIN_CHUNK_LEN` (64).
+      row_len: tokens of a row, a power of two; None for the smallest power of two, at least
+        `MIN_CHUNK_LEN`, that holds the longest sample.
 
     Raises:
       PlanningError: there are no samples, `chunk_len` or `row_len` is not a power of two of at

@@ -24,19 +24,21 @@ class TaskLoad(NamedTuple):
     """The facts about one task that `make_plan` depends on.
 
     Lengths are *stream lengths* in tokens. The stream length of a sample is its number of tokens
-    without the last one, because the model predicts the next token at each position.
+    without the last one, which is only predicted.
 
     Attributes:
       name: name of the task, as used in reports and error messages.
-      pool: the pool that the task needs alone: `PoolSpec(1, rank, modules, dropout, optimizer)`.
-        The keys of `jaxmux.peft.targets.resolve_targets` are the modules.
+      pool: sizes of the adapter pool that the task needs alone: `PoolSpec(1, rank, modules,
+        dropout, optimizer)`. The keys of the result of `jaxmux.peft.targets.resolve_targets` are
+        the modules.
       batch_size: number of samples of one global batch.
-      steps: number of steps (global batches) that the task trains for.
-      lengths: stream length of each of its training samples.
+      steps: number of steps (global batches, each with one optimizer update) that the task trains
+        for.
+      lengths: stream length of each training sample of the task; not empty.
       batches: for each step, the stream lengths of the samples of its global batch. It covers all
         steps, or at least the first one.
-      held_out: stream lengths of its held-out samples. They are in no training round, but a row of
-        the shape class must be long enough for them.
+      held_out: stream lengths of the held-out samples. They are not trained, but a row of a
+        microbatch must be long enough for them.
       dropped: number of records in the task's data that gave no sample; for reports only.
     """
 
@@ -56,10 +58,11 @@ class TaskLoad(NamedTuple):
 
 
 def shared_pool(tasks: Sequence[TaskLoad]) -> PoolSpec:
-    """Returns the pool that holds the adapters of all tasks together, for `ReplicaCosts`.
+    """Returns the sizes of the pool that holds the adapters of all tasks together.
 
-    The pool has one slot per task and the highest rank of all tasks. It adapts every linear that
-    any task adapts, and has the optimizer state of the optimizer kind with the most moments.
+    `ReplicaCosts` takes it. The pool has one slot per task and the highest rank of all tasks. It
+    adapts every linear that any task adapts, and has the optimizer state of the optimizer kind with
+    the most moments (state values per adapter parameter).
 
     Args:
       tasks: the tasks, at least one.
@@ -76,29 +79,33 @@ def make_plan(
 ) -> Plan:
     """Chooses how tasks train together on one replica and returns the plan of least predicted time.
 
-    It works on the host and needs no device. It first chooses a shape class as training does: from
+    A replica is one copy of the backbone on one or more devices. The function works on the host and
+    needs no device. It first chooses the shape class of the microbatches (rows, tokens per row and
+    per chunk, sequences per row; a chunk is a series of tokens of one task) as training does: from
     rounds of the whole training run. On one device all tasks are then packed together. On several
     pipeline stages it compares ways to group the tasks and orders the microbatches over the stages.
 
     Args:
-      tasks: the tasks to train. The slot of a task is its index here.
+      tasks: the tasks to train. The slot of a task (its place in the pool of adapters) is its index
+        here.
       request: limits of the shape class, for example `ShapeRequest(tokens=8192)` for microbatches
-        of 8192 tokens.
+        of 8192 tokens. `fewer_tokens` is ignored: one stage allows fewer tokens, several stages do
+        not.
       costs: times and memory on the replica: `ReplicaCosts(times, memory, shared_pool(tasks),
         replica)` with the models of `costs.cost_models.device_models`.
       source: where the costs come from, copied into the plan for reports; the field `source` of the
         result of `device_models`.
-      rounds: number of rounds that the schedule covers. A round is one global batch of every task.
-        A task with fewer global batches in `TaskLoad.batches` repeats them. At least 2 rounds show
-        how a round waits for the updates of the round before.
+      rounds: number of rounds that the schedule covers, at least 1. A round is one global batch of
+        every task. A task with fewer global batches in `TaskLoad.batches` repeats them. At least 2
+        rounds show how a round waits for the updates of the round before.
 
     Returns:
       The plan, whose schedule has passed `schedules.validate`.
 
     Raises:
       PlanningError: there are no tasks, a task does not fit the replica even alone, all tasks
-        together do not fit, or `request.row_len` is not possible. The message names the smallest
-        change that would make the tasks fit.
+        together do not fit, or `request.row_len` is not possible or shorter than a sample. The
+        message lists changes that would help, if there are any.
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")

@@ -126,33 +126,40 @@ class Baseline(NamedTuple):
 class Plan:
     """How some rounds of tasks train on one replica, with the predicted times; made by `make_plan`.
 
-    A *round* is one global batch of every task. A *chunk* is a number of consecutive tokens in a
-    row of a microbatch that belong to one task. An *hTask* (MuxTune 3.3) is a set of tasks that
-    were found to train faster in shared microbatches than in microbatches of their own. A *bucket*
-    is a group of hTasks whose tasks are packed into the same microbatches. The buckets take turns
-    in every round.
+    A *round* is one global batch of every task. A *slot* is a task's place in the pool of adapters.
+    A *chunk* is a series of consecutive tokens in a microbatch that belong to one task. An *hTask*
+    (MuxTune 3.3) is a set of tasks that were found to train faster in shared microbatches than in
+    microbatches of their own. A *bucket* is a group of hTasks whose tasks are packed into the same
+    microbatches. In every round the buckets enter the pipeline one after another.
 
     Attributes:
       costs: where the predicted costs come from.
       backbone: architecture of the backbone, for example "LlamaForCausalLM".
       replica: the devices: pipeline stages and tensor-parallel devices of each stage.
-      tasks: the tasks. The slot of a task is its index here.
-      shape: shape class of the microbatches: rows, tokens of a row and of a chunk, sequences of a
-        row.
-      remat: remat policy of each layer of the backbone, from the first to the last: "norms",
-        "dots", "lean" or "full", in the order of increasing recomputation.
+      tasks: name, rank, batch size, steps and token counts of each task. The slot of a task is its
+        index here.
+      shape: shape class of the microbatches: rows, tokens of a row and of a chunk, most sequences
+        of a row.
+      remat: remat policy of each layer of the backbone, from the first to the last. It tells the
+        values that the layer keeps for its backward pass: "norms", "dots", "lean" or "full", in the
+        order of increasing recomputation.
       rounds: number of rounds that the schedule covers.
       htasks: for each hTask, the slots of its tasks.
       buckets: for each bucket, the indices of its hTasks in `htasks`. The buckets are in the order
-        in which they take turns.
-      microbatches: for each microbatch, in the order of `schedule.microbatches`, its samples.
+        in which they enter the pipeline.
+      microbatches: for each microbatch, in the order of `schedule.microbatches`, its samples: each
+        with its slot, step (round), index in the global batch, row, offset in the row and number of
+        tokens.
       forward_seconds: for each stage, seconds of one microbatch's forward pass. All microbatches
-        have the same shape and count as equally long.
+        have one shape and count as equally long.
       backward_seconds: for each stage, seconds of one microbatch's backward pass.
-      permute_seconds: seconds of the messages between stages at the end of a tick.
+      permute_seconds: seconds of the messages between stages at the end of a tick (a column of the
+        schedule).
       schedule: the microbatches that each stage runs in each tick.
-      prediction: the predicted costs of one round.
-      baselines: the predicted costs of other methods for the same rounds.
+      prediction: the predicted costs of one round: seconds, bubble ratio, microbatches and peak
+        memory.
+      baselines: the predicted costs of simpler methods for these rounds, such as one task after
+        another.
     """
 
     costs: CostSource
@@ -183,9 +190,10 @@ class Plan:
         return tuple(sum(sample.tokens for sample in placed) for placed in self.microbatches)
 
     def simulate(self, unit: float = 1.0) -> Simulation:
-        """Returns the start and end of every forward and backward pass, in lockstep.
+        """Returns the predicted start and end of every forward and backward pass, in lockstep.
 
-        In lockstep all stages start a tick together. The optimizer updates take no time here.
+        In lockstep all stages start a tick (a column of the schedule) together. The optimizer
+        updates take no time here.
 
         Args:
           unit: seconds of one unit of the returned times: 1.0 for seconds, 1e-3 for milliseconds.
@@ -201,8 +209,10 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Returns a plain dict for `json.dump`, the content of plan.json.
 
-        The dict has a key for each attribute of `Plan`, and "format". The docstring of this module
-        shows an example.
+        The dict has a key for each attribute of `Plan`, and the key "format" with the version of
+        the format. Tuples become lists, and objects become dicts of their fields, except that each
+        sample of a microbatch is a list [slot, step, sample, row, offset, tokens] and `replica` a
+        text such as "pp4,tp2". `Plan.from_json` reads the dict.
         """
         fields = {name: getattr(self, name) for name in _NAMES}
         fields |= {

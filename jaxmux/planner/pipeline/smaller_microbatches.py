@@ -15,14 +15,17 @@ _NOTABLE = 0.95
 
 
 class SmallerMicrobatches(NamedTuple):
-    """The predicted times of a plan with fewer tokens per microbatch.
+    """Fewer tokens per microbatch than in a plan, and the predicted times with them.
+
+    `try_smaller_microbatches` returns it.
 
     Attributes:
       tokens: tokens of a microbatch to request as `ShapeRequest.tokens`, before rounding up to
         whole rows and chunks.
       round_seconds: predicted seconds of one round (one global batch of every task), including the
         optimizer updates.
-      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass.
+      bubble_ratio: fraction of the pipeline stages' time, between 0 and 1, in which they run no
+        pass.
     """
 
     tokens: int
@@ -33,21 +36,24 @@ class SmallerMicrobatches(NamedTuple):
 def try_smaller_microbatches(
     plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> SmallerMicrobatches | None:
-    """Returns fewer tokens per microbatch that make rounds at least 5% faster than a plan, or None.
+    """Tries whether fewer tokens per microbatch would make rounds at least 5% faster than in a
+    plan.
 
-    Smaller microbatches are more numerous, so they fill a pipeline better, and less of them is
-    padding. The function halves the requested tokens until a round takes longer, or until a
-    microbatch would be shorter than the longest sample.
-
-    It returns None without a search in two cases. On one pipeline stage `make_plan` considers fewer
-    tokens itself. And if bubbles and padding together take less than 5% of the devices' time, there
-    is little to gain.
+    A round is one global batch of every task. Smaller microbatches are more numerous, so they fill
+    a pipeline better, and less of them is padding. The function halves the requested tokens until a
+    round takes longer, or until a microbatch would be shorter than the longest sample.
 
     Args:
       plan: the result of `make_plan(tasks, request, costs, source, rounds)`.
-      tasks: the same tasks as for `make_plan`.
-      request: the same limits of the shape class as for `make_plan`.
-      costs: the same costs of the replica as for `make_plan`.
+      tasks: the tasks, as given to `make_plan`.
+      request: limits of the shape class of microbatches, as given to `make_plan`.
+      costs: the costs of the replica, as given to `make_plan`.
+
+    Returns:
+      The best number of tokens that was found, with its predicted times. None if no number makes
+      rounds at least 5% faster. It is None without a search in two cases: on one pipeline stage,
+      because `make_plan` considers fewer tokens itself there; and if bubbles and padding together
+      take less than 5% of the devices' time, because there is little to gain.
     """
     if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None

@@ -16,24 +16,29 @@ from ..errors import PlanningError
 class SequenceCosts(Protocol):
     """Protocol of LobRA's cost model: the time that one replica takes for the sequences of a round.
 
-    `ModelledSequenceCosts` implements it. The model is linear in the number of sequences. A replica
-    of configuration S that serves x_j sequences padded to s_j tokens, for each length bin j, takes
+    A round is one global batch of every task; a sequence is one training sample of it.
+    `ModelledSequenceCosts` implements the protocol. A replica is one copy of the backbone; its
+    configuration S is a `Replica` value, that is, its pipeline stages and tensor-parallel devices.
+    Sequences are sorted by length into bins and padded to the longest length of their bin. A
+    replica of configuration S that serves x_j sequences padded to s_j tokens, for each length bin
+    j, takes
 
         T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j
 
-    seconds for a round (one global batch of every task), forward and backward passes together. A
-    deployed replica takes the constant even without sequences.
+    seconds for a round, forward and backward passes together. A deployed replica takes the constant
+    even without sequences.
     """
 
     def longest(self, configuration: Replica) -> int:
-        """Returns the tokens of the longest sequence that fits into memory; 0 for none.
+        """Returns the tokens of the longest sequence that fits into memory; 0 if none fits.
 
         Args:
           configuration: stages and tensor-parallel devices of the replica.
         """
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        """Returns the seconds that a replica takes for one more sequence in a round.
+        """Returns the seconds that one more sequence adds to a replica's round, forward and
+        backward.
 
         Args:
           configuration: stages and tensor-parallel devices of the replica.

@@ -18,32 +18,35 @@ def choose_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Chooses between `plan_replicas`' replicas and equal replicas by simulating given rounds.
+    """Chooses replicas by simulating given rounds: those of `plan_replicas`, or equal replicas.
 
-    `plan_replicas` divides the sequences of an expected round into fractions. In a real round with
-    few long sequences, its replicas may not be able to share them evenly. The alternatives are, for
-    each configuration that serves the longest sequence, as many equal replicas as the devices
+    A round is one global batch of every task; its sequences are the samples. A configuration is a
+    `Replica` value: pipeline stages and tensor-parallel devices of each stage. `plan_replicas`
+    divides the sequences of an expected round into fractions. In a real round with few long
+    sequences, its replicas may not be able to share them evenly. The alternatives are, for each
+    configuration that has memory for the longest sequence, as many equal replicas as the devices
     allow. The function returns the replicas with the least mean time over `rounds`.
 
     Args:
       devices: N, the most devices of all replicas together.
-      configurations: replica configurations to choose from, for example from `candidate_replicas`.
-      bins: sequences of a sample of rounds of all tasks together, from `choose_length_bins`.
-      rounds: for each round to simulate, its sequences in length bins, for example those of each
-        round of the sample.
+      configurations: configurations to choose from, for example from `candidate_replicas`.
+      bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
+      rounds: for each round to simulate, its sequences sorted into length bins, for example those
+        of each round of the sample; at least one round.
       model: times and memory of a replica, for example `ModelledSequenceCosts`.
       sampled_rounds: number of rounds in the sample `bins`. An expected round has `bins.counts[j] /
-        sampled_rounds` sequences of bin j.
+        sampled_rounds` sequences of length bin j.
       gap: each search stops at a plan that is at most this fraction slower than the best; 1e-3 is
         0.1%.
       time_limit: seconds of computation after which each search returns its best plan so far.
 
     Returns:
-      The deployment. Its `round_seconds` and `bound` are in the model of `plan_replicas`, with
-      divisible sequences, also if the replicas were chosen by simulation.
+      The deployment. Its `round_seconds` and `bound` are those of an expected round with divisible
+      sequences, as from `plan_replicas`, and not the simulated times.
 
     Raises:
-      PlanningError: see `plan_replicas`.
+      PlanningError: there are no sequences or no configurations, or the sequences of a bin fit no
+        configuration of at most `devices` devices.
     """
     best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]

@@ -22,16 +22,17 @@ from .length_bins import LengthBins
 class DeploymentPlan(NamedTuple):
     """The replicas to deploy, and the expected time of a round with them.
 
-    A *configuration* is a `Replica` value, that is, pipeline stages and tensor-parallel devices of
-    each stage. Several equal replicas of a configuration can be deployed.
+    A round is one global batch of every task; its sequences are the samples. A *configuration* is a
+    `Replica` value, that is, pipeline stages and tensor-parallel devices of each stage. Several
+    equal replicas of a configuration can be deployed.
 
     Attributes:
       replicas: for each deployed configuration, its number of replicas (p_i in LobRA), at least 1.
       round_seconds: expected seconds of a round, the time of the slowest configuration. The
-        replicas of a configuration share its sequences evenly. A configuration takes at least the
-        time of a round with its slowest sequence alone.
-      bound: lower bound on `round_seconds`, in seconds. From `plan_replicas` it holds for every
-        choice of replicas.
+        replicas of a configuration share its sequences evenly, in fractions if necessary. But a
+        configuration takes at least as long as a round with one whole sequence, the slowest of its
+        sequences.
+      bound: lower bound in seconds on the `round_seconds` of any choice of replicas.
       dominated: configurations that were left out of the search. It maps each of them to another
         configuration that is at least as good in devices, memory and time.
     """
@@ -97,24 +98,26 @@ def plan_replicas(
 ) -> DeploymentPlan:
     """Chooses the replicas with which an expected round takes the least time (LobRA Eq. 2).
 
-    It treats the sequences of an expected round as divisible. `choose_replicas` also simulates
-    rounds of whole sequences and may find better replicas. Replicas of different sizes pay where a
-    few long sequences need much memory and most sequences are short.
+    A round is one global batch of every task; its sequences are the samples. A configuration is a
+    `Replica` value: pipeline stages and tensor-parallel devices of each stage. Replicas of
+    different sizes pay where a few long sequences need much memory and most sequences are short.
+    The function treats the sequences of an expected round as divisible. `choose_replicas` also
+    simulates rounds of whole sequences and may find better replicas.
 
     Args:
       devices: N, the most devices of all replicas together.
-      configurations: replica configurations to choose from, for example from `candidate_replicas`.
-        Configurations with more than N devices are never chosen; they only improve error messages.
-      bins: sequences of a sample of rounds of all tasks, from `choose_length_bins`.
+      configurations: configurations to choose from, for example from `candidate_replicas`. Those
+        with more than N devices are never chosen; they only improve error messages.
+      bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
       model: times and memory of a replica, for example `ModelledSequenceCosts`.
       sampled_rounds: number of rounds in the sample (LobRA takes 100). An expected round has
-        `bins.counts[j] / sampled_rounds` sequences of bin j.
+        `bins.counts[j] / sampled_rounds` sequences of length bin j.
       gap: the search stops at a plan that is at most this fraction slower than the best; 1e-3 is
         0.1%.
       time_limit: seconds of computation after which the best plan so far is returned.
 
     Returns:
-      The deployment. Devices that its replicas leave idle are used for further replicas of the same
+      The deployment. Devices that would be left idle are used for further replicas of the chosen
       configurations, which makes no round slower.
 
     Raises:
@@ -178,27 +181,35 @@ def replan(
 ) -> Replan:
     """Decides whether to change the deployed replicas after tasks arrive or leave.
 
-    It plans replicas for the new tasks with `plan_replicas`. It recommends the change if this saves
-    more seconds over the next rounds than the change itself takes.
+    It plans replicas for the new set of tasks with `plan_replicas`. It recommends the change if
+    this saves more seconds over the next rounds (global batches of every task) than the change
+    itself takes, or if the current replicas cannot train the new tasks.
 
     Args:
-      current: the deployed replicas: for each configuration, its number of replicas.
+      current: the deployed replicas: for each configuration (`Replica` value), its number of
+        replicas.
       devices: N, the most devices of all replicas together.
-      configurations: replica configurations to choose from, for example from `candidate_replicas`.
-      bins: sequences of a sample of rounds of the new tasks, from `choose_length_bins`.
+      configurations: configurations to choose from, for example from `candidate_replicas`.
+      bins: the samples of a few rounds of the new tasks, sorted by length, from
+        `choose_length_bins`.
       model: times and memory of a replica, for example `ModelledSequenceCosts`.
       switch_seconds: seconds that changing the replicas takes (less than 3 minutes in LobRA).
-      horizon_rounds: number of rounds for which the tasks are expected to stay the same.
-      sampled_rounds: number of rounds in the sample `bins`.
-      gap: each search stops at a plan that is at most this fraction slower than the best.
+      horizon_rounds: number of rounds for which the tasks are expected to stay as they are.
+      sampled_rounds: number of rounds whose samples `bins` holds together.
+      gap: each search stops at a plan that is at most this fraction slower than the best; 1e-3 is
+        0.1%.
       time_limit: seconds of computation after which each search returns its best plan so far.
 
     Returns:
-      The decision: `deployment` to continue with, `switch` and `saved_seconds`.
+      The decision, a `Replan` with three fields. `deployment` is the deployment to continue with: a
+      new one, or the current replicas with the expected time of the new tasks. `switch` tells
+      whether to change the replicas. `saved_seconds` are the seconds that the change saves over the
+      horizon, less `switch_seconds`; negative if the change does not pay, and infinite if the
+      current replicas cannot serve the new tasks or need more than `devices` devices.
 
     Raises:
-      PlanningError: the new tasks have a sequence that fits no configuration of at most `devices`
-        devices.
+      PlanningError: there are no sequences or no configurations, or the new tasks have a sequence
+        that fits no configuration of at most `devices` devices.
     """
     given = (bins, model, sampled_rounds, gap, time_limit)
     best = plan_replicas(devices, configurations, *given)

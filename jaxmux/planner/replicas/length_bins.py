@@ -10,7 +10,7 @@ from ..errors import PlanningError
 
 
 class LengthBins(NamedTuple):
-    """Sequences sorted into length bins; made by `choose_length_bins`.
+    """Training sequences sorted by length into bins; made by `choose_length_bins`.
 
     A length bin is an interval of sequence lengths. Its sequences are padded to its upper boundary.
 
@@ -30,9 +30,11 @@ def choose_length_bins(
 ) -> LengthBins:
     """Sorts sequences into the length bins that need the least padding (LobRA Eq. 4).
 
-    The candidate boundaries u_1 ... u_U divide the lengths into U intervals, and I_i is the set of
-    sequences in interval i. State_{i,j} is the least padding with which the first i intervals form
-    j bins (Eq. 4, where i is the last interval of a bin):
+    A length bin is an interval of sequence lengths; its sequences are padded to its upper boundary.
+    The other functions of this package take sequences in this form. The candidate boundaries u_1
+    ... u_U divide the lengths into U intervals, and I_i is the set of sequences in interval i.
+    State_{i,j} is the least padding with which the first i intervals form j bins (Eq. 4, where i is
+    the last interval of a bin):
 
         State_{i,j} = min_{i' < i} State_{i',j-1} + Σ_{i' < i'' ≤ i} |I_{i''}| (u_i - u_{i''}).
 
@@ -49,8 +51,8 @@ def choose_length_bins(
       At most R bins, each with at least one sequence; no bins if there are no sequences.
 
     Raises:
-      PlanningError: a sequence is longer than every boundary, the boundaries do not ascend, or
-        `most_bins` is less than 1.
+      PlanningError: a sequence is longer than every boundary, there are no boundaries or they do
+        not ascend, or `most_bins` is less than 1.
     """
     candidates, sizes = np.asarray(boundaries, np.int64), np.asarray(lengths, np.int64)
     if not len(candidates) or (np.diff(candidates) <= 0).any():

@@ -23,11 +23,13 @@ _HALVINGS = 50
 class SampleDispatch(NamedTuple):
     """The sequences of one round, divided among replicas; made by `dispatch_samples`.
 
+    A round is one global batch of every task; its sequences are the samples.
+
     Attributes:
-      counts: for each configuration, int64 [replicas, R]: the number of sequences of each of the R
-        length bins that each of its replicas serves.
-      round_seconds: seconds that the slowest replica takes for the round.
-      bound: lower bound in seconds on `round_seconds` of every dispatch to these replicas.
+      counts: for each configuration (`Replica` value), int64 [replicas, R]: the number of sequences
+        of each of the R length bins that each replica of this configuration serves.
+      round_seconds: predicted seconds that the slowest replica takes for the round.
+      bound: lower bound in seconds on the `round_seconds` of every dispatch to these replicas.
     """
 
     counts: dict[Replica, np.ndarray]
@@ -49,30 +51,33 @@ def dispatch_samples(
 ) -> SampleDispatch:
     """Divides the whole sequences of one round among the deployed replicas (LobRA Eq. 3).
 
-    Call it for every round; `plan_replicas` chooses the replicas beforehand. It minimizes the time
-    of the slowest replica:
+    A round is one global batch of every task; its sequences are the samples. Call the function for
+    every round; `plan_replicas` chooses the replicas beforehand. It minimizes the time of the
+    slowest replica:
 
         min max_i T({d_ij / p_i}_j; S_i)  subject to  Σ_i d_ij = B_j.
 
-    Here T is the time in `SequenceCosts`, p_i the number of replicas of configuration S_i and B_j
-    the number of sequences of bin j. d_ij is the number of sequences of bin j that the replicas of
-    S_i serve together: a whole number, and 0 if S_i has no memory for them.
+    Here T is the time in `SequenceCosts`, p_i the number of replicas of configuration S_i (its
+    stages and tensor-parallel devices), and B_j the number of sequences of length bin j. d_ij is
+    the number of sequences of bin j that the replicas of S_i serve together: a whole number, and 0
+    if S_i has no memory for them.
 
-    A greedy dispatch is tried first. The function returns it if it is within `gap` of a lower
-    bound, or if the solver of the integer program finds no better dispatch.
+    The function first tries a greedy dispatch. It returns this dispatch if its time is within `gap`
+    of a lower bound, or if the solver of the integer program finds no better one.
 
     Args:
       replicas: p_i, for each configuration S_i the number of deployed replicas.
-      bins: the sequences of all tasks in this round, by padded length, from `choose_length_bins`.
+      bins: the sequences of all tasks in this round, sorted by padded length, from
+        `choose_length_bins`.
       model: times and memory of a replica, for example `ModelledSequenceCosts`.
       gap: fraction above the optimum at which the solver may stop; 0.01 is 1%.
       time_limit: seconds of computation after which the solver stops.
 
     Returns:
-      For each replica, its number of sequences of each bin.
+      The number of sequences of each bin that each replica serves, with the predicted time.
 
     Raises:
-      PlanningError: no replica has the memory for some bin.
+      PlanningError: no replica has the memory for some bin, or no replica is deployed.
     """
     deployed = [configuration for configuration, count in replicas.items() if count]
     number = np.array([replicas[configuration] for configuration in deployed], np.int64)

@@ -18,30 +18,32 @@ _LONGEST_ROW = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class ModelledSequenceCosts:
-    """The `SequenceCosts` that the planner's time and memory models predict.
+    """The `SequenceCosts` (time and memory of a replica) that the planner's cost models predict.
 
-    A replica packs its sequences into microbatches, each of sequences of one length, and pipelines
-    them with 1F1B. A sequence takes its share of a microbatch's time on the slowest stage, in rows
-    whose length is the next power of two. The constant of a round is the warm-up and drain of the
-    pipeline, the optimizer update and the fixed overhead of a round.
+    A replica packs the sequences (training samples) of a round into microbatches, each of sequences
+    of one length, and pipelines them with 1F1B. A sequence takes its share of a microbatch's time
+    on the slowest stage, in rows whose length is the next power of two. The constant time of a
+    round is the fill and drain of the pipeline, the optimizer update and the fixed overhead of a
+    round.
 
-    No communication is hidden, because a stage works on one microbatch at a time. Tensor
-    parallelism adds two all-reduces to each pass of a layer, and a pipeline adds one message to the
-    next stage to each pass of a stage.
+    No communication is hidden by computation, because a stage works on one microbatch at a time.
+    Tensor parallelism adds two all-reduces to each pass of a layer. A pipeline adds one message to
+    the next stage to each pass of a stage.
 
     Attributes:
       times: time model of the backbone on one device, for example `CostModels.times` from
         `costs.cost_models.device_models`.
-      memory: memory model of the same, `CostModels.memory`.
-      pool: the pool of adapters that every replica holds, for example from
-        `planner.pipeline.shared_pool`.
+      memory: memory model of this backbone and device, for example `CostModels.memory`.
+      pool: sizes of the pool, the stack of all tasks' adapters, which every replica holds; for
+        example from `planner.pipeline.shared_pool`.
       tokens: tokens of a microbatch. A microbatch has fewer tokens where this many do not fit into
         memory, and a longer sequence is a microbatch of its own.
-      chunk_len: tokens of a chunk.
-      remat: remat policy of all layers: "norms", "dots", "lean" or "full", in the order of
-        increasing recomputation. With "auto" each layer recomputes as little as the memory allows,
-        as in training; this fits longer sequences and takes longer for those that need
-        recomputation.
+      chunk_len: tokens of a chunk (a series of tokens of one task, the unit in which kernels choose
+        an adapter), a power of two.
+      remat: remat policy of all layers, which tells the values that they keep for the backward
+        pass: "norms", "dots", "lean" or "full", in the order of increasing recomputation. With
+        "auto" each layer recomputes as little as the memory allows, as in training; this fits
+        longer sequences and takes longer for those that need recomputation.
     """
 
     times: TimeModel
@@ -54,8 +56,9 @@ class ModelledSequenceCosts:
     def longest(self, configuration: Replica) -> int:
         """Returns the tokens of the longest sequence, a power of two, that fits into memory.
 
-        Every stage must have memory for as many such sequences in flight as there are stages. The
-        result is 0 if not even the shortest row fits, and at most 131,072.
+        Every stage must have memory for as many microbatches of one such sequence as there are
+        stages, which is what 1F1B keeps in flight. The result is 0 if not even the shortest row
+        fits, and at most 131,072.
 
         Args:
           configuration: stages and tensor-parallel devices of the replica.
@@ -81,7 +84,7 @@ class ModelledSequenceCosts:
     def constant_seconds(self, configuration: Replica) -> float:
         """Returns the seconds of a round that do not depend on its sequences.
 
-        They are the warm-up and drain of the pipeline, the optimizer update and the overhead of a
+        They are the fill and drain of the pipeline, the optimizer update and the overhead of a
         round.
 
         Args:

@@ -8,24 +8,27 @@ from .workload import Workload
 
 
 def lorapp(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """Returns the LoRAPP schedule in its 1F1B mode (mLoRA 3.2.1), for a stream of several tasks.
+    """Returns the LoRAPP schedule in its 1F1B mode (mLoRA 3.2.1), for microbatches of several
+    tasks.
 
-    The first stage prefers forward passes: it starts the first microbatch of the stream that waits
-    for no update, and passes over those that wait. (`one_forward_one_backward` passes over none.)
-    All other stages prefer backward passes, which free memory. The number of microbatches in flight
-    is bounded by `one_f_one_b_depth`.
+    While the microbatches of one task wait for its optimizer update, those of other tasks fill the
+    pipeline. The first stage prefers forward passes: it starts the first microbatch that waits for
+    no update, and passes over those that wait. (`one_forward_one_backward` passes over none.) All
+    other stages prefer backward passes, which free memory. At most `one_f_one_b_depth(S, rule)`
+    microbatches are in flight (between forward and backward pass) on the stages.
 
-    With S equal stages, T tasks and one microbatch per global batch, the bubble ratio without
-    warm-up and drain is max{(S-T)/S, 0}. With n microbatches per global batch it is
-    max{(S-1+n-T·n) / (S+n-1), 0} (mLoRA 3.2.2, which writes D for S, L for T and N for n). In
-    lockstep with "single" ticks this holds only if forward passes take as long as backward passes.
-    With "paired" ticks about twice as many microbatches are in flight, so S stages need 2S tasks to
-    be full.
+    The bubble ratio is the idle fraction of the stages' time. With S equal stages, T tasks and one
+    microbatch per global batch, it is max{(S-T)/S, 0} without warm-up and drain. With n
+    microbatches per global batch it is max{(S-1+n-T·n) / (S+n-1), 0} (mLoRA 3.2.2, which writes D
+    for S, L for T and N for n). If stages start ticks together and the rule is "single", this holds
+    only if forward passes take as long as backward passes. With "paired" ticks about twice as many
+    microbatches are in flight, so S stages need 2S tasks to be full.
 
     Args:
-      workload: the stream, in which the tasks take turns, for example from
-        `round_robin_microbatches`.
-      rule: the passes that may share a tick: "single", "paired" or "alternating" (see `TickRule`).
+      workload: the microbatches with their times, in an order in which the tasks take turns, for
+        example from `round_robin_microbatches`.
+      rule: the passes that may share a tick (column of the schedule): "single", "paired" or
+        "alternating", as for `one_forward_one_backward`.
 
     Raises:
       PlanningError: the buffers do not suffice for any microbatch to continue.

@@ -14,12 +14,14 @@ NONE = -1
 class Update(NamedTuple):
     """The optimizer update of one task after one step, in a `PipelineSchedule`.
 
+    A step is one global batch of the task with the update after it.
+
     Attributes:
       task: index of the task.
-      step: the step whose global batch has run completely.
-      ticks: for each of the S stages, the tick at whose end the stage updates its part of the
-        task's adapter. Stages finish their backward passes in different ticks, so these ticks
-        differ.
+      step: number of the step whose global batch has run completely.
+      ticks: for each of the S stages, the tick (column of the schedule) at whose end the stage
+        updates its part of the task's adapter. It differs between stages, because they finish their
+        backward passes in different ticks.
     """
 
     task: int
@@ -40,23 +42,29 @@ class PipelineSchedule:
     earlier ticks. Stages may run all together, tick by tick, or each stage may run its row in order
     at its own pace. The loss of a microbatch is part of its forward pass on the last virtual stage.
 
-    A microbatch takes `ScheduledMicrobatch.buffers` buffers on a stage from its forward to its
-    backward pass there. A forward pass can take buffers that the backward pass of the same tick
+    A buffer is a unit of memory for the activations that a forward pass keeps for its backward
+    pass. A microbatch takes `ScheduledMicrobatch.buffers` buffers on a stage from its forward to
+    its backward pass there. A forward pass can take buffers that the backward pass of the same tick
     frees.
 
-    In an interleaved pipeline a stage holds several virtual stages: virtual stage v lies on stage v
-    mod S (see `Workload`). In an ordinary pipeline the virtual stages are the stages.
+    In an interleaved pipeline a stage holds several parts of the model, called virtual stages:
+    virtual stage v lies on stage v mod S. In an ordinary pipeline the virtual stages are the
+    stages.
 
     Attributes:
       microbatches: the M microbatches; the tables refer to them by index.
       forward_microbatch: int32 [S, T], index of the microbatch that stage s runs forward in tick t;
         -1 where stage s runs no forward pass.
-      backward_microbatch: int32 [S, T], the same for backward passes.
-      forward_virtual_stage: int32 [S, T], the virtual stage on which that forward pass runs,
-        between 0 and V - 1; -1 where there is no forward pass.
-      backward_virtual_stage: int32 [S, T], the same for backward passes.
-      updates: one update for each (task, step), ordered by its tick on the first stage.
-      virtual_per_stage: number of virtual stages of one stage; V = S · virtual_per_stage.
+      backward_microbatch: int32 [S, T], index of the microbatch that stage s runs backward in tick
+        t; -1 where stage s runs no backward pass.
+      forward_virtual_stage: int32 [S, T], the virtual stage, between 0 and V - 1, of the forward
+        pass of stage s in tick t; -1 where stage s runs no forward pass.
+      backward_virtual_stage: int32 [S, T], the virtual stage of the backward pass of stage s in
+        tick t; -1 where stage s runs no backward pass.
+      updates: one update for each task and step (global batch), ordered by its tick on the first
+        stage.
+      virtual_per_stage: number of virtual stages of one stage, 1 for an ordinary pipeline; V = S ·
+        virtual_per_stage.
     """
 
     microbatches: tuple[ScheduledMicrobatch, ...]
@@ -139,7 +147,8 @@ class PipelineSchedule:
     def to_json(self) -> dict[str, Any]:
         """Returns a plain dict for `json.dump`: each attribute under its name, arrays as lists.
 
-        The key "format" holds the version of the format. `from_json` reads the dict.
+        Each microbatch and each update is a dict of its fields. The key "format" holds the version
+        of the format. `from_json` reads the dict.
         """
         fields = {
             "format": FORMAT,

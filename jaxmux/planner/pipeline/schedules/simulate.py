@@ -13,19 +13,21 @@ class Simulation:
     """The predicted times at which the passes of a schedule start and end.
 
     `simulate_lockstep` and `simulate_asynchronous` return it. Times are in the unit of the
-    workload's times and count from the start of the schedule. S is the number of stages, V the
-    number of virtual stages (V = S unless the pipeline is interleaved; virtual stage v lies on
-    stage v mod S), and M the number of microbatches.
+    `Workload`'s times and count from the start of the schedule. M is the number of microbatches, S
+    the number of stages and V the number of virtual stages. In an interleaved pipeline a stage
+    holds several parts of the model, its virtual stages; virtual stage v lies on stage v mod S.
+    Otherwise V = S.
 
     Attributes:
       forward_start: float64 [V, M], start of each microbatch's forward pass on each virtual stage.
-      forward_end: float64 [V, M], end of the same forward passes.
-      backward_start: float64 [V, M], start of each microbatch's backward pass.
-      backward_end: float64 [V, M], end of the same backward passes.
+      forward_end: float64 [V, M], end of each forward pass.
+      backward_start: float64 [V, M], start of each microbatch's backward pass on each virtual
+        stage.
+      backward_end: float64 [V, M], end of each backward pass.
       makespan: time from the start of the first pass to the end of the last pass. In lockstep it
-        includes the messages after the last tick.
-      peak_buffers: int64 [S], the most buffers (see `ScheduledMicrobatch.buffers`) that are in use
-        at the same time on each stage.
+        includes the messages after the last tick (column of the schedule).
+      peak_buffers: int64 [S], the most buffers (units of memory for activations, see
+        `ScheduledMicrobatch.buffers`) that are in use at the same time on each stage.
     """
 
     forward_start: np.ndarray
@@ -44,7 +46,8 @@ class Simulation:
         """Returns float64 [S]: the time for which each stage runs forward and backward passes.
 
         Args:
-          window: begin and end of the time that counts; None for the whole makespan.
+          window: begin and end of the time that counts, in the unit of the simulation; None for the
+            whole makespan.
         """
         begin, end = window or (0.0, self.makespan)
         time = np.zeros(len(self.forward_start))
@@ -62,8 +65,9 @@ class Simulation:
         are idle for a quarter of the time on average.
 
         Args:
-          window: begin and end of the time that counts; None for the whole makespan, which includes
-            the warm-up and drain of the pipeline. `steady_window()` leaves them out.
+          window: begin and end of the time that counts, in the unit of the simulation; None for the
+            whole makespan, which includes the warm-up and drain of the pipeline. The window that
+            `steady_window()` returns leaves them out.
         """
         begin, end = window or (0.0, self.makespan)
         return 1.0 - float(self.busy(window).sum()) / (self.stages * (end - begin))
@@ -72,8 +76,8 @@ class Simulation:
         """Returns begin and end of the time between warm-up and drain, a window for `bubble_ratio`.
 
         The window begins at the first backward pass on the first stage. It ends at the start of the
-        last forward pass there. If no forward pass starts after that first backward pass, because
-        the stream is too short, the end does not come after the begin, and the window is of no use.
+        last forward pass on the first stage. If there are too few microbatches, no forward pass
+        starts after the begin. The end is then not after the begin, and the window is of no use.
         """
         return float(self.backward_start[0].min()), float(self.forward_start[0].max())
 
@@ -81,7 +85,7 @@ class Simulation:
 def simulate_lockstep(
     schedule: PipelineSchedule, workload: Workload, permute_time: float = 0.0
 ) -> Simulation:
-    """Predicts the time of a schedule whose stages start every tick together.
+    """Predicts the time of a schedule whose stages start every tick (column of the table) together.
 
     A tick ends when its slowest stage has run its passes and the messages between stages have
     arrived. Compiled pipelines that exchange activations with one collective per tick run in this
@@ -89,9 +93,9 @@ def simulate_lockstep(
 
     Args:
       schedule: the schedule.
-      workload: times of the schedule's microbatches, in the same order as `schedule.microbatches`.
-        For an interleaved schedule the times may be per virtual stage, or per stage; then the
-        virtual stages of a stage share them equally.
+      workload: times of the schedule's microbatches, in the order of `schedule.microbatches`. If
+        the schedule is interleaved, the times may be given per stage instead of per virtual stage
+        (part of the model on a stage); the virtual stages of a stage then share its times equally.
       permute_time: time of the messages between stages at the end of every tick, in the unit of
         `workload`.
 
@@ -126,12 +130,14 @@ def simulate_asynchronous(
     """Predicts the time of a schedule whose stages run at their own pace.
 
     Each stage runs its row of the table in order and starts each pass as soon as the stage is free
-    and the pass's input has arrived. The ticks give only the order. `simulate_lockstep` is for
-    stages that start every tick together.
+    and the pass's input has arrived. The ticks (columns of the table) give only the order.
+    `simulate_lockstep` is for stages that start every tick together.
 
     Args:
       schedule: the schedule.
-      workload: times of the schedule's microbatches, as for `simulate_lockstep`.
+      workload: times of the schedule's microbatches, in the order of `schedule.microbatches`. If
+        the schedule is interleaved, the times may be given per stage instead of per virtual stage
+        (part of the model on a stage); the virtual stages of a stage then share its times equally.
       hop_time: time from the end of a pass until its output has arrived at the neighbouring stage,
         in the unit of `workload`; ignored if the pipeline has a single stage.
 

@@ -15,33 +15,37 @@ _Ticks = dict[tuple[str, int, int], int]
 
 
 class IllegalSchedule(ValueError):
-    """`validate` raises it for a schedule that cannot run, or that would train the tasks wrongly.
+    """A pipeline schedule cannot run, or would train the tasks wrongly; `validate` raises it.
 
-    The message has one line for each violation, at most 20, and then the number of further ones.
+    An example is a pass that runs before its input exists. The message has one line for each
+    violation, at most 20, and then the number of further ones.
     """
 
 
 def validate(schedule: PipelineSchedule, buffer_limit: Sequence[int] | None = None) -> None:
-    """Checks that a schedule is legal; returns nothing if it is.
+    """Checks that a schedule can run and trains every task correctly; returns nothing if so.
 
-    It checks the following rules:
+    A tick is a column of the schedule. It checks the following rules:
 
     - The four tables have the same shape.
-    - Every microbatch runs exactly once forward and once backward on every virtual stage.
+    - Every microbatch runs exactly once forward and once backward on every virtual stage (part of
+      the model on a stage).
     - Every pass runs in a later tick than the pass whose output it uses.
-    - Every (task, step) has exactly one update. On each stage the update comes in or after the tick
-      of the last backward pass of that global batch. It comes before the tick of the first forward
-      pass of the task's later steps.
-    - The microbatches in flight on a stage (forward pass done, backward pass not) fit its buffers.
+    - Every (task, step) has exactly one update; a step is one global batch. On each stage the
+      update comes in or after the tick of the last backward pass of its global batch. It comes
+      before the tick of the first forward pass of the task's later steps.
+    - The microbatches in flight on a stage (forward pass done, backward pass not) fit into its
+      buffers.
 
     Args:
       schedule: the schedule to check.
-      buffer_limit: for each of S stages, its number of buffers (see `ScheduledMicrobatch.buffers`),
-        for example `Workload.buffer_limit`; None leaves out the last rule.
+      buffer_limit: for each of S stages, its number of buffers (units of memory for activations,
+        see `ScheduledMicrobatch.buffers`), for example `Workload.buffer_limit`; None leaves out the
+        last rule.
 
     Raises:
-      IllegalSchedule: a rule is broken. The message names the stage, tick, task and microbatch of
-        up to 20 violations.
+      IllegalSchedule: a rule is broken, or `buffer_limit` has not one entry per stage. The message
+        describes up to 20 violations, for example by stage, tick, task and microbatch.
     """
     problems = list(_shape_problems(schedule)) or list(_count_problems(schedule))
     if not problems:

@@ -13,20 +13,20 @@ class ScheduledMicrobatch(NamedTuple):
     """The facts about one microbatch that its order in the pipeline depends on.
 
     A *step* of a task is one global batch of the task and the optimizer update after it. Samples of
-    a task's next step may run forward only after that update. Steps of a task ascend but need not
-    start at 0.
+    a task's next step may run forward only after that update. The step numbers of a task ascend but
+    need not start at 0.
 
     Attributes:
       tasks: indices of the tasks that have samples in the microbatch; empty for a no-op microbatch,
         which holds no samples.
-      steps: the step of each task in `tasks`, in the same order. All microbatches that name the
-        same (task, step) together make up that global batch.
+      steps: for each entry of `tasks`, the step of this task. All microbatches that name one (task,
+        step) together make up its global batch.
       bucket: index of the bucket (a group of tasks that are packed together) that the microbatch
-        comes from. `template` orders the microbatches by it.
+        comes from. Only `template` and `template_order` use it.
       buffers: number of buffers that the microbatch takes on each stage (in an interleaved
-        pipeline: for each virtual stage). A buffer holds residuals, the activations that a forward
-        pass keeps for its backward pass. The microbatch takes its buffers from the forward pass to
-        the backward pass.
+        pipeline: for each virtual stage, that is, for each part of the model on the stage). A
+        buffer is a unit of memory for residuals, the activations that a forward pass keeps for its
+        backward pass. The microbatch takes its buffers from the forward pass to the backward pass.
     """
 
     tasks: tuple[int, ...]
@@ -42,27 +42,31 @@ class ScheduledMicrobatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """A stream of M microbatches with their times on every stage of a pipeline.
+    """The input of schedule generators: M microbatches in order, with their times on every stage.
 
-    In an ordinary pipeline a stage is one virtual stage. In an interleaved pipeline (Narayanan et
-    al. 2021, 2.2) a stage holds several parts of the model, and each part is a virtual stage. Of S
-    stages, stage s holds the virtual stages s, s + S, s + 2S and so on, so that the output of a
-    virtual stage always goes to the next stage.
+    The microbatches and their order are called the stream. In an ordinary pipeline a stage is one
+    virtual stage. In an interleaved pipeline (Narayanan et al. 2021, 2.2) a stage holds several
+    parts of the model, and each part is a virtual stage. Of S stages, stage s holds the virtual
+    stages s, s + S, s + 2S and so on, so that the output of a virtual stage always goes to the next
+    stage.
 
     `uniform_workload` makes a workload in which all microbatches take the same time.
 
     Attributes:
       microbatches: the M microbatches in the order of the stream.
       forward: float64 [M, V], time of the forward pass of each microbatch on each of V virtual
-        stages. The unit is free; simulations return their times in the same unit.
-      backward: float64 [M, V], time of the backward pass, in the same unit.
+        stages. The unit is free; simulations return their times in this unit.
+      backward: float64 [M, V], time of the backward pass of each microbatch on each virtual stage,
+        in the unit of `forward`.
       buffer_limit: for each of the S stages, its number of buffers for residuals (see
         `ScheduledMicrobatch.buffers`); None for no limit.
-      virtual_per_stage: number of virtual stages of one stage; V = S · virtual_per_stage.
+      virtual_per_stage: number of virtual stages of one stage, 1 for an ordinary pipeline; V = S ·
+        virtual_per_stage.
 
     Raises:
       PlanningError: there are no microbatches, an array has another shape, a time is not positive,
-        or a microbatch takes less than one buffer or more than a stage has.
+        `buffer_limit` has not one entry per stage, or a microbatch takes less than one buffer or
+        more than a stage has.
     """
 
     microbatches: tuple[ScheduledMicrobatch, ...]
@@ -117,7 +121,7 @@ class Workload:
         return np.shape(self.forward)[1]
 
     def reorder(self, order: Sequence[int]) -> "Workload":
-        """Returns a new workload with the same microbatches in another order.
+        """Returns a new workload with these microbatches, and their times, in another order.
 
         Args:
           order: a permutation of the M indices. Microbatch i of the new workload is microbatch
@@ -160,17 +164,19 @@ def uniform_workload(
     backward: Sequence[float],
     buffer_limit: Sequence[int] | None = None,
 ) -> Workload:
-    """Returns a workload in which all microbatches take the same times on a stage.
+    """Returns a workload in which all microbatches take equal times on a stage.
 
     Args:
-      microbatches: the stream, for example from `round_robin_microbatches`.
-      forward: time of a microbatch's forward pass on each of S stages, in any unit.
-      backward: time of its backward pass on each stage, in the same unit.
+      microbatches: the microbatches in order, for example from `round_robin_microbatches`.
+      forward: for each of S stages, the time of a microbatch's forward pass, in any unit.
+      backward: for each stage, the time of a microbatch's backward pass, in the unit of `forward`.
       buffer_limit: for each stage, its number of buffers for residuals (see
         `ScheduledMicrobatch.buffers`); None for no limit.
 
     Raises:
-      PlanningError: see `Workload`.
+      PlanningError: there are no microbatches, `forward`, `backward` and `buffer_limit` are not of
+        equal lengths, a time is not positive, or a microbatch takes less than one buffer or more
+        than a stage has.
     """
     return Workload(
         tuple(microbatches),
@@ -183,19 +189,21 @@ def uniform_workload(
 def round_robin_microbatches(
     tasks: int, steps: int, microbatches: int = 1
 ) -> tuple[ScheduledMicrobatch, ...]:
-    """Returns a stream in which the tasks take turns, as in mLoRA's pipeline (3.2.1).
+    """Returns microbatches in an order in which tasks take turns, as in mLoRA's pipeline (3.2.1).
 
-    Step 0 of every task comes first, in the order of the tasks, then step 1 of every task, and so
-    on. The microbatches of one global batch are consecutive. Each microbatch takes one buffer, and
-    its bucket is its task.
+    Use it to make a `Workload` with `uniform_workload`. A step is one global batch of a task with
+    its update. Step 0 of every task comes first, in the order of the tasks, then step 1 of every
+    task, and so on. The microbatches of one global batch are consecutive. Each microbatch holds
+    samples of one task and takes one buffer; its bucket (see `ScheduledMicrobatch`) is the index of
+    its task.
 
     Args:
       tasks: number of tasks.
-      steps: number of steps (global batches) of each task.
+      steps: number of steps of each task.
       microbatches: number of microbatches of each global batch.
 
     Returns:
-      tasks · steps · microbatches microbatches.
+      A tuple of tasks · steps · microbatches entries.
     """
     return tuple(
         ScheduledMicrobatch((task,), (step,), bucket=task)
