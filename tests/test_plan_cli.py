@@ -101,7 +101,7 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
         *TASKS,
         "estimated",
         "H200",
-        "bubble ratio",
+        "bubble",
         "1F1B per task",
         "memory",
         "padding",
@@ -120,13 +120,22 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
     assert end == pytest.approx(1e6 * plan.simulate().makespan, rel=0.02)
 
 
+def test_methods_are_legible_on_80_columns(monkeypatch, capsys):
+    monkeypatch.setattr("jaxmux.cli.plan_command._PLAIN_WIDTH", 80)
+    assert main([*QUICK, "--mesh=pp2"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for method in ("this plan", "1F1B per task", "batch everything"):
+        assert f"\n  {method} " in shown
+
+
 def test_command_plans_one_device_by_default(tmp_path):
     """Without a config it plans the demo. It writes no files."""
     command = [sys.executable, "-m", "jaxmux.plan", *QUICK]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "1 × NVIDIA H200" in result.stdout
-    assert "bubble ratio" not in result.stdout
+    assert "bubble" not in result.stdout
     assert "\x1b" not in result.stdout
     assert not list(tmp_path.iterdir())
 

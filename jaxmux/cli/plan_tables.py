@@ -103,8 +103,9 @@ def _shape(plan: Plan) -> str:
 def _predictions(plan: Plan) -> Table:
     """The plan and its baselines; with bubble ratios where there is a pipeline."""
     bubbles = plan.replica.pp > 1
-    columns = ["microbatches/round", "round time", "tokens/s", "against the plan"]
-    table = _table("method", *(["bubble ratio"] if bubbles else []), *columns)
+    # Headings of several lines leave room for the method on a terminal of 80 columns.
+    columns = ["microbatches\nper round", "round\ntime", "tokens/s", "against\nthe plan"]
+    table = _table("method", *(["bubble\nratio"] if bubbles else []), *columns)
     tokens = sum(plan.tokens_by_microbatch) / plan.rounds
     own = plan.prediction
     for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:

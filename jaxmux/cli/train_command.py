@@ -1,7 +1,11 @@
 """The command `jaxmux train`: trains the tasks of a gin config."""
 
 import argparse
+import logging
+import os
 from pathlib import Path
+
+import jax
 
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import fine_tune
@@ -16,6 +20,9 @@ def run(options: argparse.Namespace) -> int:
 
     Raises `InputError` for input that cannot be used.
     """
+    # Orbax logs warnings about its own metadata when training resumes.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    _keep_compiled_programs()
     files = options.gin_file
     if not files:
         print("no --gin_file: running the bundled demo (--help shows how to train your own tasks)")
@@ -32,3 +39,10 @@ def run(options: argparse.Namespace) -> int:
         config_text=gin_bindings.resolved_config(),
     )
     return 0 if summary.succeeded else TASK_FAILED
+
+
+def _keep_compiled_programs() -> None:
+    """Lets JAX keep compiled programs in the user's cache folder, unless one is chosen already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "jaxmux" / "jax"))

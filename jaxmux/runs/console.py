@@ -1,8 +1,12 @@
 """Reports of a training run: a live table on a terminal, plain lines elsewhere."""
 
+import io
 import math
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from rich import box
 from rich.console import Console
@@ -24,16 +28,20 @@ class RunConsole:
     """Prints the progress and the results of a training run: a live table on a terminal, else
     lines."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console | None = None, log_every: int | None = None):
         """Creates the console; nothing is printed yet.
 
         Args:
           console: the rich console to print to; None for standard output.
+          log_every: where there is no terminal, number of a task's steps from one printed line to
+            the next; None prints about ten lines for each task.
         """
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(file=_PatientOutput(sys.stdout), highlight=False)
+        self._log_every = log_every
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
-        self._started = time.monotonic()
+        # The time of the first results; tokens and steps are counted from there.
+        self._started: float | None = None
         self._tokens: dict[str, int] = {}
         self._first_steps: dict[str, int] = {}
 
@@ -64,13 +72,13 @@ class RunConsole:
                 self.say(warning)
 
     def start(self, engine: Engine) -> None:
-        """Begins to measure tokens per second and, on a terminal, to show the live table.
+        """Announces the compilation and, on a terminal, begins to show the live table.
 
         Args:
           engine: the engine with its tasks, at the position from which training continues.
         """
-        self._started = time.monotonic()
-        self._first_steps = {name: engine.progress(name).step for name in engine.names}
+        if not engine.finished:
+            self.say("compiling the training step; this can take a minute")
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -82,6 +90,11 @@ class RunConsole:
           engine: the engine.
           updates: the updates of a round.
         """
+        if updates and self._started is None:
+            # The time before the first results is mostly compilation.
+            self._started = time.monotonic()
+            self._first_steps = {name: engine.progress(name).step for name in engine.names}
+            self._tokens = {update.task: -update.tokens for update in updates}
         for update in updates:
             self._latest[update.task] = update
             self._tokens[update.task] = self._tokens.get(update.task, 0) + update.tokens
@@ -145,11 +158,11 @@ class RunConsole:
 
     def _plain_line(self, engine: Engine, update: TaskUpdate) -> None:
         steps = engine.prepared(update.task).steps
-        every = max(1, steps // _PLAIN_LINES)
+        every = self._log_every or max(1, steps // _PLAIN_LINES)
         if update.task_step % every == 0 or update.task_step in (1, steps):
             self.say(
                 f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f} "
-                f"lr {update.lr:.2e} {self._rate(update.task):,.0f} tokens/s "
+                f"lr {update.lr:.2e} {self._rate(update.task)} tokens/s "
                 f"ETA {self._eta(engine, update.task)}"
             )
 
@@ -161,21 +174,57 @@ class RunConsole:
             progress = f"{update.task_step}/{engine.prepared(name).steps}"
             status = engine.progress(name).status
             eta = self._eta(engine, name) if status == "running" else status
-            rate = f"{self._rate(name):,.0f}"
-            table.add_row(name, progress, f"{update.loss:.4f}", f"{update.lr:.2e}", rate, eta)
+            loss, lr = f"{update.loss:.4f}", f"{update.lr:.2e}"
+            table.add_row(name, progress, loss, lr, self._rate(name), eta)
         return table
 
-    def _rate(self, task: str) -> float:
-        """Tokens of the task, without padding, per second since the start."""
-        return self._tokens[task] / max(1e-9, time.monotonic() - self._started)
+    def _rate(self, task: str) -> str:
+        """Tokens of the task, without padding, per second since the first results."""
+        tokens = self._tokens[task]
+        return f"{tokens / (time.monotonic() - self._started):,.0f}" if tokens > 0 else "?"
 
     def _eta(self, engine: Engine, name: str) -> str:
         done = engine.progress(name).step - self._first_steps[name]
         left = engine.prepared(name).steps - engine.progress(name).step
+        if not left:
+            return "0:00:00"
         if not done:
             return "?"
         seconds = math.ceil(left * (time.monotonic() - self._started) / done)
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class _PatientOutput(io.TextIOBase):
+    """A text stream that stays silent once its reader is gone (`… | head`), so that training goes
+    on."""
+
+    def __init__(self, stream: TextIO):
+        self._stream: TextIO | None = stream
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, use: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            use(self._stream)
+        except BrokenPipeError:
+            self._stream = None
+            print("the reader of the output is gone; training goes on in silence", file=sys.stderr)
+            # Python flushes standard output once more when it exits.
+            sys.stdout = open(os.devnull, "w")
 
 
 def _before_after(before: float | None, after: float | None) -> str:

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,47 +12,58 @@ from tensorboardX import SummaryWriter
 
 from jaxmux.engine import TaskUpdate
 
+from .checkpoints import RunPosition
 from .run_directory import RunDirectory
 
 
 class MetricsWriter:
     """Appends every task update to metrics.jsonl and to TensorBoard."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        position_bytes: int,
-        rounds: int,
-        say: Callable[[str], None],
-    ):
+    def __init__(self, directory: RunDirectory, position: RunPosition, say: Callable[[str], None]):
         """Opens the files and removes everything that was written after the last checkpoint.
 
         Args:
           directory: the run directory.
-          position_bytes: length of metrics.jsonl at the checkpoint, in bytes; 0 for a new training
-            run.
-          rounds: rounds completed at the checkpoint.
+          position: the position of the checkpoint.
           say: function that prints one line; it is told of lost metrics.
         """
         self._file = open(directory.metrics, "a+b")
-        if (size := self._file.seek(0, os.SEEK_END)) < position_bytes:
+        length = position.metrics_bytes
+        if (size := self._file.seek(0, os.SEEK_END)) < length:
             say(
-                f"{directory.metrics}: {position_bytes - size} bytes are lost; training is not "
+                f"{directory.metrics}: {length - size} bytes are lost; training is not "
                 "affected, and later metrics are appended"
             )
-            position_bytes = _end_of_line(self._file, size)
-        self._file.truncate(position_bytes)
-        self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=rounds)
+            length = _end_of_line(self._file, size)
+        self._file.truncate(length)
+        self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=position.rounds)
 
     def write(self, updates: Iterable[TaskUpdate]) -> None:
-        """Appends one line for each update. Numbers that are not finite become null."""
+        """Appends one line for each update, with the time of day in seconds since 1970. Numbers
+        that are not finite become null.
+
+        Args:
+          updates: the updates.
+        """
         for update in updates:
             line = {key: _json_number(value) for key, value in update._asdict().items()}
+            line["time"] = round(time.time(), 3)
             self._file.write(json.dumps(line).encode() + b"\n")
             for name in ("loss", "lr", "grad_norm"):
                 if math.isfinite(value := getattr(update, name)):
                     self._tensorboard.add_scalar(f"{name}/{update.task}", value, update.step)
         self._file.flush()
+
+    def write_held_out(self, losses: Mapping[str, float | None], step: int) -> None:
+        """Writes losses of held-out data to TensorBoard.
+
+        Args:
+          losses: by task, the loss in nats per target token; None if it is not finite.
+          step: number of the round.
+        """
+        for task, loss in losses.items():
+            if loss is not None:
+                self._tensorboard.add_scalar(f"held_out_loss/{task}", loss, step)
 
     def position(self) -> int:
         """Waits until metrics.jsonl is on disk; returns its length in bytes."""
@@ -64,8 +76,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl as dicts with the fields of `TaskUpdate`. Damaged lines are left
-    out.
+    """The lines of metrics.jsonl as dicts with the fields of `TaskUpdate`, and "time". Damaged
+    lines are left out.
 
     Args:
       path: path of metrics.jsonl.
@@ -76,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and TaskUpdate._fields == tuple(found):
+        if isinstance(found, dict) and set(TaskUpdate._fields) <= found.keys():
             lines.append(found)
     return lines
 

@@ -88,7 +88,7 @@ def fine_tune(
       Interrupted: SIGINT or SIGTERM arrived during training; the state is saved. Signals are
         handled only if `fine_tune` runs in the main thread.
     """
-    console = console or RunConsole()
+    console = console or RunConsole(log_every=options.log_every)
     backbone = str(Path(resolve_path(backbone)).absolute())
     if not tasks:
         raise TaskError("no tasks to train")
@@ -137,9 +137,11 @@ def fine_tune(
         directory.begin(fingerprints, shape, config_text)
         checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
         with closing(checkpoints), closing(engine):
-            every = options.checkpoint_every
-            position = _train(engine, directory, checkpoints, every, console, stop)
-        summary = _finish(engine, directory, position, console)
+            position = _restore(engine, checkpoints, console)
+            with closing(MetricsWriter(directory, position, console.say)) as metrics:
+                every = options.checkpoint_every
+                _train(engine, directory, checkpoints, metrics, position, every, console, stop)
+                summary = _finish(engine, directory, metrics, position)
         _show_samples(engine, model, tokenizer, options.sample_tokens, console)
         console.summarise(summary, directory, config)
         return summary
@@ -188,23 +190,29 @@ def _plan_run(
     return shape, admission
 
 
-def _train(
-    engine: Engine,
-    directory: RunDirectory,
-    checkpoints: Checkpoints,
-    checkpoint_every: int,
-    console: RunConsole,
-    stop: StopSignals,
-) -> RunPosition:
-    """Trains until every task has ended. Writes checkpoints and metrics, and exports an adapter as
-    soon as its task has succeeded."""
+def _restore(engine: Engine, checkpoints: Checkpoints, console: RunConsole) -> RunPosition:
+    """Restores the newest checkpoint; without one, measures the losses before training."""
     position = checkpoints.restore(engine)
     if position is None:
         position = RunPosition()
         _evaluate(engine, engine.names, "eval_loss_first")
     elif not engine.finished:
         console.say(f"going on from the checkpoint behind round {position.rounds}")
-    metrics = MetricsWriter(directory, position.metrics_bytes, position.rounds, console.say)
+    return position
+
+
+def _train(
+    engine: Engine,
+    directory: RunDirectory,
+    checkpoints: Checkpoints,
+    metrics: MetricsWriter,
+    position: RunPosition,
+    checkpoint_every: int,
+    console: RunConsole,
+    stop: StopSignals,
+) -> None:
+    """Trains until every task has ended, and moves `position`. Writes checkpoints and metrics, and
+    exports an adapter as soon as its task has succeeded."""
 
     def record(updates: Sequence[TaskUpdate]) -> None:
         metrics.write(updates)
@@ -236,12 +244,10 @@ def _train(
             save()
     finally:
         console.stop()
-        metrics.close()
-    return position
 
 
 def _finish(
-    engine: Engine, directory: RunDirectory, position: RunPosition, console: RunConsole
+    engine: Engine, directory: RunDirectory, metrics: MetricsWriter, position: RunPosition
 ) -> Summary:
     succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
     _evaluate(engine, succeeded, "eval_loss")
@@ -250,6 +256,9 @@ def _finish(
             _export(engine, name, directory)
         else:
             shutil.rmtree(directory.adapter(name), ignore_errors=True)
+    progress = {name: engine.progress(name) for name in engine.names}
+    metrics.write_held_out({name: p.eval_loss_first for name, p in progress.items()}, 0)
+    metrics.write_held_out({name: p.eval_loss for name, p in progress.items()}, position.rounds)
     plot_losses(directory.metrics, directory.loss_plot)
     summary = Summary.of(engine, position)
     write_atomically(directory.summary, summary.to_json())

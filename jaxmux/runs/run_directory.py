@@ -162,14 +162,15 @@ class RunDirectory:
         except BlockingIOError:
             raise self._error("in use by another process") from None
         found = {name for name in _OWN if os.path.lexists(self.path / name)}
+        if found and "run.json" not in found:
+            raise self._error(
+                f"holds {', '.join(sorted(found))} but no run.json, so they may be somebody "
+                "else's; move them away, or choose another run_dir"
+            )
         self._refuse_links(found)
-        if "run.json" not in found:
-            if found:
-                raise self._error(
-                    f"holds {', '.join(sorted(found))} but no run.json, so they may be somebody "
-                    "else's; move them away, or choose another run_dir"
-                )
-        elif self._restart:
+        if not found:
+            return
+        if self._restart:
             _read_ours(self.path)
         else:
             self._recorded = read_record(self.path)

@@ -139,8 +139,8 @@ QWEN_WINDOW = {"sliding_window": 128, "use_sliding_window": True}
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'; known: LlamaForCausalLM"),
         ({"architectures": None}, "unknown architecture"),
-        ({"hidden_size": None}, "hidden_size should be an integer"),
-        ({"vocab_size": "512"}, "vocab_size should be an integer, found '512'"),
+        ({"hidden_size": None}, "hidden_size should be a positive integer"),
+        ({"vocab_size": "512"}, "vocab_size should be a positive integer, found '512'"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8.*num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),

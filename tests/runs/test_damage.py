@@ -1,0 +1,287 @@
+"""Damage to checkpoints and run files ends in exact recovery, or in one line that names the file
+and says what to do."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmux import AdamW, Interrupted
+from jaxmux.errors import InputError
+from jaxmux.peft import is_adapter_folder
+from jaxmux.runs import run
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def tasks(make_task, data):
+    return [
+        make_task("a", steps=STEPS, eval_data=data["short.eval"]),
+        make_task("b", steps=STEPS - 2, seed=3),
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tasks, train, tmp_path_factory) -> Path:
+    """A run that nothing disturbed, with three checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert train(folder, *tasks, checkpoint_every=3).succeeded
+    return folder
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    """A copy of the finished run as it was before its end: there is no summary yet."""
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    (copy / "summary.json").unlink()
+    shutil.rmtree(copy / "adapters")
+    return copy
+
+
+@pytest.fixture
+def assert_same_adapters(finished, adapter_bytes):
+    def check(folder: Path) -> None:
+        found, expected = adapter_bytes(folder / "adapters"), adapter_bytes(finished / "adapters")
+        assert len(expected) == 4
+        assert found == expected
+
+    return check
+
+
+def newest(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+
+
+def largest_file(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path) -> None:
+    """Flips one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def remove(path: Path) -> None:
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+# Where in a checkpoint the damage is.
+PLACES = {
+    "arrays": lambda folder: largest_file(folder / "task.a"),
+    "record": lambda folder: folder / "run" / "metadata",
+}
+DAMAGE = {"truncated": truncate, "emptied": empty, "flipped": flip, "missing": remove}
+DAMAGE |= {"a folder": make_folder}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    place, damage, run_dir, tasks, train, assert_same_adapters, capsys
+):
+    step = newest(run_dir).name
+    damage(place(newest(run_dir)))
+    assert train(run_dir, *tasks, checkpoint_every=3).succeeded
+    lines = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    assert len(lines) == 1 and f"checkpoint of step {step} is damaged" in lines[0]
+    assert_same_adapters(run_dir)
+
+
+def test_a_checkpoint_without_a_task_gives_way_to_the_one_before(
+    run_dir, tasks, train, assert_same_adapters
+):
+    shutil.rmtree(newest(run_dir) / "task.b")
+    assert train(run_dir, *tasks, checkpoint_every=3).succeeded
+    assert_same_adapters(run_dir)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(run_dir, tasks, train):
+    for folder in (run_dir / "checkpoints").glob("[0-9]*"):
+        flip(largest_file(folder / "task.a"))
+    with pytest.raises(InputError, match="checkpoints: .* is damaged .*, and no other can be read"):
+        train(run_dir, *tasks)
+
+
+def test_a_run_without_checkpoints_begins_anew(run_dir, tasks, train, assert_same_adapters):
+    shutil.rmtree(run_dir / "checkpoints")
+    assert train(run_dir, *tasks, checkpoint_every=3).succeeded
+    assert_same_adapters(run_dir)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip, remove], ids=lambda f: f.__name__)
+def test_damaged_metrics_do_not_disturb_training(
+    damage, run_dir, tasks, train, assert_same_adapters
+):
+    damage(run_dir / "metrics.jsonl")
+    assert train(run_dir, *tasks).succeeded
+    assert b"\0" not in (run_dir / "metrics.jsonl").read_bytes()
+    assert (run_dir / "loss.png").stat().st_size > 0
+    assert_same_adapters(run_dir)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, remove], ids=lambda f: f.__name__)
+def test_a_damaged_summary_is_written_again(damage, finished, tasks, train, tmp_path):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    damage(copy / "summary.json")
+    assert train(copy, *tasks).succeeded
+    found, expected = (json.loads((f / "summary.json").read_text()) for f in (copy, finished))
+    assert found["tasks"] == expected["tasks"]
+
+
+@pytest.mark.parametrize("lost", ["adapters", "adapters/a", "adapters/a/adapter_config.json"])
+def test_lost_adapters_of_a_finished_run_are_exported_again(
+    lost, finished, tasks, train, tmp_path, assert_same_adapters
+):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    remove(copy / lost)
+    assert train(copy, *tasks).succeeded
+    assert_same_adapters(copy)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_damaged_record_is_refused_and_nothing_is_deleted(damage, restart, run_dir, tasks, train):
+    damage(run_dir / "run.json")
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(InputError, match=f"{run_dir / 'run.json'}: damaged .* restore it, or"):
+        train(run_dir, *tasks, restart=restart)
+    assert sorted(run_dir.rglob("*")) == before
+
+
+FILES = ("run.json", "config.gin", "metrics.jsonl", "summary.json", "loss.png")
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("name", [*FILES, "checkpoints", "adapters", "adapters/a", "tensorboard"])
+def test_nothing_is_written_or_deleted_through_a_link(
+    name, restart, finished, tasks, train, tmp_path
+):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    target = tmp_path / "target"
+    path = copy / name
+    if not path.exists():
+        path.write_text("mine")
+    path.rename(target)
+    path.symlink_to(target)
+    before = {p: p.read_bytes() for p in (target, *target.rglob("*")) if p.is_file()}
+    with pytest.raises(InputError, match=f"{name} is a symbolic link; remove the link"):
+        train(copy, *tasks, restart=restart)
+    assert {p: p.read_bytes() for p in (target, *target.rglob("*")) if p.is_file()} == before
+
+
+def test_a_lock_that_is_a_link_leaves_its_target_alone(tasks, train, tmp_path):
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "target")
+    with pytest.raises(InputError, match="not writable"):
+        train(tmp_path / "run", *tasks)
+    assert (tmp_path / "target").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "adapters", "tensorboard"])
+def test_a_file_in_place_of_a_folder_is_named(name, finished, tasks, train, tmp_path):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(copy / name)
+    (copy / name).write_text("")
+    with pytest.raises(InputError, match=f"{name} is a file, but should be a folder"):
+        train(copy, *tasks)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_strangers_folders_are_kept(restart, tasks, train, tmp_path):
+    """A folder without run.json is not proved to be a run directory."""
+    for name in ("checkpoints", "adapters"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("mine")
+    with pytest.raises(InputError, match="holds adapters, checkpoints but no run.json"):
+        train(tmp_path, *tasks, restart=restart)
+    assert (tmp_path / "checkpoints" / "precious").read_text() == "mine"
+
+
+class Changes:
+    """What may change between two calls, by name: functions of the folder of the run's inputs."""
+
+    @staticmethod
+    def weights(inputs: Path) -> None:
+        path = inputs / "backbone" / "model.safetensors"
+        tensors = load_file(path)
+        tensors["model.norm.weight"] *= np.float32(1.5)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    @staticmethod
+    def data(inputs: Path) -> None:
+        lines = (inputs / "data.jsonl").read_text().splitlines()
+        (inputs / "data.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+
+    @staticmethod
+    def held_out_data(inputs: Path) -> None:
+        (inputs / "eval.jsonl").write_text('{"prompt": "red", "completion": " fig"}\n')
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (Changes.weights, "backbone"),
+        (Changes.data, "data of task 'tiny'"),
+        (Changes.held_out_data, "held-out data of task 'tiny'"),
+    ],
+    ids=["weights", "data", "held-out data"],
+)
+def test_changed_inputs_are_named(
+    change, named, is_finished, backbone, data, make_task, train, tmp_path
+):
+    shutil.copytree(backbone, tmp_path / "backbone")
+    shutil.copy(data["short"], tmp_path / "data.jsonl")
+    shutil.copy(data["short.eval"], tmp_path / "eval.jsonl")
+    paths = {"data": str(tmp_path / "data.jsonl"), "eval_data": str(tmp_path / "eval.jsonl")}
+    arguments = (tmp_path / "run", make_task(**paths))
+    train(*arguments, backbone=tmp_path / "backbone")
+    if not is_finished:
+        (tmp_path / "run" / "summary.json").unlink()
+    change(tmp_path)
+    with pytest.raises(InputError, match=f"the {named} changed since the run began; restore"):
+        train(*arguments, backbone=tmp_path / "backbone")
+
+
+def test_a_finished_run_can_be_extended(make_task, train, tmp_path, adapter_bytes):
+    """With a constant learning rate, the extended run ends where a longer one would."""
+    settings = {"optimizer": AdamW(1e-2)}
+    whole = train(tmp_path / "whole", make_task(steps=5, **settings))
+    train(tmp_path / "run", make_task(steps=3, **settings))
+    extended = train(tmp_path / "run", make_task(steps=5, **settings))
+    assert extended.tasks == whole.tasks
+    found, expected = (adapter_bytes(tmp_path / f / "adapters") for f in ("run", "whole"))
+    assert found == expected and is_adapter_folder(tmp_path / "run" / "adapters" / "tiny")
+
+
+def test_a_signal_during_start_up_is_not_lost(make_task, train, tmp_path, monkeypatch):
+    def load(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was swallowed")
+
+    monkeypatch.setattr(run, "load_backbone", load)
+    with pytest.raises(Interrupted) as interruption:
+        train(tmp_path, make_task())
+    assert interruption.value.signal_number == signal.SIGTERM and not interruption.value.saved
