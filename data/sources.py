@@ -168,7 +168,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{path}: reading Parquet needs pyarrow: pip install 'jaxmux[parquet]'"
+            f"{path}: reading Parquet needs pyarrow: pip install pyarrow"
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
@@ -185,7 +185,7 @@ def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]
     except ModuleNotFoundError as error:
         raise DataError(
             f"{source.path}: reading Hugging Face datasets needs the datasets package: "
-            "pip install 'jaxmux[datasets]'"
+            "pip install datasets"
         ) from error
     name = source.path.removeprefix(HUGGING_FACE_PREFIX)
     try:

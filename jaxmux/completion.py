@@ -68,7 +68,7 @@ def complete(
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
       requests: the prompts with their adapters, at least one.
       max_new_tokens: most tokens of a completion. A completion ends earlier if the model produces
-        the tokenizer's end-of-sequence token.
+        the tokenizer's end-of-sequence token, or at the end of the backbone's context.
       temperature: 0 takes the most likely token; a positive value samples tokens from the logits
         divided by `temperature`.
       seed: seed of the sampling; without effect at temperature 0.
@@ -77,14 +77,21 @@ def complete(
       The texts of the completions in the order of `requests`, without prompts and special tokens.
 
     Raises:
-      DataError: a prompt has no tokens.
+      DataError: a prompt has no tokens, or fills the backbone's context.
     """
     prompts = [tokenizer(request.prompt)["input_ids"] for request in requests]
     if not all(prompts):
         raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
     lengths = np.array([len(ids) for ids in prompts], np.int32)
+    context = backbone.config.max_position_embeddings
+    if (longest := int(lengths.max())) >= context:
+        raise DataError(
+            f"a prompt has {longest} tokens, but the backbone was made for {context} "
+            "(max_position_embeddings), the completion included"
+        )
+    ends = np.minimum(lengths + max_new_tokens, context)
     # Row lengths are powers of two, so that few programs are compiled.
-    row_len = max(64, power_of_two(int(lengths.max() + max_new_tokens)))
+    row_len = max(64, power_of_two(int(ends.max())))
     tokens = np.zeros((len(requests), row_len), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
@@ -99,15 +106,15 @@ def complete(
         jnp.asarray(scale, jnp.float32),
         tokens,
         lengths,
-        lengths + max_new_tokens,
+        ends,
         jnp.int32(eos),
         jnp.float32(temperature),
         jax.random.key(seed),
     )
     compiled(_complete.lower(*arguments))
     completions = []
-    for row, start in zip(np.asarray(_complete(*arguments)), lengths, strict=True):
-        new = row[start : start + max_new_tokens].tolist()
+    for row, start, end in zip(np.asarray(_complete(*arguments)), lengths, ends, strict=True):
+        new = row[start:end].tolist()
         ended = new.index(eos) if eos in new else len(new)
         completions.append(tokenizer.decode(new[:ended], skip_special_tokens=True))
     return completions

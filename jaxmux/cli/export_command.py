@@ -43,8 +43,15 @@ def run(options: argparse.Namespace) -> int:
                 f"{progress.step} steps"
             )
         adapter = adapter_of(arrays, spec, config)
-        base = record["backbone"]
-        export_adapter(out / name, adapter, spec, config, base, serving=options.serving)
+        export_adapter(
+            out / name,
+            adapter,
+            spec,
+            config,
+            record["backbone"],
+            serving=options.serving,
+            base_fingerprint=record["fingerprints"]["backbone"],
+        )
         print(f"{name}: checkpoint {step} -> {out / name}")
     return 0
 

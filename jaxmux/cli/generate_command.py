@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
     backbone, tokenizer = load_backbone(folder, options.dtype), load_tokenizer(folder)
     adapter = ()
     if options.adapter:
-        adapter = import_adapter(options.adapter, backbone.config)
+        adapter = import_adapter(options.adapter, backbone.config, backbone.fingerprint)
     texts = complete(
         backbone,
         tokenizer,

@@ -75,6 +75,8 @@ def run_config() -> RunConfig:
     """
     try:
         arguments = gin.get_bindings("fine_tune")
+    except RecursionError:
+        raise ConfigError("the config refers to itself, for example by @fine_tune()") from None
     except (RuntimeError, TypeError, ValueError) as e:
         raise ConfigError(_without_postscript(e)) from None
     if missing := {"backbone", "tasks"} - arguments.keys():

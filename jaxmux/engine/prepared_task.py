@@ -125,7 +125,9 @@ class PreparedTask:
         return np.uint32(zlib.crc32(text.encode()))
 
 
-def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> PreparedTask:
+def prepare_task(
+    task: Task, config: BackboneConfig, tokenizer: Any, base_fingerprint: str = ""
+) -> PreparedTask:
     """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
 
     If `task.resume_from` names an adapter, it is read and checked here. The arrays of the initial
@@ -135,6 +137,8 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
       task: the task (fine-tuning job).
       config: configuration of the backbone (`Backbone.config`).
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+      base_fingerprint: hash of the backbone (`Backbone.fingerprint`). An adapter in
+        `task.resume_from` that records another backbone is refused. Empty checks nothing.
 
     Returns:
       The prepared task, for `Engine.register_tasks` and `best_shape`.
@@ -147,12 +151,24 @@ def prepare_task(task: Task, config: BackboneConfig, tokenizer: Any) -> Prepared
         targets = resolve_targets(task.adapter.target_modules, config)
         _refuse_rank_above_widths(task.adapter.rank, targets, config)
         if task.resume_from is not None:
-            _saved_adapter(task, targets, config)
+            _saved_adapter(task, targets, config, base_fingerprint)
+        _refuse_sample_prompt(task, config, tokenizer)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     make_adapter = functools.partial(_first_adapter, task, targets, config)
     return PreparedTask(task, targets, make_adapter, *data)
+
+
+def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:
+    """ValueError if the prompt that is completed after training cannot be completed."""
+    if task.sample_prompt is not None:
+        tokens = len(tokenizer(task.sample_prompt)["input_ids"])
+        if not 0 < tokens < (context := config.max_position_embeddings):
+            raise ValueError(
+                f"sample_prompt has {tokens} tokens; it should have at least 1 and fewer than the "
+                f"backbone's context of {context}"
+            )
 
 
 def _refuse_rank_above_widths(
@@ -213,10 +229,12 @@ def _first_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneCo
     return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed)
 
 
-def _saved_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
+def _saved_adapter(
+    task: Task, targets: dict[str, LayerMask], config: BackboneConfig, base_fingerprint: str = ""
+) -> Adapter:
     """Reads the adapter in the folder `resume_from`. AdapterError if it differs from the task's
     specification."""
-    saved, adapter = import_adapter(task.resume_from, config)
+    saved, adapter = import_adapter(task.resume_from, config, base_fingerprint)
     for field in ("rank", "alpha", "rslora"):
         found, wanted = getattr(saved, field), getattr(task.adapter, field)
         if found != wanted:

@@ -81,10 +81,11 @@ class BackboneConfig:
         path = Path(folder) / "config.json"
         try:
             raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise BackboneError(
-                f"{path}: not found; a backbone folder holds config.json and *.safetensors"
-            ) from None
+        except OSError:
+            hint = "a backbone folder holds config.json and *.safetensors"
+            if not path.parent.exists():
+                hint = f"there is no such folder; download the model first, {hint}"
+            raise BackboneError(f"{path}: not found; {hint}") from None
         except ValueError as e:  # malformed JSON, or no text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
         return parse_config(raw, str(path))

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from .architectures import BackboneConfig, BackboneError, to_hf_config
+from .checkpoint_files import shards
+from .fingerprint import backbone_fingerprint
 from .modules import Weights, abstract_weights, compute_dtype, random_weights
 
 
@@ -29,11 +31,13 @@ class Backbone:
         n] (input and output width).
       name_or_path: where the model came from; `fine_tune` records it as the base model of exported
         adapters.
+      fingerprint: hash of the model's folder, from `backbone_fingerprint`; empty if it has none.
     """
 
     config: BackboneConfig
     weights: Weights
     name_or_path: str
+    fingerprint: str = ""
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -74,7 +78,7 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
         tensors = _Tensors(folder, stack)
         weights = _load_tree(tensors, config, backbone_dtype(dtype))
         tensors.refuse_unread()
-    return Backbone(config, weights, str(folder))
+    return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
 
 
 def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
@@ -147,33 +151,6 @@ class _Tensors:
             raise BackboneError(
                 f"{self.folder}: tensors that config.json does not account for: {shown}"
             )
-
-
-def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
-
-    Args:
-      folder: the folder, with model.safetensors or model.safetensors.index.json.
-
-    Raises:
-      BackboneError: a file is missing, or the index is damaged or names files of other folders.
-    """
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if whole.exists():
-        return [whole]
-    if not index.exists():
-        raise BackboneError(
-            f"{folder}: neither {whole.name} nor {index.name} found (only safetensors are read)"
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-        raise BackboneError(f"{index}: not an index of safetensors shards ({e!r})") from None
-    if outside := [name for name in names if Path(name).name != name]:
-        raise BackboneError(f"{index}: shard {outside[0]!r} should be a file of the same folder")
-    if missing := [name for name in names if not (folder / name).exists()]:
-        raise BackboneError(f"{index}: shard {missing[0]} is missing")
-    return [folder / name for name in names]
 
 
 def _load_tree(tensors: _Tensors, config: BackboneConfig, dtype: np.dtype) -> Weights:

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 
 from .architectures import BackboneConfig, BackboneError
-from .backbone import shards
+from .checkpoint_files import shards
 
 # Bytes that are read at the start, in the middle and at the end of each tensor.
 _SAMPLE_BYTES = 1024

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
@@ -18,6 +18,8 @@ from .targets import full_name, resolve_targets, target_names
 
 _PREFIX = "base_model.model."
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The key of the base model's fingerprint in the metadata of the weights.
+_BASE = "jaxmux.base_fingerprint"
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
     "use_dora",
@@ -49,6 +51,7 @@ def export_adapter(
     base_model: str,
     *,
     serving: bool = False,
+    base_fingerprint: str = "",
 ) -> None:
     """Writes an adapter as a Hugging Face PEFT folder, which `peft` and vLLM load.
 
@@ -65,6 +68,8 @@ def export_adapter(
       serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
         multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank, no rsLoRA),
         for servers that do not support rsLoRA. The outputs of the adapter are the same.
+      base_fingerprint: hash of the backbone, from `backbone_fingerprint`, by which `import_adapter`
+        recognises it; empty records none.
 
     Raises:
       ValueError: `spec.target_modules` matches no linear of the backbone.
@@ -83,18 +88,23 @@ def export_adapter(
     settings = _peft_config(spec, config, base_model, serving)
     # The files are renamed when they are complete, because other processes may wait for them.
     weights, description = folder / ".weights.partial", folder / ".config.partial"
-    save_file(tensors, weights, metadata={"format": "pt"})
+    metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
+    save_file(tensors, weights, metadata=metadata)
     description.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     weights.replace(folder / _WEIGHTS)
     description.replace(folder / _SETTINGS)
 
 
-def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Adapter]:
+def import_adapter(
+    folder: str | Path, config: BackboneConfig, base_fingerprint: str = ""
+) -> tuple[LoRA, Adapter]:
     """Reads a Hugging Face PEFT LoRA folder.
 
     Args:
       folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
       config: configuration of the backbone on which the adapter was trained (`Backbone.config`).
+      base_fingerprint: hash of the backbone, from `backbone_fingerprint`. An adapter that records
+        another one is refused. Empty checks nothing.
 
     Returns:
       A pair: the `LoRA` specification, and the weights. The weights are, by path of a linear within
@@ -108,7 +118,12 @@ def import_adapter(folder: str | Path, config: BackboneConfig) -> tuple[LoRA, Ad
         module), or a file or tensor is missing, unknown or of the wrong shape.
     """
     folder = Path(folder)
-    settings, tensors = _read_folder(folder)
+    settings, tensors, base = _read_folder(folder)
+    if base and base_fingerprint and base != base_fingerprint:
+        raise AdapterError(
+            f"{folder}: was trained on another backbone "
+            f"({settings.get('base_model_name_or_path')}), on which alone it makes sense"
+        )
     where = folder / "adapter_config.json"
     for key, expected in {"peft_type": "LORA", "bias": "none"}.items():
         if settings.get(key, expected) != expected:
@@ -167,7 +182,8 @@ def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
     return Factors(a, b)
 
 
-def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
+    """The settings, the tensors, and the fingerprint of the base model; empty if it has none."""
     settings, weights = folder / _SETTINGS, folder / _WEIGHTS
     for file in (settings, weights):
         if not file.is_file():
@@ -176,8 +192,12 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         found = json.loads(settings.read_text())
         if not isinstance(found, dict):
             raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
-        return found, load_file(weights)
-    except (json.JSONDecodeError, SafetensorError) as e:
+        with safe_open(weights, framework="flax") as file:
+            base = (file.metadata() or {}).get(_BASE, "")
+        return found, load_file(weights), base
+    except (ValueError, OSError, SafetensorError) as e:
+        if isinstance(e, AdapterError):
+            raise
         raise AdapterError(f"{folder}: cannot be read: {e}") from None
 
 

@@ -40,6 +40,6 @@ def plot_losses(metrics: Path, path: Path) -> None:
     axes.set_ylabel("training loss (nats per target token)")
     axes.set_yscale("log")
     axes.grid(True, which="both", alpha=0.25)
-    if tasks:
+    if axes.get_legend_handles_labels()[1]:
         axes.legend(ncols=1 + len(tasks) // 12)
     figure.savefig(path, dpi=120)

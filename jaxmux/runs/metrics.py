@@ -45,14 +45,19 @@ class MetricsWriter:
         Args:
           updates: the updates.
         """
+        lines = []
         for update in updates:
             line = {key: _json_number(value) for key, value in update._asdict().items()}
             line["time"] = round(time.time(), 3)
-            self._file.write(json.dumps(line).encode() + b"\n")
+            lines.append(json.dumps(line).encode() + b"\n")
             for name in ("loss", "lr", "grad_norm"):
                 if math.isfinite(value := getattr(update, name)):
                     self._tensorboard.add_scalar(f"{name}/{update.task}", value, update.step)
-        self._file.flush()
+        try:
+            self._file.writelines(lines)
+            self._file.flush()
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, self._file.name) from None
 
     def write_held_out(self, losses: Mapping[str, float | None], step: int) -> None:
         """Writes losses of held-out data to TensorBoard.

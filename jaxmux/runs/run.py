@@ -110,7 +110,9 @@ def fine_tune(
         config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
         fingerprints = {"backbone": backbone_fingerprint(backbone)}
         directory.refuse_changes(fingerprints)
-        prepared = [prepare_task(task, config, tokenizer) for task in tasks]
+        prepared = [
+            prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks
+        ]
         for task in prepared:
             fingerprints |= task.fingerprints
             if options.row_len is not None:
@@ -279,7 +281,12 @@ def _export(engine: Engine, name: str, directory: RunDirectory) -> None:
     spec = engine.prepared(name).task.adapter
     base = engine.backbone
     export_adapter(
-        directory.adapter(name), engine.adapter(name), spec, base.config, base.name_or_path
+        directory.adapter(name),
+        engine.adapter(name),
+        spec,
+        base.config,
+        base.name_or_path,
+        base_fingerprint=base.fingerprint,
     )
 
 

@@ -104,7 +104,7 @@ def grouped_lora_linear(
       modules: for each projection, a static number that identifies the linear within a layer;
         dropout masks depend on it.
       implementation: "mosaic_gpu" for Hopper GPUs, "triton" for Ampere, Ada and Hopper GPUs (it
-        needs the extra `jaxmux[triton]`), "xla" for every device. None takes the first of these
+        needs the package jax-triton), "xla" for every device. None takes the first of these
         three that can serve the call, and logs which one and why.
       residual: [N, n], added to the output; allowed only with a single projection; None adds
         nothing. It is not added on empty chunks, and its gradient there is undefined.

@@ -76,7 +76,7 @@ def refusal(x, projections, routing, dropout) -> str | None:
     del dropout
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed (pip install 'jaxmux[triton]')"
+        return f"{' and '.join(missing)} not installed (pip install jax-triton)"
     device = jax.local_devices()[0]
     if compute_capability(device) not in DEVICES:
         known = ", ".join(f"{c // 10}.{c % 10}" for c in DEVICES)

@@ -20,7 +20,7 @@ from jaxmux.models import BackboneConfig
 export = partial(run_command, "export", prog="jaxmux export")
 
 METRICS = ["step", "task", "task_step", "loss", "lr", "grad_norm", "target_tokens", "tokens"]
-METRICS += ["skipped"]
+METRICS += ["skipped", "time"]
 TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last", "eval_loss"}
 TASK_SUMMARY |= {"eval_target_tokens", "target_tokens", "tokens"}
 SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding_fraction"}
