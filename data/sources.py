@@ -167,9 +167,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise DataError(
-            f"{path}: reading Parquet needs pyarrow: pip install pyarrow"
-        ) from error
+        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())

@@ -1,6 +1,7 @@
 """The console command `jaxmux`, whose commands are also `python -m jaxmux.train` and so on."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -9,6 +10,13 @@ from importlib.metadata import version
 
 from .arguments import COMMANDS
 from .exit_codes import exit_code_of
+
+# With any of these, the user decides about the GPU's memory.
+_MEMORY_SETTINGS = {
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +45,10 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     """
     _, parse_options = COMMANDS[command]
     options = parse_options(arguments, prog)
+    # JAX reserves three quarters of a GPU's memory unless told otherwise, and reads this when it
+    # first uses the device.
+    if not _MEMORY_SETTINGS & os.environ.keys():
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     return exit_code_of(lambda: import_module(f".{command}_command", __package__).run(options))
 
 

@@ -11,6 +11,7 @@ from jaxmux.models import (
     device_memory,
     pick_implementation,
 )
+from jaxmux.models.remat_policies import leaner, per_layer
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.planner import PlanningError
 
@@ -54,6 +55,7 @@ def compile_accumulate(
     state: TrainState,
     microbatch: Microbatch,
     slots: SlotTable,
+    leaner_by: int = 0,
 ) -> ForwardOptions:
     """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
     shape.
@@ -65,9 +67,13 @@ def compile_accumulate(
       state: the train state; only shapes and dtypes are read.
       microbatch: a microbatch of the engine's shape class; only shapes and dtypes are read.
       slots: scale and dropout of every slot; only shapes and dtypes are read.
+      leaner_by: how often the choice ran out of memory; each time, layers recompute more.
 
     Returns:
       The options of the compiled forward pass.
+
+    Raises:
+      PlanningError: all layers recompute everything, and it was not enough.
     """
     forward = forward_options(backbone, options, dropout)
     remat, memory = options.remat, options.memory or device_memory()
@@ -77,6 +83,15 @@ def compile_accumulate(
         lora = state.adapters["lora"]
         room = step_room(backbone, lora, memory)
         remat = choose_remat(backbone, forward, lora, microbatch, slots, room)
+    for _ in range(leaner_by):
+        remat = leaner(per_layer(remat, backbone.config.num_layers))
+        if remat is None:
+            tokens = options.shape.tokens
+            raise PlanningError(
+                f"a microbatch of {tokens} tokens does not fit into the device's memory, even if "
+                f"all values are computed again; try tokens_per_microbatch={tokens // 2}, or fewer "
+                "or smaller tasks"
+            )
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
     compiled(accumulate.lower(*arguments))

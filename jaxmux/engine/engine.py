@@ -1,12 +1,14 @@
 """The engine: runs rounds over the slots, and hands out and takes back tasks."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from jaxmux.models import Backbone, ForwardOptions, device_peak, planned_remat
+from jaxmux.data import Microbatch
+from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
@@ -20,7 +22,9 @@ from .progress import TaskProgress, TaskUpdate, record_update
 from .round_stream import RoundStream
 from .rounds import Round
 from .slots import Slots
-from .train_state import SlotState, TrainState
+from .train_state import SlotState, TrainState, with_empty_accumulators
+
+_log = logging.getLogger("jaxmux")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,8 @@ class Engine:
         # The forward pass that training is compiled for, until a task does not fit it.
         self._forward: ForwardOptions | None = None
         self._peak = 0
+        # How often the device ran out of memory.
+        self._leaner_by = 0
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Adds tasks to be trained from their first step.
@@ -224,23 +230,15 @@ class Engine:
         )
         updates: list[TaskUpdate] = []
         slots = jax.device_put(current.slots)
-        if self._forward is None and current.microbatches:
-            self._forward = compile_accumulate(
-                self.backbone,
-                self.options,
-                self._slots.pool.dropout,
-                self.state,
-                current.microbatches[0].arrays,
-                slots,
-            )
         for microbatch in current.microbatches[self._dispatched :]:
-            state = self._slots.state
-            accumulators, loss = accumulate(
-                *accumulate_arguments(self.backbone, self._forward, state, microbatch.arrays, slots)
-            )
-            self._slots.state = state._replace(accumulators=accumulators, loss=loss)
-            self.microbatches += 1
-            self._dispatched += 1
+            try:
+                self._accumulate(microbatch.arrays, slots)
+            except jax.errors.JaxRuntimeError as e:
+                if "RESOURCE_EXHAUSTED" not in str(e):
+                    raise
+                updates += self.drain()
+                self._begin_round_again()
+                return updates + self.train_round(stop)
             if stop():
                 updates += self.drain()
                 # A round that has lost a task would be packed otherwise next time: finish it first.
@@ -249,6 +247,44 @@ class Engine:
         updates += self.drain()
         self._dispatch_update(current)
         return updates
+
+    def _accumulate(self, microbatch: Microbatch, slots: SlotTable) -> None:
+        """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
+        if self._forward is None:
+            self._forward = compile_accumulate(
+                self.backbone,
+                self.options,
+                self._slots.pool.dropout,
+                self.state,
+                microbatch,
+                slots,
+                self._leaner_by,
+            )
+        state = self._slots.state
+        accumulators, loss = accumulate(
+            *accumulate_arguments(self.backbone, self._forward, state, microbatch, slots)
+        )
+        self._slots.state = state._replace(accumulators=accumulators, loss=loss)
+        self.microbatches += 1
+        self._dispatched += 1
+
+    def _begin_round_again(self) -> None:
+        """Goes back to the first microbatch of the round after the device ran out of memory. Layers
+        recompute more from now on. The accumulators were donated to the program that failed."""
+        self._leaner_by += 1
+        self._forward = None
+        _log.warning(
+            "the device ran out of memory; round %d begins again, with more recomputation",
+            self.rounds,
+        )
+        self._slots.state = with_empty_accumulators(self._slots.state)
+        self.microbatches -= self._dispatched
+        self._dispatched = 0
+        if self._accumulated:
+            # What a restored round had accumulated is lost as well: pack all its samples.
+            self._accumulated = {}
+            self._current = None
+            self._stream.close()
 
     def accumulated(self, name: str) -> list[int]:
         """The samples of a task's unfinished global batch whose gradients are already accumulated.

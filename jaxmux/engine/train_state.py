@@ -103,6 +103,20 @@ def pool_specs(
     return state_specs(adapters, slots, optimizer)
 
 
+def with_empty_accumulators(state: TrainState) -> TrainState:
+    """The state with new accumulators of zeros, also if the old ones were donated to a program that
+    failed.
+
+    Args:
+      state: the state.
+    """
+
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), tree)
+
+    return state._replace(accumulators=zeros(state.accumulators), loss=zeros(state.loss))
+
+
 def empty_state(specs: TrainState) -> TrainState:
     """A state in which every slot is empty."""
     return jax.tree.map(LeafSpec.empty, specs)

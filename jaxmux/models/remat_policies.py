@@ -37,6 +37,23 @@ REMAT_POLICIES = tuple(_KEPT)
 NAMED_POLICIES = REMAT_POLICIES[1:]
 
 
+def leaner(policies: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The next choice of policies that needs less memory: the layers that recompute least take the
+    next policy.
+
+    Args:
+      policies: the remat policy of every layer.
+
+    Returns:
+      The remat policy of every layer; None if all layers recompute everything already.
+    """
+    least = min(policies, key=REMAT_POLICIES.index)
+    if least == REMAT_POLICIES[-1]:
+        return None
+    after = REMAT_POLICIES[REMAT_POLICIES.index(least) + 1]
+    return tuple(after if policy == least else policy for policy in policies)
+
+
 def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
     """The remat policy of every layer.
 

@@ -1,0 +1,103 @@
+"""A round that runs out of memory is done again with more recomputation, and nothing is lost."""
+
+import itertools
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.engine import engine as engine_module
+from jaxmux.models.remat_policies import leaner
+from jaxmux.planner import PlanningError
+
+
+@pytest.fixture
+def fail_at(monkeypatch):
+    """Lets the calls of `accumulate` with these numbers fail like those on a full device, after
+    they have taken the donated arrays."""
+
+    def fail(numbers) -> None:
+        accumulate, seen = engine_module.accumulate, itertools.count()
+
+        def failing(*arguments):
+            if next(seen) in numbers:
+                accumulate(*arguments)
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            return accumulate(*arguments)
+
+        monkeypatch.setattr(engine_module, "accumulate", failing)
+
+    return fail
+
+
+def tasks(make_task):
+    return make_task("a", batch_size=12), make_task("b", dropout=0.1, steps=3, batch_size=8)
+
+
+def assert_same_training(found, found_updates, expected, expected_updates):
+    assert (found.rounds, found.microbatches) == (expected.rounds, expected.microbatches)
+    for name, updates in expected_updates.items():
+        for one, other in zip(found_updates[name], updates, strict=True):
+            assert (one.step, one.tokens) == (other.step, other.tokens)
+            assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        for module, factors in expected.adapter(name).items():
+            for one, other in zip(found.adapter(name)[module], factors, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("numbers", [(0,), (1,), (4,), (1, 2)], ids=str)
+def test_the_round_is_done_again(numbers, fail_at, make_task, make_engine, train, caplog):
+    expected = make_engine(*tasks(make_task), remat="norms")
+    expected_updates = train(expected)
+    assert expected.microbatches > 2 * expected.rounds
+    fail_at(numbers)
+    found = make_engine(*tasks(make_task), remat="norms")
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        found_updates = train(found)
+    said = [record for record in caplog.records if "ran out of memory" in record.message]
+    assert len(said) == len(numbers)
+    assert_same_training(found, found_updates, expected, expected_updates)
+
+
+def test_a_restored_round_is_packed_anew(fail_at, make_task, make_engine, train, monkeypatch):
+    """Its accumulated gradients are lost with the donated arrays."""
+    expected = make_engine(*tasks(make_task), remat="norms")
+    expected_updates = train(expected)
+    first = make_engine(*tasks(make_task), remat="norms")
+    calls = itertools.count()
+    updates = first.train_round(lambda: next(calls) == 1)
+    assert not updates and first.microbatches == 2
+    second = make_engine(*tasks(make_task), remat="norms")
+    for name in first.names:
+        state = first.task_arrays(name), first.progress(name), first.accumulated(name)
+        second.restore_task(name, *state)
+    fail_at((0,))
+    found_updates = train(second)
+    second.microbatches = expected.microbatches
+    assert_same_training(second, found_updates, expected, expected_updates)
+
+
+def test_only_the_leanest_policy_is_the_end(fail_at, make_task, make_engine, train):
+    fail_at(range(100))
+    engine = make_engine(*tasks(make_task), remat="dots")
+    with pytest.raises(PlanningError, match="256 tokens does not fit .* tokens_per_microbatch=128"):
+        train(engine)
+
+
+def test_another_error_is_passed_on(make_task, make_engine, train, monkeypatch):
+    def failing(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(engine_module, "accumulate", failing)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train(make_engine(*tasks(make_task)))
+
+
+def test_leaner_policies_end_at_full_recomputation():
+    policies, seen = ("norms", "none", "dots"), []
+    while policies := leaner(policies):
+        seen.append(policies)
+    assert seen[0] == ("norms", "norms", "dots")
+    assert seen[1] == ("dots", "dots", "dots")
+    assert seen[-1] == ("full", "full", "full")
