@@ -1,8 +1,9 @@
 """Prepares the compiled programs: the options of their forward pass, and the remat policies."""
 
 import jax
+import numpy as np
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.microbatch import Microbatch, fill_microbatch
 from jaxmux.models import (
     Backbone,
     ForwardOptions,
@@ -46,6 +47,34 @@ def forward_options(
         dropout=dropout,
         max_sequences=shape.max_sequences,
     )
+
+
+def refuse_implementations(
+    backbone: Backbone, options: EngineOptions, dropout: bool, state: TrainState
+) -> None:
+    """Checks that the implementations that `options` names can serve the training step, by tracing
+    it. If it names none, nothing is traced.
+
+    Args:
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      dropout: whether any task has dropout.
+      state: the train state; only shapes and dtypes are read.
+
+    Raises:
+      PlanningError: an implementation cannot serve this device, these dtypes or sizes.
+    """
+    if not (options.attention or options.grouped_lora):
+        return
+    forward, shape = forward_options(backbone, options, dropout), options.shape
+    microbatch = fill_microbatch(
+        (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+    )
+    slots = SlotTable(*(np.zeros(len(state.loss), t) for t in (np.float32, np.float32, np.uint32)))
+    try:
+        accumulate.trace(*accumulate_arguments(backbone, forward, state, microbatch, slots))
+    except ValueError as e:
+        raise PlanningError(str(e)) from None
 
 
 def compile_accumulate(

@@ -13,7 +13,7 @@ from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
 
-from .compile import compile_accumulate
+from .compile import compile_accumulate, refuse_implementations
 from .engine_options import EngineOptions
 from .evaluation import held_out_losses
 from .prepared_task import PreparedTask
@@ -133,6 +133,16 @@ class Engine:
         self._slots.add(tasks)
         if before != (self._slots.layout, self._slots.pool.dropout):
             self._forward = None
+
+    def refuse_implementations(self) -> None:
+        """Checks that the implementations of attention and of the linears with adapters that the
+        options name can serve the registered tasks. Call it before training, which would end there.
+
+        Raises:
+          PlanningError: an implementation cannot serve this device, these dtypes or sizes.
+        """
+        dropout = self._slots.pool.dropout
+        refuse_implementations(self.backbone, self.options, dropout, self.state)
 
     def release(self, name: str) -> None:
         """Removes a task, whose place another task can then take. The engine no longer has its

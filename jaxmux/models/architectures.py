@@ -131,7 +131,9 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
         raise BackboneError(f"{where}: should be a JSON object, found {type(raw).__name__}")
     try:
         return _parse(raw, where)
-    except (TypeError, KeyError, IndexError, AttributeError) as e:
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as e:
+        if isinstance(e, BackboneError):
+            raise
         raise BackboneError(f"{where}: a value is missing or has the wrong type ({e})") from None
 
 

@@ -40,7 +40,7 @@ def resolve_targets(
     # A single name would be an expression that matches no full name.
     is_expression = isinstance(target_modules, str) and target_modules not in _NAMES
     patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
-    if not patterns:
+    if not target_modules:
         raise ValueError("target_modules is empty")
     for pattern in patterns:
         found = False

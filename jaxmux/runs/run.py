@@ -136,6 +136,7 @@ def fine_tune(
         )
         engine = Engine(model, engine_options, admission)
         engine.register_tasks(prepared)
+        engine.refuse_implementations()
         directory.begin(fingerprints, shape, config_text)
         checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
         with closing(checkpoints), closing(engine):

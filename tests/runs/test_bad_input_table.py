@@ -133,8 +133,8 @@ OTHER_SETTINGS = {
     "rank above every width": (["tiny/LoRA.rank=33"], "task 'tiny': rank is 33, but no linear"),
     "huge rank": (["tiny/LoRA.rank=10**30"], "10**30"),
     "row too short": (
-        ["fine_tune.row_len=64", "tiny/Task.data='LONG'"],
-        "task 'tiny': its longest",
+        ["fine_tune.row_len=64", "tiny/Task.data='LONG_DATA'"],
+        "task 'tiny': its longest sample",
     ),
     "row no power of two": (["fine_tune.row_len=100"], "100"),
     "chunk no power of two": (["fine_tune.chunk_len=96"], "96"),
@@ -160,7 +160,7 @@ OTHER_SETTINGS = {
     "unknown parameter": (["tiny/LoRA.rnak=8"], "rnak"),
     "unknown class": (["tiny/Task.optimizer=@Adafactor()"], "'@Adafactor()'; there are fine_tune"),
     "unknown scope": (["tyni/LoRA.rank=8"], "nothing in the config uses the scope 'tyni'"),
-    "import": (["import os"], "configs may not import modules"),
+    "import": (["import os"], "unknown argument --gin.import os"),
     "unclosed bracket": (["tiny/LoRA.target_modules=['q'"], ""),
     "no value": (["tiny/LoRA.rank="], ""),
     "expression": (["tiny/LoRA.rank=2+2"], ""),
@@ -311,11 +311,11 @@ def test_bad_field(bindings, expected, refused):
 
 
 @pytest.mark.parametrize(("bindings", "expected"), OTHER_SETTINGS.values(), ids=OTHER_SETTINGS)
-def test_bad_setting(bindings, expected, refused, data, tmp_path):
+def test_bad_setting(bindings, expected, refused, write_lines, tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     places = {
         "LONG_PROMPT": "red " * 5000,
-        "LONG": data["long"],
+        "LONG_DATA": write_lines({"prompt": "red", "completion": " apple" * 100}),
         "FOLDER.jsonl": str(tmp_path / "folder.jsonl"),
     }
     for name, value in places.items():
@@ -377,12 +377,10 @@ def test_adapter_of_another_backbone(refused, earlier, backbone, tmp_path):
     assert f"{adapter}: was trained on another backbone ({backbone})" in line
 
 
-@pytest.mark.parametrize(
-    "extra", [["--gin_file=nowhere.gin"], ["--restrat"], ["tiny.gin"]], ids=str
-)
-def test_bad_arguments(extra, refused, config, capsys):
+@pytest.mark.parametrize("extra", ["--gin_file=nowhere.gin", "--restrat", "tiny.gin"])
+def test_bad_arguments(extra, config, capsys):
     try:
-        assert main([f"--gin_file={config}", *extra]) == 2
+        assert main([f"--gin_file={config}", extra]) == 2
     except SystemExit as e:
         assert e.code == 2
-    assert extra[0].removeprefix("--gin_file=") in capsys.readouterr().err
+    assert extra.removeprefix("--gin_file=") in capsys.readouterr().err
