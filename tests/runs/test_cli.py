@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -288,3 +289,18 @@ def test_config_that_is_no_text_is_named(refused, tmp_path):
     config = tmp_path / "binary.gin"
     config.write_bytes(b"\xff\xfe\x00")
     assert str(config) in refused(f"--gin_file={config}")
+
+
+def test_training_goes_on_when_the_reader_of_its_output_is_gone(write_config, tmp_path):
+    """As in `jaxmux train … | head -1`, on a terminal that knows only ASCII."""
+    command = [sys.executable, "-m", "jaxmux.train", f"--gin_file={write_config()}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([*command, f"--run_dir={tmp_path}"], env=environment, **pipes)
+    assert process.stdout.readline().startswith("task tiny: 14 samples")
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=120) == 0, error
+    assert "the reader of the output is gone; training goes on in silence" in error
+    assert "Traceback" not in error
+    assert (tmp_path / "summary.json").exists()
