@@ -209,6 +209,12 @@ class Engine:
         busy with earlier rounds in this time."""
         return self._stream.seconds_waited
 
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        """The remat policy of every layer, or one policy for all layers, with which the training
+        program is compiled; None before it is."""
+        return self._forward.remat if self._forward else None
+
     def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
         """Dispatches a round (one global batch of every live task), and returns the results of the
         round before it.

@@ -136,6 +136,10 @@ class RunConsole:
             f"({summary.effective_tokens_per_second:,.0f} without padding, "
             f"{summary.padding_fraction:.0%} padding), {summary.wall_seconds:.0f} s"
         )
+        if summary.peak_memory_bytes is not None:
+            predicted = summary.predicted_memory_bytes
+            note = f" (predicted: {predicted / 2**30:.1f} GiB)" if predicted else ""
+            self.say(f"peak memory {summary.peak_memory_bytes / 2**30:.1f} GiB{note}")
         for name, task in summary.tasks.items():
             if task["status"] == "succeeded":
                 self.say(f"adapter {name}: {directory.adapter(name)}")

@@ -21,6 +21,7 @@ from jaxmux.models import (
     backbone_fingerprint,
     device_memory,
     load_backbone,
+    planned_remat,
 )
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter, is_adapter_folder, kind_of
@@ -144,7 +145,7 @@ def fine_tune(
             with closing(MetricsWriter(directory, position, console.say)) as metrics:
                 every = options.checkpoint_every
                 _train(engine, directory, checkpoints, metrics, position, every, console, stop)
-                summary = _finish(engine, directory, metrics, position)
+                summary = _finish(engine, directory, metrics, position, admission)
         _show_samples(engine, model, tokenizer, options.sample_tokens, console)
         console.summarise(summary, directory, config)
         return summary
@@ -250,7 +251,11 @@ def _train(
 
 
 def _finish(
-    engine: Engine, directory: RunDirectory, metrics: MetricsWriter, position: RunPosition
+    engine: Engine,
+    directory: RunDirectory,
+    metrics: MetricsWriter,
+    position: RunPosition,
+    admission: Admission | None,
 ) -> Summary:
     succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
     _evaluate(engine, succeeded, "eval_loss")
@@ -263,9 +268,17 @@ def _finish(
     metrics.write_held_out({name: p.eval_loss_first for name, p in progress.items()}, 0)
     metrics.write_held_out({name: p.eval_loss for name, p in progress.items()}, position.rounds)
     plot_losses(directory.metrics, directory.loss_plot)
-    summary = Summary.of(engine, position)
+    summary = Summary.of(engine, position, _predicted_memory(engine, admission))
     write_atomically(directory.summary, summary.to_json())
     return summary
+
+
+def _predicted_memory(engine: Engine, admission: Admission | None) -> int | None:
+    """The peak memory that was predicted before training, in bytes; None if it is not known."""
+    if admission is None or engine.remat is None:
+        return None
+    pools = [engine.prepared(name).pool for name in engine.names]
+    return int(admission.peak(pools, planned_remat(engine.remat)))
 
 
 def _evaluate(engine: Engine, names: Sequence[str], field: str) -> None:

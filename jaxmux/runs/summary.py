@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.engine import Engine
+from jaxmux.models import device_peak
 
 from .checkpoints import RunPosition
 
@@ -37,6 +38,10 @@ class Summary(NamedTuple):
       wall_seconds: seconds spent training, summed over all calls that continued the training run.
         Compilation is included; loading and the evaluations are not.
       versions: versions of the packages jaxmux, jax, jaxlib, flax and optax.
+      peak_memory_bytes: most bytes of the device's memory in use at the same time in this process;
+        None if the device does not report it, as a CPU.
+      predicted_memory_bytes: the peak that the memory model predicted before training; None if it
+        is not known.
     """
 
     tasks: dict[str, dict[str, Any]]
@@ -45,6 +50,8 @@ class Summary(NamedTuple):
     padding_fraction: float
     wall_seconds: float
     versions: dict[str, str]
+    peak_memory_bytes: int | None = None
+    predicted_memory_bytes: int | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -52,12 +59,15 @@ class Summary(NamedTuple):
         return all(task["status"] == "succeeded" for task in self.tasks.values())
 
     @classmethod
-    def of(cls, engine: Engine, position: RunPosition) -> "Summary":
+    def of(
+        cls, engine: Engine, position: RunPosition, predicted_memory_bytes: int | None = None
+    ) -> "Summary":
         """The summary of a finished training run.
 
         Args:
           engine: the engine, after training.
           position: the final position of the training run.
+          predicted_memory_bytes: the peak that the memory model predicted; None if unknown.
         """
         tasks = {name: _task_summary(engine, name) for name in engine.names}
         useful = sum(task["tokens"] for task in tasks.values())
@@ -69,6 +79,8 @@ class Summary(NamedTuple):
             padding_fraction=1 - useful / max(1, position.computed_tokens),
             wall_seconds=position.train_seconds,
             versions={p: version(p) for p in ("jaxmux", "jax", "jaxlib", "flax", "optax")},
+            peak_memory_bytes=device_peak(),
+            predicted_memory_bytes=predicted_memory_bytes,
         )
 
     @classmethod
