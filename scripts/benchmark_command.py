@@ -17,7 +17,7 @@ The time of a step comes from the time stamps in metrics.jsonl: the median of th
 round to the next, divided by the microbatches of a round. For a dry run on CPU:
 
   python scripts/benchmark_command.py --out /tmp/dry.json --hidden 256 --layers 1 --vocab 512 \
-      --tasks 2 --length 64 --small_length 64 --steps 8 --no-peft --no-limits
+      --tasks 2 --length 64 --small_length 64 --steps 14 --no-peft --no-limits
 """
 
 import argparse
@@ -33,10 +33,12 @@ from pathlib import Path
 
 import numpy as np
 from benchmark_records import Record, RecordFile, installed_versions, make_record
-from benchmark_step import PEFT, WARM_UP_ROUNDS, llama_config, peft_record, with_baseline
+from benchmark_step import PEFT, llama_config, peft_record, with_baseline
 
 # Samples of a task's global batch, so that a round has two microbatches of 8,192 tokens.
 BATCH = 2
+# Rounds that are not measured: the first ones compile, and wait for the device before each update.
+WARM_UP_ROUNDS = 10
 
 _MAKE_BACKBONE = """
 import sys, json

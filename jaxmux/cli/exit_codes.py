@@ -49,7 +49,14 @@ def exit_code_of(run: Callable[[], int]) -> int:
         return _fail(BROKE, f"error: {e.filename or 'input or output'}: {e.strerror or e}")
     except MemoryError:
         return _fail(BROKE, "error: the host has no memory left")
-    except Exception:
+    except Exception as e:
+        if "RESOURCE_EXHAUSTED" in str(e):
+            return _fail(
+                BROKE,
+                "error: the device ran out of memory; the same command continues from the last "
+                "checkpoint, with --gin.fine_tune.memory_gib=… below what it has, or a smaller "
+                "tokens_per_microbatch in another run_dir",
+            )
         traceback.print_exc()
         return BROKE
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
 
-from .compile import compile_accumulate, refuse_implementations
+from .compile import compile_accumulate, keep_small_arrays_together, refuse_implementations
 from .engine_options import EngineOptions
 from .evaluation import held_out_losses
 from .prepared_task import PreparedTask
@@ -25,6 +26,8 @@ from .slots import Slots
 from .train_state import SlotState, TrainState, with_empty_accumulators
 
 _log = logging.getLogger("jaxmux")
+# Rounds after a compilation in which the host waits for the device before each update.
+_TRIAL_ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,17 @@ class _Pending:
     round: Round
     learning_rates: dict[int, float]
     stats: UpdateStats
+
+
+def _fits(call: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a call returns without running out of the device's memory."""
+    try:
+        call(*arguments)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return False
+    return True
 
 
 class Engine:
@@ -96,8 +110,10 @@ class Engine:
         # The forward pass that training is compiled for, until a task does not fit it.
         self._forward: ForwardOptions | None = None
         self._peak = 0
-        # How often the device ran out of memory.
+        # How often the device ran out of memory, and the rounds until the program counts as tried.
         self._leaner_by = 0
+        self._trial_rounds = 0
+        self._guard: jax.Array | None = None
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Adds tasks to be trained from their first step.
@@ -247,26 +263,28 @@ class Engine:
         updates: list[TaskUpdate] = []
         slots = jax.device_put(current.slots)
         for microbatch in current.microbatches[self._dispatched :]:
-            try:
-                self._accumulate(microbatch.arrays, slots)
-            except jax.errors.JaxRuntimeError as e:
-                if "RESOURCE_EXHAUSTED" not in str(e):
-                    raise
-                updates += self.drain()
-                self._begin_round_again()
-                return updates + self.train_round(stop)
+            if not _fits(self._accumulate, microbatch.arrays, slots):
+                return self._train_round_again(stop)
             if stop():
                 updates += self.drain()
                 # A round that has lost a task would be packed otherwise next time: finish it first.
                 if all(self._slots[slot].running for slot in current.steps):
                     return updates
         updates += self.drain()
+        if self._trial_rounds:
+            # A GPU says only afterwards that it ran out of memory. Before the update it is not too
+            # late.
+            if not _fits(jax.block_until_ready, self.state.loss):
+                return updates + self._train_round_again(stop)
+            self._trial_rounds -= 1
         self._dispatch_update(current)
         return updates
 
     def _accumulate(self, microbatch: Microbatch, slots: SlotTable) -> None:
         """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
         if self._forward is None:
+            self._trial_rounds = _TRIAL_ROUNDS
+            self._guard = self._guard or keep_small_arrays_together()
             self._forward = compile_accumulate(
                 self.backbone,
                 self.options,
@@ -284,9 +302,10 @@ class Engine:
         self.microbatches += 1
         self._dispatched += 1
 
-    def _begin_round_again(self) -> None:
-        """Goes back to the first microbatch of the round after the device ran out of memory. Layers
+    def _train_round_again(self, stop: Callable[[], bool]) -> list[TaskUpdate]:
+        """Trains the round from its first microbatch, after the device ran out of memory. Layers
         recompute more from now on. The accumulators were donated to the program that failed."""
+        updates = self.drain()
         self._leaner_by += 1
         self._forward = None
         _log.warning(
@@ -301,6 +320,7 @@ class Engine:
             self._accumulated = {}
             self._current = None
             self._stream.close()
+        return updates + self.train_round(stop)
 
     def accumulated(self, name: str) -> list[int]:
         """The samples of a task's unfinished global batch whose gradients are already accumulated.

@@ -60,6 +60,26 @@ def test_the_round_is_done_again(numbers, fail_at, make_task, make_engine, train
     assert_same_training(found, found_updates, expected, expected_updates)
 
 
+def test_a_failure_that_is_reported_later_is_noticed_before_the_update(
+    make_task, make_engine, train, monkeypatch
+):
+    """As on a GPU, which reports that it ran out of memory only when it is asked."""
+    expected = make_engine(*tasks(make_task), remat="norms")
+    expected_updates = train(expected)
+    wait, seen = jax.block_until_ready, itertools.count()
+
+    def failing(arrays):
+        if next(seen) == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return wait(arrays)
+
+    monkeypatch.setattr(jax, "block_until_ready", failing)
+    found = make_engine(*tasks(make_task), remat="norms")
+    found_updates = train(found)
+    assert next(seen) > 5
+    assert_same_training(found, found_updates, expected, expected_updates)
+
+
 def test_a_restored_round_is_packed_anew(fail_at, make_task, make_engine, train, monkeypatch):
     """Its accumulated gradients are lost with the donated arrays."""
     expected = make_engine(*tasks(make_task), remat="norms")
