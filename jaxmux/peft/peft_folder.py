@@ -90,9 +90,23 @@ def export_adapter(
     weights, description = folder / ".weights.partial", folder / ".config.partial"
     metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
     save_file(tensors, weights, metadata=metadata)
+    _sort_metadata(weights)
     description.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     weights.replace(folder / _WEIGHTS)
     description.replace(folder / _SETTINGS)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata in a safetensors file, whose order is otherwise another one each time, so
+    that equal adapters are equal files."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(
+            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        )
 
 
 def import_adapter(

@@ -24,7 +24,7 @@ METRICS += ["skipped", "time"]
 TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last", "eval_loss"}
 TASK_SUMMARY |= {"eval_target_tokens", "target_tokens", "tokens"}
 SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding_fraction"}
-SUMMARY |= {"wall_seconds", "versions"}
+SUMMARY |= {"wall_seconds", "versions", "peak_memory_bytes", "predicted_memory_bytes"}
 # A first update that makes every forward pass after it overflow.
 DESTRUCTIVE = {"optimizer": SGD(1e30, clip_norm=None), "adapter": LoRA(rank=4, alpha=64.0)}
 
