@@ -71,7 +71,10 @@ def template(
 
 
 def template_order(workload: Workload) -> list[int]:
-    """Returns the order in which `template` runs microbatches, as indices for `Workload.reorder`.
+    """Returns the order in which `template`, MuxTune's pipeline schedule, starts microbatches.
+
+    `template` reorders a workload by itself. The result, as indices for `Workload.reorder`, lets
+    other schedules run the same order, and relates entries of the schedule to the workload.
 
     Microbatches are ordered by round, then by bucket (group of tasks that are packed together), the
     slowest bucket first, then by their place in the workload. Round n holds the n-th step (global
