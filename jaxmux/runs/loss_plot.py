@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from .metrics import read_metrics
 
@@ -19,6 +18,9 @@ def plot_losses(metrics: Path, path: Path) -> None:
       metrics: path of metrics.jsonl.
       path: the PNG file to write.
     """
+    # Importing matplotlib takes half a second, which the start of training need not wait for.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
     lines = read_metrics(metrics)

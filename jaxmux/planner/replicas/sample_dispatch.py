@@ -1,7 +1,8 @@
 """Divides the sequences of a round among replicas so that the slowest is fast (LobRA 4.3, Eq. 3).
 
 Replicas of one configuration share its sequences evenly. The integer program therefore has a
-variable for each configuration and length bin, but none for a replica. Its optimum is a lower bound
+variable for each configuration and length bin, but none for a replica. For few sequences, a second
+one has variables for each replica. Its optimum is a lower bound
 on the time of every assignment of sequences to single replicas, and the reported gap is measured
 from that bound.
 """
@@ -16,6 +17,11 @@ from .cost_table import CostTable, Replica, SequenceCosts, require_service, tabu
 from .greedy_dispatch import dispatch_greedily, exchange_sequences, split_evenly
 from .length_bins import LengthBins
 
+# With this many sequences or fewer, dividing those of a configuration evenly among its replicas may
+# take much longer than necessary. Then an integer program with variables for each replica is
+# solved, in this many times the time limit.
+_FEW_SEQUENCES = 50
+_MORE_TIME = 10
 # After this many halvings an interval is as short as rounding.
 _HALVINGS = 50
 
@@ -71,7 +77,8 @@ def dispatch_samples(
         `choose_length_bins`.
       model: times and memory of a replica, for example `ModelledSequenceCosts`.
       gap: fraction above the optimum at which the solver may stop; 0.01 is 1%.
-      time_limit: seconds of computation after which the solver stops.
+      time_limit: seconds of computation after which the solver stops. For at most 50 sequences, it
+        may take ten times as long to assign them to single replicas.
 
     Returns:
       The number of sequences of each bin that each replica serves, with the predicted time.
@@ -110,6 +117,19 @@ def _dispatch(
         if counts is not None:
             solved = _assign_replicas(costs, number, counts, (1 + gap) * bound)
             found = min(found, solved, key=lambda one: one.round_seconds)
+    if demand.sum() <= _FEW_SEQUENCES and found.round_seconds > (1 + gap) * bound:
+        # Every replica is a configuration of its own, so that nothing is divided evenly.
+        each = np.repeat(np.arange(len(number)), number)
+        given = costs.of(each), np.ones_like(each), demand, found.round_seconds, gap
+        counts, proven = _solve(*given, _MORE_TIME * time_limit)
+        bound = max(bound, proven)
+        if counts is not None:
+            seconds = float((costs.constant[each] + given[0].seconds_of(counts)).max())
+            if seconds < found.round_seconds:
+                split = np.split(counts, np.cumsum(number)[:-1])
+                found = SampleDispatch(
+                    dict(zip(costs.configurations, split, strict=True)), seconds, 0.0
+                )
     return found._replace(bound=bound)
 
 
