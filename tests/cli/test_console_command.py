@@ -39,6 +39,11 @@ def test_the_console_script_is_main():
     assert script.load() is main
 
 
+def test_the_package_is_a_command_too():
+    result = run_module("jaxmux", "--version")
+    assert result.stdout.startswith(f"jaxmux {version('jaxmux')}\n")
+
+
 def test_the_help_describes_every_command(capsys):
     assert exit_code("--help") == 0
     shown = capsys.readouterr().out

@@ -20,6 +20,12 @@ CASES = {
         3,
         "error: runs/a/metrics.jsonl: No space left on device\n",
     ),
+    "missing package": (
+        ModuleNotFoundError("No module named 'orbax'", name="orbax"),
+        2,
+        "error: the package orbax is missing; install jaxmux with all that it needs: "
+        "pip install . (on a GPU: pip install '.[cuda13]')\n",
+    ),
     "host memory": (MemoryError(), 3, "error: the host has no memory left\n"),
     "stopped while starting": (
         Interrupted(signal.SIGTERM, saved=False),
