@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DataError
 from .record_forms import RenderedText, TextRange, required_field, valid_text
 from .sources import LossOn, Record
-from .time_limit import TimeLimitExceeded
+from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,10 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def render_chat(
-    record: Record, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn
+    record: Record,
+    tokenizer: "PreTrainedTokenizerBase",
+    loss_on: LossOn,
+    limit: TimeLimit | None = None,
 ) -> RenderedText:
     """Renders a "messages" record; the target ranges are the parts that the assistant generates.
 
@@ -37,6 +40,7 @@ def render_chat(
       record: a record whose field "messages" is a list of {"role", "content"} objects.
       tokenizer: a tokenizer with a chat template.
       loss_on: as in `Source`; "all" makes the whole text one target range.
+      limit: time limit of each call of the template; None for no limit.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
@@ -46,13 +50,13 @@ def render_chat(
     messages = _valid_messages(record)
     template = require_chat_template(record, tokenizer)
     if loss_on == "all":
-        text = _apply(record, tokenizer, messages)
+        text = _apply(record, tokenizer, messages, limit)
         ranges = None
     elif _GENERATION_BLOCK.search(template):
-        text, ranges = _render_generation_blocks(record, tokenizer, template, messages)
+        text, ranges = _render_generation_blocks(record, tokenizer, template, messages, limit)
     else:
-        text = _apply(record, tokenizer, messages)
-        ranges = _ranges_by_prefix(record, tokenizer, messages, text)
+        text = _apply(record, tokenizer, messages, limit)
+        ranges = _ranges_by_prefix(record, tokenizer, messages, text, limit)
     return RenderedText(
         valid_text(record, "the rendered chat", text), ranges, has_special_tokens=True
     )
@@ -101,23 +105,28 @@ def _apply(
     record: Record,
     tokenizer: "PreTrainedTokenizerBase",
     messages: Messages,
+    limit: TimeLimit | None,
     add_generation_prompt: bool = False,
 ) -> str:
-    with _template_errors(record, tokenizer):
+    with _template_errors(record, tokenizer, limit):
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
 
 def _render_generation_blocks(
-    record: Record, tokenizer: "PreTrainedTokenizerBase", template: str, messages: Messages
+    record: Record,
+    tokenizer: "PreTrainedTokenizerBase",
+    template: str,
+    messages: Messages,
+    limit: TimeLimit | None,
 ) -> tuple[str, tuple[TextRange, ...]]:
     # `apply_chat_template(return_assistant_tokens_mask=True)` calls this function too, but if a
     # block ends in a character that the tokenizer drops, its mask of tokens extends to the end of
     # the chat. The ranges of characters are exact.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    with _template_errors(record, tokenizer):
+    with _template_errors(record, tokenizer, limit):
         (text,), (blocks,) = render_jinja_template(
             conversations=[messages],
             chat_template=template,
@@ -134,7 +143,11 @@ def _render_generation_blocks(
 
 
 def _ranges_by_prefix(
-    record: Record, tokenizer: "PreTrainedTokenizerBase", messages: Messages, text: str
+    record: Record,
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    text: str,
+    limit: TimeLimit | None,
 ) -> tuple[TextRange, ...]:
     ranges = []
     for number, message in enumerate(messages):
@@ -145,8 +158,8 @@ def _ranges_by_prefix(
                 f"{record.where}: the conversation begins with an assistant message, which no "
                 'generation prompt precedes; begin with a user message or use loss_on="all"'
             )
-        before = _apply(record, tokenizer, messages[:number], add_generation_prompt=True)
-        through = _apply(record, tokenizer, messages[: number + 1])
+        before = _apply(record, tokenizer, messages[:number], limit, add_generation_prompt=True)
+        through = _apply(record, tokenizer, messages[: number + 1], limit)
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"{record.where}: the chat template of {tokenizer.name_or_path} does not preserve "
@@ -160,7 +173,11 @@ def _ranges_by_prefix(
 
 
 @contextmanager
-def _template_errors(record: Record, tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
+def _template_errors(
+    record: Record, tokenizer: "PreTrainedTokenizerBase", limit: TimeLimit | None
+) -> Iterator[None]:
+    if limit is not None:
+        limit.restart()
     try:
         yield
     except Exception as error:  # a template is a program and may raise anything

@@ -14,7 +14,7 @@ class TimeLimit:
     """Raises `TimeLimitExceeded` in the thread that takes too long between two calls of `restart`.
 
     Only Python code can be stopped, such as that to which Jinja compiles a template. Use it as a
-    context manager in the thread that runs the code.
+    context manager, any number of times, in the thread that runs the code.
     """
 
     def __init__(self, seconds: float):
@@ -24,14 +24,12 @@ class TimeLimit:
           seconds: the longest time from one call of `restart` to the next, or to the end.
         """
         self.seconds = seconds
-        self._thread = threading.get_ident()
-        self._deadline = time.monotonic() + seconds
-        self._ended = threading.Event()
         self._lock = threading.Lock()
 
     def __enter__(self) -> "TimeLimit":
+        self._thread, self._ended = threading.get_ident(), threading.Event()
         self.restart()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._ended,), daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, error: object, trace: TracebackType | None) -> None:
@@ -42,10 +40,10 @@ class TimeLimit:
         """Begins a new period."""
         self._deadline = time.monotonic() + self.seconds
 
-    def _watch(self) -> None:
-        while not self._ended.wait(max(0.01, self._deadline - time.monotonic())):
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(max(0.01, self._deadline - time.monotonic())):
             with self._lock:
-                if not self._ended.is_set() and time.monotonic() > self._deadline:
+                if not ended.is_set() and time.monotonic() > self._deadline:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(self._thread), ctypes.py_object(TimeLimitExceeded)
                     )

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import batched, chain
 from pathlib import Path
@@ -16,13 +17,13 @@ from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
-from .time_limit import TimeLimit
+from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECORDS_PER_CALL = 1024
-# Rendering one record takes less than a millisecond, unless the chat template loops.
+# One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
 
@@ -201,23 +202,28 @@ def _tokenize(
         return
     if form == "messages":
         require_chat_template(first, tokenizer)
-        render_record = partial(render_chat, tokenizer=tokenizer, loss_on=source.loss_on)
+        limit = TimeLimit(_TEMPLATE_SECONDS)
+        render_record = partial(
+            render_chat, tokenizer=tokenizer, loss_on=source.loss_on, limit=limit
+        )
     else:
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a "
                 "text"
             )
+        limit = nullcontext()
         render_record = partial(render, form=form, loss_on=source.loss_on)
     for group in batched(chain([first], records), _RECORDS_PER_CALL):
         rendered: list[tuple[Record, RenderedText]] = []
-        with TimeLimit(_TEMPLATE_SECONDS) as limit:
+        with limit:
             for record in group:
-                limit.restart()
                 try:
                     rendered.append((record, render_record(special.treated(record))))
                 except DataError as error:
                     refuse(error)
+                except TimeLimitExceeded:
+                    refuse(DataError(f"{record.where}: rendering the record takes too long"))
         for record, sample in _tokenize_group(rendered, tokenizer):
             if sample is not None:
                 yield record, sample

@@ -12,8 +12,15 @@ class InputError(ValueError):
     to do."""
 
 
-class Interrupted(Exception):
+class OutOfDeviceMemory(RuntimeError):
+    """Training needs more memory than the device has, however much is computed again. The message
+    says what would need less."""
+
+
+class Interrupted(BaseException):
     """SIGINT, SIGTERM or SIGHUP stopped a training run. The same call of `fine_tune` continues it.
+
+    Like `KeyboardInterrupt`, it is no `Exception`, so code that handles all errors lets it pass.
 
     Attributes:
       signal_number: number of the signal, for example `signal.SIGTERM`.

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from jaxmux.errors import InputError, Interrupted
+from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory
 
 TASK_FAILED, REFUSED, BROKE = 1, 2, 3
 
@@ -57,7 +57,12 @@ def exit_code_of(run: Callable[[], int]) -> int:
         )
     except MemoryError:
         return _fail(BROKE, "error: the host has no memory left")
+    except OutOfDeviceMemory as e:
+        return _fail(BROKE, f"error: {e}")
     except Exception as e:
+        if "RESOURCE_EXHAUSTED" in str(e) and isinstance(e, ValueError):
+            # The library that writes checkpoints says so of a full disk.
+            return _fail(BROKE, f"error: a checkpoint cannot be written: {str(e).splitlines()[0]}")
         if "RESOURCE_EXHAUSTED" in str(e):
             return _fail(
                 BROKE,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data.microbatch import Microbatch, fill_microbatch
+from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models import (
     Backbone,
     ForwardOptions,
@@ -124,7 +125,7 @@ def compile_accumulate(
       The options of the compiled forward pass.
 
     Raises:
-      PlanningError: all layers recompute everything, and it was not enough.
+      OutOfDeviceMemory: all layers recompute everything, and it was not enough.
     """
     forward = forward_options(backbone, options, dropout)
     remat, memory = options.remat, options.memory or device_memory()
@@ -138,7 +139,7 @@ def compile_accumulate(
         remat = leaner(per_layer(remat, backbone.config.num_layers))
         if remat is None:
             tokens = options.shape.tokens
-            raise PlanningError(
+            raise OutOfDeviceMemory(
                 f"a microbatch of {tokens} tokens does not fit into the device's memory, even if "
                 f"all values are computed again; try tokens_per_microbatch={tokens // 2}, or fewer "
                 "or smaller tasks"

@@ -264,7 +264,7 @@ class Engine:
         slots = jax.device_put(current.slots)
         for microbatch in current.microbatches[self._dispatched :]:
             if not _fits(self._accumulate, microbatch.arrays, slots):
-                return self._train_round_again(stop)
+                return updates + self._train_round_again(stop)
             if stop():
                 updates += self.drain()
                 # A round that has lost a task would be packed otherwise next time: finish it first.
@@ -284,7 +284,8 @@ class Engine:
         """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
         if self._forward is None:
             self._trial_rounds = _TRIAL_ROUNDS
-            self._guard = self._guard or keep_small_arrays_together()
+            if self._guard is None:
+                self._guard = keep_small_arrays_together()
             self._forward = compile_accumulate(
                 self.backbone,
                 self.options,

@@ -1,5 +1,6 @@
 """A fingerprint of a backbone's folder, by which a changed backbone is recognised."""
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -17,8 +18,9 @@ _LONGEST_HEADER = 100_000_000
 def backbone_fingerprint(folder: str | Path) -> str:
     """A hash of a backbone that takes milliseconds, because it reads only parts of the weights.
 
-    It covers config.json and, of every tensor, the name, the dtype, the shape, and the bytes at its
-    start, middle and end. It does not depend on the folder's name or on the division into shards.
+    It covers the settings that jaxmux reads from config.json and, of every tensor, the name, the
+    dtype, the shape, and the bytes at its start, middle and end. It does not depend on the folder's
+    name or on the division into shards.
 
     Args:
       folder: Hugging Face checkpoint folder with config.json and safetensors.
@@ -30,8 +32,7 @@ def backbone_fingerprint(folder: str | Path) -> str:
       BackboneError: a file is missing or cannot be read; the message names it.
     """
     folder = Path(folder)
-    BackboneConfig.from_folder(folder)  # refuses a missing or damaged config.json
-    config = json.loads((folder / "config.json").read_text())
+    config = dataclasses.asdict(BackboneConfig.from_folder(folder))
     tensors = dict(tensor for path in shards(folder) for tensor in _tensors(path))
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, (description, sample) in sorted(tensors.items()):

@@ -98,7 +98,7 @@ class Checkpoints:
 
     def restore(self, engine: Engine) -> RunPosition | None:
         """Restores every task of the engine from the newest checkpoint that is not damaged.
-        Damaged checkpoints that are newer are deleted.
+        Damaged checkpoints that are newer are renamed to "damaged.NUMBER".
 
         Args:
           engine: an engine in which the tasks of the training run are registered.
@@ -118,7 +118,7 @@ class Checkpoints:
         if found is None:
             return None
         step, run, arrays = found
-        self._delete_newer(step)
+        self._set_newer_aside(step)
         for name in engine.names:
             task = run["tasks"][name]
             progress = TaskProgress.from_json(task["progress"])
@@ -141,12 +141,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(self._folder, options=options)
 
-    def _delete_newer(self, step: int) -> None:
+    def _set_newer_aside(self, step: int) -> None:
         newer = [other for other in self._manager.all_steps() if other > step]
         if newer:
             self._manager.close()
             for other in newer:
-                shutil.rmtree(self._folder / str(other))
+                aside = self._folder / f"damaged.{other}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._folder / str(other)).rename(aside)
             self._manager = self._open()
 
 
@@ -211,7 +213,7 @@ def _newest_intact(
     for step in steps:
         try:
             found = (step, *_read(manager, step, templates))
-        except RunDirectoryError:
+        except (RunDirectoryError, MemoryError):
             raise
         except Exception as e:  # orbax passes on the errors of many libraries
             problems.append(f"the checkpoint of step {step} is damaged ({_first_line(e)})")

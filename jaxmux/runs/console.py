@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from rich import box
@@ -224,9 +225,11 @@ class _PatientOutput(io.TextIOBase):
             return
         try:
             use(self._stream)
-        except BrokenPipeError:
+        except OSError:
             self._stream = None
-            print("the reader of the output is gone; training goes on in silence", file=sys.stderr)
+            with suppress(OSError):
+                gone = "the reader of the output is gone; training goes on in silence"
+                print(gone, file=sys.stderr)
             # Python flushes standard output once more when it exits.
             sys.stdout = open(os.devnull, "w")
 

@@ -36,7 +36,10 @@ class MetricsWriter:
             )
             length = _end_of_line(self._file, size)
         self._file.truncate(length)
-        self._tensorboard = SummaryWriter(str(directory.tensorboard), purge_step=position.rounds)
+        self._say = say
+        self._tensorboard: SummaryWriter | None = SummaryWriter(
+            str(directory.tensorboard), purge_step=position.rounds
+        )
 
     def write(self, updates: Iterable[TaskUpdate]) -> None:
         """Appends one line for each update, with the time of day in seconds since 1970. Numbers
@@ -45,19 +48,18 @@ class MetricsWriter:
         Args:
           updates: the updates.
         """
-        lines = []
-        for update in updates:
-            line = {key: _json_number(value) for key, value in update._asdict().items()}
-            line["time"] = round(time.time(), 3)
-            lines.append(json.dumps(line).encode() + b"\n")
-            for name in ("loss", "lr", "grad_norm"):
-                if math.isfinite(value := getattr(update, name)):
-                    self._tensorboard.add_scalar(f"{name}/{update.task}", value, update.step)
+        updates = list(updates)
         try:
-            self._file.writelines(lines)
+            for update in updates:
+                line = {key: _json_number(value) for key, value in update._asdict().items()}
+                line["time"] = round(time.time(), 3)
+                self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
         except OSError as e:
             raise OSError(e.errno, e.strerror, self._file.name) from None
+        for update in updates:
+            for name in ("loss", "lr", "grad_norm"):
+                self._add_scalar(f"{name}/{update.task}", getattr(update, name), update.step)
 
     def write_held_out(self, losses: Mapping[str, float | None], step: int) -> None:
         """Writes losses of held-out data to TensorBoard.
@@ -68,7 +70,7 @@ class MetricsWriter:
         """
         for task, loss in losses.items():
             if loss is not None:
-                self._tensorboard.add_scalar(f"held_out_loss/{task}", loss, step)
+                self._add_scalar(f"held_out_loss/{task}", loss, step)
 
     def position(self) -> int:
         """Waits until metrics.jsonl is on disk; returns its length in bytes."""
@@ -76,8 +78,21 @@ class MetricsWriter:
         return self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
+        """Closes the files."""
         self._file.close()
-        self._tensorboard.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _add_scalar(self, name: str, value: float, step: int) -> None:
+        """Writes a value to TensorBoard if it is finite. Its writer is a thread that ends when the
+        disk is full, and then adding values would block for ever."""
+        if self._tensorboard is None or not math.isfinite(value):
+            return
+        if self._tensorboard.file_writer.event_writer._worker.is_alive():
+            self._tensorboard.add_scalar(name, value, step)
+        else:
+            self._tensorboard = None
+            self._say("TensorBoard's files cannot be written; training goes on without them")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -94,6 +94,7 @@ def fine_tune(
     if not tasks:
         raise TaskError("no tasks to train")
     check_names(tasks)
+    _refuse_own_adapters(tasks, Path(run_dir), restart)
     identity = {
         "format": FORMAT,
         "backbone": backbone,
@@ -149,6 +150,17 @@ def fine_tune(
         _show_samples(engine, model, tokenizer, options.sample_tokens, console)
         console.summarise(summary, directory, config)
         return summary
+
+
+def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
+    """TaskError if a task begins with an adapter that `restart` would delete."""
+    for task in tasks:
+        source = task.resume_from
+        if restart and source and Path(source).resolve().is_relative_to(run_dir.resolve()):
+            raise TaskError(
+                f"task {task.name!r}: restart would delete {source}, with which the task begins; "
+                "copy it to another place, or choose another run_dir"
+            )
 
 
 def _finished_summary(directory: RunDirectory, console: RunConsole) -> Summary | None:

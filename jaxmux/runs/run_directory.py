@@ -17,16 +17,17 @@ from jaxmux.tasks import TASK_NAME
 
 # The format of run.json. Files of older versions have no format number.
 FORMAT = 3
-# What a training run writes: by name, True for a folder. `restart` deletes nothing else.
+# What a training run writes: by name, True for a folder. `restart` deletes nothing else, in this
+# order: run.json proves that the others are ours until they are gone.
 _OWN = {
-    "run.json": False,
+    "summary.json": False,
     "config.gin": False,
     "metrics.jsonl": False,
-    "summary.json": False,
     "loss.png": False,
     "checkpoints": True,
     "adapters": True,
     "tensorboard": True,
+    "run.json": False,
 }
 # The length of a task may grow: a finished run is then extended.
 _LENGTH = re.compile(r"tasks\..+\.(steps|epochs)")
@@ -143,6 +144,9 @@ class RunDirectory:
         try:
             if self._restart:
                 self._clear()
+            if self.extended:
+                # It is the summary of the shorter training run.
+                self.summary.unlink(missing_ok=True)
             write_atomically(self.path / "run.json", json.dumps(record, indent=2) + "\n")
             if config_text is not None:
                 write_atomically(self.path / "config.gin", config_text)
@@ -161,6 +165,10 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._error("in use by another process") from None
+        except OSError as e:
+            raise self._error(
+                f"its file system cannot lock files ({e.strerror}); choose one that can"
+            ) from None
         found = {name for name in _OWN if os.path.lexists(self.path / name)}
         if found and "run.json" not in found:
             raise self._error(
@@ -178,8 +186,8 @@ class RunDirectory:
             self._refuse_other_identity()
 
     def _refuse_links(self, found: set[str]) -> None:
-        adapters = self.path / "adapters"
-        below = adapters.iterdir() if "adapters" in found and adapters.is_dir() else ()
+        adapters = [self.adapter(name) for name in self._identity["tasks"]]
+        below = [path for path in adapters if os.path.lexists(path)]
         for path in (*(self.path / name for name in found), *below):
             name = path.relative_to(self.path)
             if path.is_symlink():

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 from jaxmux.errors import Interrupted
@@ -43,7 +43,8 @@ class StopSignals:
                 # Whoever lets a process ignore SIGHUP (nohup) wants it to go on.
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
-                self._previous[number] = signal.signal(number, self._receive)
+                # None stands for a handler in C, which Python cannot set again.
+                self._previous[number] = signal.signal(number, self._receive) or signal.SIG_DFL
         return self
 
     def __exit__(
@@ -72,5 +73,6 @@ class StopSignals:
         signal.signal(number, self._previous[number])
         if not self._deferred:
             raise Interrupted(number, saved=self._saved)
-        # print() may be interrupted in the middle of itself.
-        os.write(2, _STOPPING)
+        # print() may be interrupted in the middle of itself, and the terminal may be gone.
+        with suppress(OSError):
+            os.write(2, _STOPPING)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import engine as engine_module
+from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models.remat_policies import leaner
-from jaxmux.planner import PlanningError
 
 
 @pytest.fixture
@@ -47,7 +47,12 @@ def assert_same_training(found, found_updates, expected, expected_updates):
 
 
 @pytest.mark.parametrize("numbers", [(0,), (1,), (4,), (1, 2)], ids=str)
-def test_the_round_is_done_again(numbers, fail_at, make_task, make_engine, train, caplog):
+def test_the_round_is_done_again(
+    numbers, fail_at, make_task, make_engine, train, caplog, monkeypatch
+):
+    # As on a GPU, where the engine holds an array that keeps small ones apart.
+    guard = jax.numpy.zeros(2)
+    monkeypatch.setattr(engine_module, "keep_small_arrays_together", lambda: guard)
     expected = make_engine(*tasks(make_task), remat="norms")
     expected_updates = train(expected)
     assert expected.microbatches > 2 * expected.rounds
@@ -101,7 +106,7 @@ def test_a_restored_round_is_packed_anew(fail_at, make_task, make_engine, train,
 def test_only_the_leanest_policy_is_the_end(fail_at, make_task, make_engine, train):
     fail_at(range(100))
     engine = make_engine(*tasks(make_task), remat="dots")
-    with pytest.raises(PlanningError, match="256 tokens does not fit .* tokens_per_microbatch=128"):
+    with pytest.raises(OutOfDeviceMemory, match="256 tokens does not fit .* try .*=128"):
         train(engine)
 
 

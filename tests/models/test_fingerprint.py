@@ -76,7 +76,7 @@ def test_another_dtype_changes_it(original, tmp_path):
 
 def test_a_changed_setting_changes_it(original, copy):
     settings = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(settings | {"rope_theta": 5e5}))
+    (copy / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
     assert backbone_fingerprint(copy) != backbone_fingerprint(original)
 
 

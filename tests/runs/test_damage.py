@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmux import AdamW, Interrupted
 from jaxmux.errors import InputError
 from jaxmux.peft import is_adapter_folder
-from jaxmux.runs import run
+from jaxmux.runs import checkpoints, run
 
 STEPS = 8
 
@@ -285,3 +285,80 @@ def test_a_signal_during_start_up_is_not_lost(make_task, train, tmp_path, monkey
     with pytest.raises(Interrupted) as interruption:
         train(tmp_path, make_task())
     assert interruption.value.signal_number == signal.SIGTERM and not interruption.value.saved
+
+
+def test_a_signal_while_restoring_keeps_every_checkpoint(
+    run_dir, tasks, train, monkeypatch, assert_same_adapters
+):
+    read = checkpoints._read
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(*arguments)
+
+    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_read", interrupted)
+        with pytest.raises(Interrupted):
+            train(run_dir, *tasks)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+    assert train(run_dir, *tasks).succeeded
+    assert_same_adapters(run_dir)
+
+
+def test_an_extended_run_that_is_interrupted_is_not_finished(
+    make_task, train, tmp_path, monkeypatch
+):
+    train(tmp_path, make_task(steps=3))
+
+    def stop(*_):
+        raise Interrupted(signal.SIGTERM, saved=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_restore", stop)
+        with pytest.raises(Interrupted):
+            train(tmp_path, make_task(steps=5))
+    assert train(tmp_path, make_task(steps=5)).tasks["tiny"]["steps"] == 5
+
+
+def test_an_interrupted_restart_can_be_repeated(make_task, train, tmp_path, monkeypatch):
+    train(tmp_path, make_task())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Interrupted):
+            train(tmp_path, make_task(steps=2), restart=True)
+    assert train(tmp_path, make_task(steps=2), restart=True).tasks["tiny"]["steps"] == 2
+
+
+def test_restart_keeps_the_adapter_with_which_a_task_begins(make_task, train, tmp_path):
+    train(tmp_path, make_task())
+    adapter = str(tmp_path / "adapters" / "tiny")
+    with pytest.raises(InputError, match=f"restart would delete {adapter}"):
+        train(tmp_path, make_task(resume_from=adapter), restart=True)
+    assert is_adapter_folder(Path(adapter))
+
+
+def test_metadata_in_config_json_may_change(backbone, make_task, train, tmp_path):
+    copy = Path(shutil.copytree(backbone, tmp_path / "backbone"))
+    train(tmp_path / "run", make_task(), backbone=copy)
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"transformers_version": "9"}))
+    assert train(tmp_path / "run", make_task(), backbone=copy).succeeded
+
+
+def test_training_goes_on_when_tensorboards_thread_has_ended(
+    make_task, train, tmp_path, monkeypatch, capsys
+):
+    """As on a full disk. Adding a value would block for ever once the queue is full."""
+    from tensorboardX.event_file_writer import EventFileWriter
+
+    create = EventFileWriter.__init__
+
+    def ended(self, *arguments, **keywords):
+        create(self, *arguments, **keywords)
+        self._worker.stop()
+        self._worker.join()
+
+    monkeypatch.setattr(EventFileWriter, "__init__", ended)
+    assert train(tmp_path, make_task(steps=30)).succeeded
+    assert capsys.readouterr().out.count("TensorBoard's files cannot be written") == 1
