@@ -67,10 +67,7 @@ class Source:
     def __post_init__(self):
         if isinstance(self.path, os.PathLike):
             object.__setattr__(self, "path", os.fspath(self.path))
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise DataError(f"{self.path}: {error}") from None
+        check_fields(self, lambda message: DataError(f"{self.path}: {message}"))
 
 
 class Record(NamedTuple):

@@ -124,16 +124,17 @@ def choice(default: Any, known: Sequence[str | None]) -> Any:
     return _field(default, f"one of {', '.join(map(repr, known))}", accept)
 
 
-def check_fields(specification: Any) -> None:
+def check_fields(specification: Any, error: Callable[[str], Exception] = ValueError) -> None:
     """Checks every field that `integer`, `number`, `flag`, `text` or `choice` made, and replaces
     numbers of NumPy by numbers of Python.
 
     Args:
       specification: an instance of a frozen dataclass.
+      error: function that makes the exception from its message.
 
     Raises:
-      ValueError: a field holds a value that it may not hold. The message names the field, the
-        permitted values and the value.
+      Exception: a field holds a value that it may not hold; the exception is made by `error`. The
+        message names the field, the permitted values and the value.
     """
     for field in dataclasses.fields(specification):
         if (rule := field.metadata.get(_RULE)) is None:
@@ -141,7 +142,7 @@ def check_fields(specification: Any) -> None:
         value = getattr(specification, field.name)
         accepted = rule.accept(value)
         if accepted is _REFUSED:
-            raise ValueError(f"{field.name} should be {rule.expected}, found {value!r}")
+            raise error(f"{field.name} should be {rule.expected}, found {value!r}")
         object.__setattr__(specification, field.name, accepted)
 
 

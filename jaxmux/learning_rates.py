@@ -34,10 +34,7 @@ class Schedule:
     warmup_ratio: float = number(0.0, least=0, most=1)
 
     def __post_init__(self):
-        try:
-            check_fields(self)
-        except ValueError as e:
-            raise ValueError(f"schedule: {e}") from None
+        check_fields(self, lambda message: ValueError(f"schedule: {message}"))
 
     def factor(self, update: int, total: int) -> float:
         """The learning rate of one update, divided by the peak learning rate: a number in [0, 1].

@@ -83,10 +83,7 @@ class Task:
             raise self._error(f"a name has at most {LONGEST_NAME} characters, not {len(self.name)}")
         if isinstance(self.resume_from, os.PathLike):
             object.__setattr__(self, "resume_from", os.fspath(self.resume_from))
-        try:
-            check_fields(self)
-        except ValueError as e:
-            raise self._error(str(e)) from None
+        check_fields(self, self._error)
         if not isinstance(self.data, Source):
             raise self._error(f"data should be a path or a Source, found {self.data!r}")
         if not isinstance(self.eval_data, Source | None):

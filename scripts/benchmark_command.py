@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 from benchmark_records import Record, RecordFile, installed_versions, make_record
-from benchmark_step import PEFT, llama_config, peft_record, with_baseline
+from benchmark_step import PEFT, llama_config, measured_peft, with_baseline
 
 # Samples of a task's global batch, so that a round has two microbatches of 8,192 tokens.
 BATCH = 2
@@ -54,8 +54,10 @@ def main() -> None:
     records = RecordFile(args.out)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        baselines = list(measure_peft(args)) if args.peft else []
+        baselines = list(measured_peft(args))
         records.add(*baselines)
+        for baseline in baselines:
+            print(f"{PEFT}: {baseline['tokens_per_second']:,.0f} tokens/s", flush=True)
         make_backbone(folder / "backbone", args)
         record = measure(folder, args, args.tasks, args.length, {})
         records.add(with_baseline(record, baselines))
@@ -66,19 +68,6 @@ def main() -> None:
             records.add(record)
             print(one_line(record), flush=True)
             check_refusal(folder, args)
-
-
-def measure_peft(args) -> list[Record]:
-    command = [sys.executable, str(Path(__file__).with_name("benchmark_peft.py"))]
-    command += ["--modes", "compiled", "--batch", f"4x{args.length}"]
-    for size in ("rank", "layers", "hidden", "vocab"):
-        command += [f"--{size}", str(getattr(args, size))]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    records = [peft_record(one, args.layers, args.rank) for one in found]
-    for record in records:
-        print(f"{PEFT}: {record['tokens_per_second']:,.0f} tokens/s", flush=True)
-    return records
 
 
 def make_backbone(folder: Path, args) -> None:
@@ -219,7 +208,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--peft", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limits", action=argparse.BooleanOptionalAction, default=True)
-    return parser.parse_args()
+    args = parser.parse_args()
+    # The other options of `measured_peft`.
+    args.peft = [f"4x{args.length}"] if args.peft else []
+    args.peft_modes, args.peft_python, args.peft_device = ["compiled"], sys.executable, "cuda"
+    return args
 
 
 if __name__ == "__main__":

@@ -47,19 +47,17 @@ def exit_code_of(run: Callable[[], int]) -> int:
         return 128 + signal.SIGPIPE
     except OSError as e:
         return _fail(BROKE, f"error: {e.filename or 'input or output'}: {e.strerror or e}")
-    except ModuleNotFoundError as e:
-        if (e.name or "").startswith("jaxmux"):
-            raise
-        return _fail(
-            REFUSED,
-            f"error: the package {e.name} is missing; install jaxmux with all that it needs: "
-            "pip install . (on a GPU: pip install '.[cuda13]')",
-        )
     except MemoryError:
         return _fail(BROKE, "error: the host has no memory left")
     except OutOfDeviceMemory as e:
         return _fail(BROKE, f"error: {e}")
     except Exception as e:
+        if isinstance(e, ModuleNotFoundError) and not (e.name or "jaxmux").startswith("jaxmux"):
+            return _fail(
+                REFUSED,
+                f"error: the package {e.name} is missing; install jaxmux with all that it needs: "
+                "pip install . (on a GPU: pip install '.[cuda13]')",
+            )
         if "RESOURCE_EXHAUSTED" in str(e) and isinstance(e, ValueError):
             # The library that writes checkpoints says so of a full disk.
             return _fail(BROKE, f"error: a checkpoint cannot be written: {str(e).splitlines()[0]}")

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
+from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import InputError
 from jaxmux.models import BackboneConfig, linear_sizes
 
@@ -87,13 +88,12 @@ def export_adapter(
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].T * np.float32(scale))
     settings = _peft_config(spec, config, base_model, serving)
     # The files are renamed when they are complete, because other processes may wait for them.
-    weights, description = folder / ".weights.partial", folder / ".config.partial"
+    weights = folder / ".weights.partial"
     metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
     save_file(tensors, weights, metadata=metadata)
     _sort_metadata(weights)
-    description.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     weights.replace(folder / _WEIGHTS)
-    description.replace(folder / _SETTINGS)
+    write_atomically(folder / _SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _sort_metadata(path: Path) -> None:

@@ -81,10 +81,7 @@ class RunOptions:
     sample_tokens: int = _count(64)
 
     def __post_init__(self):
-        try:
-            check_fields(self)
-        except ValueError as e:
-            raise PlanningError(str(e)) from None
+        check_fields(self, PlanningError)
 
     @property
     def reserved(self) -> PoolSpec:

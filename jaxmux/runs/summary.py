@@ -92,7 +92,7 @@ class Summary(NamedTuple):
         """
         try:
             summary = cls(**json.loads(path.read_text()))
-            # Shown once, so that a later reader need not check every field.
+            # Whoever has a summary may then rely on every result being there.
             complete = all(_RESULTS <= task.keys() for task in summary.tasks.values())
         except (OSError, ValueError, TypeError, AttributeError):
             return None

@@ -12,6 +12,7 @@ from typing import Any
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.planner.numbers import numbered
 
 # Fractions above which a warning is printed.
 UNKNOWN_TOKENS = 0.01
@@ -107,11 +108,8 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
 
 
 def _special_text(data: Samples) -> str:
-    records = (
-        "1 record spells"
-        if data.special_records == 1
-        else (f"{data.special_records} records spell")
-    )
+    number = data.special_records
+    records = f"{numbered(number, 'record')} {'spells' if number == 1 else 'spell'}"
     return (
         f"the text of {records} special tokens such as {data.special_text!r}; set "
         "Source.special_tokens='escape' to keep them text"

@@ -50,9 +50,14 @@ def test_an_exception_becomes_a_line_and_a_code(error, code, message, capsys):
     assert capsys.readouterr().err == message
 
 
-def test_a_fault_of_jaxmux_keeps_its_traceback(capsys):
+@pytest.mark.parametrize(
+    "fault",
+    [KeyError("a fault"), ModuleNotFoundError("No module", name="jaxmux.lost")],
+    ids=["error", "module of its own"],
+)
+def test_a_fault_of_jaxmux_keeps_its_traceback(fault, capsys):
     def run() -> int:
-        raise KeyError("a fault")
+        raise fault
 
     assert exit_code_of(run) == 3
     assert "Traceback" in capsys.readouterr().err

@@ -11,16 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmux.models import Backbone, BackboneConfig, BackboneError, save_backbone
 from jaxmux.models.fingerprint import backbone_fingerprint
 
-CONFIG = BackboneConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
+CONFIG = BackboneConfig("LlamaForCausalLM", 64, 32, 48, 2, 4, 2, 8)
 
 
 @pytest.fixture(scope="module")
