@@ -59,9 +59,10 @@ def main() -> None:
         for baseline in baselines:
             print(f"{PEFT}: {baseline['tokens_per_second']:,.0f} tokens/s", flush=True)
         make_backbone(folder / "backbone", args)
-        record = measure(folder, args, args.tasks, args.length, {})
-        records.add(with_baseline(record, baselines))
-        print(one_line(record), flush=True)
+        if args.full:
+            record = measure(folder, args, args.tasks, args.length, {})
+            records.add(with_baseline(record, baselines))
+            print(one_line(record), flush=True)
         if args.limits:
             limit = limited(args.small_gib, args)
             record = measure(folder, args, 1, args.small_length, limit, args.small_gib)
@@ -207,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--peft", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--full", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limits", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     # The other options of `measured_peft`.

@@ -56,6 +56,7 @@ from planner_parts import (
     fusion_seconds,
     largest_bucket_gap,
     packing,
+    packing_of_mixes,
     plan_seconds,
     timed,
 )
@@ -228,6 +229,9 @@ def part_records(
     packed = packing(rounds, args.tokens)
     counts = {"microbatches": packed.microbatches, "greedy": packed.greedy}
     yield make_record("microbatches over the lower bound", packed.gap, "", 0.03, counts)
+    mixed = packing_of_mixes(lengths, mixes=120, seed=args.seed)
+    others = {"worst mix": mixed.worst, "tasks cut alone": mixed.given_spans}
+    yield make_record("rows of random mixes over the lower bound", mixed.gap, "", 0.03, others)
     yield make_record("packing", packed.milliseconds, "ms per sample", 1.0)
     seconds = plan_seconds(lengths, args.plan_tasks, 4, args.seed)
     yield make_record(f"plan of {args.plan_tasks} tasks of 16 samples, pp=4", seconds, "s")

@@ -16,6 +16,7 @@ from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
 from jaxmux.planner.packing.shape_choice import ShapeRequest
+from jaxmux.planner.packing.shape_class import smallest_shape_class
 from jaxmux.planner.pipeline import TaskLoad, make_plan, shared_pool
 from jaxmux.planner.pipeline.buckets import balance_gap, balanced_buckets, candidate_buckets
 
@@ -186,6 +187,57 @@ def packing(rounds: Sequence[RoundLengths], tokens: int) -> Packing:
     greedy = sum(pack_greedily(batches, shape).count for batches in rounds)
     bound = sum(batch.bound for batch in packed)
     return Packing(count, greedy, count / bound - 1, 1e3 * seconds / samples)
+
+
+class MixedPacking(NamedTuple):
+    """Rows of packed rounds of many random mixes of tasks.
+
+    Attributes:
+      gap: rows of all rounds relative to their lower bounds, minus 1. These bounds hold for every
+        layout in which a chunk belongs to one task.
+      worst: the largest gap of a mix.
+      given_spans: rows of all rounds relative to lower bounds for each task's samples cut into
+        spans without regard to the other tasks, minus 1. The rest of `gap` is the price of this
+        isolation, or looseness of the bound.
+    """
+
+    gap: float
+    worst: float
+    given_spans: float
+
+
+def packing_of_mixes(lengths: Mapping[str, Sequence[int]], mixes: int, seed: int) -> MixedPacking:
+    """Packs three rounds of each random mix of 2 to 8 data sets, with batches of 8 to 64 samples,
+    samples of up to 512 to 2,048 tokens, and chunks of 64 to 256 tokens."""
+    rng = np.random.default_rng(seed)
+    counts = []
+    for _ in range(mixes):
+        most = rng.choice([512, 1024, 2048])
+        chosen = rng.choice(sorted(lengths), rng.integers(2, 9))
+        batches = rng.choice([8, 16, 32, 64], len(chosen))
+        rounds = [
+            {
+                slot: np.clip(rng.choice(lengths[own], size), 1, most).tolist()
+                for slot, (own, size) in enumerate(zip(chosen, batches, strict=True))
+            }
+            for _ in range(3)
+        ]
+        own = [size for batches in rounds for sizes in batches.values() for size in sizes]
+        for chunk_len in (64, 128, 256):
+            # A microbatch is as small as possible, so that rows are counted.
+            shape = smallest_shape_class(own, 1, chunk_len)
+            packed = pack_rounds(rounds, shape)
+            counts.append(
+                [
+                    sum(getattr(p, name) for p in packed)
+                    for name in ("count", "bound", "isolated_bound")
+                ]
+            )
+    found, bound, isolated = np.array(counts).T
+    gaps = [total.sum() for total in (found, bound, isolated)]
+    return MixedPacking(
+        gaps[0] / gaps[1] - 1, float((found / bound).max() - 1), gaps[0] / gaps[2] - 1
+    )
 
 
 def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, seed: int) -> float:

@@ -1,7 +1,6 @@
 """Prepares the compiled programs: the options of their forward pass, and the remat policies."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data.microbatch import Microbatch, fill_microbatch
@@ -22,10 +21,6 @@ from .engine_options import EngineOptions
 from .programs import accumulate, accumulate_arguments
 from .remat_choice import choose_remat, step_room
 from .train_state import TrainState
-
-# Bytes of the hole for small arrays, and of the array that keeps it apart from the free memory. The
-# array is large, because a small one would be allocated elsewhere.
-_HOLE_AND_GUARD = (256 * 2**20, 32 * 2**20)
 
 
 def forward_options(
@@ -53,23 +48,6 @@ def forward_options(
         dropout=dropout,
         max_sequences=shape.max_sequences,
     )
-
-
-def keep_small_arrays_together() -> jax.Array | None:
-    """Leaves a hole in the GPU's memory for the small arrays of later rounds.
-
-    The inputs of a round are allocated while the round before it runs. Without a hole of their own
-    they lie behind that round's working memory and divide the free memory into two parts, so that
-    a later round finds no part that is large enough. JAX's allocator prefers the smallest hole.
-
-    Returns:
-      The array behind the hole, which must be kept; None on other devices.
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    hole, guard = (jax.block_until_ready(jnp.zeros(size, jnp.uint8)) for size in _HOLE_AND_GUARD)
-    hole.delete()
-    return guard
 
 
 def refuse_implementations(

@@ -9,12 +9,19 @@ import jax
 import numpy as np
 
 from jaxmux.data import Microbatch
-from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_peak, planned_remat
+from jaxmux.models import (
+    Backbone,
+    ForwardOptions,
+    SlotTable,
+    device_peak,
+    keep_small_arrays_together,
+    planned_remat,
+)
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
 
-from .compile import compile_accumulate, keep_small_arrays_together, refuse_implementations
+from .compile import compile_accumulate, refuse_implementations
 from .engine_options import EngineOptions
 from .evaluation import held_out_losses
 from .prepared_task import PreparedTask
@@ -54,6 +61,7 @@ def _fits(call: Callable[..., Any], *arguments: Any) -> bool:
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
+        _log.info("%s", str(e).splitlines()[0])
         return False
     return True
 

@@ -6,7 +6,7 @@ from .adapted_linears import MODULES, Adapters
 from .architectures import BackboneConfig, BackboneError
 from .attention import pick_implementation
 from .backbone import Backbone, backbone_dtype, load_backbone, save_backbone
-from .device_memory import device_memory, device_peak
+from .device_memory import device_memory, device_peak, keep_small_arrays_together
 from .fingerprint import backbone_fingerprint
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
 from .kept_bytes import kept_bytes
@@ -34,6 +34,7 @@ __all__ = [
     "device_peak",
     "head_kernel",
     "hidden_states",
+    "keep_small_arrays_together",
     "kept_bytes",
     "linear_sizes",
     "load_backbone",

@@ -1,15 +1,39 @@
 """Memory of the first device, as JAX reports it."""
 
 import jax
+import jax.numpy as jnp
+
+# Bytes of the hole for small arrays, and of the array that keeps it apart from the free memory. The
+# array is large, because a small one would be allocated elsewhere.
+_HOLE, _GUARD = 256 * 2**20, 32 * 2**20
 
 
 def device_memory() -> int | None:
-    """Bytes of the first local device's memory that JAX may use; None where JAX does not report it,
-    for example on CPU."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    """Bytes of the first local device's memory that JAX may use, without those that
+    `keep_small_arrays_together` sets apart; None where JAX does not report it, for example on
+    CPU."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return limit and limit - _HOLE - _GUARD
 
 
 def device_peak() -> int | None:
     """Most bytes of the first local device's memory that were in use at the same time since the
     process began; None where JAX does not report it, for example on CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def keep_small_arrays_together() -> jax.Array | None:
+    """Leaves a hole in the GPU's memory for the small arrays of later rounds.
+
+    The inputs of a round are allocated while the round before it runs. Without a hole of their own
+    they lie behind that round's working memory and divide the free memory into two parts, so that
+    a later round finds no part that is large enough. JAX's allocator prefers the smallest hole.
+
+    Returns:
+      The array behind the hole, which must be kept; None on other devices.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    hole, guard = (jax.block_until_ready(jnp.zeros(size, jnp.uint8)) for size in (_HOLE, _GUARD))
+    hole.delete()
+    return guard

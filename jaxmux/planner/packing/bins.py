@@ -1,9 +1,10 @@
 """Bin packing: puts items of given sizes into as few bins of one capacity as possible.
 
-Two constructions nearly always meet a lower bound, so the answer is known to be optimal without a
+Three constructions nearly always meet a lower bound, so the answer is known to be optimal without a
 solver. A bin may also have a limit on its number of items.
 """
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import groupby
@@ -94,6 +95,37 @@ def fullest_bins(
         while all(len(left[size]) >= count for size, count in needed.items()):
             bins.append([left[size].popleft() for size in content])
         left = {size: items for size, items in left.items() if items}
+    return bins
+
+
+def balanced_bins(
+    sizes: Sequence[int], count: int, capacity: int, most_items: int | None = None
+) -> list[list[int]] | None:
+    """Packs items into a given number of bins, longest first, each into the emptiest bin with room
+    for one more item (Graham's longest processing time rule).
+
+    Where the limit on the number of items is nearly reached, it finds packings that the other
+    constructions miss: these fill some bins with few long items, and short items are left over.
+
+    Other arguments as in `least_bins`.
+
+    Args:
+      count: number of bins.
+
+    Returns:
+      The indices of the items of each bin; None if an item does not fit.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, i) for i in range(count)]
+    for item in _longest_first(sizes):
+        if not emptiest or emptiest[0][0] + sizes[item] > capacity:
+            return None
+        load, i = emptiest[0]
+        bins[i].append(item)
+        if len(bins[i]) == most_items:
+            heapq.heappop(emptiest)
+        else:
+            heapq.heapreplace(emptiest, (load + sizes[item], i))
     return bins
 
 

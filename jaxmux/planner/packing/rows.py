@@ -234,12 +234,46 @@ def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClas
             -(-least_bins(sizes, shape.row_len, shape.max_sequences) // row.block)
             for sizes in lengths.values()
         )
-    samples = [size for sizes in lengths.values() for size in sizes]
-    chunks = sum(-(-sum(sizes) // shape.chunk_len) for sizes in lengths.values())
-    return max(
-        _least_rows_of_both(samples, shape.row_len, [1] * len(samples), shape.max_sequences),
-        -(-chunks // row.chunks),
-    )
+    together = [size for sizes in lengths.values() for size in sizes]
+    if row.chunks == 1:
+        # A row belongs to one task.
+        return sum(_least_rows_of_one_task(sizes, shape) for sizes in lengths.values())
+    chunks = sum(_least_chunks(sizes, shape) for sizes in lengths.values())
+    return max(_least_rows_of_one_task(together, shape), -(-chunks // row.chunks))
+
+
+def _least_rows_of_one_task(lengths: Sequence[int], shape: ShapeClass) -> int:
+    """Returns a lower bound on the number of rows that hold these samples, side by side without
+    regard to chunks."""
+    return _least_rows_of_both(lengths, shape.row_len, [1] * len(lengths), shape.max_sequences)
+
+
+def _least_chunks(lengths: Sequence[int], shape: ShapeClass) -> int:
+    """Returns a lower bound on the number of chunks that one task's samples take in any rows.
+
+    It is the larger of two bounds, each for the best threshold of the lengths:
+
+    - If c chunks hold at most m(c) samples of at least u tokens, each such sample takes at least
+      the smallest c / m(c).
+    - Two samples above half a row never share a row. Each takes whole chunks, and the other samples
+      first fill the ends of these chunks.
+    """
+    if not lengths:
+        return 0
+    chunk_len, most = shape.chunk_len, shape.row_len // shape.chunk_len
+    descending = np.sort(np.asarray(lengths, np.int64))[::-1]
+    counts = np.arange(1, len(descending) + 1)
+    chunks = np.arange(1, most + 1)
+    held = chunks * chunk_len // descending[:, None]
+    # m / c, so that no division is by 0; every sample fits into a row.
+    densest = (held / chunks).max(axis=1)
+    by_count = np.ceil(counts / densest - 1e-9).max()
+    sums = np.concatenate([[0], np.cumsum(descending)])
+    long = np.concatenate([[0], np.cumsum(-(-descending // chunk_len))])
+    above_half = np.searchsorted(-descending, -(shape.row_len // 2)) + 1
+    long, filled = long[:above_half], sums[:above_half]
+    beyond = np.maximum(0, (sums[-1] - filled) - (long * chunk_len - filled))
+    return max(int(by_count), int((long + -(-beyond // chunk_len)).max()))
 
 
 def _least_rows_of_both(

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import PlanningError
-from .bins import first_fit_decreasing, fullest_bins, fullest_subset
+from .bins import balanced_bins, first_fit_decreasing, fullest_bins, fullest_subset, least_bins
 from .shape_class import ShapeClass
 
 
@@ -65,8 +65,7 @@ def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> 
 def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
     """Packs one task's samples into rows as if no other task existed.
 
-    Of two constructions, it takes the one with fewer rows; if they are equal, the one with fewer
-    chunks.
+    Of three constructions, it takes the one with fewest rows; of those, the one with fewest chunks.
 
     Args:
       lengths: stream length of each sample, in tokens.
@@ -75,15 +74,16 @@ def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
     Returns:
       For each row, the indices of its samples in `lengths`.
     """
-    packings = [
-        pack(lengths, shape.row_len, shape.max_sequences)
-        for pack in (first_fit_decreasing, fullest_bins)
-    ]
+    limits = shape.row_len, shape.max_sequences
 
     def chunks(row):
         return -(-sum(lengths[s] for s in row) // shape.chunk_len)
 
-    return min(packings, key=lambda rows: (len(rows), sum(map(chunks, rows))))
+    packings = [pack(lengths, *limits) for pack in (first_fit_decreasing, fullest_bins)]
+    best = min(packings, key=lambda rows: (len(rows), sum(map(chunks, rows))))
+    counts = range(least_bins(lengths, *limits), len(best))
+    fewer = (balanced_bins(lengths, count, *limits) for count in counts)
+    return next(filter(None, fewer), best)
 
 
 def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[Span, ...]:

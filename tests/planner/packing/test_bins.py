@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmux.planner.packing.bins import (
+    balanced_bins,
     first_fit_decreasing,
     fullest_bins,
     fullest_subset,
@@ -40,8 +41,9 @@ def test_bound_is_at_most_the_optimum_and_packings_at_least(seed):
     most_items = int(rng.integers(1, 5)) if seed % 3 == 0 else None
     optimum = fewest_bins(sizes, capacity, most_items)
     assert least_bins(sizes, capacity, most_items) <= optimum
-    for pack in (first_fit_decreasing, fullest_bins):
-        bins = pack(sizes, capacity, most_items)
+    balanced = (balanced_bins(sizes, n, capacity, most_items) for n in range(len(sizes) + 1))
+    packings = [pack(sizes, capacity, most_items) for pack in (first_fit_decreasing, fullest_bins)]
+    for bins in [*packings, next(filter(None, balanced))]:
         assert optimum <= len(bins)
         assert sorted(i for each in bins for i in each) == list(range(len(sizes)))
         assert all(sum(sizes[i] for i in each) <= capacity for each in bins)
@@ -59,6 +61,15 @@ def test_fullest_bins_leave_no_room_where_first_fit_does():
     sizes = [44, 29, 26, 22, 18, 14, 13, 10]
     assert len(first_fit_decreasing(sizes, 60)) == 4
     assert len(fullest_bins(sizes, 60)) == 3 == least_bins(sizes, 60)
+
+
+def test_balanced_bins_keep_a_limit_on_items_that_leaves_short_ones_to_the_others():
+    sizes = [30, 30, 30, 30, 30, 30, 10, 10, 10, 10, 10, 10]
+    assert len(fullest_bins(sizes, 90, 4)) == len(first_fit_decreasing(sizes, 90, 4)) == 4
+    balanced = balanced_bins(sizes, 3, 90, 4)
+    assert [sorted(sizes[i] for i in each) for each in balanced] == [[10, 10, 30, 30]] * 3
+    assert balanced_bins(sizes, 2, 200, 4) is None
+    assert balanced_bins(sizes, 3, 79, 4) is None
 
 
 def fullest_choice(sizes: list[int], capacity: int, most_items: int | None) -> list[int]:

@@ -1,5 +1,6 @@
 """Spans laid into rows: the heuristics and the exact program, compared with exhaustive search."""
 
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -12,8 +13,10 @@ from jaxmux.planner.packing.rows import (
     fill_rows_greedily,
     last_chunks,
     least_rows,
+    least_rows_of_samples,
     row_chunks,
 )
+from jaxmux.planner.packing.shape_class import ShapeClass
 from jaxmux.planner.packing.spans import Span
 
 ROW = RowShape(chunks=8, max_sequences=6, block=1)
@@ -139,3 +142,53 @@ def test_last_microbatch_counts_only_its_own_rows():
     queues = {0: (Span((), 8, 1),) * 5}
     rows = fill_rows(queues, ROW, height=2)
     assert [last_chunks(queues, rows, height) for height in (1, 2, 3, 5)] == [8, 8, 16, 40]
+
+
+def fewest_rows_of_samples(lengths: dict[int, list[int]], shape: ShapeClass) -> int:
+    """The fewest rows of all layouts in which each chunk belongs to one task."""
+    samples = [(slot, size) for slot, sizes in lengths.items() for size in sizes]
+
+    def fits(row: tuple[int, ...]) -> bool:
+        tokens = dict.fromkeys(lengths, 0)
+        for i in row:
+            tokens[samples[i][0]] += samples[i][1]
+        chunks = sum(-(-size // shape.chunk_len) for size in tokens.values())
+        return chunks <= shape.row_len // shape.chunk_len and len(row) <= shape.max_sequences
+
+    @cache
+    def needed(left: frozenset[int]) -> int:
+        if not left:
+            return 0
+        first, *rest = sorted(left)
+        choices = product(*[((), (i,)) for i in rest])
+        rows = [(first, *(i for part in choice for i in part)) for choice in choices]
+        return 1 + min(needed(left - set(row)) for row in rows if fits(row))
+
+    return needed(frozenset(range(len(samples))))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_bound_of_samples_holds_for_every_layout(seed):
+    rng = np.random.default_rng(seed)
+    chunks, most = int(rng.choice([1, 2, 4])), int(rng.integers(1, 5))
+    shape = ShapeClass(rows=1, row_len=64 * chunks, chunk_len=64, max_sequences=most)
+    longest = int(rng.choice([30, 64, 64 * chunks]))
+    lengths = {
+        slot: rng.integers(1, longest + 1, rng.integers(1, 4)).tolist()
+        for slot in range(rng.integers(1, 4))
+    }
+    assert least_rows_of_samples(lengths, shape) <= fewest_rows_of_samples(lengths, shape)
+
+
+def test_the_bound_of_samples_counts_chunks_that_samples_cannot_share():
+    shape = ShapeClass(rows=1, row_len=256, chunk_len=64, max_sequences=16)
+    # Samples of 45 tokens: a chunk holds one, and n chunks hold n as far as a row goes, except that
+    # 4 chunks hold 5. So 10 of them take 8 chunks.
+    assert least_rows_of_samples({0: [45] * 10, 1: [64] * 4}, shape) == 3
+    # Samples above half a row take 3 chunks each, with 10 tokens to spare; the short ones of their
+    # own task fill these.
+    assert least_rows_of_samples({0: [182] * 4, 1: [64] * 8}, shape) == 5
+    assert least_rows_of_samples({0: [182] * 4 + [10] * 4, 1: [64] * 4}, shape) == 4
+    # Rows of one chunk belong to one task.
+    shape = ShapeClass(rows=1, row_len=64, chunk_len=64, max_sequences=16)
+    assert least_rows_of_samples({0: [40], 1: [20]}, shape) == 2
