@@ -1,15 +1,15 @@
 """Checks of the fields of specifications such as `Task`, `LoRA` and `AdamW`: types and ranges.
 
-A specification is a frozen dataclass. Its fields are made by `integer`, `number`, `flag`, `text` or
-`choice`, which state what the field may hold, and its `__post_init__` calls `check_fields`. Numbers
-of NumPy are accepted like those of Python and become numbers of Python. A bool is not a number, and
-a string is neither a number nor a bool.
+A specification is a frozen dataclass. Its fields are made by `integer`, `number`, `flag`, `text`,
+`names` or `choice`, which state what the field may hold, and its `__post_init__` calls
+`check_fields`. Numbers of NumPy are accepted like those of Python and become numbers of Python. A
+bool is not a number, and a string is neither a number nor a bool.
 """
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _RULE = "rule"
@@ -110,6 +110,24 @@ def text(default: Any = dataclasses.MISSING, *, optional: bool = False) -> Any:
     )
 
 
+def names(default: Any, *, optional: bool = False) -> Any:
+    """A field that holds a string or several strings; a list becomes a tuple.
+
+    Args:
+      default: the field's default value.
+      optional: True permits None too.
+    """
+
+    def accept(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        several = isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
+        found = tuple(value) if several else (None,)
+        return found if all(isinstance(name, str) for name in found) else _REFUSED
+
+    return _field(default, "a string or a list of strings", accept, optional)
+
+
 def choice(default: Any, known: Sequence[str | None]) -> Any:
     """A field that holds one of several strings.
 
@@ -125,8 +143,8 @@ def choice(default: Any, known: Sequence[str | None]) -> Any:
 
 
 def check_fields(specification: Any, error: Callable[[str], Exception] = ValueError) -> None:
-    """Checks every field that `integer`, `number`, `flag`, `text` or `choice` made, and replaces
-    numbers of NumPy by numbers of Python.
+    """Checks every field that `integer`, `number`, `flag`, `text`, `names` or `choice` made, and
+    replaces numbers of NumPy by numbers of Python.
 
     Args:
       specification: an instance of a frozen dataclass.

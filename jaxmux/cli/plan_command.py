@@ -25,7 +25,6 @@ from jaxmux.planner.costs import (
     measured_models,
 )
 from jaxmux.planner.devices import Replica
-from jaxmux.planner.packing import ShapeRequest
 from jaxmux.planner.pipeline import (
     Plan,
     SmallerMicrobatches,
@@ -103,9 +102,7 @@ def _plan(
     tokenizer = load_tokenizer(folder)
     tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
     rounds = _choose_rounds(rounds, tasks)
-    request = ShapeRequest(
-        run.tokens_per_microbatch, run.row_len, run.chunk_len, models.least_chunk_len
-    )
+    request = run.shape_request(models.least_chunk_len)
     remat = planned_remat(run.remat)
     costs = ReplicaCosts(models.times, models.memory, shared_pool(tasks), replica, remat)
     plan = make_plan(tasks, request, costs, models.source, rounds)

@@ -1,7 +1,6 @@
 """Prepares the compiled programs: the options of their forward pass, and the remat policies."""
 
 import jax
-import numpy as np
 
 from jaxmux.data.microbatch import Microbatch, fill_microbatch
 from jaxmux.errors import OutOfDeviceMemory
@@ -20,6 +19,7 @@ from jaxmux.planner import PlanningError
 from .engine_options import EngineOptions
 from .programs import accumulate, accumulate_arguments
 from .remat_choice import choose_remat, step_room
+from .rounds import slot_table
 from .train_state import TrainState
 
 
@@ -71,7 +71,7 @@ def refuse_implementations(
     microbatch = fill_microbatch(
         (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
     )
-    slots = SlotTable(*(np.zeros(len(state.loss), t) for t in (np.float32, np.float32, np.uint32)))
+    slots = slot_table({}, None, len(state.loss))
     try:
         accumulate.trace(*accumulate_arguments(backbone, forward, state, microbatch, slots))
     except ValueError as e:

@@ -22,6 +22,7 @@ from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import TaskError
 
 from .compile import compile_accumulate, refuse_implementations
+from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .evaluation import held_out_losses
 from .prepared_task import PreparedTask
@@ -90,7 +91,11 @@ class Engine:
     """
 
     def __init__(
-        self, backbone: Backbone, options: EngineOptions, admission: Admission | None = None
+        self,
+        backbone: Backbone,
+        options: EngineOptions,
+        admission: Admission | None = None,
+        programs: ProgramsAhead | None = None,
     ):
         """Creates an engine without tasks; the first task allocates its arrays.
 
@@ -100,6 +105,8 @@ class Engine:
           admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
             all tasks fits into the device's memory. `register_tasks` refuses tasks that do not fit.
             None admits every task.
+          programs: programs that are being compiled for the tasks that will be registered. The
+            engine waits for them when it needs them. None lets the engine compile them then.
         """
         self.backbone = backbone
         self.options = options
@@ -117,6 +124,7 @@ class Engine:
         self._stream = RoundStream(self._slots, options)
         # The forward pass that training is compiled for, until a task does not fit it.
         self._forward: ForwardOptions | None = None
+        self._programs = programs
         self._peak = 0
         # How often the device ran out of memory, and the rounds until the program counts as tried.
         self._leaner_by = 0
@@ -294,7 +302,7 @@ class Engine:
             self._trial_rounds = _TRIAL_ROUNDS
             if self._guard is None:
                 self._guard = keep_small_arrays_together()
-            self._forward = compile_accumulate(
+            self._forward = self._compiled_ahead() or compile_accumulate(
                 self.backbone,
                 self.options,
                 self._slots.pool.dropout,
@@ -310,6 +318,12 @@ class Engine:
         self._slots.state = state._replace(accumulators=accumulators, loss=loss)
         self.microbatches += 1
         self._dispatched += 1
+
+    def _compiled_ahead(self) -> ForwardOptions | None:
+        """The options of the forward pass for which the training step has been compiled ahead."""
+        if self._programs is None or self._leaner_by:
+            return None
+        return self._programs.forward_options(self._slots.layout, self._slots.pool.dropout)
 
     def _train_round_again(self, stop: Callable[[], bool]) -> list[TaskUpdate]:
         """Trains the round from its first microbatch, after the device ran out of memory. Layers
@@ -410,6 +424,8 @@ class Engine:
           PlanningError: `options.attention` cannot serve this device, dtype or row length.
           ValueError: `options.grouped_lora` is unknown or cannot serve these tasks on this device.
         """
+        if self._programs:
+            self._programs.wait_for_evaluation()
         return held_out_losses(self.backbone, self.options, self._slots, names)
 
     def adapter(self, name: str) -> Adapter:

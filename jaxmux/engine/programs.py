@@ -179,12 +179,12 @@ def update(
             continue
         own_due = spread(due[slots], slots)
         own_hyper = {name: spread(values, slots) for name, values in hyper[kind].items()}
-        state, stats = _update_kind(kind, layout, state, stats, own_due, rates, own_hyper)
+        state, stats = update_kind(kind, layout, state, stats, own_due, rates, own_hyper)
     return state, stats
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _update_kind(
+def update_kind(
     kind: str,
     layout: Layout,
     state: TrainState,

@@ -30,7 +30,7 @@ def step_room(backbone: Backbone, adapters: Adapter, memory: int) -> int:
       memory: bytes that everything on the device may take together.
     """
     weights, masters = (
-        sum(array.nbytes for array in jax.tree.leaves(tree))
+        sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
         for tree in (backbone.weights, adapters)
     )
     # Masters, accumulators and the two moments of the optimizer with most moments, so that the

@@ -205,11 +205,7 @@ class Slots:
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""
         needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
-        pool = merge_pool_specs(needed, self.pool)
-        if self.state and _moments(self.pool) > _moments(pool):
-            pool = pool._replace(optimizer=self.pool.optimizer)
-        modules = MODULES if pool.modules is None else sorted(pool.modules)
-        specs = pool_specs(self._config, modules, pool.slots, pool.rank, pool.optimizer)
+        pool, specs = pool_of(self._config, needed, self.pool, keep_moments=self.state is not None)
         layout = Layout(specs)
         if self.state is None:
             self.state = empty_state(specs)
@@ -217,6 +213,27 @@ class Slots:
             leaves, self.state = named_leaves(self.state), None
             self.state = grown(leaves, specs)
         self.layout, self.pool = layout, pool
+
+
+def pool_of(
+    config: BackboneConfig,
+    tasks: Sequence[PoolSpec],
+    reserved: PoolSpec,
+    keep_moments: bool = False,
+) -> tuple[PoolSpec, TrainState]:
+    """The pool that holds tasks, and the description of its arrays.
+
+    Args:
+      config: configuration of the backbone.
+      tasks: by task, the pool that would hold only this task.
+      reserved: smallest sizes of the pool.
+      keep_moments: whether the pool has room for the moments of `reserved.optimizer`.
+    """
+    pool = merge_pool_specs(tasks, reserved)
+    if keep_moments and _moments(reserved) > _moments(pool):
+        pool = pool._replace(optimizer=reserved.optimizer)
+    modules = MODULES if pool.modules is None else sorted(pool.modules)
+    return pool, pool_specs(config, modules, pool.slots, pool.rank, pool.optimizer)
 
 
 def _moments(pool: PoolSpec) -> int:

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxmux.field_checks import check_fields, choice, flag, integer, number
+from jaxmux.field_checks import check_fields, choice, flag, integer, names, number
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
@@ -47,21 +47,13 @@ class LoRA:
     rank: int = integer(16, least=1)
     alpha: float = number(32.0)
     dropout: float = number(0.0, least=0, below=1)
-    target_modules: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = names("all-linear")
     rslora: bool = flag(False)
     initialisation: str = choice("kaiming", INITIALISATIONS)
     loraplus_ratio: float = number(1.0, above=0)
 
     def __post_init__(self):
         check_fields(self)
-        targets = self.target_modules
-        if not isinstance(targets, str):
-            if not isinstance(targets, Iterable) or not all(isinstance(t, str) for t in targets):
-                raise ValueError(
-                    "target_modules should be a string or a list of module names, "
-                    f"found {targets!r}"
-                )
-            object.__setattr__(self, "target_modules", tuple(targets))
 
     @property
     def scale(self) -> float:

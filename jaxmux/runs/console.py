@@ -73,13 +73,11 @@ class RunConsole:
                 self.say(warning)
 
     def start(self, engine: Engine) -> None:
-        """Announces the compilation and, on a terminal, begins to show the live table.
+        """On a terminal, begins to show the live table.
 
         Args:
           engine: the engine with its tasks, at the position from which training continues.
         """
-        if not engine.finished:
-            self.say("compiling the training step; this can take a minute")
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()

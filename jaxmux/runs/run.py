@@ -13,6 +13,7 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
+from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import (
     Backbone,
@@ -57,8 +58,8 @@ def fine_tune(
     Every task is read and checked before training starts. If an earlier call with these arguments
     was interrupted, this call continues from its last checkpoint. If it finished, this call returns
     its summary. In the folder of an earlier call, another backbone, other tasks (`sample_prompt`
-    may change), or another dtype, tokens_per_microbatch, row_len or chunk_len are refused; all
-    other options may change.
+    may change), or another dtype, tokens_per_microbatch, row_len, chunk_len or max_sequences are
+    refused; all other options may change.
 
     A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The
     training of the other tasks continues.
@@ -102,6 +103,7 @@ def fine_tune(
         "tokens_per_microbatch": options.tokens_per_microbatch,
         "row_len": options.row_len,
         "chunk_len": options.chunk_len,
+        "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
     with (
@@ -112,6 +114,7 @@ def fine_tune(
         config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
         fingerprints = {"backbone": backbone_fingerprint(backbone)}
         directory.refuse_changes(fingerprints)
+        reserved = options.reserved(config)
         prepared = [
             prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks
         ]
@@ -126,27 +129,30 @@ def fine_tune(
             return finished
         console.announce(prepared, config)
         shape, admission = _plan_run(prepared, config, options, directory, console)
-        model = load_backbone(backbone, options.dtype)
         engine_options = EngineOptions(
             shape,
-            options.reserved,
+            reserved,
             options.remat,
             options.memory,
             options.attention,
             options.grouped_lora,
             max_bad_steps=options.max_bad_steps,
         )
-        engine = Engine(model, engine_options, admission)
-        engine.register_tasks(prepared)
-        engine.refuse_implementations()
-        directory.begin(fingerprints, shape, config_text)
-        checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
-        with closing(checkpoints), closing(engine):
-            position = _restore(engine, checkpoints, console)
-            with closing(MetricsWriter(directory, position, console.say)) as metrics:
-                every = options.checkpoint_every
-                _train(engine, directory, checkpoints, metrics, position, every, console, stop)
-                summary = _finish(engine, directory, metrics, position, admission)
+        dtype = backbone_dtype(options.dtype)
+        console.say("compiling the training step; this can take a minute")
+        with closing(ProgramsAhead(config, dtype, engine_options, prepared)) as programs:
+            model = load_backbone(backbone, dtype)
+            engine = Engine(model, engine_options, admission, programs)
+            engine.register_tasks(prepared)
+            engine.refuse_implementations()
+            directory.begin(fingerprints, shape, config_text)
+            checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
+            with closing(checkpoints), closing(engine):
+                position = _restore(engine, checkpoints, console)
+                with closing(MetricsWriter(directory, position, console.say)) as metrics:
+                    every = options.checkpoint_every
+                    _train(engine, directory, checkpoints, metrics, position, every, console, stop)
+                    summary = _finish(engine, directory, metrics, position, admission)
         _show_samples(engine, model, tokenizer, options.sample_tokens, console)
         console.summarise(summary, directory, config)
         return summary
@@ -193,15 +199,14 @@ def _plan_run(
     # A training run keeps the shape class that it began with.
     shape = directory.shape
     if shape is None:
-        choice = choose_run_shape(
-            prepared, costs, options.tokens_per_microbatch, options.row_len, options.chunk_len
-        )
+        choice = choose_run_shape(prepared, costs, options.shape_request(costs.least_chunk_len))
         console.say(str(choice))
         shape = choice.alignment.shape
     if not (options.memory or device_memory()):
         return shape, None
     asked = options.tokens_per_microbatch
-    admission = Admission(costs.replica, shape, asked, options.reserved, more_stages=False)
+    reserved = options.reserved(config)
+    admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
     admission.require({task.task.name: task.pool for task in prepared})
     return shape, admission
 

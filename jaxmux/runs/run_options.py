@@ -1,14 +1,16 @@
 """The settings of a training run, besides its backbone, its tasks and its folder."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
-from jaxmux.field_checks import check_fields, choice, integer, number
-from jaxmux.models import REMAT_POLICIES, attention
+from jaxmux.field_checks import check_fields, choice, flag, integer, names, number
+from jaxmux.models import REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.pallas_kernels import grouped_lora
+from jaxmux.peft import resolve_targets
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.packing import ShapeRequest
 from jaxmux.tasks import Task, TaskError
 
 _count = partial(integer, least=1)
@@ -33,6 +35,9 @@ class RunOptions:
         chooses the chunk length that is predicted to train fastest. If `row_len` or `chunk_len` is
         None, microbatches may also get fewer tokens than N; if both are given, microbatches have N
         tokens, rounded up to whole rows and chunks.
+      max_sequences: most samples of a row. None chooses the number that is predicted to train
+        fastest. It can be given only together with `row_len` and `chunk_len`; then the shape of
+        microbatches does not depend on the tasks.
       remat: the values that a layer keeps from its forward to its backward pass; all else is
         computed again. From most to least memory: "none" keeps everything, "norms" recomputes
         neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"
@@ -47,11 +52,13 @@ class RunOptions:
       grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
       reserved_slots: number of tasks for which arrays are allocated at least, even if fewer train.
-        On
-        CPU, a task gets the same bits beside different other tasks if arrays and microbatches have
-        the same sizes.
-      reserved_rank: adapter rank for which arrays are allocated at least, with the same purpose as
-        `reserved_slots`.
+        On CPU, a task gets the same bits beside different other tasks if arrays and microbatches
+        have the same sizes. The other `reserved_` options and `max_sequences` have the same
+        purpose.
+      reserved_rank: adapter rank for which arrays are allocated at least.
+      reserved_targets: linears for which arrays are allocated, even if no task adapts them, chosen
+        like `LoRA.target_modules`; None for no others than those of the tasks.
+      reserved_dropout: True compiles the training step with dropout, even if no task has any.
       checkpoint_every: number of rounds between two checkpoints.
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
       max_bad_steps: number of consecutive non-finite updates after which a task fails. The training
@@ -68,12 +75,15 @@ class RunOptions:
     tokens_per_microbatch: int = _count(8192)
     row_len: int | None = _count(None, optional=True)
     chunk_len: int | None = _count(None, optional=True)
+    max_sequences: int | None = _count(None, optional=True)
     remat: str = choice("auto", ("auto", *REMAT_POLICIES))
     memory_gib: float | None = number(None, above=0, optional=True)
     attention: str | None = choice(None, (None, *attention.IMPLEMENTATIONS))
     grouped_lora: str | None = choice(None, (None, *grouped_lora.IMPLEMENTATIONS))
     reserved_slots: int = _count(1)
     reserved_rank: int = _count(1)
+    reserved_targets: str | tuple[str, ...] | None = names(None, optional=True)
+    reserved_dropout: bool = flag(False)
     checkpoint_every: int = _count(50)
     keep_checkpoints: int = _count(3)
     max_bad_steps: int = _count(10)
@@ -82,12 +92,39 @@ class RunOptions:
 
     def __post_init__(self):
         check_fields(self, PlanningError)
+        if self.max_sequences and not (self.row_len and self.chunk_len):
+            raise PlanningError("max_sequences needs row_len and chunk_len beside it")
 
-    @property
-    def reserved(self) -> PoolSpec:
-        """The smallest pool for which arrays are allocated, from `reserved_slots` and
-        `reserved_rank`."""
-        return PoolSpec(self.reserved_slots, self.reserved_rank, modules=())
+    def reserved(self, config: BackboneConfig) -> PoolSpec:
+        """The smallest pool for which arrays are allocated, from the `reserved_` options.
+
+        Args:
+          config: configuration of the backbone.
+
+        Raises:
+          PlanningError: `reserved_targets` matches no linear of the backbone.
+        """
+        targets: Iterable[str] = ()
+        if self.reserved_targets is not None:
+            try:
+                targets = resolve_targets(self.reserved_targets, config)
+            except ValueError as e:
+                message = str(e).replace("target_modules", "reserved_targets")
+                raise PlanningError(message) from None
+        sizes = self.reserved_slots, self.reserved_rank, tuple(sorted(targets))
+        return PoolSpec(*sizes, self.reserved_dropout)
+
+    def shape_request(self, least_chunk_len: int) -> ShapeRequest:
+        """The limits within which the shape of microbatches is chosen.
+
+        Args:
+          least_chunk_len: tokens of the shortest chunk that the device's kernels support.
+        """
+        given = self.row_len, self.chunk_len
+        sequences = self.max_sequences
+        return ShapeRequest(
+            self.tokens_per_microbatch, *given, least_chunk_len, max_sequences=sequences
+        )
 
     @property
     def memory(self) -> int | None:

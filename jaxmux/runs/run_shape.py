@@ -135,24 +135,19 @@ def run_costs(
 def choose_run_shape(
     tasks: Sequence[PreparedTask],
     costs: RunCosts,
-    tokens: int,
-    row_len: int | None = None,
-    chunk_len: int | None = None,
+    request: ShapeRequest,
 ) -> Choice:
     """Chooses the shape class in which the tasks' rounds are predicted to take the least time.
 
     Args:
       tasks: the tasks of the training run, at least one.
       costs: the costs of these tasks on this device, from `run_costs`.
-      tokens: N, the most tokens of a microbatch. If both `row_len` and `chunk_len` are given,
-        microbatches have N tokens.
-      row_len: tokens of a row, a power of two; None chooses the row length.
-      chunk_len: tokens of a chunk, a power of two; None chooses the chunk length.
+      request: limits of the choice.
 
     Raises:
-      PlanningError: a sample is longer than `row_len`, or a given length is not a power of two.
+      PlanningError: a sample is longer than `request.row_len`, or a given length is not a power of
+        two.
     """
-    request = ShapeRequest(tokens, row_len, chunk_len, costs.least_chunk_len)
     lengths = [length for task in tasks for length in task.lengths]
     rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
     given = (rounds, request, costs.replica.microbatch, lengths)
@@ -190,7 +185,8 @@ def best_shape(
     if not tasks:
         raise PlanningError("no tasks to choose a shape class for")
     costs = run_costs(tasks, backbone.config, backbone.compute_dtype, remat, memory)
-    return choose_run_shape(tasks, costs, tokens_per_microbatch).alignment.shape
+    request = ShapeRequest(tokens_per_microbatch, least_chunk_len=costs.least_chunk_len)
+    return choose_run_shape(tasks, costs, request).alignment.shape
 
 
 def _described(alignment: PricedShape) -> str:

@@ -31,6 +31,7 @@ INTEGERS = {
         "chunk_len": 1,
         "reserved_slots": 1,
         "reserved_rank": 1,
+        "max_sequences": 1,
         "checkpoint_every": 1,
         "keep_checkpoints": 1,
         "max_bad_steps": 1,
@@ -61,7 +62,8 @@ CHOICES = {
     "fine_tune": ("dtype", "remat", "attention", "grouped_lora"),
 }
 TEXTS = {"tiny/Task": ("resume_from", "sample_prompt"), "tiny/Source": ("path", "split")}
-FLAGS = {"tiny/LoRA": ("rslora",)}
+FLAGS = {"tiny/LoRA": ("rslora",), "fine_tune": ("reserved_dropout",)}
+NAMES = {"tiny/LoRA": ("target_modules",), "fine_tune": ("reserved_targets",)}
 # What must be set for a scope to be used.
 USES = {
     "tiny/SGD": ["tiny/Task.optimizer=@tiny/SGD()"],
@@ -101,6 +103,10 @@ def field_cases() -> dict[str, tuple[list[str], str]]:
         for field in names:
             for value in ("'no'", "1", "None"):
                 add(scope, field, value, "True or False")
+    for scope, fields in NAMES.items():
+        for field in fields:
+            for value in ("3", "True", "['q_proj', 3]"):
+                add(scope, field, value, "a string or a list of strings")
     for value in ("None", "3", "True", "[]"):
         add("tiny/AdamW", "schedule", value, "a Schedule or one of 'constant', 'linear', 'cosine'")
     return found
@@ -121,6 +127,14 @@ OTHER_SETTINGS = {
     "no data": (["tiny/Task.data=None"], "task 'tiny': data should be a path or a Source"),
     "number as data": (["tiny/Task.data=3"], "task 'tiny': data should be a path or a Source"),
     "list as held-out data": (["tiny/Task.eval_data=['a']"], "task 'tiny': eval_data should be"),
+    "reserved targets": (
+        ["fine_tune.reserved_targets='q_prok'"],
+        "reserved_targets: 'q_prok' matches no linear",
+    ),
+    "sequences without lengths": (
+        ["fine_tune.max_sequences=4", "fine_tune.row_len=None"],
+        "max_sequences needs row_len and chunk_len beside it",
+    ),
     "no targets": (["tiny/LoRA.target_modules=[]"], "task 'tiny': target_modules is empty"),
     "empty target": (["tiny/LoRA.target_modules=''"], "task 'tiny': target_modules is empty"),
     "number as target": (["tiny/LoRA.target_modules=3"], "target_modules should be a string"),

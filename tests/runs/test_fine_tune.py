@@ -379,3 +379,32 @@ def test_training_goes_on_from_a_peft_folder(train, make_task, tmp_path):
     second = [m["loss"] for m in read_metrics(tmp_path / "second")]
     assert whole[0] - whole[3] > 1e-3
     assert second == pytest.approx(whole[3:], rel=1e-5)
+
+
+def test_reserved_sizes_and_given_lengths_keep_a_task_at_the_same_bits_beside_any_others(
+    train, make_task, data, tmp_path, adapter_bytes
+):
+    own = make_task("own", adapter=LoRA(rank=2, alpha=4.0, target_modules=("q_proj",)))
+    other = make_task(
+        "other",
+        data=data["long"],
+        adapter=LoRA(rank=4, target_modules=("v_proj", "down_proj"), dropout=0.1),
+        optimizer=SGD(1e-2),
+    )
+    sizes = {
+        "max_sequences": 4,
+        "reserved_slots": 2,
+        "reserved_rank": 4,
+        "reserved_targets": ("q_proj", "v_proj", "down_proj"),
+        "reserved_dropout": True,
+    }
+    train(tmp_path / "alone", own, **sizes)
+    train(tmp_path / "together", own, other, **sizes)
+    found = adapter_bytes(tmp_path / "alone" / "adapters" / "own")
+    assert found == adapter_bytes(tmp_path / "together" / "adapters" / "own")
+    shapes = [
+        json.loads((tmp_path / name / "run.json").read_text())["shape"]
+        for name in ("alone", "together")
+    ]
+    assert shapes[0] == shapes[1]
+    assert shapes[0]["max_sequences"] == 4

@@ -16,7 +16,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource
 from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, write_profile
 from jaxmux.planner.costs.estimates import estimated_memory
-from jaxmux.planner.packing import ShapeRequest
+from jaxmux.planner.packing import ShapeClass, ShapeRequest
 from jaxmux.planner.pipeline import TaskLoad, make_plan
 from jaxmux.runs import run
 from jaxmux.runs import run_shape as shape
@@ -84,7 +84,8 @@ def ship(tmp_path, monkeypatch, small_profile):
 
 
 def chosen(tasks, **given):
-    return choose_run_shape(tasks, run_costs(tasks, CONFIG, jnp.float32), 2048, **given)
+    costs = run_costs(tasks, CONFIG, jnp.float32)
+    return choose_run_shape(tasks, costs, ShapeRequest(2048, **given))
 
 
 def load(task: PreparedTask) -> TaskLoad:
@@ -123,7 +124,13 @@ def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size
     request = ShapeRequest(2048, least_chunk_len=least_chunk_len)
     source = CostSource("estimated", "a test", "cpu", 2**34)
     plan = make_plan([load(task) for task in tasks], request, costs.replica, source, rounds=2)
-    assert plan.shape == choose_run_shape(tasks, costs, 2048).alignment.shape
+    assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
+
+
+def test_three_given_lengths_leave_nothing_to_choose(tasks):
+    given = {"row_len": 512, "chunk_len": 128, "max_sequences": 3}
+    shapes = [chosen(some, **given).alignment.shape for some in (tasks, tasks[:1], tasks[1:])]
+    assert shapes == [ShapeClass(4, 512, 128, 3)] * 3
 
 
 def test_choice_is_no_worse_than_the_plain_rule_and_says_why(tasks):

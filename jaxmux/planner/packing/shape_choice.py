@@ -48,6 +48,8 @@ class ShapeRequest(NamedTuple):
       fewer_tokens: True allows microbatches of fewer than N tokens where they cost less. False
         fixes the number of tokens to N. `choose_shape` treats True as False if `row_len` and
         `chunk_len` are both given.
+      max_sequences: the most sequences of a row; None to let `choose_shape` choose. It takes effect
+        if `row_len` and `chunk_len` are both given: then nothing is left to choose.
     """
 
     tokens: int
@@ -55,6 +57,7 @@ class ShapeRequest(NamedTuple):
     chunk_len: int | None = None
     least_chunk_len: int = MIN_CHUNK_LEN
     fewer_tokens: bool = True
+    max_sequences: int | None = None
 
 
 class PricedShape(NamedTuple):
@@ -126,6 +129,8 @@ def choose_shape(
     lengths = lengths or _all_lengths(rounds)
     plain = plain_shape(rounds, request, seconds, lengths)
     if request.row_len and request.chunk_len:
+        if request.max_sequences:
+            return plain
         request = request._replace(fewer_tokens=False)
     improve = partial(_improved, rounds=rounds, request=request, seconds=seconds)
     best = min(improve(plain._replace(seconds=math.inf), plain.shape), plain, key=_seconds)
@@ -152,8 +157,8 @@ def plain_shape(
 
     A shape class is the shape of all microbatches. The rule takes the shortest row that holds the
     longest sample, the shortest chunk (series of tokens of one task) that the kernels accept, and
-    `request.tokens` tokens, rounded up to whole rows and chunks. A `row_len` or `chunk_len` in
-    `request` takes precedence.
+    `request.tokens` tokens, rounded up to whole rows and chunks. A `row_len`, `chunk_len` or
+    `max_sequences` in `request` takes precedence.
 
     Args:
       rounds: for each round (one global batch of every task), a mapping from slot (a task's place
@@ -174,6 +179,8 @@ def plain_shape(
     chunk_len = request.chunk_len or request.least_chunk_len
     lengths = lengths or _all_lengths(rounds)
     shape = smallest_shape_class(lengths, request.tokens, chunk_len, request.row_len)
+    if request.row_len and request.chunk_len and request.max_sequences:
+        shape = dataclasses.replace(shape, max_sequences=request.max_sequences)
     return price_shape(rounds, shape, seconds)
 
 

@@ -1,0 +1,133 @@
+"""Compiles the programs of a training run in threads, while the backbone is being loaded."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data.microbatch import Microbatch, fill_microbatch
+from jaxmux.models import Backbone, BackboneConfig, ForwardOptions
+from jaxmux.models.modules import abstract_weights
+from jaxmux.optimizers import optimizer_class
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import Layout
+from jaxmux.peft.leaves import named_leaves
+
+from .compile import compile_accumulate, forward_options
+from .engine_options import EngineOptions
+from .prepared_task import PreparedTask
+from .programs import UpdateStats, evaluate, update_kind
+from .rounds import slot_table
+from .slots import pool_of
+from .train_state import TrainState
+
+
+class ProgramsAhead:
+    """The programs that an engine will need for given tasks, compiled in threads.
+
+    JAX keeps compiled programs by the shapes and dtypes of their arguments, so the engine finds
+    them although they are compiled without any array. Errors are not reported here: the engine
+    meets them again.
+
+    On a GPU the programs are compiled one after another, and nothing should run beside them: XLA
+    chooses among implementations of a product by timing them.
+    """
+
+    def __init__(
+        self,
+        config: BackboneConfig,
+        dtype: jnp.dtype,
+        options: EngineOptions,
+        tasks: Sequence[PreparedTask],
+    ):
+        """Starts the threads.
+
+        Args:
+          config: configuration of the backbone.
+          dtype: dtype of the backbone's weights.
+          options: the options of the engine.
+          tasks: the tasks that the engine will train.
+        """
+        self._on_gpu = jax.default_backend() == "gpu"
+        self._threads = ThreadPoolExecutor(1 if self._on_gpu else 3)
+        backbone = Backbone(config, abstract_weights(config, dtype), "")
+        programs = _Programs(backbone, options, tasks)
+        self._evaluation: list[Future] = []
+        if any(task.eval_samples for task in tasks):
+            self._evaluation.append(self._threads.submit(programs.compile_evaluate))
+        self._accumulate = self._threads.submit(programs.compile_accumulate)
+        self._updates = [
+            self._threads.submit(programs.compile_update, kind)
+            for kind in dict.fromkeys(task.task.optimizer.kind for task in tasks)
+        ]
+        self._layout, self._dropout = programs.layout, programs.pool.dropout
+
+    def wait_for_evaluation(self) -> None:
+        """Returns when held-out samples can be evaluated."""
+        wait([*self._evaluation, *([self._accumulate, *self._updates] if self._on_gpu else ())])
+
+    def forward_options(self, layout: Layout, dropout: bool) -> ForwardOptions | None:
+        """The options of the forward pass for which the training step is compiled.
+
+        Returns when all programs are compiled.
+
+        Args:
+          layout: the description of the train state.
+          dropout: whether any task has dropout.
+
+        Returns:
+          The options; None if the training step is compiled for another layout or could not be
+          compiled.
+        """
+        wait([*self._evaluation, self._accumulate, *self._updates])
+        if (layout, dropout) != (self._layout, self._dropout) or self._accumulate.exception():
+            return None
+        return self._accumulate.result()
+
+    def close(self) -> None:
+        """Compiles no further program."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Programs:
+    """Compiles programs for arguments that have shapes and dtypes but no values."""
+
+    def __init__(self, backbone: Backbone, options: EngineOptions, tasks: Sequence[PreparedTask]):
+        self.backbone, self.options = backbone, options
+        self.pool, specs = pool_of(backbone.config, [task.pool for task in tasks], options.reserved)
+        self.layout = Layout(specs)
+        self.state: TrainState = jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs
+        )
+        shape = options.shape
+        self.microbatch: Microbatch = fill_microbatch(
+            (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+        )
+        self.table = slot_table({}, None, self.pool.slots)
+
+    def compile_evaluate(self) -> None:
+        backbone, state = self.backbone, self.state
+        forward = forward_options(backbone, self.options)
+        losses = jax.ShapeDtypeStruct((self.pool.slots,), jnp.float32)
+        arguments = backbone.weights, state.adapters, losses, self.microbatch, self.table
+        compiled(evaluate.lower(backbone.config, forward, *arguments))
+
+    def compile_accumulate(self) -> ForwardOptions:
+        return compile_accumulate(
+            self.backbone,
+            self.options,
+            self.pool.dropout,
+            self.state,
+            self.microbatch,
+            self.table,
+        )
+
+    def compile_update(self, kind: str) -> None:
+        leaves, slots = len(named_leaves(self.layout.tree.accumulators)), self.pool.slots
+        rates = np.zeros((leaves, self.backbone.config.num_layers, slots), np.float32)
+        none = np.zeros(slots, np.float32)
+        hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
+        stats = UpdateStats(none, none, none > 0)
+        update_kind.lower(kind, self.layout, self.state, stats, none > 0, rates, hyper).compile()
