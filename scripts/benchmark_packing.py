@@ -69,6 +69,7 @@ from jaxmux.planner.packing import (
     Placement,
     RoundLengths,
     ShapeClass,
+    ShapeRequest,
     pack_first_fit,
     pack_round,
     smallest_shape_class,
@@ -146,7 +147,8 @@ def policies(tasks: Sequence[PreparedTask], costs: RunCosts, args) -> list[Polic
     every = [length for task in tasks for length in task.lengths]
     plain = smallest_shape_class(every, args.tokens, costs.least_chunk_len)
     padded = partial(pack_padded, longest=[task.longest for task in tasks])
-    chosen = choose_run_shape(tasks, costs, args.tokens).alignment.shape
+    request = ShapeRequest(args.tokens, least_chunk_len=costs.least_chunk_len)
+    chosen = choose_run_shape(tasks, costs, request).alignment.shape
     return [
         Policy(ZERO_PADDING, dataclasses.replace(plain, max_sequences=1), pack_tightly),
         _with_needed_sequences(Policy(PADDING_PER_TASK, plain, padded), tasks, args),

@@ -21,6 +21,7 @@ RECORDS = ROOT / "benchmarks"
 FILES = {
     "grouped_lora": "grouped_lora_h200.json",
     "step": "step_h200.json",
+    "command": "step_h100.json",
     "remat": "step_remat_h200.json",
     "dram": "dram_h200.json",
     "profile": "profile_h200.json",
@@ -91,6 +92,24 @@ def op_table(records: Sequence[Record]) -> str:
     ]
     head = ["linear", "tasks", "dropout", "implementation", "ms", "frozen, ms", "ratio", "limit"]
     return source(records) + markdown(head, rows)
+
+
+def command_table(records: Sequence[Record]) -> str:
+    """`jaxmux train` and PEFT on one device."""
+    rows = [
+        [
+            f"**{r['implementation']}**" if "predicted_bytes" in r else r["implementation"],
+            r["tasks"],
+            f"{r['length']:,}",
+            f"{r['tokens_per_second']:,.0f}",
+            gibibytes(r["peak_bytes"]),
+            gibibytes(r.get("predicted_bytes")),
+            f"{r['ratio']:.3f}" if r["ratio"] else "",
+        ]
+        for r in records
+    ]
+    head = ["", "tasks", "length", "tokens/s", "peak memory", "predicted peak"]
+    return source(records) + markdown([*head, "over PEFT compiled"], rows)
 
 
 def rank_table(records: Sequence[Record]) -> str:
@@ -255,6 +274,7 @@ BLOCKS = {
     "grouped_lora": op_table,
     "grouped_lora: ranks": rank_table,
     "step": step_table,
+    "command": command_table,
     "remat": remat_table,
     "dram": dram_table,
     "profile": profile_table,

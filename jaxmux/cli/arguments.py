@@ -195,9 +195,10 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
     parser.add_argument(
-        "--step",
+        "--round",
         type=_count,
-        help="the checkpoint, a folder of checkpoints/; default: the newest one of each task",
+        help="the checkpoint behind this round (a round is one step of every task that still "
+        "trains); default: the newest checkpoint",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace adapters that --out holds already"

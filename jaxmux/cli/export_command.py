@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             raise RunDirectoryError(
                 f"{run_dir / 'run.json'}: damaged (the adapter of task {name!r}: {e})"
             ) from None
-        step, progress, arrays = read_task(run_dir / "checkpoints", name, options.step, _warn)
+        rounds, progress, arrays = read_task(run_dir / "checkpoints", name, options.round, _warn)
         if progress.status != "succeeded":
             why = f" ({progress.error})" if progress.error else ""
             _warn(
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             serving=options.serving,
             base_fingerprint=record["fingerprints"]["backbone"],
         )
-        print(f"{name}: checkpoint {step} -> {out / name}")
+        print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0
 
 

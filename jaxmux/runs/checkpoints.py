@@ -8,7 +8,7 @@ import dataclasses
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Checkpoints:
             name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
             for name, leaves in specs.items()
         }
-        found = _newest_intact(self._manager, templates, self._say)
+        found = _newest_intact(self._manager, templates, self._say, self._manager.all_steps())
         if found is None:
             return None
         step, run, arrays = found
@@ -153,7 +153,7 @@ class Checkpoints:
 
 
 def read_task(
-    folder: Path, name: str, step: int | None = None, say: Callable[[str], None] = print
+    folder: Path, name: str, rounds: int | None = None, say: Callable[[str], None] = print
 ) -> tuple[int, TaskProgress, SlotArrays]:
     """Reads one task from the checkpoints of a training run, without an engine.
 
@@ -162,13 +162,12 @@ def read_task(
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
-      step: number of the checkpoint, which is the name of its folder: the number of rounds (one
-        global batch of every task) plus the number of microbatches trained before it. None takes
-        the newest checkpoint that is not damaged.
+      rounds: takes the newest checkpoint after this number of rounds (one global batch of every
+        task that still trains). None takes the newest checkpoint that is not damaged.
       say: function that prints one line; it is told of damaged checkpoints.
 
     Returns:
-      The number of the checkpoint, the task's progress, and its NumPy arrays by path
+      The rounds completed before the checkpoint, the task's progress, and its NumPy arrays by path
       ("adapter/mlp.up_proj/a"), at the task's own rank: its adapter, the gradients and the loss
       accumulated over its current global batch, and its optimizer state.
 
@@ -181,20 +180,36 @@ def read_task(
         raise RunDirectoryError(f"{folder.absolute()}: no checkpoints")
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-        steps = sorted(manager.all_steps())
-        if not steps or step not in (None, *steps):
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise RunDirectoryError(f"{folder.absolute()}: {wanted}; there are {steps or 'none'}")
-        found = _newest_intact(manager, {name: None}, say, only=step)
-        chosen, run, arrays = found
-        return chosen, TaskProgress.from_json(run["tasks"][name]["progress"]), arrays[name]
+        steps = {step: _rounds_of(manager, step) for step in manager.all_steps()}
+        wanted = [step for step, found in steps.items() if rounds is None or found == rounds]
+        if not wanted:
+            which = "" if rounds is None else f" behind round {rounds}"
+            kept = ", ".join(str(found) for found in sorted({*steps.values()} - {None}))
+            raise RunDirectoryError(
+                f"{folder.absolute()}: no checkpoint{which}; there are those behind rounds "
+                f"{kept or 'none'}"
+            )
+        _, run, arrays = _newest_intact(manager, {name: None}, say, wanted)
+        progress = TaskProgress.from_json(run["tasks"][name]["progress"])
+        return run["position"]["rounds"], progress, arrays[name]
+
+
+def _rounds_of(manager: ocp.CheckpointManager, step: int) -> int | None:
+    """The rounds completed before a checkpoint; None if it is damaged."""
+    try:
+        restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+        return restored["run"]["position"]["rounds"]
+    except MemoryError:
+        raise
+    except Exception:  # orbax passes on the errors of many libraries
+        return None
 
 
 def _newest_intact(
     manager: ocp.CheckpointManager,
     templates: Mapping[str, Any],
     say: Callable[[str], None],
-    only: int | None = None,
+    steps: Iterable[int],
 ) -> tuple[int, dict[str, Any], dict[str, SlotArrays]] | None:
     """Reads the newest checkpoint that is not damaged.
 
@@ -202,15 +217,14 @@ def _newest_intact(
       manager: the checkpoints.
       templates: by name of the tasks to read, the arrays as they should be; None for any arrays.
       say: function that prints one line.
-      only: the only checkpoint to try; None tries all.
+      steps: the numbers of the checkpoints to try.
 
     Returns:
       The number of the checkpoint, its `run`, and the arrays by task; None if there is no
       checkpoint.
     """
-    steps = [only] if only is not None else sorted(manager.all_steps(), reverse=True)
     problems = []
-    for step in steps:
+    for step in sorted(steps, reverse=True):
         try:
             found = (step, *_read(manager, step, templates))
         except (RunDirectoryError, MemoryError):

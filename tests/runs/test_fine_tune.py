@@ -209,15 +209,16 @@ def test_export_command_writes_the_adapters_of_the_last_checkpoint(
 
 
 def test_export_command_writes_one_task_of_an_earlier_checkpoint(
-    train, make_task, tmp_path, adapter_bytes
+    train, make_task, tmp_path, adapter_bytes, capsys
 ):
-    """A round is one microbatch here, so the checkpoint behind round k is named 2k."""
     constant = {"optimizer": SGD(0.1), "adapter": LoRA(rank=2)}
     tasks = make_task("long", steps=4, **constant), make_task("b", steps=4)
     train(tmp_path / "run", *tasks, checkpoint_every=2)
     train(tmp_path / "half", make_task("long", steps=2, **constant), make_task("b", steps=4))
+    capsys.readouterr()
     arguments = [f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]
-    assert export([*arguments, "--task=long", "--step=4"]) == 0
+    assert export([*arguments, "--task=long", "--round=2"]) == 0
+    assert capsys.readouterr().out == f"long: step 2, round 2 -> {tmp_path / 'out' / 'long'}\n"
     found = adapter_bytes(tmp_path / "out")
     assert {path.split("/")[0] for path in found} == {"long"}
     assert (
@@ -240,7 +241,10 @@ def test_export_for_serving_folds_the_scale_into_b(summary, run_dir, tmp_path, t
 
 @pytest.mark.parametrize(
     ("argument", "culprit"),
-    [("--task=stpes", "no task 'stpes'; its tasks are epochs, steps"), ("--step=999", "step 999")],
+    [
+        ("--task=stpes", "no task 'stpes'; its tasks are epochs, steps"),
+        ("--round=999", "no checkpoint behind round 999; there are those behind rounds "),
+    ],
 )
 def test_export_of_what_is_not_there_is_refused(
     argument, culprit, summary, run_dir, tmp_path, capsys
