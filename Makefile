@@ -28,7 +28,7 @@ define create-venv
 	exec "$$python" -m venv --clear $(1); \
 done; \
 echo "No Python 3.$(2) or later with ensurepip among: $(3)" >&2; \
-echo "Install one, or name it: make $(4)=/path/to/python3" >&2; \
+echo "Install one, or name it: make $(MAKECMDGOALS) $(4)=/path/to/python3" >&2; \
 exit 1
 endef
 

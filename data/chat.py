@@ -96,7 +96,8 @@ def require_chat_template(record: Record, tokenizer: "PreTrainedTokenizerBase") 
     if tokenizer.chat_template is None:
         raise DataError(
             f"{record.where}: 'messages' records need a chat template, and the tokenizer "
-            f"{tokenizer.name_or_path} has none"
+            f'{tokenizer.name_or_path} has none; add "chat_template" to its '
+            "tokenizer_config.json, or write the records as prompt and completion"
         )
     return tokenizer.get_chat_template()
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from jaxmux.field_checks import check_fields, choice, text
 
 from .errors import DataError
+from .hugging_face import is_saved_data_set, load_data_set
 
 Form = Literal["prompt_completion", "messages", "alpaca", "text"]
 LossOn = Literal["completion", "all"]
@@ -164,7 +165,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
+        raise DataError(
+            f"{path}: Parquet files need the package pyarrow: pip install '.[parquet]' in the "
+            "source folder of jaxmux"
+        ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
@@ -175,35 +179,15 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{source.path}: reading Hugging Face datasets needs the datasets package: "
-            "pip install datasets"
-        ) from error
     name = source.path.removeprefix(HUGGING_FACE_PREFIX)
-    try:
-        if _is_saved_dataset(Path(name)):
-            dataset = datasets.load_from_disk(name)
-        else:
-            # The library tries for half a minute to reach a hub that cannot be reached.
-            retries = datasets.DownloadConfig(max_retries=1)
-            dataset = datasets.load_dataset(name, split=source.split, download_config=retries)
-    except Exception as error:  # datasets passes on any exception of its hub and file layers
-        raise DataError(
-            f"{source.path}: split {source.split!r} cannot be loaded: {error}"
-        ) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        if source.split not in dataset:
-            found = ", ".join(map(repr, dataset))
-            raise DataError(f"{source.path}: no split {source.split!r}; found splits: {found}")
-        dataset = dataset[source.split]
-    elif _is_saved_dataset(Path(name)):
+    found = load_data_set(name, source.split, source.path)
+    # A folder may hold several splits, which are then the values of a dict.
+    if isinstance(found, dict):
+        if source.split not in found:
+            names = ", ".join(map(repr, found))
+            raise DataError(f"{source.path}: no split {source.split!r}; found splits: {names}")
+        found = found[source.split]
+    elif is_saved_data_set(Path(name)):
         _require_no_split(source)
-    for number, fields in enumerate(dataset, start=1):
+    for number, fields in enumerate(found, start=1):
         yield f"{source.path}:{number}", fields
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    return any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))

@@ -1,5 +1,6 @@
 """`python -m jaxmux.plan` on the bundled demo, for devices that this machine does not have."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -87,6 +88,10 @@ def profile_of_the_demo(tmp_path, small_profile) -> Path:
     profile = small_profile(size, price, peak=peak, **made)
     write_profile(profile, tmp_path / "profile.json")
     return tmp_path / "profile.json"
+
+
+def edit_profile(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
@@ -202,12 +207,31 @@ def test_collectives_that_a_profile_lacks_are_estimated_and_named(profile_of_the
 
 def test_profile_of_another_backbone_is_refused(refused, profile_of_the_demo):
     path = profile_of_the_demo
-    data = json.loads(path.read_text())
-    data["backbone"]["hidden_size"] = 4096
-    path.write_text(json.dumps(data))
+    backbone = json.loads(path.read_text())["backbone"]
+    edit_profile(path, backbone=backbone | {"hidden_size": 4096})
     message = refused(f"--profile={path}")
     assert f"{path}: measured for another backbone, hidden_size=4096" in message
     assert "has 192" in message
+
+
+def test_plan_takes_the_dtype_of_its_profile(profile_of_the_demo, tmp_path, capsys):
+    config = BackboneConfig.from_folder(resolve_path("jaxmux:demo/base"))
+    sizes = estimated_memory(size_of(config, jnp.dtype("float32"))).backbone
+    path = profile_of_the_demo
+    edit_profile(path, dtype="float32", backbone=dataclasses.asdict(sizes))
+    assert main([*QUICK, f"--profile={path}"]) == 0
+    assert f"costs are measured: {path}, float32" in " ".join(capsys.readouterr().out.split())
+
+
+def test_profile_of_another_dtype_is_refused(refused, profile_of_the_demo):
+    message = refused(f"--profile={profile_of_the_demo}", "--gin.fine_tune.dtype='float32'")
+    assert "was measured in bfloat16, and the plan is for float32" in message
+    assert "set fine_tune.dtype='bfloat16'" in message
+
+
+def test_profile_without_the_devices_memory_names_the_option(refused, profile_of_the_demo):
+    edit_profile(profile_of_the_demo, memory_bytes=None)
+    assert "set fine_tune.memory_gib" in refused(f"--profile={profile_of_the_demo}")
 
 
 def test_empty_plan_is_refused(refused, tmp_path):

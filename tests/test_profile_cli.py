@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from jaxmux.cli import profile_command
 from jaxmux.cli.main import run_command
 from jaxmux.models import Backbone
 from jaxmux.models.architectures import parse_config
@@ -63,6 +64,27 @@ def test_profile_is_complete(profile_path):
     assert all(measurement.peak_bytes > 0 for measurement in layers)
 
 
+def test_command_says_that_it_compiles_and_shows_every_number_on_80_columns(
+    profile_path, config, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(profile_command, "_PLAIN_WIDTH", 80)
+    new = tmp_path / "profile.json"
+    measurements = read_profile(profile_path).measurements
+    monkeypatch.setattr(profiler, "_measure", lambda *arguments: iter(measurements))
+    assert main(["--config", str(config), "--out", str(new), *SIZES]) == 0
+    first, *_, table = capsys.readouterr().out.split("\n", 1)
+    assert first.startswith("compiling ")
+    rows = [line for line in table.splitlines() if line.rstrip().endswith("%")]
+    layers = read_profile(profile_path).of(LayerPoint)
+    for row, (point, seconds) in zip(rows, layers, strict=True):
+        assert len(row) <= 80 and "…" not in row
+        assert f"{1e3 * seconds:,.3f}" in row
+        if point.remat == "full":
+            assert "remat=full" in row
+        if not point.backward:
+            assert "backward=False" in row
+
+
 def test_chunks_of_padding_have_no_owner():
     backbone = Backbone.random(parse_config(TINY, "tiny"), dtype=jnp.float32)
     full = LayerPoint(2, 256, 128, 64, 1, 2, 4, 2, "dots", False, True)
@@ -82,7 +104,8 @@ def test_second_run_measures_nothing(profile_path, config, monkeypatch, capsys):
     before = profile_path.read_text()
     assert main(["--config", str(config), "--out", str(profile_path), *SIZES]) == 0
     assert profile_path.read_text() == before
-    assert "error" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "error" in shown and "compiling" not in shown
 
 
 def test_interrupted_run_goes_on(profile_path, config, tmp_path, monkeypatch):

@@ -2,9 +2,13 @@
 
 import argparse
 import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from .similar_names import did_you_mean
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 # Rounds of a plan if --rounds is not given and no global batch is large.
@@ -17,8 +21,13 @@ demo.
 
 If training is interrupted, the same command continues it.
 
-Exit code 0: all tasks succeeded. 1: a task failed and the others are finished.
-2: the config or the data was refused and nothing was trained.
+Exit codes:
+  0         every task succeeded
+  1         a task failed, and the others are finished
+  2         the config or the data was refused; nothing was trained
+  3         the run broke, for example on a full disk; the same command
+            continues from the last checkpoint
+  130, 143  stopped by Ctrl-C or SIGTERM; the same command continues
 """
 _CONFIG = """\
 a config:
@@ -54,6 +63,11 @@ If it is interrupted, the same command continues it.
 With --check it measures training steps that are not in a profile and compares
 them with the predictions of the cost models.
 """
+_GENERATE = """\
+Completes prompts with a backbone and a Hugging Face PEFT adapter. A prompt is
+passed as it is, without the chat template: for an adapter that was trained on
+chats, write the prompt as the template renders it.
+"""
 
 
 def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
@@ -72,13 +86,6 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = _parser(prog, _PLAN)
     _add_config(parser)
     parser.add_argument(
-        "--gin_param",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="the same as --gin.NAME=VALUE",
-    )
-    parser.add_argument(
         "--mesh",
         default="pp1",
         help="pipeline stages and tensor parallelism, e.g. pp4,tp2; default: one device",
@@ -87,8 +94,9 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="a profile of `jaxmux profile`; default: the profile that ships for this backbone "
-        "on an H200, or an estimate for an H200",
+        help="a profile of `jaxmux profile`, whose dtype is the plan's unless fine_tune.dtype "
+        "says otherwise; default: the profile that ships for this backbone on an H200, or an "
+        "estimate for an H200",
     )
     parser.add_argument(
         "--rounds",
@@ -100,7 +108,6 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"
     )
     options = _parse_with_bindings(parser, arguments)
-    options.bindings = options.gin_param + options.bindings
     options.gin_file = options.gin_file or [DEMO_CONFIG]
     return options
 
@@ -151,7 +158,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="TASKSxLENGTHxRANKxTOKENS[xROW_LENGTH], e.g. 3x2048x32x6144",
     )
     check.add_argument("--layers", type=_count, metavar="N", help="default: all layers")
-    options = parser.parse_args(arguments)
+    options = _parse(parser, arguments)
     if not options.check and not options.out:
         parser.error("--out is required: the file for the profile")
     return options
@@ -159,7 +166,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that completes prompts."""
-    parser = _parser(prog, "Completes prompts with a backbone and a Hugging Face PEFT adapter.")
+    parser = _parser(prog, _GENERATE)
     parser.add_argument(
         "--backbone",
         required=True,
@@ -167,7 +174,13 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="checkpoint folder; jaxmux:demo/base is the bundled one",
     )
     parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter folder; default: none")
-    parser.add_argument("--prompt", required=True, action="append", help="may be repeated")
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        metavar="TEXT",
+        help="passed as it is, without the chat template; may be repeated",
+    )
     parser.add_argument(
         "--max_new_tokens", type=_count, default=64, metavar="N", help="default: 64"
     )
@@ -181,7 +194,7 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
     )
-    return parser.parse_args(arguments)
+    return _parse(parser, arguments)
 
 
 def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
@@ -197,8 +210,9 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--round",
         type=_count,
-        help="the checkpoint behind this round (a round is one step of every task that still "
-        "trains); default: the newest checkpoint",
+        metavar="N",
+        help="the checkpoint taken after this round (a round is one global batch of every task "
+        "that still trains); default: the newest checkpoint",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace adapters that --out holds already"
@@ -208,7 +222,7 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         action="store_true",
         help="fold the scale into B and set lora_alpha to the rank, for servers without rsLoRA",
     )
-    return parser.parse_args(arguments)
+    return _parse(parser, arguments)
 
 
 # By command, one line of help, and the function that parses its options. The function takes the
@@ -261,8 +275,18 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         "--gin.NAME",
         dest="_",
         metavar="VALUE",
-        help="set one parameter, e.g. --gin.Task.max_length=512",
+        help="set one parameter, e.g. --gin.Task.max_length=512; a string needs quotes of its own: "
+        "'--gin.Task.data=\"a.jsonl\"'",
     )
+    # Another form of --gin.NAME=VALUE, which programs of other projects have.
+    parser.add_argument("--gin_param", action="append", default=[], help=argparse.SUPPRESS)
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    options, others = parser.parse_known_args(arguments)
+    if others:
+        _refuse(parser, others[0], "--help lists the options")
+    return options
 
 
 def _parse_with_bindings(
@@ -270,6 +294,13 @@ def _parse_with_bindings(
 ) -> argparse.Namespace:
     options, others = parser.parse_known_args(arguments)
     if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
-        parser.error(f"unknown argument {unknown[0]}; a parameter is set by --gin.NAME=VALUE")
-    options.bindings = [other.removeprefix("--gin.") for other in others]
+        _refuse(parser, unknown[0], "a parameter is set by --gin.NAME=VALUE")
+    options.bindings = options.gin_param + [other.removeprefix("--gin.") for other in others]
     return options
+
+
+def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoReturn:
+    """Exits with a message; `hint` is for arguments that no option resembles."""
+    options = re.findall(r"--[a-z_]+", parser.format_usage())
+    similar = did_you_mean(argument.partition("=")[0], options)
+    parser.error(f"unknown argument {argument}; {similar or hint}")

@@ -3,11 +3,15 @@
 import argparse
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from jaxmux.engine import TaskProgress
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder
-from jaxmux.runs import RunDirectoryError, read_record, read_task
+from jaxmux.planner.numbers import numbered
+from jaxmux.runs import RunDirectoryError, Summary, read_record, read_task
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,11 +41,7 @@ def run(options: argparse.Namespace) -> int:
             ) from None
         rounds, progress, arrays = read_task(run_dir / "checkpoints", name, options.round, _warn)
         if progress.status != "succeeded":
-            why = f" ({progress.error})" if progress.error else ""
-            _warn(
-                f"task {name}: warning: at this checkpoint it is {progress.status}{why}, after "
-                f"{progress.step} steps"
-            )
+            _warn(f"task {name}: warning: {_state(progress, _steps(run_dir, record, name))}")
         adapter = adapter_of(arrays, spec, config)
         export_adapter(
             out / name,
@@ -54,6 +54,23 @@ def run(options: argparse.Namespace) -> int:
         )
         print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0
+
+
+def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:
+    """Number of steps that a task trains; None if it is not known before the training has ended."""
+    if (steps := record["tasks"][name].get("steps")) is not None:
+        return steps
+    summary = Summary.load(run_dir / "summary.json")
+    done = {} if summary is None else summary.tasks.get(name, {})
+    return done["steps"] if done.get("status") == "succeeded" else None
+
+
+def _state(progress: TaskProgress, steps: int | None) -> str:
+    """The state of a task that has not succeeded."""
+    done = numbered(progress.step, "step")
+    if progress.status == "failed":
+        return f"failed after {done} ({progress.error})"
+    return f"not finished ({done if steps is None else f'{progress.step} of {steps} steps'})"
 
 
 def _warn(line: str) -> None:

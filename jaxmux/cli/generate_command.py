@@ -1,20 +1,23 @@
 """The command `jaxmux generate`: completes prompts with a backbone and, if given, an adapter."""
 
 import argparse
+from pathlib import Path
 
+from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.models import load_backbone
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import import_adapter
+from jaxmux.runs import RunDirectoryError
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
-    folder = resolve_path(options.backbone)
+    folder = resolve_backbone(options.backbone)
     backbone, tokenizer = load_backbone(folder, options.dtype), load_tokenizer(folder)
     adapter = ()
     if options.adapter:
+        _refuse_run_directory(Path(options.adapter))
         adapter = import_adapter(options.adapter, backbone.config, backbone.fingerprint)
     texts = complete(
         backbone,
@@ -27,3 +30,11 @@ def run(options: argparse.Namespace) -> int:
     for prompt, text in zip(options.prompt, texts, strict=True):
         print(prompt + text)
     return 0
+
+
+def _refuse_run_directory(folder: Path) -> None:
+    if not (folder / "run.json").is_file():
+        return
+    adapters = [str(found) for found in sorted(folder.glob("adapters/*")) if found.is_dir()]
+    hint = f"name an adapter in it: {', '.join(adapters)}" if adapters else "it has no adapter yet"
+    raise RunDirectoryError(f"{folder}: is a run directory; {hint}")

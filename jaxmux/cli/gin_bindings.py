@@ -6,6 +6,7 @@ imports a module is refused: importing runs whatever the module holds.
 
 import dataclasses
 import re
+import shlex
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS
 from jaxmux.runs import RunOptions
 from jaxmux.tasks import Task
+
+from .similar_names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,18 +143,48 @@ def _refuse_imports(text: str, where: str, within: tuple[Path, ...]) -> None:
             if isinstance(statement, config_parser.IncludeStatement):
                 _refuse_imports_of_file(Path(statement.filename), within)
     except SyntaxError as e:
-        raise ConfigError(f"{where}:{e.lineno}: {e.msg}") from None
+        place = f"{where}:{e.lineno}" if within else where
+        hint = _with_quotes(e, argument=not within)
+        message = f"a string needs quotes: {hint}" if hint else e.msg
+        raise ConfigError(f"{place}: {message}") from None
     except tokenize.TokenError as e:
         message, (line, _) = e.args
         raise ConfigError(f"{where}:{line}: {message}") from None
 
 
+def _with_quotes(error: SyntaxError, argument: bool) -> str:
+    """The line at which gin found a syntax error, with the quotes that its value lacks. Empty if
+    the value does not look like a string without quotes.
+
+    Args:
+      error: gin's error.
+      argument: True for a binding, which is returned as an argument in a shell.
+    """
+    word = re.search(r"Failed to parse token '(\w+)'", error.msg)
+    name, _, value = (error.text or "").partition(" #")[0].partition("=")
+    value = value.strip()
+    if value.capitalize() in ("True", "False", "None"):
+        return ""
+    if not re.match(r"[A-Za-z_/.~]", value):
+        return repr(word[1]) if word else ""
+    if argument:
+        return shlex.quote(f'--gin.{name}="{value}"')
+    return f'{name.strip()} = "{value}"'
+
+
 def _without_postscript(error: Exception) -> str:
     """gin's message, with the scope instead of the call that it adds to errors of what it calls."""
     message, *call = str(error).split("\n  In call to configurable", maxsplit=1)
-    if message.startswith("No configurable matching"):
-        known = ", ".join(_CONFIGURABLE)
-        message = message.replace(".\n", f"; there are {known}.\n", 1)
+    if unknown := re.match(
+        r"No configurable matching (?:reference )?'@?.*?(\w+)(?:\(\))?'", message
+    ):
+        hint = did_you_mean(unknown[1], _CONFIGURABLE)
+        hint = hint or f"there are {', '.join(_CONFIGURABLE)}."
+        message = message.replace(".\n", f"; {hint}\n", 1)
+    if unknown := re.match(r"Configurable '(\w+)' doesn't have a parameter named '(\w+)'", message):
+        parameters = [field.name for field in dataclasses.fields(_CONFIGURABLE[unknown[1]])]
+        hint = did_you_mean(unknown[2], parameters) or f"it has {', '.join(parameters)}."
+        message = message.replace(".\n", f"; {hint}\n", 1)
     if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
         return f"{found[2]}/{found[1]}: {message.strip()}"
     return message.strip()

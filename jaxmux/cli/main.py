@@ -4,12 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
 from .arguments import COMMANDS
-from .exit_codes import exit_code_of
+from .exit_codes import REFUSED, exit_code_of
+from .similar_names import did_you_mean
 
 # With any of these, the user decides about the GPU's memory.
 _MEMORY_SETTINGS = {
@@ -23,11 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `jaxmux COMMAND …`; returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
+    if not given:
+        parser.exit(REFUSED, parser.format_help())
     # All arguments after the command belong to it.
     command = parser.parse_args(given[:1]).command
     if command not in COMMANDS:
-        similar = get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(COMMANDS)}"
+        hint = did_you_mean(command, COMMANDS) or f"choose from {', '.join(COMMANDS)}"
         parser.error(f"unknown command {command!r}; {hint}")
     return run_command(command, given[1:], prog=f"jaxmux {command}")
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxmux.atomic_files import require_writable
+from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.prepared_task import read_data
@@ -24,6 +25,7 @@ from jaxmux.planner.costs import (
     device_models,
     measured_models,
 )
+from jaxmux.planner.costs.device_profile import ProfileError, read_profile
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.pipeline import (
     Plan,
@@ -88,7 +90,7 @@ def _plan(
     """The plan, smaller microbatches with which it would be faster, and by name of the task the
     number of records that gave no sample."""
     check_names(run.tasks)
-    folder = resolve_path(run.backbone)
+    folder = resolve_backbone(run.backbone)
     config = BackboneConfig.from_folder(folder)
     replica.require(
         config.num_layers,
@@ -124,11 +126,17 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad]) -> int:
 def _cost_models(
     run: RunConfig, config: BackboneConfig, replica: Replica, profile: Path | None
 ) -> CostModels:
-    dtype = "float32" if run.dtype == "float32" else "bfloat16"
+    measured = read_profile(profile).dtype if profile else "bfloat16"
+    dtype = measured if run.dtype == "auto" else run.dtype
     size = size_of(config, jnp.dtype(dtype))
-    if profile:
-        return measured_models(profile, size, run.memory, replica)
-    return device_models(size, run.memory, replica, dtype=dtype)
+    if not profile:
+        return device_models(size, run.memory, replica, dtype=dtype)
+    if dtype != measured:
+        raise ProfileError(
+            f"{profile}: was measured in {measured}, and the plan is for {dtype}; set "
+            f"fine_tune.dtype={measured!r}, or measure a profile with --dtype={dtype}"
+        )
+    return measured_models(profile, size, run.memory, replica)
 
 
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:

@@ -42,7 +42,7 @@ def plan_tables(
 
 
 def _tasks(plan: Plan) -> Table:
-    table = _table("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
+    table = number_table("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
     for task in plan.tasks:
         mean = f"{task.tokens / task.samples:.1f}"
         counts = (task.rank, task.batch_size, task.steps, task.samples, task.tokens)
@@ -60,7 +60,7 @@ def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
 
 
 def _buckets(plan: Plan) -> Table:
-    table = _table(
+    table = number_table(
         "bucket", "hTasks (+: fused)", "tokens/round", "microbatches/round", "padding", texts=2
     )
     tokens = np.array(plan.tokens_by_microbatch)
@@ -105,7 +105,7 @@ def _predictions(plan: Plan) -> Table:
     bubbles = plan.replica.pp > 1
     # Headings of several lines leave room for the method on a terminal of 80 columns.
     columns = ["microbatches\nper round", "round\ntime", "tokens/s", "against\nthe plan"]
-    table = _table("method", *(["bubble\nratio"] if bubbles else []), *columns)
+    table = number_table("method", *(["bubble\nratio"] if bubbles else []), *columns)
     tokens = sum(plan.tokens_by_microbatch) / plan.rounds
     own = plan.prediction
     for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:
@@ -129,7 +129,7 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def _table(*columns: str, texts: int = 1) -> Table:
+def number_table(*columns: str, texts: int = 1) -> Table:
     """An empty table; its first `texts` columns hold texts, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):

@@ -3,8 +3,11 @@
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmux.atomic_files import require_writable
+from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.models import Backbone, BackboneConfig, BackboneError
 from jaxmux.models.architectures import parse_config
 from jaxmux.package_files import resolve_path
@@ -27,6 +31,8 @@ from jaxmux.profiling import (
     default_cases,
     mean_absolute_error,
 )
+
+from .plan_tables import number_table
 
 # Columns of the output where there is no terminal.
 _PLAIN_WIDTH = 120
@@ -51,9 +57,16 @@ def _profile(options: argparse.Namespace, config: BackboneConfig, console: Conso
 
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     profile = complete_profile(
-        options.out, config, jnp.dtype(dtype), _grid(options), options.seconds, report
+        options.out,
+        config,
+        jnp.dtype(dtype),
+        _grid(options),
+        options.seconds,
+        report,
+        console.print,
     )
-    console.print(_table(profile))
+    for part in _layer_times(profile):
+        console.print(part, markup=False)
     console.print(f"{options.out}: {len(profile.measurements)} measurements", soft_wrap=True)
 
 
@@ -95,7 +108,7 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
 
 def _config(options: argparse.Namespace) -> BackboneConfig:
     if options.backbone:
-        return BackboneConfig.from_folder(resolve_path(options.backbone))
+        return BackboneConfig.from_folder(resolve_backbone(options.backbone))
     path = resolve_path(options.config)
     try:
         settings = json.loads(Path(path).read_text())
@@ -114,25 +127,33 @@ def _grid(options: argparse.Namespace) -> Grid:
 def _line(measurement: Measurement) -> str:
     """`layer tokens=512 row_len=512 …: 1.234 ms, peak 0.1 GiB`."""
     point, seconds, peak = measurement
-    fields = " ".join(f"{name}={value}" for name, value in dataclasses.asdict(point).items())
+    fields = _assignments(dataclasses.asdict(point))
     return f"{point.operator} {fields}: {1e3 * seconds:.3f} ms, peak {_gib(peak)}"
 
 
-def _table(profile: Profile) -> Table:
-    """The measured times of layers and those of the fitted model."""
+def _layer_times(profile: Profile) -> Iterator[Table | str]:
+    """The measured times of layers and those of the fitted model, in 80 columns: a row of the table
+    names only the fields in which it differs from the values that the line above it gives."""
     times = fit_time_model(profile)
-    table = Table(title=f"a layer of {profile.backbone.name} on {profile.device}, {profile.dtype}")
-    shape = ("tokens", "row_len", "chunk_len", "padding")
-    fields = (*shape, "slots", "rank", "tasks", "remat", "dropout")
-    for name in (*fields, "ms", "model", "error"):
-        table.add_column(name, justify="right")
-    for point, seconds in profile.of(LayerPoint):
+    measured = profile.of(LayerPoint)
+    fields = [dataclasses.asdict(point) for point, _ in measured]
+    usual = {name: statistics.mode(row[name] for row in fields) for name in fields[0]}
+    yield (
+        f"\na layer of {profile.backbone.name} on {profile.device}, {profile.dtype}; each row of "
+        f"the table names what differs from {_assignments(usual)}"
+    )
+    table = number_table("differs in", "measured", "model", "error")
+    for row, (point, seconds) in zip(fields, measured, strict=True):
         passes = layer_passes(times, point)
         fitted = passes.total if point.backward else passes.forward
-        values = (getattr(point, name) for name in fields)
-        shown = (f"{1e3 * s:.3f}" for s in (seconds, fitted))
-        table.add_row(*map(str, values), *shown, f"{fitted / seconds - 1:+.1%}")
-    return table
+        differences = _assignments({n: value for n, value in row.items() if value != usual[n]})
+        shown = (f"{1e3 * s:,.3f} ms" for s in (seconds, fitted))
+        table.add_row(differences or "nothing", *shown, f"{fitted / seconds - 1:+.1%}")
+    yield table
+
+
+def _assignments(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _gib(size: float | None) -> str:

@@ -51,6 +51,7 @@ def complete_profile(
     grid: Grid,
     seconds: float,
     report: Callable[[Measurement, int, int], None] = lambda measurement, done, total: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
     """Measures the points of a grid that a profile does not hold yet, and returns the profile.
 
@@ -69,6 +70,8 @@ def complete_profile(
       report: function that is called after every measurement with three arguments: the measurement,
         the number of the grid's points that are measured so far, and the number of all its points.
         The default does nothing.
+      say: function that prints one line; it is told that programs are compiled, which takes a
+        while. The default does nothing.
 
     Returns:
       The profile with all points of the grid, and with any other points that the file held.
@@ -80,14 +83,15 @@ def complete_profile(
     profile = _empty_profile(config, dtype)
     if path.exists():
         profile = _require_same(read_profile(path), profile, path)
-    else:
-        kept = kept_by_policy(config, dtype)
-        backbone = dataclasses.replace(profile.backbone, kept=kept)
-        profile = dataclasses.replace(profile, backbone=backbone)
     wanted = points(grid, profile.backbone, len(jax.devices()))
     measured = {measurement.point for measurement in profile.measurements}
     missing = [point for point in wanted if point not in measured]
     if missing:
+        say(f"compiling {_BATCH} programs at a time; the first results can take a minute")
+        if not profile.backbone.kept:
+            kept = kept_by_policy(config, dtype)
+            backbone = dataclasses.replace(profile.backbone, kept=kept)
+            profile = dataclasses.replace(profile, backbone=backbone)
         part = dataclasses.replace(config, num_layers=grid.layers)
         new = _measure(Backbone.random(part, dtype=dtype), missing, seconds)
         for done, measurement in enumerate(new, start=len(wanted) - len(missing) + 1):

@@ -162,8 +162,9 @@ def read_task(
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
-      rounds: takes the newest checkpoint after this number of rounds (one global batch of every
-        task that still trains). None takes the newest checkpoint that is not damaged.
+      rounds: takes the newest checkpoint that was taken after this round (a round is one global
+        batch of every task that still trains). None takes the newest checkpoint that is not
+        damaged.
       say: function that prints one line; it is told of damaged checkpoints.
 
     Returns:
@@ -176,18 +177,20 @@ def read_task(
         has another format. The message names the folder and, where the checkpoint is missing, the
         existing checkpoints.
     """
+    empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
     if not folder.is_dir():
-        raise RunDirectoryError(f"{folder.absolute()}: no checkpoints")
+        raise empty
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         steps = {step: _rounds_of(manager, step) for step in manager.all_steps()}
         wanted = [step for step, found in steps.items() if rounds is None or found == rounds]
+        if not steps:
+            raise empty
         if not wanted:
-            which = "" if rounds is None else f" behind round {rounds}"
             kept = ", ".join(str(found) for found in sorted({*steps.values()} - {None}))
             raise RunDirectoryError(
-                f"{folder.absolute()}: no checkpoint{which}; there are those behind rounds "
-                f"{kept or 'none'}"
+                f"{folder.absolute()}: no checkpoint after round {rounds}; there are those after "
+                f"rounds {kept or 'none'}"
             )
         _, run, arrays = _newest_intact(manager, {name: None}, say, wanted)
         progress = TaskProgress.from_json(run["tasks"][name]["progress"])

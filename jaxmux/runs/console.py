@@ -16,7 +16,9 @@ from rich.table import Table
 
 from jaxmux.engine import Engine, PreparedTask, TaskUpdate
 from jaxmux.models import BackboneConfig
+from jaxmux.planner.numbers import numbered
 
+from .metrics import read_metrics
 from .run_directory import RunDirectory
 from .summary import Summary
 from .task_warnings import after_training, before_training
@@ -60,8 +62,8 @@ class RunConsole:
         """
         for prepared in tasks:
             found, name = prepared.samples, prepared.task.name
-            notes = [f"{len(found.samples)} samples", f"{prepared.steps} steps"]
-            notes.append(f"longest {prepared.longest} tokens")
+            notes = [numbered(len(found.samples), "sample"), numbered(prepared.steps, "step")]
+            notes.append(f"longest {numbered(prepared.longest, 'token')}")
             if found.truncated:
                 notes.append(f"{found.truncated} truncated to {prepared.task.max_length}")
             if found.dropped:
@@ -71,6 +73,21 @@ class RunConsole:
             self.say(f"task {name}: {', '.join(notes)}")
             for warning in before_training(prepared, config):
                 self.say(warning)
+
+    def announce_restart(self, directory: RunDirectory) -> None:
+        """Prints what a restart deletes: the tasks of the earlier training run, with the steps that
+        they trained. Prints nothing if there was no earlier training run.
+
+        Args:
+          directory: the run directory, before `RunDirectory.begin`.
+        """
+        if not directory.replaced:
+            return
+        steps = dict.fromkeys(directory.replaced, 0)
+        if directory.metrics.exists():
+            steps |= {line["task"]: line["task_step"] for line in read_metrics(directory.metrics)}
+        tasks = ", ".join(f"{name} ({numbered(steps[name], 'step')})" for name in steps)
+        self.say(f"{directory.path}: restart deletes the earlier training of {tasks}")
 
     def start(self, engine: Engine) -> None:
         """On a terminal, begins to show the live table.
@@ -163,11 +180,13 @@ class RunConsole:
         steps = engine.prepared(update.task).steps
         every = self._log_every or max(1, steps // _PLAIN_LINES)
         if update.task_step % every == 0 or update.task_step in (1, steps):
-            self.say(
-                f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f} "
-                f"lr {update.lr:.2e} {self._rate(update.task)} tokens/s "
-                f"ETA {self._eta(engine, update.task)}"
-            )
+            parts = [f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f}"]
+            parts.append(f"lr {update.lr:.2e}")
+            if rate := self._rate(update.task):
+                parts.append(f"{rate} tokens/s")
+            if eta := self._eta(engine, update.task):
+                parts.append(f"ETA {eta}")
+            self.say(" ".join(parts))
 
     def _table(self, engine: Engine) -> Table:
         table = Table(box=box.SIMPLE_HEAD)
@@ -182,17 +201,19 @@ class RunConsole:
         return table
 
     def _rate(self, task: str) -> str:
-        """Tokens of the task, without padding, per second since the first results."""
+        """Tokens of the task, without padding, per second since the first results; empty as long
+        as it is unknown."""
         tokens = self._tokens[task]
-        return f"{tokens / (time.monotonic() - self._started):,.0f}" if tokens > 0 else "?"
+        return f"{tokens / (time.monotonic() - self._started):,.0f}" if tokens > 0 else ""
 
     def _eta(self, engine: Engine, name: str) -> str:
+        """Hours, minutes and seconds until the task ends; empty as long as they are unknown."""
         done = engine.progress(name).step - self._first_steps[name]
         left = engine.prepared(name).steps - engine.progress(name).step
         if not left:
             return "0:00:00"
         if not done:
-            return "?"
+            return ""
         seconds = math.ceil(left * (time.monotonic() - self._started) / done)
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.atomic_files import write_atomically
+from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
@@ -24,7 +25,6 @@ from jaxmux.models import (
     load_backbone,
     planned_remat,
 )
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import export_adapter, is_adapter_folder, kind_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.packing import ShapeClass
@@ -91,7 +91,7 @@ def fine_tune(
         handled only if `fine_tune` runs in the main thread.
     """
     console = console or RunConsole(log_every=options.log_every)
-    backbone = str(Path(resolve_path(backbone)).absolute())
+    backbone = str(Path(resolve_backbone(backbone)).absolute())
     if not tasks:
         raise TaskError("no tasks to train")
     check_names(tasks)
@@ -145,6 +145,7 @@ def fine_tune(
             engine = Engine(model, engine_options, admission, programs)
             engine.register_tasks(prepared)
             engine.refuse_implementations()
+            console.announce_restart(directory)
             directory.begin(fingerprints, shape, config_text)
             checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
             with closing(checkpoints), closing(engine):
@@ -218,7 +219,7 @@ def _restore(engine: Engine, checkpoints: Checkpoints, console: RunConsole) -> R
         position = RunPosition()
         _evaluate(engine, engine.names, "eval_loss_first")
     elif not engine.finished:
-        console.say(f"going on from the checkpoint behind round {position.rounds}")
+        console.say(f"going on from the checkpoint after round {position.rounds}")
     return position
 
 
@@ -253,7 +254,7 @@ def _train(
     seconds_before, started = position.train_seconds, time.monotonic()
     console.start(engine)
     try:
-        with stop.deferred():
+        with stop.deferred(console.say):
             while not engine.finished:
                 record(engine.train_round(lambda: stop.arrived))
                 if stop.arrived:

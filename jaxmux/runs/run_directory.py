@@ -1,7 +1,6 @@
 """The folder of a training run: the paths of its files, and the record of what it trains."""
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import InputError
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TASK_NAME
+
+from .folder_lock import FolderLock, FolderLockError
 
 # The format of run.json. Files of older versions have no format number.
 FORMAT = 3
@@ -55,11 +56,12 @@ class RunDirectory:
       checkpoints: path of the folder of the checkpoints.
       shape: the shape class with which the recorded training run began; None for a new one.
       extended: True if a task shall train longer than the recorded training run.
+      replaced: names of the tasks whose files `begin` deletes because of `restart`.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
         """Creates or opens the folder and locks it. No file besides the lock is written before
-        `begin`.
+        `begin`; a folder that was created is removed by `close` if `begin` was not called.
 
         Args:
           path: the folder.
@@ -81,15 +83,14 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.shape: ShapeClass | None = None
         self.extended = False
+        self.replaced: tuple[str, ...] = ()
         self._identity, self._restart = json.loads(json.dumps(identity)), restart
         self._recorded: dict[str, Any] | None = None
+        self._begun = False
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(
-                os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+"
-            )
-        except OSError as e:
-            raise self._error(f"not writable ({e.strerror})") from None
+            self._lock = FolderLock(self.path)
+        except FolderLockError as e:
+            raise self._error(str(e)) from None
         try:
             self._open()
         except RunDirectoryError:
@@ -141,6 +142,7 @@ class RunDirectory:
             "fingerprints": dict(fingerprints),
             "shape": dataclasses.asdict(shape),
         }
+        self._begun = True
         try:
             if self._restart:
                 self._clear()
@@ -154,21 +156,14 @@ class RunDirectory:
             raise self._error(f"{e.filename or self.path}: {e.strerror}") from None
 
     def close(self) -> None:
-        """Releases the lock of the folder."""
-        self._lock.close()
+        """Releases the lock of the folder. Removes the folder if this training run created it and
+        did not begin."""
+        self._lock.close(remove=not self._begun)
 
     def _error(self, message: str) -> RunDirectoryError:
         return RunDirectoryError(f"run directory {self.path}: {message}")
 
     def _open(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._error("in use by another process") from None
-        except OSError as e:
-            raise self._error(
-                f"its file system cannot lock files ({e.strerror}); choose one that can"
-            ) from None
         found = {name for name in _OWN if os.path.lexists(self.path / name)}
         if found and "run.json" not in found:
             raise self._error(
@@ -179,7 +174,7 @@ class RunDirectory:
         if not found:
             return
         if self._restart:
-            _read_ours(self.path)
+            self.replaced = tuple(_read_ours(self.path)["tasks"])
         else:
             self._recorded = read_record(self.path)
             self.shape = ShapeClass(**self._recorded["shape"])
@@ -271,7 +266,10 @@ def _read_ours(path: Path) -> dict[str, Any]:
         if not isinstance(record, dict) or not isinstance(record["tasks"], dict):
             raise ValueError("it should be an object with an entry 'tasks'")
     except OSError:
-        raise RunDirectoryError(f"{path}: no run directory (it has no run.json)") from None
+        why = (
+            "nothing was trained in it (it has no run.json)" if path.is_dir() else "no such folder"
+        )
+        raise RunDirectoryError(f"run directory {path}: {why}") from None
     except (ValueError, KeyError) as e:
         raise RunDirectoryError(
             f"{file}: damaged ({e}), so it does not prove that the files beside it are those of a "

@@ -10,6 +10,7 @@ task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefor
 compiling a second program.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ from jaxmux.planner.packing import (
     plain_shape,
     sample_rounds,
 )
+
+_log = logging.getLogger("jaxmux")
 
 
 class BatchLengths(Sequence[list[int]]):
@@ -89,11 +92,19 @@ class Choice(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        chosen, plain = map(_described, (self.alignment, self.plain))
-        text = f"microbatches of {chosen}"
-        if chosen == plain:
-            return text
-        return f"{text}, the fastest by costs {self.source}; the plain rule: {plain}"
+        return f"microbatches of {_described(self.alignment)}"
+
+    @property
+    def comparison(self) -> str:
+        """Origin of the costs, and the shape class of the plain rule, for the log."""
+        several, one = (
+            f"{numbered(priced.shape.max_sequences, 'sequence')} a row at most"
+            for priced in (self.alignment, self.plain)
+        )
+        return (
+            f"{self}, {several}, the fastest by costs {self.source}; the plain rule: "
+            f"{_described(self.plain)}, {one}"
+        )
 
 
 def run_costs(
@@ -137,7 +148,8 @@ def choose_run_shape(
     costs: RunCosts,
     request: ShapeRequest,
 ) -> Choice:
-    """Chooses the shape class in which the tasks' rounds are predicted to take the least time.
+    """Chooses the shape class in which the tasks' rounds are predicted to take the least time, and
+    logs how it compares with the shape class of the plain rule.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -151,7 +163,9 @@ def choose_run_shape(
     lengths = [length for task in tasks for length in task.lengths]
     rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
     given = (rounds, request, costs.replica.microbatch, lengths)
-    return Choice(choose_shape(*given), plain_shape(*given), costs.source)
+    choice = Choice(choose_shape(*given), plain_shape(*given), costs.source)
+    _log.info(choice.comparison)
+    return choice
 
 
 def best_shape(
@@ -189,10 +203,9 @@ def best_shape(
     return choose_run_shape(tasks, costs, request).alignment.shape
 
 
-def _described(alignment: PricedShape) -> str:
-    shape = alignment.shape
-    several = "several sequences" if shape.max_sequences > 1 else "one sequence"
+def _described(priced: PricedShape) -> str:
+    shape = priced.shape
     return (
-        f"{numbered(shape.rows, 'row')} of {shape.row_len} tokens, {several} each, in chunks of "
-        f"{shape.chunk_len} ({alignment.padding:.0%} padding)"
+        f"{numbered(shape.rows, 'row')} of {shape.row_len} tokens, chunks of {shape.chunk_len} "
+        f"({priced.padding:.0%} padding)"
     )

@@ -1,17 +1,17 @@
 """Signals that stop a training run: at once while it starts, and after a microbatch while it
 trains."""
 
-import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType, TracebackType
 
 from jaxmux.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STOPPING = b"stopping after this microbatch; a second signal stops at once\n"
+_STOPPING = "stopping after this microbatch; a second signal stops at once"
 
 
 class StopSignals:
@@ -31,6 +31,8 @@ class StopSignals:
         self.number = 0
         self._deferred = self._saved = False
         self._previous: dict[int, object] = {}
+        # The lines to print; None ends the thread that prints them.
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
 
     @property
     def arrived(self) -> bool:
@@ -54,25 +56,36 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self, say: Callable[[str], None]) -> Iterator[None]:
         """Within this context, a signal only sets `arrived`, so that the state can be saved.
+
+        Args:
+          say: function that prints one line; it is told that a signal has arrived, in a thread of
+            its own.
 
         Raises:
           Interrupted: a signal arrived before, but its exception was lost in code of others.
         """
         if self.arrived:
             raise Interrupted(self.number, saved=False)
+        # A handler of signals may interrupt whatever prints, so a thread prints in its place.
+        thread = threading.Thread(target=self._say_lines, args=(say,), daemon=True)
         self._deferred = True
+        thread.start()
         try:
             yield
         finally:
             self._deferred, self._saved = False, True
+            self._lines.put(None)
+            thread.join()
+
+    def _say_lines(self, say: Callable[[str], None]) -> None:
+        for line in iter(self._lines.get, None):
+            say(line)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
         signal.signal(number, self._previous[number])
         if not self._deferred:
             raise Interrupted(number, saved=self._saved)
-        # print() may be interrupted in the middle of itself, and the terminal may be gone.
-        with suppress(OSError):
-            os.write(2, _STOPPING)
+        self._lines.put(_STOPPING)

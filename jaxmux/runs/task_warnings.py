@@ -20,6 +20,8 @@ CUT_TOKENS = 0.1
 DROPPED_RECORDS = 0.05
 # A loss this close to that of uniform predictions, in nats, has learnt nothing.
 _NEAR_UNIFORM = 0.05
+# A loss that changed by less than this, in nats, did not rise.
+_RISE = 0.01
 
 
 def before_training(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
@@ -43,7 +45,9 @@ def after_training(name: str, results: Mapping[str, Any], config: BackboneConfig
     """
     first, last = results["train_loss_first"], results["train_loss_last"]
     uniform = math.log(config.vocab_size)
-    if last is None or first is None or abs(last - uniform) > _NEAR_UNIFORM or last < first:
+    if results["steps"] - results["skipped"] < 2:
+        return []
+    if abs(last - uniform) > _NEAR_UNIFORM or last - first < _RISE:
         return []
     return [
         f"task {name}: warning: its loss rose from {first:.4f} to {last:.4f}, the loss of uniform "
@@ -62,14 +66,14 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         found.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
     if task.batch_size > (samples := len(prepared.samples.samples)):
         found.append(
-            f"batch_size is {task.batch_size}, but there are {samples} samples; every step trains "
-            "on all of them"
+            f"batch_size is {task.batch_size}, above the {numbered(samples, 'sample')} of the "
+            "data; every step trains on all of them"
         )
     warmup = optimizer.schedule.warmup_steps
     if warmup >= prepared.steps:
         found.append(
-            f"warmup_steps is {warmup}, but the task trains {prepared.steps} steps; the learning "
-            "rate never reaches its peak"
+            f"warmup_steps is {warmup}, but the task trains {numbered(prepared.steps, 'step')}; "
+            "the learning rate never reaches its peak"
         )
     narrowest = min(min(linear_sizes(config, module)) for module in prepared.targets)
     if adapter.rank > narrowest:

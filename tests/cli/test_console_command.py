@@ -59,11 +59,19 @@ def test_the_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: COMMAND"),
+        ([], "commands:\n  train "),
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["serve"], "unknown command 'serve'; choose from train, plan, profile, generate, export"),
         (["--gin_file=x.gin"], "required: COMMAND"),
         (["generate", "--adapter=x"], "required: --backbone, --prompt"),
+        (
+            ["export", "--run_dir=x", "--out=y", "--rond=3"],
+            "unknown argument --rond=3; did you mean --round?",
+        ),
+        (
+            ["generate", "--backbone=x", "--prompt=y", "--what"],
+            "unknown argument --what; --help lists the options",
+        ),
     ],
 )
 def test_unusable_arguments_exit_with_two_and_a_message(arguments, message, capsys):
@@ -82,6 +90,12 @@ def test_the_help_of_a_command_shows_how_it_was_called(command, capsys, monkeypa
     module = run_module(f"jaxmux.{command}", "--help")
     assert module.returncode == 0, module.stderr
     assert module.stdout.startswith(f"usage: python -m jaxmux.{command} [-h]")
+
+
+def test_the_help_of_generate_says_that_prompts_are_passed_as_they_are(capsys):
+    assert exit_code("generate", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "without the chat template: for an adapter that was trained on chats" in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS)

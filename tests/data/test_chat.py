@@ -104,6 +104,7 @@ def test_tokenizer_without_chat_template_is_refused(llama, llama_folder, write_j
         load_samples(Source(path), llama, max_length=512)
     assert path in str(caught.value)
     assert str(llama_folder) in str(caught.value)
+    assert 'add "chat_template" to its tokenizer_config.json' in str(caught.value)
 
 
 def test_chat_without_assistant_message_has_no_target_tokens(gpt, write_jsonl):

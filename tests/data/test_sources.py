@@ -2,11 +2,18 @@
 
 import json
 import re
+import socket
 import sys
+import threading
+import time
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jaxmux.data import DataError, Source, read_records
+from jaxmux.data import DataError, Source, hugging_face, read_records
 
 RECORDS = [{"text": "one"}, {"text": "zwei – drei"}, {"text": "vier", "extra": None}]
 
@@ -54,6 +61,84 @@ def test_saved_hugging_face_dataset_gives_its_split(tmp_path):
     assert [r.fields for r in read(path, split="test")] == [{"text": "b"}]
     with pytest.raises(DataError, match="no split 'valid'; found splits: 'train', 'test'"):
         read(path, split="valid")
+
+
+@pytest.fixture
+def hub_without_reach(monkeypatch) -> str:
+    """The address of a hub at which nobody listens; the library of the hub uses this hub."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    return endpoint
+
+
+@pytest.fixture
+def hub_library(monkeypatch, hub_without_reach) -> SimpleNamespace:
+    """Stands in for the package datasets. Its hub is out of reach, and its cache holds one data
+    set. A call that would ask the hub is an error of the test."""
+    config = SimpleNamespace(HF_ENDPOINT=hub_without_reach, HF_HUB_OFFLINE=False)
+
+    def load_dataset(name: str, split: str) -> list[dict]:
+        assert config.HF_HUB_OFFLINE
+        if (name, split) != ("in/cache", "train"):
+            raise ConnectionError("offline mode is enabled")
+        return [{"text": "a"}]
+
+    library = SimpleNamespace(config=config, load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    return library
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_a_way_out(hub_library):
+    with pytest.raises(DataError) as error:
+        read("hf:some/set")
+    message = str(error.value)
+    assert message.startswith(
+        f"hf:some/set: the hub {hub_library.config.HF_ENDPOINT} (HF_ENDPOINT)"
+    )
+    assert "save_to_disk" in message and '"hf:FOLDER"' in message and "\n" not in message
+    assert hub_library.config.HF_HUB_OFFLINE is False
+
+
+def test_a_data_set_in_the_cache_needs_no_hub(hub_library):
+    assert [r.fields for r in read("hf:in/cache")] == [{"text": "a"}]
+
+
+def test_the_library_of_the_hub_finds_a_cached_data_set_without_the_hub(
+    tmp_path, monkeypatch, hub_without_reach, write_jsonl
+):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub_without_reach)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.load_dataset("json", data_files={"train": write_jsonl({"text": "a"})})
+    # The cache of a data set of the hub has the same form, but other names.
+    folder = (tmp_path / "cache" / "json").rename(tmp_path / "cache" / "my___set")
+    next(folder.iterdir()).rename(folder / "default")
+    for arrow in folder.rglob("json-train.arrow"):
+        arrow.rename(arrow.with_name("set-train.arrow"))
+    for record in folder.rglob("dataset_info.json"):
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"config_name": "default"}))
+    assert [r.fields for r in read("hf:my/set")] == [{"text": "a"}]
+    with pytest.raises(DataError, match="hf:other/set: the hub .* cannot be reached"):
+        read("hf:other/set")
+    with pytest.raises(DataError, match="split 'test' cannot .* local cache .*Unknown split"):
+        read("hf:my/set", split="test")
+
+
+def test_a_hub_that_accepts_but_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(hugging_face, "_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        started = time.monotonic()
+        assert not hugging_face.hub_answers(f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert time.monotonic() - started < 3
+
+
+def test_a_hub_that_answers_is_in_reach():
+    """Also with an error: another request may succeed."""
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    with closing(server.socket):
+        assert hugging_face.hub_answers(f"http://127.0.0.1:{server.server_port}")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +196,18 @@ def test_corrupt_parquet_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "package", "extra"),
-    [("a.parquet", "pyarrow", "pyarrow"), ("hf:some/set", "datasets", "datasets")],
+    [("a.parquet", "pyarrow", "parquet"), ("hf:some/set", "datasets", "datasets")],
 )
-def test_missing_optional_package_names_its_extra(tmp_path, monkeypatch, path, package, extra):
+def test_missing_optional_package_is_named_with_the_command_of_the_readme(
+    tmp_path, monkeypatch, path, package, extra
+):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(DataError, match=f"pip install {extra}"):
+    command = f"pip install '.[{extra}]'"
+    with pytest.raises(DataError, match=re.escape(command)):
         read(path)
+    assert command in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,16 @@ OTHER_SETTINGS = {
     "memory as text": (["fine_tune.memory_gib='40'"], "memory_gib should be a number above 0"),
     "attention of another device": (["fine_tune.attention='short'"], "short"),
     "kernel of another device": (["fine_tune.grouped_lora='mosaic_gpu'"], "mosaic_gpu"),
-    "backbone by hub id": (["fine_tune.backbone='org/name'"], "there is no such folder; download"),
+    "backbone by hub id": (
+        ["fine_tune.backbone='org/name'"],
+        "backbone 'org/name': there is no such folder, and models of the Hugging Face hub are not "
+        "downloaded; run `hf download org/name --local-dir FOLDER`",
+    ),
+    "backbone by hub id, spelt like data": (
+        ["fine_tune.backbone='hf:org/name'"],
+        "backbone 'hf:org/name': there is no such folder, and models of the Hugging Face hub",
+    ),
+    "missing backbone": (["fine_tune.backbone='nowhere'"], "there is no such folder; download"),
     "backbone as number": (["fine_tune.backbone=3"], "backbone"),
     "no backbone": (["fine_tune.backbone=None"], "backbone"),
     "missing data": (["tiny/Task.data='nowhere.jsonl'"], "nowhere.jsonl: file not found"),

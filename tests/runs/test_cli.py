@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -72,6 +73,25 @@ def test_unknown_argument_is_named(argument, capsys):
         main([argument])
     assert exit.value.code == 2
     assert f"unknown argument {argument}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [("--resart", "did you mean --restart?"), ("--steps=3", "a parameter is set by --gin.NAME")],
+)
+def test_unknown_option_gets_a_hint(argument, hint, capsys):
+    with pytest.raises(SystemExit):
+        main([argument])
+    assert hint in capsys.readouterr().err
+
+
+def test_help_lists_the_exit_codes_of_the_readme(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = " ".join(capsys.readouterr().out.split("Exit codes:")[1].split("options:")[0].split())
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| (\d[\d, ]*) \| (.*) \|$", readme, re.MULTILINE)
+    assert " ".join(f"{code} {meaning}" for code, meaning in rows) == listed
 
 
 def test_command_trains_and_exits_with_zero(write_config, tmp_path):
@@ -175,6 +195,16 @@ def test_mended_config_may_use_the_directory_of_the_refused_one(write_config, tm
     assert main([*arguments, "--gin.tiny/LoRA.target_modules=['q_proj']"]) == 0
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_refused_run_leaves_no_folder_that_it_made(exists, write_config, tmp_path):
+    run_dir = tmp_path / "run"
+    if exists:
+        run_dir.mkdir()
+    config = write_config("tiny/Task.eval_data = 'nowhere.jsonl'")
+    assert main([f"--gin_file={config}", f"--run_dir={run_dir}"]) == 2
+    assert run_dir.exists() is exists
+
+
 def test_restart_with_a_bad_task_keeps_the_earlier_run(write_config, tmp_path, adapter_bytes):
     arguments = [f"--gin_file={write_config()}", f"--run_dir={tmp_path}"]
     assert main(arguments) == 0
@@ -250,10 +280,36 @@ def test_file_that_includes_itself_is_refused(refused, tmp_path):
     assert str(config) in refused(f"--gin_file={config}")
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("--gin.tiny/Task.data=bad.jsonl", """'--gin.tiny/Task.data="bad.jsonl"'"""),
+        ("--gin.tiny/Task.data=/a/b c.jsonl", """'--gin.tiny/Task.data="/a/b c.jsonl"'"""),
+        ("--gin.tiny/LoRA.target_modules=[q_proj]", "'q_proj'"),
+    ],
+)
+def test_string_without_quotes_is_shown_with_them(argument, hint, write_config, refused):
+    message = refused(f"--gin_file={write_config()}", argument)
+    assert message == f"error: {argument}: a string needs quotes: {hint}\n"
+
+
+def test_both_forms_of_a_binding_mean_the_same(write_config, tmp_path):
+    for number, form in enumerate(("--gin.", "--gin_param=")):
+        run_dir = tmp_path / str(number)
+        binding = f"{form}tiny/Task.steps=1"
+        assert main([f"--gin_file={write_config()}", binding, f"--run_dir={run_dir}"]) == 0
+        assert json.loads((run_dir / "run.json").read_text())["tasks"]["tiny"]["steps"] == 1
+
+
 MISTAKES = {
-    "unknown parameter": ("tiny/LoRA.rnak = 8", "rnak"),
-    "unknown configurable": ("tiny/Task.optimizer = @Adam()", "Adam"),
-    "unknown name of a binding": ("Tsak.steps = 3", "Tsak"),
+    "unknown parameter": ("tiny/LoRA.rnak = 8", "'rnak'; did you mean rank?"),
+    "parameter like no other": ("tiny/LoRA.xyz = 8", "'xyz'; it has rank, "),
+    "string without quotes": (
+        "tiny/Task.eval_data = bad.jsonl",
+        '{config}:{line}: a string needs quotes: tiny/Task.eval_data = "bad.jsonl"',
+    ),
+    "unknown configurable": ("tiny/Task.optimizer = @Adam()", "@Adam()'; did you mean AdamW?"),
+    "unknown name of a binding": ("Tsak.steps = 3", "'Tsak'; did you mean Task?"),
     "malformed value": ("tiny/Task.steps = = 3", "{config}:{line}"),
     "unclosed bracket": ("fine_tune.tasks = [@tiny/Task(),", "{config}"),
     "missing file of an include": ("include 'nowhere.gin'", "nowhere.gin"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 from functools import partial
 from pathlib import Path
@@ -218,7 +219,9 @@ def test_export_command_writes_one_task_of_an_earlier_checkpoint(
     capsys.readouterr()
     arguments = [f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]
     assert export([*arguments, "--task=long", "--round=2"]) == 0
-    assert capsys.readouterr().out == f"long: step 2, round 2 -> {tmp_path / 'out' / 'long'}\n"
+    shown = capsys.readouterr()
+    assert shown.out == f"long: step 2, round 2 -> {tmp_path / 'out' / 'long'}\n"
+    assert shown.err == "task long: warning: not finished (2 of 4 steps)\n"
     found = adapter_bytes(tmp_path / "out")
     assert {path.split("/")[0] for path in found} == {"long"}
     assert (
@@ -243,7 +246,7 @@ def test_export_for_serving_folds_the_scale_into_b(summary, run_dir, tmp_path, t
     ("argument", "culprit"),
     [
         ("--task=stpes", "no task 'stpes'; its tasks are epochs, steps"),
-        ("--round=999", "no checkpoint behind round 999; there are those behind rounds "),
+        ("--round=999", "no checkpoint after round 999; there are those after rounds "),
     ],
 )
 def test_export_of_what_is_not_there_is_refused(
@@ -253,9 +256,38 @@ def test_export_of_what_is_not_there_is_refused(
     assert culprit in capsys.readouterr().err
 
 
-def test_export_of_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
-    assert export([f"--run_dir={tmp_path}", f"--out={tmp_path}"]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+def test_export_warns_of_a_task_of_epochs_that_is_not_finished(train, make_task, tmp_path, capsys):
+    """Its number of steps is known from the summary of the finished run."""
+    train(tmp_path / "run", make_task(epochs=1), checkpoint_every=2)
+    arguments = [f"--run_dir={tmp_path / 'run'}", "--round=2", "--overwrite"]
+    assert export([*arguments, f"--out={tmp_path / 'out'}"]) == 0
+    assert capsys.readouterr().err == "task tiny: warning: not finished (2 of 4 steps)\n"
+    (tmp_path / "run" / "summary.json").unlink()
+    assert export([*arguments, f"--out={tmp_path / 'out'}"]) == 0
+    assert capsys.readouterr().err == "task tiny: warning: not finished (2 steps)\n"
+
+
+def test_export_of_a_folder_without_training_says_so(summary, run_dir, tmp_path, capsys):
+    def error_of(folder: Path) -> str:
+        assert export([f"--run_dir={folder}", f"--out={tmp_path / 'out'}"]) == 2
+        return capsys.readouterr().err
+
+    nowhere, begun = tmp_path / "nowhere", tmp_path / "begun"
+    assert f"run directory {nowhere}: no such folder" in error_of(nowhere)
+    assert f"run directory {tmp_path}: nothing was trained in it" in error_of(tmp_path)
+    begun.mkdir()
+    shutil.copy(run_dir / "run.json", begun)
+    assert f"{begun / 'checkpoints'}: no checkpoint; nothing was trained yet" in error_of(begun)
+    (begun / "checkpoints").mkdir()
+    assert f"{begun / 'checkpoints'}: no checkpoint; nothing was trained yet" in error_of(begun)
+
+
+def test_generation_with_a_run_directory_names_its_adapters(summary, run_dir, backbone, capsys):
+    arguments = [f"--backbone={backbone}", f"--adapter={run_dir}", "--prompt=fig"]
+    assert run_command("generate", arguments, prog="jaxmux generate") == 2
+    message = capsys.readouterr().err
+    adapters = f"{run_dir}/adapters/epochs, {run_dir}/adapters/steps"
+    assert f"{run_dir}: is a run directory; name an adapter in it: {adapters}" in message
 
 
 def test_loss_plot_is_a_picture(summary, run_dir):
@@ -300,13 +332,16 @@ def test_another_configuration_is_refused_by_key(summary, train, tasks, run_dir,
     assert adapter_bytes(run_dir / "adapters") == before
 
 
-def test_restart_begins_anew(train, make_task, tmp_path, adapter_bytes):
+def test_restart_begins_anew(train, make_task, tmp_path, adapter_bytes, capsys):
     train(tmp_path, make_task(steps=4, seed=1))
+    assert "restart deletes" not in capsys.readouterr().out
     first = adapter_bytes(tmp_path / "adapters")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunDirectoryError, match="seed: 1 there, 2 here"):
         train(tmp_path, make_task(steps=2, seed=2))
     again = train(tmp_path, make_task(steps=2, seed=2), restart=True)
+    notice = f"{tmp_path}: restart deletes the earlier training of tiny (4 steps)"
+    assert notice in capsys.readouterr().out.splitlines()
     assert again.tasks["tiny"]["steps"] == 2
     assert [m["task_step"] for m in read_metrics(tmp_path)] == [1, 2]
     assert adapter_bytes(tmp_path / "adapters") != first

@@ -29,7 +29,7 @@ SETTINGS = {
     "learning rate 0": ({"optimizer": AdamW(0)}, "learning_rate is 0"),
     "alpha 0": ({"adapter": LoRA(2, alpha=0)}, "alpha is 0"),
     "weight decay": ({"optimizer": AdamW(weight_decay=1e9)}, r"weight_decay is 1e\+09"),
-    "batch": ({"batch_size": 15}, "batch_size is 15, but there are 14 samples"),
+    "batch": ({"batch_size": 15}, "batch_size is 15, above the 14 samples of the data"),
     "warm-up": (
         {"optimizer": AdamW(schedule=Schedule(warmup_steps=3)), "steps": 3},
         "warmup_steps is 3, but the task trains 3 steps",
@@ -80,14 +80,23 @@ def test_a_rank_above_every_width_is_refused(prepare):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "warned"), [(2.0, 0, True), (2.0, -1, False), (9, 0, False)]
+    ("first", "last", "updates", "warned"),
+    [
+        (-3, 0, 2, True),
+        (-3, -1, 2, False),
+        (3, 0, 2, False),
+        # A task of one update has one loss, and one that never learns has nearly the same losses.
+        (0, 0, 1, False),
+        (0, 0.001, 2, False),
+    ],
 )
 def test_a_loss_that_rose_to_that_of_uniform_predictions_gets_a_warning(
-    first, last, warned, prepare
+    first, last, updates, warned, prepare
 ):
     config = prepare()[1]
     uniform = math.log(config.vocab_size)
-    results = {"train_loss_first": first, "train_loss_last": uniform + last}
+    losses = {"train_loss_first": uniform + first, "train_loss_last": uniform + last}
+    results = losses | {"steps": updates + 3, "skipped": 3}
     assert bool(after_training("tiny", results, config)) is warned
 
 

@@ -329,7 +329,8 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
     memory = memory or profile.memory_bytes
     if not memory:
         raise ProfileError(
-            f"memory_bytes is null in the profile of {profile.device}: give the memory of a device"
+            f"the profile of {profile.device} does not hold the device's memory (memory_bytes is "
+            "null); set fine_tune.memory_gib"
         )
     model = MemoryModel(
         profile.backbone, memory, OnlineFit.of_features(3), _shortest_packed_rows(profile)

@@ -1,0 +1,105 @@
+"""Loads Hugging Face data sets: from the hub, from its local cache, or from a folder."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+# The hub is out of reach if it does not answer one request in this time. Its own library tries for
+# half a minute.
+_SECONDS = 3.0
+
+
+def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | datasets.DatasetDict":
+    """Loads one split of a data set on the hub, or all of a folder that `save_to_disk` wrote. If
+    the hub cannot be reached, a data set on the hub comes from the local cache.
+
+    Args:
+      name: name of the data set on the hub, or the folder.
+      split: split of the data set on the hub.
+      where: name of the source in error messages.
+
+    Raises:
+      DataError: the package datasets is missing, the data set cannot be loaded, or the hub cannot
+        be reached and the data set is not in the local cache.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{where}: Hugging Face data sets need the package datasets: pip install '.[datasets]' "
+            "in the source folder of jaxmux"
+        ) from error
+    try:
+        if is_saved_data_set(Path(name)):
+            return datasets.load_from_disk(name)
+        if Path(name).exists() or hub_answers(datasets.config.HF_ENDPOINT):
+            return datasets.load_dataset(name, split=split)
+    except Exception as error:  # datasets passes on any exception of its hub and file layers
+        raise DataError(f"{where}: split {split!r} cannot be loaded: {error}") from error
+    try:
+        with _offline():
+            return datasets.load_dataset(name, split=split)
+    except Exception as error:
+        cause = "" if isinstance(error, ConnectionError) else f" ({str(error).partition('\n')[0]})"
+        raise DataError(
+            f"{where}: the hub {datasets.config.HF_ENDPOINT} (HF_ENDPOINT) cannot be reached, and "
+            f"split {split!r} cannot be loaded from the local cache{cause}; download the data set "
+            "where the hub can be reached, write it to a folder with save_to_disk, and use "
+            '"hf:FOLDER"'
+        ) from error
+
+
+def is_saved_data_set(folder: Path) -> bool:
+    """True if `save_to_disk` wrote this folder."""
+    return any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
+
+
+def hub_answers(endpoint: str) -> bool:
+    """True if a hub answers one request within a few seconds. False also if an environment variable
+    such as HF_HUB_OFFLINE keeps the library of the hub from asking.
+
+    Args:
+      endpoint: address of the hub, for example "https://huggingface.co".
+    """
+    # The client of the hub's library uses the proxy and the certificates of later requests too.
+    from huggingface_hub import get_session
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(endpoint, timeout=_SECONDS)
+        except Exception:  # the client depends on the version of the library
+            return
+        answered.set()
+
+    # The time limit of the client does not hold while the name of the host is looked up.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_SECONDS)
+    return answered.is_set()
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Within this context, the libraries of the hub send no requests. They read the environment
+    variable HF_HUB_OFFLINE only once, when they are imported, and transformers has done so."""
+    import datasets
+    import huggingface_hub
+
+    modules = datasets.config, huggingface_hub.constants
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

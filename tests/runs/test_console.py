@@ -1,0 +1,58 @@
+"""What a training run prints, on a terminal and elsewhere."""
+
+import io
+import itertools
+import re
+import signal
+
+import pytest
+from rich.console import Console
+
+from jaxmux import Interrupted
+from jaxmux.engine import engine
+from jaxmux.runs.console import RunConsole
+
+
+@pytest.fixture
+def printed() -> io.StringIO:
+    return io.StringIO()
+
+
+def lines_of(printed: io.StringIO) -> list[str]:
+    return printed.getvalue().splitlines()
+
+
+def test_a_line_leaves_out_the_rate_as_long_as_it_is_unknown(train, make_task, tmp_path, printed):
+    train(tmp_path, make_task(), console=RunConsole(Console(file=printed, width=80)))
+    first, second, _ = (line for line in lines_of(printed) if line.startswith("tiny step "))
+    assert re.fullmatch(r"tiny step 1/3 loss \d\.\d{4} lr \d\.\d\de[+-]\d\d", first)
+    assert re.search(r" [\d,]+ tokens/s ETA 0:\d\d:\d\d$", second)
+
+
+def test_counts_of_one_are_singular(train, make_task, tmp_path, printed):
+    console = RunConsole(Console(file=printed, width=80))
+    train(tmp_path, make_task(steps=1), console=console, row_len=None, chunk_len=None)
+    assert "task tiny: 14 samples, 1 step, longest " in printed.getvalue()
+    (shape,) = (line for line in lines_of(printed) if line.startswith("microbatches of "))
+    assert re.fullmatch(
+        r"microbatches of \d+ rows? of \d+ tokens, chunks of \d+ \(\d+% padding\)", shape
+    )
+
+
+def test_the_notice_of_a_signal_is_printed_above_the_live_table(
+    train, make_task, tmp_path, printed, monkeypatch, capfd
+):
+    """What is written past the live table, as to standard error, leaves a part of it behind."""
+    accumulate, seen = engine.accumulate, itertools.count(1)
+
+    def accumulate_and_raise(*arguments):
+        if next(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return accumulate(*arguments)
+
+    monkeypatch.setattr(engine, "accumulate", accumulate_and_raise)
+    console = RunConsole(Console(file=printed, width=80, force_terminal=True))
+    with pytest.raises(Interrupted):
+        train(tmp_path, make_task(steps=6), console=console)
+    assert "stopping after this microbatch; a second signal stops at once" in printed.getvalue()
+    assert "stopping" not in "".join(capfd.readouterr())

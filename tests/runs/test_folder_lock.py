@@ -1,0 +1,76 @@
+"""One process at a time has a folder, also while others create and remove it."""
+
+import fcntl
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from jaxmux.runs.folder_lock import FolderLock, FolderLockError
+
+
+def test_a_locked_folder_is_refused_and_kept(tmp_path):
+    lock = FolderLock(tmp_path / "a" / "run")
+    assert lock.created
+    with pytest.raises(FolderLockError, match="in use by another process"):
+        FolderLock(tmp_path / "a" / "run")
+    assert (tmp_path / "a" / "run").is_dir()
+    lock.close()
+    second = FolderLock(tmp_path / "a" / "run")
+    assert not second.created
+    second.close(remove=True)
+    assert (tmp_path / "a" / "run").is_dir()
+
+
+def test_a_folder_with_other_files_is_not_removed(tmp_path):
+    lock = FolderLock(tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").touch()
+    lock.close(remove=True)
+    assert (tmp_path / "run" / "notes.txt").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in ("file", "file/run", "link"):
+        with pytest.raises(FolderLockError, match="not writable"):
+            FolderLock(tmp_path / path)
+
+
+def test_a_folder_that_its_holders_remove_has_one_holder_at_a_time(tmp_path):
+    """Each open lock file has a lock of its own, so threads stand in for processes."""
+    folder, holder = tmp_path / "run", tmp_path / "holder"
+
+    def hold_again_and_again(_: int) -> int:
+        held = 0
+        for _ in range(1000):
+            with suppress(FolderLockError):
+                lock = FolderLock(folder)
+                os.close(os.open(holder, os.O_CREAT | os.O_EXCL))  # fails for a second holder
+                holder.unlink()
+                lock.close(remove=True)
+                held += 1
+        return held
+
+    with ThreadPoolExecutor(4) as threads:
+        assert min(threads.map(hold_again_and_again, range(4))) > 0
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    folder, flock = tmp_path / "run", fcntl.flock
+
+    def remove_and_flock(file, operation):
+        """As if another process had removed the folder since its lock file was opened."""
+        monkeypatch.undo()
+        shutil.rmtree(folder)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_flock)
+    lock = FolderLock(folder)
+    assert lock.created
+    with pytest.raises(FolderLockError, match="in use"):
+        FolderLock(folder)
+    lock.close(remove=True)
+    assert not folder.exists()
