@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-peft lint format clean
+.PHONY: help demo test test-devices test-peft lint format clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -59,6 +59,10 @@ demo: .venv/installed ## train, evaluate and export the bundled demo (about 3 mi
 
 test: .venv/installed ## run the test suite on the CPU
 	$(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300
+
+test-devices: .venv/installed ## run the tests of several devices, eight parts of the CPU
+	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 300 \
+		tests/engine/several_devices tests/runs/several_devices
 
 test-peft: .venv/installed .venv-peft/installed ## compare with Hugging Face transformers and PEFT
 	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity

@@ -19,11 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# In a checkout, the packages jaxmux.data and jaxmux.pallas_kernels stand beside jaxmux/, not in it.
-# This makes them importable if Python finds the checkout before an installation, as it does for a
+# In a checkout, some packages of jaxmux, such as jaxmux.data, stand beside jaxmux/, not in it. This
+# makes them importable if Python finds the checkout before an installation, as it does for a
 # command that is run in the checkout.
 _CHECKOUT = Path(__file__).resolve().parent.parent
-if all((_CHECKOUT / name).exists() for name in ("pyproject.toml", "data", "pallas_kernels")):
+if all((_CHECKOUT / name).exists() for name in ("pyproject.toml", "data", "sharding")):
     __path__.append(str(_CHECKOUT))
 
 from . import optimizers  # noqa: E402

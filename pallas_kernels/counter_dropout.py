@@ -36,12 +36,15 @@ class Dropout(NamedTuple):
       key: uint32, the task's key at its current step.
       sample_id: uint32, identity of the sample to which a token belongs.
       position: int32, position of the token in its sequence.
+      first_layer: index in the model of the first layer of the stacked arrays. It is not 0 where
+        the layers of a model are divided among devices.
     """
 
     rate: Float[Array, "T"]
     key: UInt32[Array, "T"]
     sample_id: UInt32[Array, "N"]
     position: Int[Array, "N"]
+    first_layer: Int[Array, ""] | int = 0
 
 
 def token_counters(
@@ -52,10 +55,11 @@ def token_counters(
     Args:
       dropout: keys of the slots and identities of the tokens.
       token_slot: slot of each token.
-      layer: index of the layer in the model.
+      layer: index of the layer in the stacked arrays.
       module: index of the linear in the layer.
     """
-    h = _mix(dropout.key[token_slot] + jnp.uint32(_GOLDEN) * jnp.asarray(layer, jnp.uint32))
+    in_model = jnp.asarray(layer + dropout.first_layer, jnp.uint32)
+    h = _mix(dropout.key[token_slot] + jnp.uint32(_GOLDEN) * in_model)
     h = _mix(h ^ jnp.uint32((module + 1) * 0x85EBCA77 & 0xFFFFFFFF))
     h = _mix(h ^ dropout.sample_id)
     return _mix(h + jnp.uint32(_GOLDEN) * dropout.position.astype(jnp.uint32))

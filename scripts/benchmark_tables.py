@@ -22,6 +22,7 @@ FILES = {
     "grouped_lora": "grouped_lora_h200.json",
     "step": "step_h200.json",
     "command": "step_h100.json",
+    "sharding": "sharding_h200.json",
     "remat": "step_remat_h200.json",
     "dram": "dram_h200.json",
     "profile": "profile_h200.json",
@@ -110,6 +111,22 @@ def command_table(records: Sequence[Record]) -> str:
     ]
     head = ["", "tasks", "length", "tokens/s", "peak memory", "predicted peak"]
     return source(records) + markdown([*head, "over PEFT compiled"], rows)
+
+
+def sharding_table(records: Sequence[Record]) -> str:
+    """Several devices beside one: the figures with their bounds, and what they were made from."""
+    text = commands(records)
+    for r in records:
+        versions = ", ".join(f"{name} {version}" for name, version in r["versions"].items())
+        rows = [[r["name"], f"**{r['value']:.3f}**", f"{r['sense']} {r['bound']:g}"]]
+        rows += [[name, _several(value), ""] for name, value in r["baselines"].items()]
+        text += f"{r['device']}, {versions}.\n\n" + markdown(["figure", "value", "bound"], rows)
+    return text
+
+
+def _several(value: float | Sequence[float]) -> str:
+    values = value if isinstance(value, list) else [value]
+    return ", ".join(f"{v:,.0f}" if v >= 1000 else f"{v:.4g}" for v in values)
 
 
 def rank_table(records: Sequence[Record]) -> str:
@@ -275,6 +292,7 @@ BLOCKS = {
     "grouped_lora: ranks": rank_table,
     "step": step_table,
     "command": command_table,
+    "sharding": sharding_table,
     "remat": remat_table,
     "dram": dram_table,
     "profile": profile_table,

@@ -20,7 +20,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_parallel_codegen_split_count=1 "
+        # `make test-devices` sets the number of devices into which JAX divides the CPU.
+        f"--xla_force_host_platform_device_count={os.environ.get('JAXMUX_TEST_DEVICES', '1')}",
     )
 # Every program is kept, even a small one, for the other worker, for subprocesses and for the next
 # call of pytest.

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmux.engine.programs import update
 from jaxmux.engine.train_state import empty_state, state_specs
+from jaxmux.engine.updates import DueUpdates, update
 from jaxmux.optimizers import (
     OPTIMIZERS,
     SGD,
@@ -201,7 +201,9 @@ def test_a_new_optimizer_is_its_class_and_its_entry(monkeypatch):
     hyper = {name: np.float32([value]) for name, value in task.optimizer.hyperparameters().items()}
     due, rates = np.asarray([True, False, False]), np.full((1, 2, 3), 0.1, np.float32)
     after, _ = update(
-        state, Layout(specs), due, rates, {HeavyBall.kind: hyper}, {HeavyBall.kind: np.int32([0])}
+        state,
+        Layout(specs),
+        DueUpdates(due, rates, {HeavyBall.kind: hyper}, {HeavyBall.kind: np.int32([0])}),
     )
     # The gradient of norm sqrt(8) is clipped to 1.
     expected = np.zeros((2, 3, 4), np.float32)

@@ -17,6 +17,7 @@ SOURCE_FOLDERS = {
     "jaxmux": "jaxmux",
     "data": "jaxmux/data",
     "pallas_kernels": "jaxmux/pallas_kernels",
+    "sharding": "jaxmux/sharding",
 }
 
 

@@ -18,10 +18,11 @@ from jaxmux.peft.leaves import named_leaves
 from .compile import compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask
-from .programs import UpdateStats, evaluate, update_kind
+from .programs import evaluate
 from .rounds import slot_table
 from .slots import pool_of
 from .train_state import TrainState
+from .updates import no_stats, update_kind
 
 
 class ProgramsAhead:
@@ -129,5 +130,5 @@ class _Programs:
         rates = np.zeros((leaves, self.backbone.config.num_layers, slots), np.float32)
         none = np.zeros(slots, np.float32)
         hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
-        stats = UpdateStats(none, none, none > 0)
-        update_kind.lower(kind, self.layout, self.state, stats, none > 0, rates, hyper).compile()
+        arguments = self.state, no_stats(slots), none > 0, rates, hyper
+        update_kind.lower(kind, self.layout, *arguments).compile()

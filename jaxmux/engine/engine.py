@@ -1,41 +1,33 @@
-"""The engine: runs rounds over the slots, and hands out and takes back tasks."""
+"""The engine: plans rounds over the slots, and hands out and takes back tasks."""
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from jaxmux.data import Microbatch
-from jaxmux.models import (
-    Backbone,
-    ForwardOptions,
-    SlotTable,
-    device_peak,
-    keep_small_arrays_together,
-    planned_remat,
-)
+from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.sharding import PlacedBackbone, consecutive_parts
 from jaxmux.tasks import TaskError
 
-from .compile import compile_accumulate, refuse_implementations
 from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
-from .evaluation import held_out_losses
+from .executor import Executor
+from .pipeline import Pipeline
 from .prepared_task import PreparedTask
-from .programs import UpdateStats, accumulate, accumulate_arguments, update
 from .progress import TaskProgress, TaskUpdate, record_update
 from .round_stream import RoundStream
-from .rounds import Round
+from .rounds import RoundPlan
+from .single_device import SingleDevice
 from .slots import Slots
-from .train_state import SlotState, TrainState, with_empty_accumulators
+from .stored_state import StoredState
+from .train_state import SlotState, TrainState
+from .updates import DueUpdates, UpdateStats
 
 _log = logging.getLogger("jaxmux")
-# Rounds after a compilation in which the host waits for the device before each update.
-_TRIAL_ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +36,17 @@ class _Pending:
 
     Attributes:
       index: number of the round, from 0.
-      round: the round.
+      plan: the round.
+      slots: the slots of the update.
       learning_rates: by slot, the learning rate of the update.
       stats: losses and gradient norms, on the device.
     """
 
     index: int
-    round: Round
+    plan: RoundPlan
+    slots: tuple[int, ...]
     learning_rates: dict[int, float]
     stats: UpdateStats
-
-
-def _fits(call: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a call returns without running out of the device's memory."""
-    try:
-        call(*arguments)
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        _log.info("%s", str(e).splitlines()[0])
-        return False
-    return True
 
 
 class Engine:
@@ -92,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: Backbone | PlacedBackbone,
         options: EngineOptions,
         admission: Admission | None = None,
         programs: ProgramsAhead | None = None,
@@ -100,7 +82,8 @@ class Engine:
         """Creates an engine without tasks; the first task allocates its arrays.
 
         Args:
-          backbone: the frozen backbone, from `load_backbone`.
+          backbone: the frozen backbone, from `load_backbone`, or, for several devices, from
+            `sharding.load_placed_backbone`.
           options: sizes of the microbatches, and other settings.
           admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
             all tasks fits into the device's memory. `register_tasks` refuses tasks that do not fit.
@@ -113,23 +96,27 @@ class Engine:
         self.admission = admission
         self.rounds = 0
         self.microbatches = 0
-        self._slots = Slots(backbone.config, options.reserved)
-        self._pending: _Pending | None = None
-        self._current: Round | None = None
-        # Microbatches of the current round that have been dispatched.
-        self._dispatched = 0
+        self._executor: Executor
+        if isinstance(backbone, PlacedBackbone):
+            stored = StoredState(backbone.parts, backbone.devices)
+            self._executor = Pipeline(backbone, options, stored)
+        else:
+            stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])
+            self._executor = SingleDevice(backbone, options, stored, programs)
+        self._slots = Slots(backbone.config, options.reserved, stored)
+        self._stream = RoundStream(self._slots, options, self._executor)
+        self._pending: list[_Pending] = []
+        # Results that were fetched while a round was dispatched, and not yet returned.
+        self._fetched: list[TaskUpdate] = []
+        self._current: RoundPlan | None = None
+        # Indices of the current round's microbatches that have been dispatched.
+        self._done: list[int] = []
         # By slot, indices of the samples whose gradients were in the accumulators when the current
         # round began.
         self._accumulated: dict[int, list[int]] = {}
-        self._stream = RoundStream(self._slots, options)
-        # The forward pass that training is compiled for, until a task does not fit it.
-        self._forward: ForwardOptions | None = None
-        self._programs = programs
+        # By slot, the learning rates of the last update.
+        self._learning_rates: dict[int, float] = {}
         self._peak = 0
-        # How often the device ran out of memory, and the rounds until the program counts as tried.
-        self._leaner_by = 0
-        self._trial_rounds = 0
-        self._guard: jax.Array | None = None
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Adds tasks to be trained from their first step.
@@ -161,10 +148,7 @@ class Engine:
             self.admission.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._pause()
         self._peak = device_peak() or 0
-        before = self._slots.layout, self._slots.pool.dropout
         self._slots.add(tasks)
-        if before != (self._slots.layout, self._slots.pool.dropout):
-            self._forward = None
 
     def refuse_implementations(self) -> None:
         """Checks that the implementations of attention and of the linears with adapters that the
@@ -173,8 +157,7 @@ class Engine:
         Raises:
           PlanningError: an implementation cannot serve this device, these dtypes or sizes.
         """
-        dropout = self._slots.pool.dropout
-        refuse_implementations(self.backbone, self.options, dropout, self.state)
+        self._executor.refuse_implementations(self._slots.pool.dropout)
 
     def release(self, name: str) -> None:
         """Removes a task, whose place another task can then take. The engine no longer has its
@@ -198,7 +181,7 @@ class Engine:
 
     @property
     def state(self) -> TrainState | None:
-        """The arrays that training changes, on the device; None before the first registration.
+        """The arrays that training changes, on the only device; None before the first registration.
 
         The next `train_round` reuses the memory of these arrays, so copy values that must outlive
         it.
@@ -245,7 +228,7 @@ class Engine:
     def remat(self) -> str | tuple[str, ...] | None:
         """The remat policy of every layer, or one policy for all layers, with which the training
         program is compiled; None before it is."""
-        return self._forward.remat if self._forward else None
+        return self._executor.remat
 
     def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
         """Dispatches a round (one global batch of every live task), and returns the results of the
@@ -273,77 +256,57 @@ class Engine:
         """
         if self._current is None and self.finished:
             return self.drain()
-        current = self._current = self._current or self._stream.next(
-            self._live(), self._accumulated
-        )
-        updates: list[TaskUpdate] = []
-        slots = jax.device_put(current.slots)
-        for microbatch in current.microbatches[self._dispatched :]:
-            if not _fits(self._accumulate, microbatch.arrays, slots):
-                return updates + self._train_round_again(stop)
-            if stop():
-                updates += self.drain()
-                # A round that has lost a task would be packed otherwise next time: finish it first.
-                if all(self._slots[slot].running for slot in current.steps):
-                    return updates
-        updates += self.drain()
-        if self._trial_rounds:
-            # A GPU says only afterwards that it ran out of memory. Before the update it is not too
-            # late.
-            if not _fits(jax.block_until_ready, self.state.loss):
-                return updates + self._train_round_again(stop)
-            self._trial_rounds -= 1
-        self._dispatch_update(current)
-        return updates
-
-    def _accumulate(self, microbatch: Microbatch, slots: SlotTable) -> None:
-        """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
-        if self._forward is None:
-            self._trial_rounds = _TRIAL_ROUNDS
-            if self._guard is None:
-                self._guard = keep_small_arrays_together()
-            self._forward = self._compiled_ahead() or compile_accumulate(
-                self.backbone,
-                self.options,
-                self._slots.pool.dropout,
-                self.state,
-                microbatch,
-                slots,
-                self._leaner_by,
+        while True:
+            current = self._current = self._current or self._stream.next(
+                self._live(), self._accumulated
             )
-        state = self._slots.state
-        accumulators, loss = accumulate(
-            *accumulate_arguments(self.backbone, self._forward, state, microbatch, slots)
-        )
-        self._slots.state = state._replace(accumulators=accumulators, loss=loss)
-        self.microbatches += 1
-        self._dispatched += 1
+            before = len(self._done)
+            outcome = self._executor.run(current, self._done, stop, self._due)
+            self._done = outcome.done
+            self.microbatches += len(self._done) - before
+            for slots, stats in outcome.updates.items():
+                rates = self._learning_rates
+                self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
+            if outcome.lost:
+                self._begin_again()
+                continue
+            updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
+            if not updates:
+                break
+            self._current = current._replace(updates=updates)
+            self._fetch()
+            # A round that has lost a task would be packed otherwise next time: finish it first.
+            if all(self._slots[slot].running for slot in current.steps):
+                return self._take_fetched()
+            stop = lambda: False  # noqa: E731
+        self._current = None
+        self._done = []
+        self._accumulated = {}
+        self.rounds += 1
+        return self._take_fetched()
 
-    def _compiled_ahead(self) -> ForwardOptions | None:
-        """The options of the forward pass for which the training step has been compiled ahead."""
-        if self._programs is None or self._leaner_by:
-            return None
-        return self._programs.forward_options(self._slots.layout, self._slots.pool.dropout)
+    def _due(self, slots: tuple[int, ...]) -> DueUpdates:
+        """The numbers of the updates of these slots."""
+        self._fetch()
+        own = self._slots
+        due = np.zeros(own.pool.slots, bool)
+        due[[number for number in slots if own[number].running]] = True
+        self._learning_rates = {
+            number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own
+        }
+        rates = own.rates(self._learning_rates)
+        return DueUpdates(due, rates, own.hyperparameters, own.members)
 
-    def _train_round_again(self, stop: Callable[[], bool]) -> list[TaskUpdate]:
-        """Trains the round from its first microbatch, after the device ran out of memory. Layers
-        recompute more from now on. The accumulators were donated to the program that failed."""
-        updates = self.drain()
-        self._leaner_by += 1
-        self._forward = None
+    def _begin_again(self) -> None:
+        """Plans the round anew, from its first microbatch, after the device ran out of memory."""
+        self._fetch()
         _log.warning(
             "the device ran out of memory; round %d begins again, with more recomputation",
             self.rounds,
         )
-        self._slots.state = with_empty_accumulators(self._slots.state)
-        self.microbatches -= self._dispatched
-        self._dispatched = 0
-        if self._accumulated:
-            # What a restored round had accumulated is lost as well: pack all its samples.
-            self._accumulated = {}
-            self._current = None
-            self._stream.close()
-        return updates + self.train_round(stop)
+        self.microbatches -= len(self._done)
+        self._done, self._accumulated, self._current = [], {}, None
+        self._stream.close()
 
     def accumulated(self, name: str) -> list[int]:
         """The samples of a task's unfinished global batch whose gradients are already accumulated.
@@ -361,8 +324,11 @@ class Engine:
           TaskError: no task of this name is registered.
         """
         number = self._slots.number(name)
-        done = self._current.microbatches[: self._dispatched] if self._current else []
-        samples = [i for microbatch in done for i in microbatch.samples.get(number, ())]
+        plan = self._current
+        if plan is None or not any(number in due.slots for due in plan.updates):
+            return sorted(self._accumulated.get(number, ())) if plan is None else []
+        done = (plan.microbatches[i].samples.get(number, ()) for i in self._done)
+        samples = [sample for microbatch in done for sample in microbatch]
         return sorted([*self._accumulated.get(number, ()), *samples])
 
     def drain(self) -> list[TaskUpdate]:
@@ -373,40 +339,46 @@ class Engine:
           One `TaskUpdate` for each task of that round, except tasks that had failed before its
           update. Empty if all results have been fetched already.
         """
-        if self._pending is None:
-            return []
-        pending, self._pending = self._pending, None
-        stats = jax.device_get(pending.stats)
-        self._observe_memory()
-        updates = []
-        for number, step in pending.round.steps.items():
-            slot = self._slots[number]
-            if not slot.running:
-                continue
-            done = TaskUpdate(
-                step=pending.index,
-                task=slot.name,
-                task_step=step + 1,
-                loss=float(stats.loss[number]),
-                lr=pending.learning_rates[number],
-                grad_norm=float(stats.grad_norm[number]),
-                target_tokens=pending.round.target_tokens[number],
-                tokens=pending.round.tokens[number],
-                skipped=not stats.applied[number],
-            )
-            record_update(slot.progress, done, slot.prepared.steps, self.options.max_bad_steps)
-            updates.append(done)
-        return updates
+        self._fetch()
+        return self._take_fetched()
+
+    def _take_fetched(self) -> list[TaskUpdate]:
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def _fetch(self) -> None:
+        """Waits for all dispatched updates, and records their results."""
+        for pending in self._pending:
+            stats = jax.device_get(pending.stats)
+            self._observe_memory()
+            for number in pending.slots:
+                slot = self._slots[number]
+                if not slot.running:
+                    continue
+                done = TaskUpdate(
+                    step=pending.index,
+                    task=slot.name,
+                    task_step=pending.plan.steps[number] + 1,
+                    loss=float(stats.loss[number]),
+                    lr=pending.learning_rates[number],
+                    grad_norm=float(stats.grad_norm[number]),
+                    target_tokens=pending.plan.target_tokens[number],
+                    tokens=pending.plan.tokens[number],
+                    skipped=not stats.applied[number],
+                )
+                record_update(slot.progress, done, slot.prepared.steps, self.options.max_bad_steps)
+                self._fetched.append(done)
+        self._pending = []
 
     def _observe_memory(self) -> None:
         """Tells `admission` a new peak of memory use. The device reports only the highest peak so
         far."""
         peak = device_peak() if self.admission else None
         # A restored round without microbatches may have been updated before anything was compiled.
-        if peak and peak > self._peak and self._forward:
+        if peak and peak > self._peak and self.remat:
             self._peak = peak
             pools = list(self._slots.pools.values())
-            self.admission = self.admission.observe(pools, planned_remat(self._forward.remat), peak)
+            self.admission = self.admission.observe(pools, planned_remat(self.remat), peak)
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
         """The loss of tasks on their held-out samples, with their current adapters and without
@@ -424,9 +396,12 @@ class Engine:
           PlanningError: `options.attention` cannot serve this device, dtype or row length.
           ValueError: `options.grouped_lora` is unknown or cannot serve these tasks on this device.
         """
-        if self._programs:
-            self._programs.wait_for_evaluation()
-        return held_out_losses(self.backbone, self.options, self._slots, names)
+        named = {self._slots.number(name): self._slots.named(name).prepared for name in names}
+        tasks = {slot: task for slot, task in named.items() if task.eval_samples}
+        if not tasks:
+            return {}
+        found = self._executor.evaluate(tasks)
+        return {task.task.name: float(found[slot]) for slot, task in tasks.items()}
 
     def adapter(self, name: str) -> Adapter:
         """A task's current adapter, for `export_adapter` or a `Request`.
@@ -510,7 +485,7 @@ class Engine:
 
     def _live(self) -> dict[int, int]:
         """The next step of every slot whose task has one."""
-        pending: Mapping[int, int] = self._pending.round.steps if self._pending else {}
+        pending = {number for update in self._pending for number in update.slots}
         steps = {number: slot.progress.step + (number in pending) for number, slot in self._slots}
         return {
             number: step
@@ -518,27 +493,10 @@ class Engine:
             if self._slots[number].running and step < self._slots[number].prepared.steps
         }
 
-    def _dispatch_update(self, current: Round) -> None:
-        slots = self._slots
-        due = np.zeros(slots.pool.slots, bool)
-        due[[number for number in current.steps if slots[number].running]] = True
-        learning_rates = {
-            number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in slots
-        }
-        rates = slots.rates(learning_rates)
-        slots.state, stats = update(
-            slots.state, slots.layout, due, rates, slots.hyperparameters, slots.members
-        )
-        self._pending = _Pending(self.rounds, current, learning_rates, stats)
-        self._current = None
-        self._dispatched = 0
-        self._accumulated = {}
-        self.rounds += 1
-
     def _pause(self) -> None:
         """Discards the rounds that are packed ahead; the next round is packed from the tasks'
         progress."""
-        if self._pending is not None or self._dispatched:
+        if self._pending or self._fetched or self._done:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
         self._current = None
         self._stream.close()
@@ -547,3 +505,4 @@ class Engine:
         """Ends the thread that prepares microbatches ahead of the device. Call it when training
         ends; a later `train_round` starts a new thread."""
         self._stream.close()
+        self._executor.close()

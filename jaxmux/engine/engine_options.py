@@ -51,6 +51,8 @@ class EngineOptions:
         only predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
         row, offset) for each of its samples. Benchmarks compare the default with others, for
         example `planner.packing.pack_first_fit`.
+      schedule: order of the passes in a pipeline of several devices: "1f1b" or "gpipe", or, where a
+        device holds several parts of the backbone, "interleaved". Results do not depend on it.
     """
 
     shape: ShapeClass
@@ -62,3 +64,4 @@ class EngineOptions:
     unroll: bool | None = None
     max_bad_steps: int = 10
     packing: Packing = pack_tightly
+    schedule: str = "1f1b"

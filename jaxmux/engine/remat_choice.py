@@ -45,6 +45,7 @@ def choose_remat(
     microbatch: Microbatch,
     slots: SlotTable,
     room: int,
+    in_flight: int = 1,
 ) -> tuple[str, ...]:
     """The remat policy of every layer: the least recomputation that fits into `room` bytes.
 
@@ -57,6 +58,8 @@ def choose_remat(
       microbatch: a microbatch of the training run's shape class; only shapes and dtypes are read.
       slots: scale and dropout of every slot.
       room: bytes for the forward and backward pass of a microbatch (`step_room`).
+      in_flight: number of microbatches between their forward and their backward pass, which all
+        keep values.
     """
     config, weights = backbone.config, backbone.weights
     # Plain XLA is traced fastest, and every implementation keeps nearly the same values: softmax
@@ -72,11 +75,11 @@ def choose_remat(
             config, plain._replace(remat=policy), weights, adapters, microbatch, slots
         )
         working = working_bytes(sizes, loss_bytes, packed_needed)
-        if config.num_layers * sizes[policy] <= room - working:
+        if in_flight * config.num_layers * sizes[policy] <= room - working:
             # All layers fit under this policy, and tracing further policies takes seconds.
             break
-    policies = fill_layers(sizes, config.num_layers, room - working)
-    needed = working + sum(sizes[policy] for policy in policies)
+    policies = fill_layers(sizes, config.num_layers, (room - working) / in_flight)
+    needed = working + in_flight * sum(sizes[policy] for policy in policies)
     _log.info(
         "kept for the backward pass: %s; about %.1f of %.1f GiB",
         ", ".join(

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from jaxmux.data import Prefetch
 
 from .engine_options import EngineOptions
-from .rounds import Round, SampleIndices, training_rounds
+from .executor import Executor
+from .rounds import RoundPlan, SampleIndices, training_rounds
 from .slots import Slots
 
 
@@ -17,21 +18,23 @@ class RoundStream:
       seconds_waited: seconds that `next` has waited for rounds to be packed.
     """
 
-    def __init__(self, slots: Slots, options: EngineOptions):
+    def __init__(self, slots: Slots, options: EngineOptions, executor: Executor):
         """Creates a stream; the first call of `next` starts its thread.
 
         Args:
           slots: the slots, with the tasks that are trained.
           options: the options of the engine.
+          executor: the executor, which places the microbatches.
         """
         self.seconds_waited = 0.0
         self._slots = slots
         self._options = options
-        self._rounds: Prefetch[Round] | None = None
+        self._executor = executor
+        self._rounds: Prefetch[RoundPlan] | None = None
         # The slots whose tasks have a global batch in the round that follows.
         self._following: set[int] = set()
 
-    def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> Round:
+    def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> RoundPlan:
         """The next round of the live tasks.
 
         Args:
@@ -47,10 +50,11 @@ class RoundStream:
                 training_rounds(
                     {number: self._slots[number].prepared for number in live},
                     live,
-                    self._slots.pool.slots,
+                    self._slots.pool,
                     options.shape,
                     options.packing,
                     accumulated,
+                    self._executor.place,
                 )
             )
         asked = time.perf_counter()

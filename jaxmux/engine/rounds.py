@@ -1,7 +1,7 @@
 """Rounds: one global batch of every live task, packed while the device trains earlier rounds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
+from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
 from .prepared_task import PreparedTask
@@ -22,6 +23,10 @@ Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[
 SampleIndices = Mapping[int, Sequence[int]]
 
 
+# A microbatch where an executor reads it: its arrays on one device, or for each stage on its own.
+PlacedMicrobatch = Any
+
+
 class PackedMicrobatch(NamedTuple):
     """The arrays of a microbatch, and the samples that it holds.
 
@@ -30,24 +35,41 @@ class PackedMicrobatch(NamedTuple):
       samples: by slot, indices of the microbatch's samples in the task's global batch.
     """
 
-    arrays: Microbatch
+    arrays: PlacedMicrobatch
     samples: SampleIndices
 
 
-class Round(NamedTuple):
-    """One round (a global batch of every live task), ready for the device.
+class Due(NamedTuple):
+    """An update in a round.
+
+    Attributes:
+      after: index of the microbatch with which the global batches of the slots are complete; -1 if
+        they are complete before the round.
+      slots: the slots that are updated.
+    """
+
+    after: int
+    slots: tuple[int, ...]
+
+
+class RoundPlan(NamedTuple):
+    """One round (a global batch of every live task), ready for an executor.
 
     Attributes:
       steps: by slot, the index of the task's global batch in the round, from 0.
-      microbatches: the microbatches; their arrays are on the device.
+      microbatches: the microbatches, where the executor reads them.
+      updates: the updates of all slots, in the order in which they become due.
       slots: scale, dropout rate and dropout key of every slot.
+      dropout: whether the pool has dropout.
       tokens: by slot, number of tokens in the task's global batch, without padding.
       target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
     """
 
     steps: dict[int, int]
     microbatches: list[PackedMicrobatch]
+    updates: tuple[Due, ...]
     slots: SlotTable
+    dropout: bool
     tokens: dict[int, int]
     target_tokens: dict[int, int]
 
@@ -71,33 +93,39 @@ def pack_tightly(
 def training_rounds(
     tasks: Mapping[int, PreparedTask],
     steps: Mapping[int, int],
-    slots: int,
+    pool: PoolSpec,
     shape: ShapeClass,
     packing: Packing = pack_tightly,
     accumulated: SampleIndices | None = None,
-) -> Iterator[Round]:
+    place: Callable[[Microbatch], PlacedMicrobatch] = jax.device_put,
+) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
 
     Args:
       tasks: by slot, the live tasks.
       steps: by slot, index of the task's next global batch, from 0.
-      slots: number of slots T.
+      pool: sizes of the pool.
       shape: shape class of the microbatches.
       packing: lays out the samples of a round.
       accumulated: by slot, indices of samples in the first round whose gradients are in the
         accumulators already. The whole round is packed, so that the other samples keep their
         places; then these samples are left out.
+      place: copies a microbatch to where the executor reads it.
     """
     steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
-        yield Round(
+        microbatches = [
+            microbatch._replace(arrays=place(microbatch.arrays))
+            for microbatch in fill_microbatches(batches, shape, packing, done)
+        ]
+        yield RoundPlan(
             {slot: steps[slot] for slot in live},
-            [
-                microbatch._replace(arrays=jax.device_put(microbatch.arrays))
-                for microbatch in fill_microbatches(batches, shape, packing, done)
-            ],
-            slot_table(live, steps, slots),
+            microbatches,
+            # One program updates all slots, so it is cheapest at the end of the round.
+            (Due(len(microbatches) - 1, tuple(live)),),
+            slot_table(live, steps, pool.slots),
+            pool.dropout,
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
         )

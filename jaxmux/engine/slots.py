@@ -14,22 +14,17 @@ from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
 
 from .prepared_task import PreparedTask
-from .programs import Hyperparameters, SlotsByOptimizer
 from .progress import TaskProgress
+from .stored_state import StoredState
 from .train_state import (
     SlotKind,
     SlotState,
     TrainState,
-    clear_slot,
-    empty_state,
-    grown,
     pool_specs,
-    read_slot,
     slot_specs,
     state_specs,
-    write_adapter,
-    write_slot,
 )
+from .updates import Hyperparameters, SlotsByOptimizer
 
 
 @dataclasses.dataclass
@@ -65,22 +60,21 @@ class Slots:
     never shrinks, so programs are not compiled again while a new task fits.
 
     Attributes:
-      state: the arrays that training changes, on the device; None until the first task is added.
-      layout: the description of `state`, a `TrainState` of `LeafSpec`; None like `state`.
+      stored: the arrays that training changes, on their devices.
       pool: sizes of the state.
     """
 
-    def __init__(self, config: BackboneConfig, reserved: PoolSpec):
-        """Creates slots without tasks and without arrays.
+    def __init__(self, config: BackboneConfig, reserved: PoolSpec, stored: StoredState):
+        """Creates slots without tasks.
 
         Args:
           config: configuration of the backbone.
           reserved: smallest sizes of the state.
+          stored: where the state is kept; it has no arrays yet.
         """
-        self.state: TrainState | None = None
+        self.stored = stored
         self.pool = reserved
         self._config = config
-        self.layout: Layout | None = None
         self._slots: dict[int, Slot] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Slot]]:
@@ -90,6 +84,24 @@ class Slots:
 
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
+
+    @property
+    def layout(self) -> Layout | None:
+        """The description of the state, a `TrainState` of `LeafSpec`; None until the first task is
+        added."""
+        return self.stored.layout
+
+    @property
+    def state(self) -> TrainState | None:
+        """The arrays of the only part of the state; None until the first task is added."""
+        if not self.stored.states:
+            return None
+        (state,) = self.stored.states
+        return state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.stored.states = [state]
 
     @property
     def names(self) -> list[str]:
@@ -148,9 +160,7 @@ class Slots:
                 slot = Slot(prepared, TaskProgress())
                 specs = slot_specs(self.layout.tree, slot.kind).adapter
                 adapter = pad(named_leaves(prepared.make_adapter()), specs)
-                self.state = write_adapter(
-                    self.state, self.layout, slot.kind.adapter, number, adapter
-                )
+                self.stored.write_adapter(slot.kind.adapter, number, adapter)
                 self._slots[number] = slot
                 added.append(slot.name)
         except BaseException:
@@ -161,7 +171,7 @@ class Slots:
     def remove(self, name: str) -> None:
         """Empties the slot of a task, so that another task can take it."""
         number = self.number(name)
-        self.state = clear_slot(self.state, self.layout, number)
+        self.stored.clear(number)
         del self._slots[number]
 
     def own_specs(self, name: str) -> SlotState:
@@ -176,7 +186,8 @@ class Slots:
     def read(self, name: str) -> SlotArrays:
         """The arrays of a task by path, at its own rank and modules."""
         number, slot = self.number(name), self.named(name)
-        return crop(read_slot(self.state, self.layout, slot.kind, number), self.own_specs(name))
+        specs = slot_specs(self.layout.tree, slot.kind)
+        return crop(self.stored.read(slot.kind, number, specs), self.own_specs(name))
 
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces the arrays of a task.
@@ -186,8 +197,8 @@ class Slots:
           arrays: arrays that `read` returned, from a state of any size.
         """
         number, slot = self.number(name), self.named(name)
-        value = pad(arrays, slot_specs(self.layout.tree, slot.kind))
-        self.state = write_slot(self.state, self.layout, slot.kind, number, value)
+        specs = slot_specs(self.layout.tree, slot.kind)
+        self.stored.write(slot.kind, number, specs, pad(arrays, specs))
 
     def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:
         """The learning rate of every trained leaf, layer and slot, as `programs.update` takes it.
@@ -205,14 +216,9 @@ class Slots:
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""
         needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
-        pool, specs = pool_of(self._config, needed, self.pool, keep_moments=self.state is not None)
-        layout = Layout(specs)
-        if self.state is None:
-            self.state = empty_state(specs)
-        elif layout != self.layout:
-            leaves, self.state = named_leaves(self.state), None
-            self.state = grown(leaves, specs)
-        self.layout, self.pool = layout, pool
+        grows = self.layout is not None
+        self.pool, specs = pool_of(self._config, needed, self.pool, keep_moments=grows)
+        self.stored.make_room(specs)
 
 
 def pool_of(

@@ -5,7 +5,13 @@ checkpoints.
 from .adapted_linears import MODULES, Adapters
 from .architectures import BackboneConfig, BackboneError
 from .attention import pick_implementation
-from .backbone import Backbone, backbone_dtype, load_backbone, save_backbone
+from .backbone import (
+    Backbone,
+    CheckpointReader,
+    backbone_dtype,
+    load_backbone,
+    save_backbone,
+)
 from .device_memory import device_memory, device_peak, keep_small_arrays_together
 from .fingerprint import backbone_fingerprint
 from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
@@ -22,6 +28,7 @@ __all__ = [
     "Backbone",
     "BackboneConfig",
     "BackboneError",
+    "CheckpointReader",
     "ForwardOptions",
     "SlotTable",
     "Weights",

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,9 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
     """
     folder = Path(folder)
     config = BackboneConfig.from_folder(folder)
-    with ExitStack() as stack:
-        tensors = _Tensors(folder, stack)
-        weights = _load_tree(tensors, config, backbone_dtype(dtype))
-        tensors.refuse_unread()
+    with CheckpointReader(folder, config) as reader:
+        weights = reader.read(abstract_weights(config, backbone_dtype(dtype)))
+        reader.refuse_unread()
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
 
 
@@ -114,62 +114,99 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     (folder / "config.json").write_text(text + "\n")
 
 
-class _Tensors:
-    """The tensors of all files of a checkpoint, by name, and the names of those not read yet."""
+class CheckpointReader:
+    """Reads weights from a Hugging Face checkpoint folder, whole or in parts. A context manager."""
 
-    def __init__(self, folder: Path, stack: ExitStack):
-        self.folder = folder
-        self.owner = {}
-        for path in shards(folder):
+    def __init__(self, folder: Path, config: BackboneConfig):
+        """Creates a reader; its files are opened on entering the context.
+
+        Args:
+          folder: the folder.
+          config: configuration of the whole model.
+        """
+        self._folder, self._config = folder, config
+        # By name of the tensor, the open file that holds it.
+        self._owner: dict[str, Any] = {}
+        self._unread: set[str] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "CheckpointReader":
+        for path in shards(self._folder):
             try:
-                shard = stack.enter_context(safe_open(path, framework="flax"))
+                shard = self._stack.enter_context(safe_open(path, framework="flax"))
             except (SafetensorError, OSError) as e:
+                self._stack.close()
                 raise BackboneError(
                     f"{path}: cannot be read as safetensors ({e}); truncated download?"
                 ) from None
-            self.owner |= dict.fromkeys(shard.keys(), shard)
-        self.unread = set(self.owner)
+            self._owner |= dict.fromkeys(shard.keys(), shard)
+        self._unread = set(self._owner)
+        return self
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if name not in self.owner:
-            raise BackboneError(f"{self.folder}: tensor {name} is missing")
-        with jax.default_device(jax.devices("cpu")[0]):
-            tensor = np.asarray(self.owner[name].get_tensor(name))
-        if tensor.shape != shape:
-            raise BackboneError(
-                f"{self.folder}: tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json implies {list(shape)}"
-            )
-        self.unread.discard(name)
-        return tensor.astype(dtype)
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def read(
+        self, wanted: Weights, first_layer: int = 0, device: jax.Device | None = None
+    ) -> Weights:
+        """Reads weights, one parameter after the other.
+
+        Args:
+          wanted: shapes and dtypes of the weights; its layers are consecutive layers of the model.
+          first_layer: index in the model of the first of these layers.
+          device: where the weights are put; None for the default device.
+
+        Raises:
+          BackboneError: a tensor is missing or has another shape.
+        """
+
+        def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            path = _module_path(key_path)
+            if path[0] != "layers":
+                value = self._parameter(path, leaf.shape, leaf.dtype)
+            else:
+                value = np.empty(leaf.shape, leaf.dtype)
+                for i in range(len(value)):
+                    layer = first_layer + i
+                    value[i] = self._parameter(path, leaf.shape[1:], leaf.dtype, layer)
+            return jnp.asarray(value) if device is None else jax.device_put(value, device)
+
+        return jax.tree.map_with_path(load, wanted)
 
     def refuse_unread(self) -> None:
+        """Raises BackboneError if the checkpoint has tensors that were not read."""
         # Old checkpoints have this constant; those with a tied head may have it a second time.
-        ignored = {n for n in self.unread if n.endswith("rotary_emb.inv_freq")} | {"lm_head.weight"}
-        if extra := sorted(self.unread - ignored):
+        ignored = {n for n in self._unread if n.endswith("rotary_emb.inv_freq")}
+        if extra := sorted(self._unread - ignored - {"lm_head.weight"}):
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise BackboneError(
-                f"{self.folder}: tensors that config.json does not account for: {shown}"
+                f"{self._folder}: tensors that config.json does not account for: {shown}"
             )
 
-
-def _load_tree(tensors: _Tensors, config: BackboneConfig, dtype: np.dtype) -> Weights:
-    def read(path: tuple[str, ...], shape: tuple[int, ...], layer: int | None = None) -> np.ndarray:
+    def _parameter(
+        self,
+        path: tuple[str, ...],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        layer: int | None = None,
+    ) -> np.ndarray:
         name = _hf_name(path, layer)
         if path[-1] == "kernel":
-            return tensors.read(name, shape[::-1], dtype).T
-        return tensors.read(name, shape, dtype)
+            return self._tensor(name, shape[::-1], dtype).T
+        return self._tensor(name, shape, dtype)
 
-    def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        path = _module_path(key_path)
-        if path[0] != "layers":
-            return jnp.asarray(read(path, leaf.shape))
-        stacked = np.empty(leaf.shape, dtype)
-        for layer in range(config.num_layers):
-            stacked[layer] = read(path, leaf.shape[1:], layer)
-        return jnp.asarray(stacked)
-
-    return jax.tree.map_with_path(load, abstract_weights(config, dtype))
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if name not in self._owner:
+            raise BackboneError(f"{self._folder}: tensor {name} is missing")
+        with jax.default_device(jax.devices("cpu")[0]):
+            tensor = np.asarray(self._owner[name].get_tensor(name))
+        if tensor.shape != shape:
+            raise BackboneError(
+                f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, "
+                f"config.json implies {list(shape)}"
+            )
+        self._unread.discard(name)
+        return tensor.astype(dtype)
 
 
 def _module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""The forward pass of the whole backbone over one microbatch: embedding, layers and final norm."""
+"""The forward pass of the backbone over one microbatch: embedding, layers and final norm, together
+or in parts."""
 
 from functools import partial
 from itertools import groupby
@@ -6,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.pallas_kernels.counter_dropout import Dropout
@@ -114,8 +115,55 @@ def hidden_states(
       ValueError: a remat policy is unknown, their number is not that of the layers, or an
         implementation in `options` cannot serve the call.
     """
+    x = embed(weights, microbatch)
+    x, accumulators, finite = run_layers(
+        config, weights["layers"], adapters, accumulators, x, microbatch, slots, options
+    )
+    x, finite = finish(config, weights, x, finite)
+    return x, accumulators, finite
+
+
+def embed(weights: Weights, microbatch: Microbatch) -> Float[Array, "N d"]:
+    """The embeddings of a microbatch's tokens, which enter the first layer.
+
+    Args:
+      weights: `Backbone.weights`; only the embedding is read.
+      microbatch: the tokens.
+    """
+    return weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
+
+
+def run_layers(
+    config: BackboneConfig,
+    layers: Weights,
+    adapters: Adapters,
+    accumulators: Adapters | None,
+    x: Float[Array, "N d"],
+    microbatch: Microbatch,
+    slots: SlotTable,
+    options: ForwardOptions,
+    first_layer: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "chunks"]]:
+    """Runs consecutive layers of the backbone; `hidden_states` runs all of them.
+
+    The arguments are those of `hidden_states`, except:
+
+    Args:
+      config: configuration of the backbone, with the number of these layers.
+      layers: the stacked weights of these layers. `adapters`, `accumulators` and `options.remat`
+        have the same layers.
+      x: the residual stream before the first of these layers, in the compute dtype.
+      first_layer: index in the model of the first of these layers, on which dropout masks depend.
+
+    Returns:
+      A triple: the residual stream after the last of these layers; the accumulators; and a bool
+      array [chunks], False where an input of attention was not finite.
+
+    Raises:
+      ValueError: as `hidden_states`.
+    """
     chunks = len(microbatch.chunk_slot)
-    stream = _stream(config, microbatch, slots, options)
+    stream = _stream(config, microbatch, slots, options, first_layer)
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(attention, options.grouped_lora)
@@ -130,21 +178,37 @@ def hidden_states(
 
         def step(carry, layer):
             x, accumulators = carry
-            x, accumulators, finite = function(
-                weights["layers"], adapters, stream, x, accumulators, layer
-            )
+            x, accumulators, finite = function(layers, adapters, stream, x, accumulators, layer)
             return (x, accumulators), finite.reshape(chunks, -1).all(axis=1)
 
         return step
 
-    x = weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
     policies = per_layer(options.remat, config.num_layers)
     (x, accumulators), finite = _for_each_layer(
         stepper, (x, accumulators), policies, options.unroll
     )
-    _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
-    finite &= jnp.isfinite(x).reshape(chunks, -1).all(axis=1)
     return x, accumulators, finite
+
+
+def finish(
+    config: BackboneConfig,
+    weights: Weights,
+    x: Float[Array, "N d"],
+    finite: Bool[Array, "chunks"],
+) -> tuple[Float[Array, "N d"], Bool[Array, "chunks"]]:
+    """Applies the final norm.
+
+    Args:
+      config: configuration of the backbone.
+      weights: `Backbone.weights`; only the final norm is read.
+      x: the residual stream after the last layer.
+      finite: False for chunks in which a value was not finite before.
+
+    Returns:
+      The hidden states, and `finite` with False also for chunks whose hidden states are not finite.
+    """
+    _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
+    return x, finite & jnp.isfinite(x).reshape(len(finite), -1).all(axis=1)
 
 
 def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
@@ -179,11 +243,13 @@ def head_kernel(weights: Weights) -> FrozenWeight:
     return FrozenWeight.of(weights["embed_tokens"]["weight"].T)
 
 
-def _stream(config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions) -> Stream:
+def _stream(
+    config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions, first_layer
+) -> Stream:
     dropout = None
     if options.dropout:
         ids, positions = microbatch.sample_id.reshape(-1), microbatch.positions.reshape(-1)
-        dropout = Dropout(slots.dropout_rate, slots.dropout_key, ids, positions)
+        dropout = Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
     return Stream(
         *rotary_angles(config, microbatch.positions),
         segments=find_segments(microbatch.segment_ids, options.max_sequences),

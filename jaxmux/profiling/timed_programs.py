@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.engine.programs import update
 from jaxmux.engine.train_state import empty_state, pool_specs
+from jaxmux.engine.updates import DueUpdates, update
 from jaxmux.models import (
     MODULES,
     Backbone,
@@ -192,7 +192,9 @@ def _update(backbone: Backbone, point: UpdatePoint) -> Program:
 
     def run(state, inputs, constants):
         due = np.ones(slots, bool)
-        return update(state, Layout(specs), due, rates, {point.optimizer: hyper}, members)
+        return update(
+            state, Layout(specs), DueUpdates(due, rates, {point.optimizer: hyper}, members)
+        )
 
     return Program(jax.jit(run, donate_argnums=0), empty_state(specs), (), (), 1, point)
 

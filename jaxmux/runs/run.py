@@ -5,9 +5,12 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.backbone_folder import resolve_backbone
@@ -26,8 +29,12 @@ from jaxmux.models import (
     planned_remat,
 )
 from jaxmux.peft import export_adapter, is_adapter_folder, kind_of
+from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import ONE_DEVICE, Replica
+from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
+from jaxmux.sharding import PlacedBackbone, consecutive_parts, load_placed_backbone
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition
@@ -114,7 +121,8 @@ def fine_tune(
         config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
         fingerprints = {"backbone": backbone_fingerprint(backbone)}
         directory.refuse_changes(fingerprints)
-        reserved = options.reserved(config)
+        reserved, replica = options.reserved(config), options.replica
+        _refuse_mesh(replica, config)
         prepared = [
             prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks
         ]
@@ -140,8 +148,12 @@ def fine_tune(
         )
         dtype = backbone_dtype(options.dtype)
         console.say("compiling the training step; this can take a minute")
-        with closing(ProgramsAhead(config, dtype, engine_options, prepared)) as programs:
-            model = load_backbone(backbone, dtype)
+        with ExitStack() as stack:
+            programs = None
+            if replica == ONE_DEVICE:
+                programs = ProgramsAhead(config, dtype, engine_options, prepared)
+                stack.enter_context(closing(programs))
+            model = _load(backbone, dtype, config, replica)
             engine = Engine(model, engine_options, admission, programs)
             engine.register_tasks(prepared)
             engine.refuse_implementations()
@@ -154,9 +166,31 @@ def fine_tune(
                     every = options.checkpoint_every
                     _train(engine, directory, checkpoints, metrics, position, every, console, stop)
                     summary = _finish(engine, directory, metrics, position, admission)
-        _show_samples(engine, model, tokenizer, options.sample_tokens, console)
+        if isinstance(model, Backbone):
+            _show_samples(engine, model, tokenizer, options.sample_tokens, console)
+        elif any(task.sample_prompt for task in tasks):
+            console.say("sample_prompt: no completions are shown after training on several devices")
         console.summarise(summary, directory, config)
         return summary
+
+
+def _refuse_mesh(replica: Replica, config: BackboneConfig) -> None:
+    """PlanningError if the backbone cannot be divided among the devices, or they are not there."""
+    replica.require(config.num_layers, {})
+    if replica.devices > (found := len(jax.devices())):
+        raise PlanningError(
+            f"mesh {replica}: {numbered(replica.devices, 'device')}, but there "
+            f"{'is' if found == 1 else 'are'} {found}; it would fit with pp{found}"
+        )
+
+
+def _load(
+    folder: str, dtype: jnp.dtype, config: BackboneConfig, replica: Replica
+) -> Backbone | PlacedBackbone:
+    if replica == ONE_DEVICE:
+        return load_backbone(folder, dtype)
+    parts = consecutive_parts(replica.stage_layers(config.num_layers))
+    return load_placed_backbone(folder, dtype, parts, jax.devices()[: replica.pp])
 
 
 def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
@@ -194,8 +228,12 @@ def _plan_run(
 ) -> tuple[ShapeClass, Admission | None]:
     """The shape class of the microbatches, and the memory check of tasks, which is None if the
     device's memory is unknown. PlanningError if the tasks do not fit."""
+    replica = options.replica
+    if replica != ONE_DEVICE:
+        layers = ", ".join(map(str, replica.stage_layers(config.num_layers)))
+        console.say(f"mesh {replica}: stages of {layers} layers")
     costs = run_costs(
-        prepared, config, backbone_dtype(options.dtype), options.remat, options.memory
+        prepared, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
     )
     # A training run keeps the shape class that it began with.
     shape = directory.shape

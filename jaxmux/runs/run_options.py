@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from jaxmux.field_checks import check_fields, choice, flag, integer, names, number
+from jaxmux.field_checks import check_fields, choice, flag, integer, names, number, text
 from jaxmux.models import REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.pallas_kernels import grouped_lora
 from jaxmux.peft import resolve_targets
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import ShapeRequest
 from jaxmux.tasks import Task, TaskError
 
@@ -27,6 +28,8 @@ class RunOptions:
     Attributes:
       dtype: dtype of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16"
         or "float32". Adapters and their optimizer states are always float32.
+      mesh: the devices to train on. "pp4" divides the backbone's layers among four devices, which
+        form a pipeline; the results are those of one device. None is one device.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train
@@ -72,6 +75,7 @@ class RunOptions:
     """
 
     dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    mesh: str | None = text(None, optional=True)
     tokens_per_microbatch: int = _count(8192)
     row_len: int | None = _count(None, optional=True)
     chunk_len: int | None = _count(None, optional=True)
@@ -94,6 +98,20 @@ class RunOptions:
         check_fields(self, PlanningError)
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
+        if self.replica.tp > 1:
+            raise PlanningError(
+                f"mesh {self.mesh!r}: tensor parallelism (tp) can be planned but not trained yet; "
+                "pipeline stages (pp) can"
+            )
+
+    @property
+    def replica(self) -> Replica:
+        """The devices that `mesh` names.
+
+        Raises:
+          PlanningError: `mesh` cannot be read.
+        """
+        return Replica.parse(self.mesh) if self.mesh else ONE_DEVICE
 
     def reserved(self, config: BackboneConfig) -> PoolSpec:
         """The smallest pool for which arrays are allocated, from the `reserved_` options.

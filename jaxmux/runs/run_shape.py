@@ -23,7 +23,7 @@ from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, device_models
-from jaxmux.planner.devices import ONE_DEVICE
+from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import (
     MIN_CHUNK_LEN,
@@ -113,8 +113,9 @@ def run_costs(
     dtype: jnp.dtype,
     remat: str = "auto",
     memory: int | None = None,
+    replica: Replica = ONE_DEVICE,
 ) -> RunCosts:
-    """The predicted costs of training tasks together on this device.
+    """The predicted costs of training tasks together on this device, or on several like it.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -122,12 +123,13 @@ def run_costs(
       dtype: dtype of the backbone's weights.
       remat: remat policy, as in `EngineOptions`.
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
+      replica: the devices.
     """
     size, device = size_of(config, dtype), jax.local_devices()[0].device_kind
     # Without a profile of the device these are estimates for an H200, which suffice to rank shape
     # classes.
     models = device_models(
-        size, memory or device_memory(), ONE_DEVICE, device, jnp.dtype(dtype).name, PROFILES
+        size, memory or device_memory(), replica, device, jnp.dtype(dtype).name, PROFILES
     )
     # The pool's default optimizer is the one with most moments, for which the engine makes room.
     pool = PoolSpec(
@@ -137,7 +139,7 @@ def run_costs(
         dropout=any(task.task.adapter.dropout > 0 for task in tasks),
     )
     return RunCosts(
-        ReplicaCosts(models.times, models.memory, pool, ONE_DEVICE, planned_remat(remat)),
+        ReplicaCosts(models.times, models.memory, pool, replica, planned_remat(remat)),
         f"{models.source.kind} for {models.source.device}",
         models.least_chunk_len if jax.default_backend() == "gpu" else MIN_CHUNK_LEN,
     )

@@ -1,7 +1,7 @@
 """The results of a training run, as summary.json holds them."""
 
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class Summary(NamedTuple):
             effective_tokens_per_second=useful / seconds,
             padding_fraction=1 - useful / max(1, position.computed_tokens),
             wall_seconds=position.train_seconds,
-            versions={p: version(p) for p in ("jaxmux", "jax", "jaxlib", "flax", "optax")},
+            versions=_versions("jaxmux", "jax", "jaxlib", "flax", "optax"),
             peak_memory_bytes=device_peak(),
             predicted_memory_bytes=predicted_memory_bytes,
         )
@@ -107,3 +107,14 @@ def _task_summary(engine: Engine, name: str) -> dict[str, Any]:
     fields, samples = engine.progress(name).to_json(), engine.prepared(name).samples
     progress = {"steps": fields["step"]} | {field: fields[field] for field in _TASK_FIELDS}
     return progress | {"samples_truncated": samples.truncated, "samples_dropped": samples.dropped}
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """The versions of packages, without those that run from a folder that is not installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

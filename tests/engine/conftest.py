@@ -35,15 +35,21 @@ SLOTS, RANK = 4, 8
 
 
 @pytest.fixture(scope="session")
-def backbone() -> Backbone:
+def config() -> BackboneConfig:
+    """The shape of the backbone."""
+    return CONFIG
+
+
+@pytest.fixture(scope="session")
+def backbone(config) -> Backbone:
     """Random weights large enough that adapters move the loss at once."""
-    random = Backbone.random(CONFIG, seed=5)
+    random = Backbone.random(config, seed=5)
     weights = jax.tree.map(lambda w: w if w.ndim == 1 else 5 * w, random.weights)
     return dataclasses.replace(random, weights=weights)
 
 
 @pytest.fixture(scope="session")
-def make_task():
+def make_task(config):
     """Makes a prepared task of random samples; keyword arguments are those of `Task` and `LoRA`."""
 
     def make(
@@ -63,11 +69,11 @@ def make_task():
         fields = {"batch_size": 6, "steps": 5, "optimizer": AdamW(1e-2)} | fields
         task = Task(name, data="random.jsonl", adapter=adapter, **fields)
         drawn = random_samples(sum(name.encode()), samples, lengths)
-        masks = resolve_targets(adapter.target_modules, CONFIG)
+        masks = resolve_targets(adapter.target_modules, config)
         return PreparedTask(
             task=task,
             targets=masks,
-            make_adapter=partial(initial_adapter, adapter, masks, CONFIG, task.seed),
+            make_adapter=partial(initial_adapter, adapter, masks, config, task.seed),
             samples=Samples(drawn, len(drawn), 0, 0),
             batches=GlobalBatches(drawn, task.batch_size, task.seed),
             steps=task.steps,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.programs import update
+from jaxmux.engine.updates import DueUpdates, update
 from jaxmux.optimizers import SGD, AdamW, Lion
 
 DECAYING = {
@@ -51,7 +51,7 @@ def idle_case(request, make_task, make_engine, train):
     hyper = {kind: hyperparameters([o]) for kind, o in DECAYING.items()}
     members = {kind: np.asarray([i], np.int32) for i, kind in enumerate(DECAYING)}
     due, layout = np.asarray([True, False, False, False]), engine._slots.layout
-    after, stats = update(state, layout, due, same_rates(layout), hyper, members)
+    after, stats = update(state, layout, DueUpdates(due, same_rates(layout), hyper, members))
     return before, jax.device_get(after), jax.device_get(stats)
 
 
@@ -89,21 +89,25 @@ def test_an_update_does_not_depend_on_the_others(kind, filled, assert_same_bits)
     alone, _ = update(
         make(),
         layout,
-        np.asarray([False, True, False, False]),
-        same_rates(layout),
-        {kind: hyperparameters(optimizers[:1])},
-        {kind: np.asarray([1], np.int32)},
+        DueUpdates(
+            np.asarray([False, True, False, False]),
+            same_rates(layout),
+            {kind: hyperparameters(optimizers[:1])},
+            {kind: np.asarray([1], np.int32)},
+        ),
     )
     beside, stats = update(
         make(),
         layout,
-        np.ones(4, bool),
-        same_rates(layout),
-        {
-            other: hyperparameters([DECAYING[other]] * 2),
-            kind: hyperparameters(optimizers[::-1]),
-        },
-        {other: np.asarray([0, 3], np.int32), kind: np.asarray([2, 1], np.int32)},
+        DueUpdates(
+            np.ones(4, bool),
+            same_rates(layout),
+            {
+                other: hyperparameters([DECAYING[other]] * 2),
+                kind: hyperparameters(optimizers[::-1]),
+            },
+            {other: np.asarray([0, 3], np.int32), kind: np.asarray([2, 1], np.int32)},
+        ),
     )
     assert stats.applied.all()
     assert_same_bits(tuple(of_slot(alone, 1)), tuple(of_slot(beside, 1)))
@@ -120,7 +124,7 @@ def test_parameters_that_would_overflow_stay_with_moments_and_count(kind, filled
     rates[:, :, 1] = 3e38
     hyper["weight_decay"][1] = 3e38
     due = np.ones(4, bool)
-    after, stats = update(make(), layout, due, rates, {kind: hyper}, {kind: members})
+    after, stats = update(make(), layout, DueUpdates(due, rates, {kind: hyper}, {kind: members}))
     np.testing.assert_array_equal(stats.applied, [True, False, True, False])
     assert np.isfinite(stats.grad_norm).all() and np.isfinite(stats.loss).all()
     cleared = before._replace(

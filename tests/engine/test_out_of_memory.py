@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import engine as engine_module
+from jaxmux.engine import single_device
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models.remat_policies import leaner
 
@@ -18,7 +18,7 @@ def fail_at(monkeypatch):
     they have taken the donated arrays."""
 
     def fail(numbers) -> None:
-        accumulate, seen = engine_module.accumulate, itertools.count()
+        accumulate, seen = single_device.accumulate, itertools.count()
 
         def failing(*arguments):
             if next(seen) in numbers:
@@ -26,7 +26,7 @@ def fail_at(monkeypatch):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
             return accumulate(*arguments)
 
-        monkeypatch.setattr(engine_module, "accumulate", failing)
+        monkeypatch.setattr(single_device, "accumulate", failing)
 
     return fail
 
@@ -52,7 +52,7 @@ def test_the_round_is_done_again(
 ):
     # As on a GPU, where the engine holds an array that keeps small ones apart.
     guard = jax.numpy.zeros(2)
-    monkeypatch.setattr(engine_module, "keep_small_arrays_together", lambda: guard)
+    monkeypatch.setattr(single_device, "keep_small_arrays_together", lambda: guard)
     expected = make_engine(*tasks(make_task), remat="norms")
     expected_updates = train(expected)
     assert expected.microbatches > 2 * expected.rounds
@@ -114,7 +114,7 @@ def test_another_error_is_passed_on(make_task, make_engine, train, monkeypatch):
     def failing(*arguments):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(engine_module, "accumulate", failing)
+    monkeypatch.setattr(single_device, "accumulate", failing)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train(make_engine(*tasks(make_task)))
 

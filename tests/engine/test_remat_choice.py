@@ -63,10 +63,10 @@ def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
     losses = [[update.loss for update in train(engine)["one"]] for engine in (rich, poor)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert set(rich._forward.remat) == {"norms"} and set(poor._forward.remat) == {"full"}
+    assert set(rich.remat) == {"norms"} and set(poor.remat) == {"full"}
 
     # The policies are chosen again once the train state grows.
     poor.register_tasks([make_task("two", steps=1)])
-    assert set(poor._forward.remat) == {"full"}
+    assert set(poor.remat) == {"full"}
     poor.register_tasks([make_task("three", steps=1, rank=16)])
-    assert poor._forward is None
+    assert poor.remat is None

@@ -132,7 +132,7 @@ def test_nothing_compiles_while_tasks_fit_the_pool(tasks, make_task, make_engine
     train(engine, rounds=1)
     # Cropping to another rank is the only thing that may compile: a slice for each shape.
     assert not [name for name in compiles[before:] if "slice" not in name]
-    assert engine._forward is not None
+    assert engine.remat is not None
 
 
 def test_restored_tasks_continue_with_the_same_bits(tasks, make_engine, train, assert_unchanged):

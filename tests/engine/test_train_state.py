@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmux.engine.programs import update
 from jaxmux.engine.train_state import (
     SlotKind,
     clear_slot,
@@ -18,6 +17,7 @@ from jaxmux.engine.train_state import (
     write_adapter,
     write_slot,
 )
+from jaxmux.engine.updates import DueUpdates, update
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
@@ -85,7 +85,9 @@ def updated(kind: str, slot: int, rates: np.ndarray, decay: float = 0.5):
     hyper = {kind: {name: np.float32([value]) for name, value in numbers.items()}}
     members = {kind: np.int32([slot])}
     due = np.arange(SLOTS) == slot
-    after, stats = update(random_state(specs), Layout(specs), due, rates, hyper, members)
+    after, stats = update(
+        random_state(specs), Layout(specs), DueUpdates(due, rates, hyper, members)
+    )
     return specs, before, jax.device_get(after), stats
 
 

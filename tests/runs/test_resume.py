@@ -15,7 +15,7 @@ import pytest
 
 from jaxmux import Interrupted
 from jaxmux.cli.main import run_command
-from jaxmux.engine import EngineOptions, engine
+from jaxmux.engine import EngineOptions, single_device
 from jaxmux.engine.rounds import pack_tightly
 from jaxmux.runs import RunDirectoryError
 
@@ -185,7 +185,7 @@ def test_run_stopped_within_a_round_goes_on_within_it(
 
 
 def raise_signal_at_microbatch(number: int, signal_number: int, monkeypatch, times: int = 1):
-    accumulate, seen = engine.accumulate, itertools.count(1)
+    accumulate, seen = single_device.accumulate, itertools.count(1)
 
     def accumulate_and_raise(*arguments):
         if next(seen) == number:
@@ -193,7 +193,7 @@ def raise_signal_at_microbatch(number: int, signal_number: int, monkeypatch, tim
                 signal.raise_signal(signal_number)
         return accumulate(*arguments)
 
-    monkeypatch.setattr(engine, "accumulate", accumulate_and_raise)
+    monkeypatch.setattr(single_device, "accumulate", accumulate_and_raise)
 
 
 def test_second_signal_acts_at_once(train, make_task, tmp_path, monkeypatch):

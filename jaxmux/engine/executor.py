@@ -1,0 +1,92 @@
+"""What the engine asks of the devices: an executor runs rounds and evaluates held-out samples."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxmux.data.microbatch import Microbatch
+
+from .prepared_task import PreparedTask
+from .rounds import PlacedMicrobatch, RoundPlan
+from .updates import DueUpdates, UpdateStats
+
+
+class RoundOutcome(NamedTuple):
+    """How far a call of `Executor.run` came.
+
+    Attributes:
+      done: indices of the microbatches that are dispatched, in their order.
+      updates: by the slots of an update that was due, its results on the device.
+      lost: True if the accumulated gradients were lost, because the device ran out of memory. Slots
+        that have not been updated begin their global batches again.
+    """
+
+    done: list[int]
+    updates: dict[tuple[int, ...], UpdateStats]
+    lost: bool = False
+
+
+class Executor(Protocol):
+    """Runs the compiled programs. The engine decides what is trained, an executor where and when.
+
+    The state of the tasks lies in the `StoredState` that the executor was created with.
+
+    Attributes:
+      remat: the remat policy of every layer, or one policy for all layers, with which the training
+        programs are compiled; None before they are.
+    """
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None: ...
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        """Checks that the implementations that the options name can serve the state.
+
+        Args:
+          dropout: whether the pool has dropout.
+
+        Raises:
+          PlanningError: an implementation cannot serve this device, these dtypes or sizes.
+        """
+        ...
+
+    def place(self, microbatch: Microbatch) -> PlacedMicrobatch:
+        """Copies a microbatch to where `run` and `evaluate` read it. May be called in a thread."""
+        ...
+
+    def run(
+        self,
+        plan: RoundPlan,
+        done: Sequence[int],
+        stop: Callable[[], bool],
+        due: Callable[[tuple[int, ...]], DueUpdates],
+    ) -> RoundOutcome:
+        """Dispatches microbatches and updates of a round, and returns before they are finished.
+
+        Args:
+          plan: the round.
+          done: indices of its microbatches that earlier calls have dispatched.
+          stop: function that is called after every microbatch. Once it returns True, no further
+            microbatch begins and no further update is dispatched.
+          due: function that returns an update's numbers for the given slots. It may wait for the
+            results of earlier rounds.
+        """
+        ...
+
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
+        """The losses of the held-out samples of tasks, with their current adapters, without
+        dropout.
+
+        Args:
+          tasks: by slot, the tasks.
+
+        Returns:
+          float32 [T], the mean cross entropy in nats per target token; NaN if the forward pass was
+          not finite.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases what the executor holds besides the state."""
+        ...

@@ -1,0 +1,190 @@
+"""The executor of one device."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.models import (
+    Backbone,
+    ForwardOptions,
+    SlotTable,
+    keep_small_arrays_together,
+)
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import Layout
+
+from .compile import compile_accumulate, forward_options, refuse_implementations
+from .compile_ahead import ProgramsAhead
+from .engine_options import EngineOptions
+from .executor import RoundOutcome
+from .prepared_task import PreparedTask
+from .programs import accumulate, accumulate_arguments, evaluate
+from .rounds import RoundPlan, fill_microbatches, slot_table
+from .stored_state import StoredState
+from .train_state import TrainState, with_empty_accumulators
+from .updates import DueUpdates, update
+
+_log = logging.getLogger("jaxmux")
+# Rounds after a compilation in which the host waits for the device before each update.
+_TRIAL_ROUNDS = 8
+
+
+class SingleDevice:
+    """Runs rounds on the default device: the `Executor` of one device.
+
+    Forward and backward pass of a microbatch are one program. If the device runs out of memory, the
+    program is compiled again with more recomputation.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        options: EngineOptions,
+        stored: StoredState,
+        programs: ProgramsAhead | None = None,
+    ):
+        """Creates an executor; nothing is compiled yet.
+
+        Args:
+          backbone: the frozen backbone, on the default device.
+          options: the options of the engine.
+          stored: the train state, in one part.
+          programs: programs that are being compiled for the tasks that will be trained; None
+            compiles programs when they are needed.
+        """
+        self._backbone = backbone
+        self._options = options
+        self._stored = stored
+        self._programs = programs
+        # The forward pass that training is compiled for, and for which state.
+        self._forward: ForwardOptions | None = None
+        self._compiled_for: tuple[Layout, bool] | None = None
+        # How often the device ran out of memory, and the rounds until the program counts as tried.
+        self._leaner_by = 0
+        self._trial_rounds = 0
+        self._guard: jax.Array | None = None
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        if self._forward is None or self._compiled_for[0] != self._stored.layout:
+            return None
+        return self._forward.remat
+
+    @property
+    def _state(self) -> TrainState:
+        (state,) = self._stored.states
+        return state
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        refuse_implementations(self._backbone, self._options, dropout, self._state)
+
+    def place(self, microbatch: Microbatch) -> Microbatch:
+        return jax.device_put(microbatch)
+
+    def run(
+        self,
+        plan: RoundPlan,
+        done: Sequence[int],
+        stop: Callable[[], bool],
+        due: Callable[[tuple[int, ...]], DueUpdates],
+    ) -> RoundOutcome:
+        slots, outcome = jax.device_put(plan.slots), RoundOutcome(list(done), {})
+        left = list(plan.updates)
+        for i in range(len(done), len(plan.microbatches) + 1):
+            while left and left[0].after < i:
+                numbers = due(left[0].slots)
+                # A GPU says only afterwards that it ran out of memory. Before the update it is not
+                # too late.
+                if self._trial_rounds and not _fits(jax.block_until_ready, self._state.loss):
+                    return self._lost(outcome)
+                state, stats = update(self._state, self._stored.layout, numbers)
+                self._stored.states = [state]
+                outcome.updates[left.pop(0).slots] = stats
+            if i == len(plan.microbatches):
+                break
+            if not _fits(self._accumulate, plan.microbatches[i].arrays, slots, plan.dropout):
+                return self._lost(outcome)
+            outcome.done.append(i)
+            if stop():
+                return outcome
+        self._trial_rounds = max(0, self._trial_rounds - 1)
+        return outcome
+
+    def _accumulate(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> None:
+        """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
+        wanted = self._stored.layout, dropout
+        if self._forward is None or self._compiled_for != wanted:
+            self._trial_rounds = _TRIAL_ROUNDS
+            if self._guard is None:
+                self._guard = keep_small_arrays_together()
+            self._forward = self._compiled_ahead(dropout) or compile_accumulate(
+                self._backbone,
+                self._options,
+                dropout,
+                self._state,
+                microbatch,
+                slots,
+                self._leaner_by,
+            )
+            self._compiled_for = wanted
+        accumulators, loss = accumulate(
+            *accumulate_arguments(self._backbone, self._forward, self._state, microbatch, slots)
+        )
+        self._stored.states = [self._state._replace(accumulators=accumulators, loss=loss)]
+
+    def _compiled_ahead(self, dropout: bool) -> ForwardOptions | None:
+        """The options of the forward pass for which the training step has been compiled ahead."""
+        if self._programs is None or self._leaner_by:
+            return None
+        return self._programs.forward_options(self._stored.layout, dropout)
+
+    def _lost(self, outcome: RoundOutcome) -> RoundOutcome:
+        """Empties the accumulators, which were donated to the program that failed. Layers recompute
+        more from now on."""
+        self._leaner_by += 1
+        self._forward = None
+        self._stored.states = [with_empty_accumulators(self._state)]
+        return outcome._replace(lost=True)
+
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
+        if self._programs:
+            self._programs.wait_for_evaluation()
+        backbone, capacity = self._backbone, len(self._state.loss)
+        forward = forward_options(backbone, self._options)
+        table = jax.device_put(slot_table(tasks, None, capacity))
+        losses = jnp.zeros(capacity)
+        batches = {slot: task.eval_samples for slot, task in tasks.items()}
+        for i, microbatch in enumerate(fill_microbatches(batches, self._options.shape)):
+            arguments = (
+                backbone.config,
+                forward,
+                backbone.weights,
+                self._state.adapters,
+                losses,
+                jax.device_put(microbatch.arrays),
+                table,
+            )
+            if i == 0:
+                compiled(evaluate.lower(*arguments))
+            losses = evaluate(*arguments)
+        return jax.device_get(losses)
+
+    def close(self) -> None:
+        pass
+
+
+def _fits(call: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a call returns without running out of the device's memory."""
+    try:
+        call(*arguments)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        _log.info("%s", str(e).splitlines()[0])
+        return False
+    return True

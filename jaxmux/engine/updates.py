@@ -1,0 +1,311 @@
+"""The compiled programs that update the tasks whose global batch is complete."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxmux.optimizers import optimizer_class
+from jaxmux.peft import Layout, LeafSpec
+from jaxmux.peft.leaves import trained, with_trained
+
+from .stored_state import StoredState
+from .train_state import TrainState, optax_parts, optax_state, replace_moments
+
+# By optimizer kind and name, float32 [T_kind].
+Hyperparameters = Mapping[str, Mapping[str, np.ndarray]]
+# By optimizer kind, the numbers of the slots that use it, int32 [T_kind].
+SlotsByOptimizer = Mapping[str, np.ndarray]
+
+
+class UpdateStats(NamedTuple):
+    """Results of an update, one value for each slot. Values of slots without a due update have no
+    meaning.
+
+    Attributes:
+      loss: float32 [T], mean cross entropy of the task's global batch in nats per target token; NaN
+        if a value in the task's forward pass was not finite.
+      grad_norm: float32 [T], global L2 norm of the task's gradient before clipping.
+      applied: bool [T], False if the loss, the norm or the updated parameters were not finite, so
+        that the update was skipped.
+    """
+
+    loss: Float[Array, "T"]
+    grad_norm: Float[Array, "T"]
+    applied: Bool[Array, "T"]
+
+
+class DueUpdates(NamedTuple):
+    """The updates that are due, as numbers for the compiled programs.
+
+    Attributes:
+      due: bool [T], True for slots whose global batch is complete.
+      rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
+        layer axis uses the rate of layer 0.
+      hyper: by optimizer kind and name of the number, float32 [T_kind]: one value for each slot in
+        `members` of this kind.
+      members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
+    """
+
+    due: Bool[np.ndarray, "T"]
+    rates: Float[np.ndarray, "leaves L T"]
+    hyper: Hyperparameters
+    members: SlotsByOptimizer
+
+    def by_kind(self) -> Iterator[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
+        """For each optimizer kind that has updates: its name, and for all slots, bool [T], whether
+        an update of this kind is due, and, float32 [T], the optimizer's numbers."""
+
+        def spread(values: np.ndarray, slots: np.ndarray) -> np.ndarray:
+            pool = np.zeros(len(self.due), values.dtype)
+            pool[slots] = values
+            return pool
+
+        for kind, slots in self.members.items():
+            if self.due[slots].any():
+                hyper = {name: spread(values, slots) for name, values in self.hyper[kind].items()}
+                yield kind, spread(self.due[slots], slots), hyper
+
+
+def no_stats(slots: int) -> UpdateStats:
+    """The results before any update."""
+    none = np.zeros(slots, np.float32)
+    return UpdateStats(none, none, none > 0)
+
+
+def update(
+    state: TrainState, layout: Layout, updates: DueUpdates
+) -> tuple[TrainState, UpdateStats]:
+    """Updates the slots that are due and clears their accumulators. Other slots keep their bits.
+
+    A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
+    and update count. Each optimizer kind has its own program, which updates all slots at once and
+    in place. In one pool, a task's bits therefore do not depend on the number of the other tasks or
+    on their optimizers. On a GPU the program's temporaries are far smaller than a slot.
+
+    Args:
+      state: the train state; it is donated.
+      layout: the description of the state.
+      updates: the updates that are due.
+
+    Returns:
+      The new state, and the results of the update by slot.
+    """
+    stats = no_stats(len(updates.due))
+    for kind, due, hyper in updates.by_kind():
+        state, stats = update_kind(kind, layout, state, stats, due, updates.rates, hyper)
+    return state, stats
+
+
+def update_parts(stored: StoredState, updates: DueUpdates) -> UpdateStats:
+    """Updates a state that is divided into parts on several devices, with the results of `update`.
+
+    A task's gradient is clipped by its norm over all parts, and its update is skipped in all parts
+    or in none.
+
+    Args:
+      stored: the state; its parts are replaced.
+      updates: the updates that are due.
+
+    Returns:
+      The results of the update by slot, on the device of the last part.
+    """
+    homes = [next(iter(state.loss.devices())) for state in stored.states]
+
+    def gather(values: Sequence[Array]) -> list[Array]:
+        return [jax.device_put(value, homes[-1]) for value in values]
+
+    parts = range(len(homes))
+    rates = [updates.rates[:, part.slice] for part in stored.parts]
+    stats = no_stats(len(updates.due))
+    for kind, due, hyper in updates.by_kind():
+        states = stored.states
+        squares = [layer_squares(stored.layouts[i], states[i].accumulators) for i in parts]
+        norm = _norm(gather(squares))
+        norms = [jax.device_put(norm, home) for home in homes]
+        finite = [
+            _finite_candidates(kind, stored.layouts[i], states[i], rates[i], hyper, norms[i])
+            for i in parts
+        ]
+        stats = _decide(stats, due, states[-1].loss, norm, gather(finite))
+        applied = [jax.device_put(stats.applied, home) for home in homes]
+        stored.states = [
+            _apply(kind, stored.layouts[i], states[i], due, applied[i], rates[i], hyper, norms[i])
+            for i in parts
+        ]
+    return stats
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update_kind(
+    kind: str,
+    layout: Layout,
+    state: TrainState,
+    stats: UpdateStats,
+    due: Bool[Array, "T"],
+    rates: Float[Array, "leaves L T"],
+    hyper: Mapping[str, Float[Array, "T"]],
+) -> tuple[TrainState, UpdateStats]:
+    """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
+    norm = _norm([layer_squares(layout, state.accumulators)])
+    # The new state is computed twice, once to check that it is finite and once to write it: that
+    # costs less memory traffic than storing it in between. The barrier keeps XLA from merging the
+    # two computations.
+    finite = _finite_candidates(
+        kind, layout, state, rates, jax.lax.optimization_barrier(hyper), norm
+    )
+    stats = _decide(stats, due, state.loss, norm, [finite])
+    return _apply(kind, layout, state, due, stats.applied, rates, hyper, norm), stats
+
+
+@partial(jax.jit, static_argnums=0)
+def layer_squares(layout: Layout, accumulators: Any) -> Float[Array, "L T"]:
+    """The sum of the squares of the gradients, by layer and slot.
+
+    On CPU the layers are summed one after another, so that a layer's sum has the same bits whatever
+    layers lie beside it.
+    """
+    specs = jax.tree.leaves(layout.tree.accumulators)
+    leaves = list(zip(specs, jax.tree.leaves(accumulators), strict=True))
+    of_layers = [
+        jnp.moveaxis(x, (spec.axes.index("layer"), spec.slot_axis), (0, 1))
+        for spec, x in leaves
+        if "layer" in spec.axes
+    ]
+    others = [jnp.moveaxis(x, s.slot_axis, 0) for s, x in leaves if "layer" not in s.axes]
+
+    def of_slots(leaves: Sequence[Float[Array, "T ..."]]) -> Float[Array, "T"]:
+        sums = [_partial(jnp.sum, jnp.square(x)) for x in leaves]
+        return jnp.concatenate(sums, axis=-1).sum(axis=-1)
+
+    by_layer = jax.lax.map if jax.default_backend() == "cpu" else _all_at_once
+    squares = by_layer(of_slots, of_layers) if of_layers else of_slots(others)[None]
+    # What belongs to no layer counts with the first one.
+    return squares.at[0].add(of_slots(others)) if of_layers and others else squares
+
+
+def _all_at_once(function: Callable[[Any], Array], values: Any) -> Array:
+    return jax.vmap(function)(values)
+
+
+@jax.jit
+def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, "T"]:
+    """The norm of each slot's gradient, from the squares of all layers."""
+    # One layer after another, so that the bits do not depend on how the layers are divided.
+    return jnp.sqrt(reduce(jnp.add, [layer for part in squares for layer in part]))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _finite_candidates(kind, layout, state, rates, hyper, norm) -> Bool[Array, "T"]:
+    """Whether all new parameters and moments of a slot would be finite."""
+    specs = layout.tree.accumulators
+    candidates, _ = _candidates(kind, layout, state, rates, hyper, norm)
+    finite = jax.tree.map(jnp.isfinite, candidates)
+
+    def rows(spec: LeafSpec, x: Array) -> Array:
+        return _partial(jnp.all, jnp.moveaxis(x, spec.slot_axis, 0))
+
+    leaves = jax.tree.leaves(jax.tree.map(rows, specs, finite))
+    return jnp.concatenate(leaves, axis=-1).all(axis=-1)
+
+
+@jax.jit
+def _decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, "T"]]) -> UpdateStats:
+    """The results of the due slots. The update is applied if everything was finite."""
+    applied = due & jnp.isfinite(norm) & jnp.isfinite(loss)
+    for part in finite:
+        applied &= part
+    return jax.tree.map(partial(_select, due), UpdateStats(loss, norm, applied), stats)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _apply(kind, layout, state, due, applied, rates, hyper, norm) -> TrainState:
+    """The state with the new values of the applied slots, and without the gradients of those that
+    were due."""
+    specs: TrainState = layout.tree
+    applied = applied & due
+
+    def keep_or_replace(spec: LeafSpec, new: Array, old: Array) -> Array:
+        return _select(applied, new, old, spec.slot_axis)
+
+    adapters, optimizer = jax.tree.map(
+        keep_or_replace,
+        (specs.accumulators, optax_state(kind, specs.moments, specs.count)),
+        _candidates(kind, layout, state, rates, hyper, norm),
+        (trained(specs.adapters, state.adapters), optax_state(kind, state.moments, state.count)),
+    )
+    cleared = state._replace(
+        adapters=with_trained(specs.adapters, state.adapters, adapters),
+        accumulators=jax.tree.map(
+            lambda spec, x: _select(due, 0, x, spec.slot_axis),
+            specs.accumulators,
+            state.accumulators,
+        ),
+        loss=_select(due, 0, state.loss),
+    )
+    return replace_moments(cleared, *optax_parts(kind, optimizer))
+
+
+def _candidates(kind, layout, state, rates, hyper, norm) -> tuple[Any, Any]:
+    """The new parameters and optimizer states of all slots, as if all were due."""
+    specs: TrainState = layout.tree
+    own_specs = jax.tree.map(LeafSpec.of_slot, specs.accumulators)
+    optimizer_specs = optax_state(kind, specs.moments, specs.count)
+    axes, optimizer_axes = jax.tree.map(
+        lambda spec: spec.slot_axis, (specs.accumulators, optimizer_specs)
+    )
+    update_slots = jax.vmap(
+        partial(_update_slot, kind, own_specs),
+        in_axes=(axes, axes, optimizer_axes, -1, 0, 0),
+        out_axes=(axes, optimizer_axes),
+    )
+    adapters = trained(specs.adapters, state.adapters)
+    optimizer = optax_state(kind, state.moments, state.count)
+    return update_slots(adapters, state.accumulators, optimizer, rates, hyper, norm)
+
+
+def _update_slot(
+    kind: str, specs: Any, params: Any, gradients: Any, optimizer: Any, rates, hyper, norm
+) -> tuple[Any, Any]:
+    """The new parameters and optimizer state of one slot.
+
+    Args:
+      specs: tree of `LeafSpec` of the slot's trained leaves.
+      rates: float32 [leaves, L].
+      norm: global norm of the gradient.
+    """
+    clip = jnp.minimum(1.0, hyper["clip_norm"] / (norm + 1e-6))
+    gradients = jax.tree.map(lambda g: clip * g, gradients)
+    transform = optimizer_class(kind).transform(hyper)
+    direction, optimizer = transform.update(gradients, optimizer, params)
+
+    def descend(spec: LeafSpec, param: Array, direction: Array, rate: Float[Array, "L"]) -> Array:
+        if "layer" not in spec.axes:
+            return param - rate[0] * direction
+        shape = [1] * param.ndim
+        shape[spec.axes.index("layer")] = -1
+        return param - rate.reshape(shape) * direction
+
+    rate_tree = jax.tree.unflatten(jax.tree.structure(params), list(rates))
+    return jax.tree.map(descend, specs, params, direction, rate_tree), optimizer
+
+
+def _select(chosen: Bool[Array, "T"], new, old: Array, slot_axis: int = 0) -> Array:
+    """`new` in the chosen slots, `old` in the others."""
+    shape = [1] * old.ndim
+    shape[slot_axis] = -1
+    return jnp.where(chosen.reshape(shape), new, old)
+
+
+def _partial(reduction, x: Float[Array, "T ..."]) -> Float[Array, "T _"]:
+    """Reduces the values of each slot to few.
+
+    A GPU reduces many rows of moderate length at memory bandwidth, but not one long row.
+    """
+    columns = math.gcd(math.prod(x.shape[1:]), 4096)
+    return reduction(x.reshape(len(x), -1, columns), axis=-1)

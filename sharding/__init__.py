@@ -1,0 +1,28 @@
+"""Several devices: the parts of a backbone that stages of devices hold, and the programs that they
+run.
+"""
+
+from .placed_backbone import (
+    Part,
+    PlacedBackbone,
+    consecutive_parts,
+    load_placed_backbone,
+    place_backbone,
+)
+from .schedule_walk import Pass, walk
+from .stage_programs import Passed, StageOptions, backward, evaluate, forward
+
+__all__ = [
+    "Part",
+    "Pass",
+    "Passed",
+    "PlacedBackbone",
+    "StageOptions",
+    "backward",
+    "consecutive_parts",
+    "evaluate",
+    "forward",
+    "load_placed_backbone",
+    "place_backbone",
+    "walk",
+]

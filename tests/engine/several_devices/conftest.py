@@ -1,0 +1,88 @@
+"""Backbones on several devices, which `make test-devices` sets up on the CPU."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxmux.engine import Engine, EngineOptions
+from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.sharding import consecutive_parts, place_backbone
+
+# A backbone of four layers with a tied head; one that has biases; one that normalises heads.
+LLAMA = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _eight_devices():
+    if len(jax.devices()) < 8:
+        pytest.fail("these tests need eight devices: run make test-devices")
+
+
+@pytest.fixture(scope="session")
+def config() -> BackboneConfig:
+    return LLAMA
+
+
+@pytest.fixture(scope="session")
+def make_engine(backbone):
+    """Makes an engine in which the given tasks are registered. `layers` gives the layers of each
+    part, on `stages` devices in turn; without it the engine has one device."""
+
+    def make(
+        *tasks,
+        layers: tuple[int, ...] = (),
+        stages: int | None = None,
+        model: Backbone = backbone,
+        first_device: int = 0,
+        **options,
+    ) -> Engine:
+        if layers:
+            devices = jax.devices()[first_device:][: stages or len(layers)]
+            devices = [devices[i % len(devices)] for i in range(len(layers))]
+            model = place_backbone(model, consecutive_parts(layers), devices)
+        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(4, 8, ()), remat="dots", **options))
+        engine.register_tasks(tasks)
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def different_tasks(make_task):
+    """Tasks of different lengths, ranks, optimizers, targets and dropout; clipping bites."""
+    from jaxmux.optimizers import SGD, AdamW, Lion
+
+    return (
+        make_task("long", lengths=(60, 120), steps=4),
+        make_task("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.05), steps=4),
+        make_task("short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=3),
+        make_task("few", rank=3, targets=("q_proj", "down_proj"), optimizer=SGD(0.1), steps=4),
+    )
+
+
+@pytest.fixture
+def assert_same_training(assert_same_bits):
+    """Compares two engines that have trained the same tasks, and their updates, bit for bit."""
+
+    def check(found, updates, expected, expected_updates):
+        assert updates == expected_updates
+        for name in expected.names:
+            assert_same_bits(found.task_arrays(name), expected.task_arrays(name))
+            assert dataclasses.asdict(found.progress(name)) == dataclasses.asdict(
+                expected.progress(name)
+            )
+
+    return check

@@ -1,0 +1,158 @@
+"""A pipeline of several devices trains to the bits of one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.models import Backbone
+from jaxmux.planner import PlanningError
+
+PIPELINES = {
+    "two stages": {"layers": (2, 2)},
+    "uneven stages": {"layers": (3, 1)},
+    "four stages": {"layers": (1, 1, 1, 1)},
+    "gpipe": {"layers": (1, 2, 1), "schedule": "gpipe"},
+    "interleaved": {"layers": (1, 1, 1, 1), "stages": 2, "schedule": "interleaved"},
+    "one stage": {"layers": (4,)},
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+def test_a_pipeline_trains_to_the_bits_of_one_device(
+    pipeline, make_engine, different_tasks, train, assert_same_training
+):
+    expected, found = make_engine(*different_tasks), make_engine(*different_tasks, **pipeline)
+    expected_updates, updates = train(expected), train(found)
+    assert found.microbatches == expected.microbatches > 2 * expected.rounds
+    assert min(u.grad_norm for u in updates["dropped"]) > 0.05
+    assert_same_training(found, updates, expected, expected_updates)
+
+
+@pytest.mark.parametrize("change", ["biases", "head norms", "an untied head"])
+def test_other_backbones(change, make_engine, different_tasks, train, assert_same_training, config):
+    if change == "biases":
+        config = dataclasses.replace(config, architecture="Qwen2ForCausalLM", attention_bias=True)
+    elif change == "head norms":
+        config = dataclasses.replace(config, architecture="Qwen3ForCausalLM", qk_norm=True)
+    else:
+        config = dataclasses.replace(config, tie_word_embeddings=not config.tie_word_embeddings)
+    model = Backbone.random(config, seed=3)
+    tasks = different_tasks[:2]
+    expected = make_engine(*tasks, model=model)
+    found = make_engine(*tasks, model=model, layers=(1, 3))
+    expected_updates, updates = train(expected), train(found)
+    assert_same_training(found, updates, expected, expected_updates)
+
+
+def test_held_out_losses_are_those_of_one_device(make_engine, make_task, train):
+    tasks = [
+        dataclasses.replace(task, eval_samples=task.samples.samples[:9])
+        for task in (make_task("a", dropout=0.1), make_task("b", lengths=(40, 120)))
+    ]
+    expected, found = make_engine(*tasks), make_engine(*tasks, layers=(2, 1, 1))
+    for engine in (expected, found):
+        train(engine, rounds=2)
+    assert found.evaluate(found.names) == expected.evaluate(expected.names)
+
+
+def test_a_task_that_is_not_finite_fails_alone(
+    make_engine, make_task, replace_adapter, train, assert_same_training
+):
+    good = make_task("good", steps=4), make_task("other", rank=8, dropout=0.1, steps=4)
+    bad = replace_adapter(make_task("bad", steps=4), lambda x: np.full_like(x, np.nan))
+    options = {"layers": (1, 2, 1), "max_bad_steps": 2}
+    expected, found = make_engine(*good, **options), make_engine(*good, bad, **options)
+    expected_updates, updates = train(expected), train(found)
+    assert found.progress("bad").status == "failed"
+    del updates["bad"]
+    assert_same_training(found, updates, expected, expected_updates)
+
+
+def test_one_bad_layer_skips_the_update_in_all_stages(
+    make_engine, make_task, replace_adapter, assert_same_bits, train
+):
+    """The layer of the last stage overflows in the update; the first stage keeps its values too."""
+    task = make_task("task", steps=1, optimizer=dataclasses.replace(make_task("x").task.optimizer))
+
+    def change(leaf):
+        leaf = np.array(leaf)
+        leaf[-1] = 3e38
+        return leaf
+
+    engine = make_engine(replace_adapter(task, change), layers=(2, 2))
+    before = engine.task_arrays("task")
+    updates = train(engine)
+    assert updates["task"][0].skipped
+    after = engine.task_arrays("task")
+    adapter = [name for name in before if name.startswith("adapter")]
+    assert_same_bits({n: before[n] for n in adapter}, {n: after[n] for n in adapter})
+
+
+@pytest.mark.parametrize("moves", [((2, 2), (1, 1, 1, 1)), ((), (1, 2, 1)), ((1, 3), ())], ids=str)
+def test_training_moves_to_other_devices_in_the_middle_of_a_round(
+    moves, make_engine, different_tasks, train, assert_same_training
+):
+    expected = make_engine(*different_tasks)
+    expected_updates = train(expected)
+    before, after = (make_engine(*different_tasks, layers=layers) for layers in moves)
+    updates = train(before, rounds=1)
+    calls = iter([False, True])
+    more = before.train_round(lambda: next(calls, True))
+    assert not more
+    assert before.microbatches < expected.microbatches
+    assert any(before.accumulated(name) for name in before.names)
+    for name in before.names:
+        state = before.task_arrays(name), before.progress(name), before.accumulated(name)
+        after.restore_task(name, *state)
+    after.rounds = before.rounds
+    rest = train(after)
+    joined = {name: updates[name] + rest[name] for name in updates}
+    assert_same_training(after, joined, expected, expected_updates)
+
+
+def test_a_stop_ends_the_round_with_what_has_begun(make_engine, different_tasks):
+    engine = make_engine(*different_tasks, layers=(1, 1, 1, 1))
+    calls = []
+    engine.train_round(lambda: calls.append(1) or True)
+    # Four microbatches are in flight when the first one is done.
+    assert engine.microbatches == len(calls) == 4
+    assert engine.rounds == 0
+    assert sum(len(engine.accumulated(name)) for name in engine.names) > 0
+
+
+def test_tasks_come_and_go_between_rounds(make_engine, make_task, train, assert_same_training):
+    def trained(**options):
+        engine = make_engine(make_task("a", steps=5), make_task("b", steps=5), **options)
+        updates = train(engine, rounds=2)
+        engine.release("a")
+        engine.register_tasks([make_task("c", rank=16, steps=2)])
+        rest = train(engine)
+        return engine, {n: updates.get(n, []) + rest[n] for n in ("b", "c")}
+
+    assert_same_training(*trained(layers=(2, 2)), *trained())
+
+
+def test_weights_lie_once_and_on_their_own_device(make_engine, make_task):
+    engine = make_engine(make_task("a"), layers=(1, 3), first_device=4)
+    weights = engine.backbone.weights
+    for i, own in enumerate(weights):
+        leaves = jax.tree.leaves((own, engine._slots.stored.states[i]))
+        assert {device for leaf in leaves for device in leaf.devices()} == {jax.devices()[4 + i]}
+    assert [len(own["layers"]["input_layernorm"]["weight"]) for own in weights] == [1, 3]
+    assert "norm" not in weights[0] and "norm" in weights[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": (2, 2), "schedule": "zigzag"}, "schedule should be one of 1f1b, gpipe"),
+        ({"layers": (2, 2), "schedule": "interleaved"}, "does not suit 2 parts on 2 devices"),
+        ({"layers": (1, 1, 1, 1), "stages": 2}, "several parts on a device are interleaved"),
+        ({"layers": (2, 1, 1), "stages": 2, "schedule": "interleaved"}, "devices in turn"),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(options, message, make_engine):
+    with pytest.raises(PlanningError, match=message):
+        make_engine(**options)

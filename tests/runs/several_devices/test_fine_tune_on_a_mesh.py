@@ -1,0 +1,92 @@
+"""Training runs on several devices: the results of one device, and what is refused."""
+
+import json
+import signal
+
+import jax
+import pytest
+
+from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions
+from jaxmux.engine import pipeline
+
+
+@pytest.fixture
+def tasks(make_task, data):
+    adapter = LoRA(rank=4, target_modules=("v_proj", "down_proj"), dropout=0.1)
+    return (
+        make_task("a", steps=5, batch_size=14, eval_data=data["short.eval"]),
+        make_task("b", steps=3, batch_size=8, adapter=adapter, optimizer=SGD(1e-2)),
+    )
+
+
+OPTIONS = {"tokens_per_microbatch": 64, "max_sequences": 4, "checkpoint_every": 2}
+
+
+def losses(run_dir):
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    timed = ("time", "tokens_per_second")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
+
+
+def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_bytes, capsys):
+    one = train(tmp_path / "one", *tasks, **OPTIONS)
+    capsys.readouterr()
+    two = train(tmp_path / "two", *tasks, mesh="pp2", **OPTIONS)
+    assert "mesh pp2,tp1: stages of 1, 1 layers" in capsys.readouterr().out
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    found = adapter_bytes(tmp_path / "two" / "adapters")
+    assert found == adapter_bytes(tmp_path / "one" / "adapters")
+    assert two.tasks == one.tasks
+
+
+def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
+    tasks, train, tmp_path, adapter_bytes, monkeypatch
+):
+    train(tmp_path / "whole", *tasks, **OPTIONS)
+    forward, calls = pipeline.forward, []
+
+    def forward_and_raise(*arguments):
+        calls.append(1)
+        if len(calls) == 17:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(*arguments)
+
+    forward_and_raise.lower = forward.lower
+    monkeypatch.setattr(pipeline, "forward", forward_and_raise)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "moved", *tasks, mesh="pp2", **OPTIONS)
+    (saved,) = (tmp_path / "moved" / "checkpoints").glob("*/run/metadata")
+    saved = json.loads(saved.read_text())
+    accumulated = [len(saved["tasks"][task.name]["accumulated"]) for task in tasks]
+    assert 0 < sum(accumulated) < 22
+    train(tmp_path / "moved", *tasks, **OPTIONS)
+    assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
+    found = adapter_bytes(tmp_path / "moved" / "adapters")
+    assert found == adapter_bytes(tmp_path / "whole" / "adapters")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("pp3", "3 stages for 2 layers, .* it would fit with pp2"),
+        ("pp9", "9 stages for 2 layers"),
+        ("tp2", "mesh 'tp2': tensor parallelism .* not trained yet"),
+        ("pipeline", "'pipeline' is no axis with its size"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(mesh, message, tasks, train, tmp_path):
+    with pytest.raises(PlanningError, match=message):
+        train(tmp_path, *tasks, mesh=mesh, **OPTIONS)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_too_few_devices_are_named(tasks, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    with pytest.raises(PlanningError, match="2 devices, but there is 1; it would fit with pp1"):
+        train(tmp_path, *tasks, mesh="pp2", **OPTIONS)
+
+
+def test_the_mesh_is_read_with_the_options():
+    assert str(RunOptions(mesh="pp4").replica) == "pp4,tp1"
+    with pytest.raises(PlanningError, match="mesh should be a string that is not empty or None"):
+        RunOptions(mesh=4)
