@@ -17,6 +17,11 @@ class OutOfDeviceMemory(RuntimeError):
     says what would need less."""
 
 
+def ran_out_of_memory(error: Exception) -> bool:
+    """True if JAX raised this exception because a device's memory did not suffice."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 class Interrupted(BaseException):
     """SIGINT, SIGTERM or SIGHUP stopped a training run. The same call of `fine_tune` continues it.
 

@@ -2,9 +2,10 @@
 them."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxmux.planner.pipeline.schedules import PipelineSchedule
+if TYPE_CHECKING:
+    from jaxmux.planner.pipeline.schedules import PipelineSchedule
 
 
 class Pass(NamedTuple):
@@ -21,7 +22,7 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-def walk(schedule: PipelineSchedule) -> Iterator[Pass]:
+def walk(schedule: "PipelineSchedule") -> Iterator[Pass]:
     """Yields the passes of a schedule, tick by tick; within a tick a stage's backward pass comes
     first.
 

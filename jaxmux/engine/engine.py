@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner.costs.admission import Admission
@@ -16,7 +17,6 @@ from jaxmux.tasks import TaskError
 from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .executor import Executor
-from .pipeline import Pipeline
 from .prepared_task import PreparedTask
 from .progress import TaskProgress, TaskUpdate, record_update
 from .round_stream import RoundStream
@@ -98,6 +98,9 @@ class Engine:
         self.microbatches = 0
         self._executor: Executor
         if isinstance(backbone, PlacedBackbone):
+            # Training on one device needs neither schedules nor their planner.
+            from .pipeline import Pipeline
+
             stored = StoredState(backbone.parts, backbone.devices)
             self._executor = Pipeline(backbone, options, stored)
         else:
@@ -114,8 +117,8 @@ class Engine:
         # By slot, indices of the samples whose gradients were in the accumulators when the current
         # round began.
         self._accumulated: dict[int, list[int]] = {}
-        # By slot, the learning rates of the last update.
-        self._learning_rates: dict[int, float] = {}
+        # By the slots of an update that is being dispatched, the learning rate of each slot.
+        self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
         self._peak = 0
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
@@ -265,7 +268,7 @@ class Engine:
             self._done = outcome.done
             self.microbatches += len(self._done) - before
             for slots, stats in outcome.updates.items():
-                rates = self._learning_rates
+                rates = self._learning_rates.pop(slots)
                 self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
             if outcome.lost:
                 self._begin_again()
@@ -291,11 +294,9 @@ class Engine:
         own = self._slots
         due = np.zeros(own.pool.slots, bool)
         due[[number for number in slots if own[number].running]] = True
-        self._learning_rates = {
-            number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own
-        }
-        rates = own.rates(self._learning_rates)
-        return DueUpdates(due, rates, own.hyperparameters, own.members)
+        rates = {number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own}
+        self._learning_rates[slots] = rates
+        return DueUpdates(due, own.rates(rates), own.hyperparameters, own.members)
 
     def _begin_again(self) -> None:
         """Plans the round anew, from its first microbatch, after the device ran out of memory."""
@@ -349,7 +350,16 @@ class Engine:
     def _fetch(self) -> None:
         """Waits for all dispatched updates, and records their results."""
         for pending in self._pending:
-            stats = jax.device_get(pending.stats)
+            try:
+                stats = jax.device_get(pending.stats)
+            except jax.errors.JaxRuntimeError as e:
+                if not ran_out_of_memory(e):
+                    raise
+                raise OutOfDeviceMemory(
+                    f"a device ran out of memory in round {pending.index}; try remat='full', "
+                    f"tokens_per_microbatch={self.options.shape.tokens // 2}, or fewer or smaller "
+                    "tasks"
+                ) from None
             self._observe_memory()
             for number in pending.slots:
                 slot = self._slots[number]

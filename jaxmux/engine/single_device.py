@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data.microbatch import Microbatch
+from jaxmux.errors import ran_out_of_memory
 from jaxmux.models import (
     Backbone,
     ForwardOptions,
@@ -183,7 +184,7 @@ def _fits(call: Callable[..., Any], *arguments: Any) -> bool:
     try:
         call(*arguments)
     except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
+        if not ran_out_of_memory(e):
             raise
         _log.info("%s", str(e).splitlines()[0])
         return False

@@ -61,7 +61,11 @@ CHOICES = {
     "tiny/Source": ("form", "loss_on", "overlong", "on_bad_record", "special_tokens"),
     "fine_tune": ("dtype", "remat", "attention", "grouped_lora"),
 }
-TEXTS = {"tiny/Task": ("resume_from", "sample_prompt"), "tiny/Source": ("path", "split")}
+TEXTS = {
+    "tiny/Task": ("resume_from", "sample_prompt"),
+    "tiny/Source": ("path", "split"),
+    "fine_tune": ("mesh",),
+}
 FLAGS = {"tiny/LoRA": ("rslora",), "fine_tune": ("reserved_dropout",)}
 NAMES = {"tiny/LoRA": ("target_modules",), "fine_tune": ("reserved_targets",)}
 # What must be set for a scope to be used.
@@ -131,6 +135,11 @@ OTHER_SETTINGS = {
         ["fine_tune.reserved_targets='q_prok'"],
         "reserved_targets: 'q_prok' matches no linear",
     ),
+    "mesh of no devices": (["fine_tune.mesh='pp0'"], "pp should be at least 1; try pp1"),
+    "mesh of too many": (["fine_tune.mesh='pp2'"], "2 devices, but there is 1; it would fit with"),
+    "mesh of more than layers": (["fine_tune.mesh='pp64'"], "64 stages for 2 layers"),
+    "mesh of tensors": (["fine_tune.mesh='pp2,tp2'"], "tensor parallelism (tp) can be planned"),
+    "unknown mesh": (["fine_tune.mesh='ring4'"], "mesh 'ring4': 'ring4' is no axis"),
     "sequences without lengths": (
         ["fine_tune.max_sequences=4", "fine_tune.row_len=None"],
         "max_sequences needs row_len and chunk_len beside it",

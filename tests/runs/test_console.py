@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxmux import Interrupted
-from jaxmux.engine import engine
+from jaxmux.engine import single_device
 from jaxmux.runs.console import RunConsole
 
 
@@ -43,14 +43,14 @@ def test_the_notice_of_a_signal_is_printed_above_the_live_table(
     train, make_task, tmp_path, printed, monkeypatch, capfd
 ):
     """What is written past the live table, as to standard error, leaves a part of it behind."""
-    accumulate, seen = engine.accumulate, itertools.count(1)
+    accumulate, seen = single_device.accumulate, itertools.count(1)
 
     def accumulate_and_raise(*arguments):
         if next(seen) == 3:
             signal.raise_signal(signal.SIGINT)
         return accumulate(*arguments)
 
-    monkeypatch.setattr(engine, "accumulate", accumulate_and_raise)
+    monkeypatch.setattr(single_device, "accumulate", accumulate_and_raise)
     console = RunConsole(Console(file=printed, width=80, force_terminal=True))
     with pytest.raises(Interrupted):
         train(tmp_path, make_task(steps=6), console=console)

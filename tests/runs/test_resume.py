@@ -236,8 +236,9 @@ def test_a_round_packed_otherwise_is_taken_up_in_its_middle(
 
 
 def defaults_with(packing):
-    """The defaults of `EngineOptions` with another packing, the last of them."""
-    return (*EngineOptions.__init__.__defaults__[:-1], packing)
+    """The defaults of `EngineOptions` with another packing."""
+    defaults = EngineOptions.__init__.__defaults__
+    return tuple(packing if default is pack_tightly else default for default in defaults)
 
 
 @pytest.mark.parametrize("record", ["checkpoint", "run.json"])
