@@ -264,14 +264,17 @@ class Engine:
                 self._live(), self._accumulated
             )
             before = len(self._done)
-            outcome = self._executor.run(current, self._done, stop, self._due)
-            self._done = outcome.done
-            self.microbatches += len(self._done) - before
+            try:
+                outcome = self._executor.run(current, self._done, stop, self._due)
+            finally:
+                self.microbatches += len(self._done) - before
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
                 self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
             if outcome.lost:
                 self._begin_again()
+                if self.finished:
+                    return self.drain()
                 continue
             updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
             if not updates:
@@ -301,6 +304,7 @@ class Engine:
     def _begin_again(self) -> None:
         """Plans the round anew, from its first microbatch, after the device ran out of memory."""
         self._fetch()
+        self._executor.recover()
         _log.warning(
             "the device ran out of memory; round %d begins again, with more recomputation",
             self.rounds,
@@ -383,7 +387,8 @@ class Engine:
     def _observe_memory(self) -> None:
         """Tells `admission` a new peak of memory use. The device reports only the highest peak so
         far."""
-        peak = device_peak() if self.admission else None
+        one_device = len(self._slots.stored.parts) == 1
+        peak = device_peak() if self.admission and one_device else None
         # A restored round without microbatches may have been updated before anything was compiled.
         if peak and peak > self._peak and self.remat:
             self._peak = peak

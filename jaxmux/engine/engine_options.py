@@ -52,7 +52,8 @@ class EngineOptions:
         row, offset) for each of its samples. Benchmarks compare the default with others, for
         example `planner.packing.pack_first_fit`.
       schedule: order of the passes in a pipeline of several devices: "1f1b" or "gpipe", or, where a
-        device holds several parts of the backbone, "interleaved". Results do not depend on it.
+        device holds several parts of the backbone, "interleaved". Results do not depend on it. A
+        stop waits for all microbatches that have begun, with "gpipe" for the whole round.
     """
 
     shape: ShapeClass

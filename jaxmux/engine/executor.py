@@ -1,6 +1,6 @@
 """What the engine asks of the devices: an executor runs rounds and evaluates held-out samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,13 +16,11 @@ class RoundOutcome(NamedTuple):
     """How far a call of `Executor.run` came.
 
     Attributes:
-      done: indices of the microbatches that are dispatched, in their order.
       updates: by the slots of an update that was due, its results on the device.
       lost: True if the accumulated gradients were lost, because the device ran out of memory. Slots
         that have not been updated begin their global batches again.
     """
 
-    done: list[int]
     updates: dict[tuple[int, ...], UpdateStats]
     lost: bool = False
 
@@ -58,7 +56,7 @@ class Executor(Protocol):
     def run(
         self,
         plan: RoundPlan,
-        done: Sequence[int],
+        done: list[int],
         stop: Callable[[], bool],
         due: Callable[[tuple[int, ...]], DueUpdates],
     ) -> RoundOutcome:
@@ -66,12 +64,18 @@ class Executor(Protocol):
 
         Args:
           plan: the round.
-          done: indices of its microbatches that earlier calls have dispatched.
+          done: indices of its microbatches that earlier calls have dispatched. The call appends
+            those that it dispatches, also if it ends in an exception.
           stop: function that is called after every microbatch. Once it returns True, no further
             microbatch begins and no further update is dispatched.
           due: function that returns an update's numbers for the given slots. It may wait for the
             results of earlier rounds.
         """
+        ...
+
+    def recover(self) -> None:
+        """Prepares for another try after a call of `run` whose outcome was `lost`: the accumulators
+        become empty, and from now on layers recompute more."""
         ...
 
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:

@@ -43,6 +43,8 @@ from .stored_state import StoredState
 from .updates import DueUpdates, update_parts
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
+# A backbone without weights.
+_NOTHING = Backbone(None, {}, "")
 # A backward pass takes about twice as long as a forward pass.
 _FORWARD, _BACKWARD = 1.0, 2.0
 
@@ -83,6 +85,8 @@ class Pipeline:
             )
         self._programs: list[StageOptions] = []
         self._compiled_for: tuple[Layout, bool] | None = None
+        # True if a round ended in an exception, with microbatches between two parts.
+        self._broken = False
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
@@ -109,17 +113,30 @@ class Pipeline:
     def run(
         self,
         plan: RoundPlan,
-        done: Sequence[int],
+        done: list[int],
         stop: Callable[[], bool],
         due: Callable[[tuple[int, ...]], DueUpdates],
     ) -> RoundOutcome:
-        outcome = RoundOutcome(list(done), {})
+        if self._broken:
+            raise RuntimeError(
+                "an earlier round ended in an exception; restore a checkpoint in a new engine"
+            )
+        outcome = RoundOutcome({})
         left = [i for i in range(len(plan.microbatches)) if i not in done]
-        if left and self._run_microbatches(plan, left, stop, outcome.done):
+        self._broken = True
+        stopped = left and self._run_microbatches(plan, left, stop, done)
+        self._broken = False
+        if stopped:
             return outcome
         for update in plan.updates:
-            outcome.updates[update.slots] = update_parts(self._stored, due(update.slots))
+            numbers = due(update.slots)
+            self._broken = True
+            outcome.updates[update.slots] = update_parts(self._stored, numbers)
+            self._broken = False
         return outcome
+
+    def recover(self) -> None:
+        raise RuntimeError("a pipeline never reports that a round is lost")
 
     def _run_microbatches(
         self, plan: RoundPlan, left: Sequence[int], stop: Callable[[], bool], done: list[int]
@@ -155,7 +172,7 @@ class Pipeline:
                     device = self._backbone.devices[part + 1]
                     passed[part + 1, m] = jax.device_put(out, device)
             elif at in gradients:
-                dx = self._run_backward(part, residuals.pop(at), gradients.pop(at))
+                dx = self._run_backward(program, part, residuals.pop(at), gradients.pop(at))
                 if part > 0:
                     gradients[part - 1, m] = jax.device_put(dx, self._backbone.devices[part - 1])
                     continue
@@ -163,11 +180,13 @@ class Pipeline:
                 stopped = stop() or stopped
         return stopped
 
-    def _run_backward(self, part: int, residuals: Any, gradient: jax.Array) -> jax.Array | None:
+    def _run_backward(
+        self, program: StageOptions, part: int, residuals: Any, gradient: jax.Array
+    ) -> jax.Array | None:
         state = self._stored.states[part]
         weights = self._backbone.weights[part]
         dx, accumulators = backward(
-            self._programs[part], residuals, weights, state.adapters, state.accumulators, gradient
+            program, residuals, weights, state.adapters, state.accumulators, gradient
         )
         self._stored.states[part] = state._replace(accumulators=accumulators)
         return dx
@@ -196,17 +215,14 @@ class Pipeline:
         return schedule
 
     def _compile(self, dropout: bool) -> None:
-        """Compiles the programs of all parts, and runs each once on its device, in threads.
-
-        A GPU loads a program when it runs first, which can wait for ever beside another running
-        program.
-        """
+        """Compiles the programs of all parts, and runs each once on its device, in threads, so that
+        no stage waits for another one's compilation."""
         if self._compiled_for == (self._stored.layout, dropout):
             return
         backbone = self._backbone
         shared = forward_options(backbone, self._options, dropout)
         microbatches, table = self._empty(), self._table()
-        self._programs = [
+        programs = [
             StageOptions(backbone.config, shared._replace(remat=remat), part)
             for part, remat in zip(
                 backbone.parts, self._remat(shared, microbatches[0]), strict=True
@@ -222,19 +238,19 @@ class Pipeline:
                 x = jnp.zeros((shape.tokens, backbone.config.hidden_size), dtype)
                 passed = jax.device_put(Passed(x, np.ones(shape.chunks, bool)), home)
             arguments = self._arguments(part, arrays, jax.device_put(table, home), passed)
-            program = self._programs[part]
+            program = programs[part]
             compiled(forward.lower(program, *arguments))
             out, _, residuals = forward(program, *arguments)
             state = self._stored.states[part]
             tasks = backbone.weights[part], state.adapters, state.accumulators
             compiled(backward.lower(program, residuals, *tasks, out.x))
             # An empty microbatch adds nothing to the accumulators.
-            jax.block_until_ready(self._run_backward(part, residuals, out.x))
+            jax.block_until_ready(self._run_backward(program, part, residuals, out.x))
             jax.block_until_ready(self._stored.states[part])
 
         with ThreadPoolExecutor() as threads:
-            list(threads.map(warm, range(len(self._programs))))
-        self._compiled_for = self._stored.layout, dropout
+            list(threads.map(warm, range(len(programs))))
+        self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
 
     def _remat(
         self, forward: ForwardOptions, microbatch: Microbatch
@@ -246,17 +262,27 @@ class Pipeline:
             return [remat] * len(backbone.parts)
         if memory is None:
             return ["dots"] * len(backbone.parts)
-        found = []
-        per_device = len(backbone.parts) // len(self._devices)
-        for i, part in enumerate(backbone.parts):
-            config = dataclasses.replace(backbone.config, num_layers=part.layers)
-            lora = self._stored.states[i].adapters["lora"]
-            room = step_room(Backbone(config, backbone.weights[i], ""), lora, memory // per_device)
-            own = Backbone(config, self._whole(i), "")
-            in_flight = len(self._devices) - i % len(self._devices)
-            found.append(
-                choose_remat(own, forward, lora, microbatch, self._table(), room, in_flight)
+        if self._options.schedule == "gpipe":
+            raise PlanningError(
+                "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
+                "cannot know how much fits; name a remat policy"
             )
+        stages, parts = len(self._devices), len(backbone.parts)
+        # Residuals of a part that are on each device at the same time, in a long round.
+        in_flight = self._schedule([{0: (0,)}] * (4 * parts)).peak_buffers()
+        pools = [state.adapters["lora"] for state in self._stored.states]
+        found = []
+        for i, part in enumerate(backbone.parts):
+            on_device = range(i % stages, parts, stages)
+            rooms = (
+                step_room(Backbone(backbone.config, backbone.weights[j], ""), pools[j], memory)
+                for j in on_device
+            )
+            room = sum(rooms) - (len(on_device) - 1) * step_room(_NOTHING, {}, memory)
+            config = dataclasses.replace(backbone.config, num_layers=part.layers)
+            own = Backbone(config, self._whole(i), "")
+            given = own, forward, pools[i], microbatch, self._table(), room
+            found.append(choose_remat(*given, int(in_flight[i % stages])))
         return found
 
     def _whole(self, part: int) -> Any:

@@ -1,7 +1,7 @@
 """The executor of one device."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -90,11 +90,11 @@ class SingleDevice:
     def run(
         self,
         plan: RoundPlan,
-        done: Sequence[int],
+        done: list[int],
         stop: Callable[[], bool],
         due: Callable[[tuple[int, ...]], DueUpdates],
     ) -> RoundOutcome:
-        slots, outcome = jax.device_put(plan.slots), RoundOutcome(list(done), {})
+        slots, outcome = jax.device_put(plan.slots), RoundOutcome({})
         left = list(plan.updates)
         for i in range(len(done), len(plan.microbatches) + 1):
             while left and left[0].after < i:
@@ -102,15 +102,15 @@ class SingleDevice:
                 # A GPU says only afterwards that it ran out of memory. Before the update it is not
                 # too late.
                 if self._trial_rounds and not _fits(jax.block_until_ready, self._state.loss):
-                    return self._lost(outcome)
+                    return outcome._replace(lost=True)
                 state, stats = update(self._state, self._stored.layout, numbers)
                 self._stored.states = [state]
                 outcome.updates[left.pop(0).slots] = stats
             if i == len(plan.microbatches):
                 break
             if not _fits(self._accumulate, plan.microbatches[i].arrays, slots, plan.dropout):
-                return self._lost(outcome)
-            outcome.done.append(i)
+                return outcome._replace(lost=True)
+            done.append(i)
             if stop():
                 return outcome
         self._trial_rounds = max(0, self._trial_rounds - 1)
@@ -144,13 +144,11 @@ class SingleDevice:
             return None
         return self._programs.forward_options(self._stored.layout, dropout)
 
-    def _lost(self, outcome: RoundOutcome) -> RoundOutcome:
-        """Empties the accumulators, which were donated to the program that failed. Layers recompute
-        more from now on."""
+    def recover(self) -> None:
         self._leaner_by += 1
         self._forward = None
+        # The accumulators were donated to the program that failed.
         self._stored.states = [with_empty_accumulators(self._state)]
-        return outcome._replace(lost=True)
 
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
         if self._programs:

@@ -93,11 +93,11 @@ class Slots:
 
     @property
     def state(self) -> TrainState | None:
-        """The arrays of the only part of the state; None until the first task is added."""
-        if not self.stored.states:
-            return None
-        (state,) = self.stored.states
-        return state
+        """The arrays of the only part of the state; None until the first task is added. Raises
+        RuntimeError if there are several parts."""
+        if len(self.stored.parts) > 1:
+            raise RuntimeError("the state lies on several devices; read tasks with task_arrays")
+        return self.stored.states[0] if self.stored.states else None
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -122,7 +122,7 @@ class Slots:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """By optimizer kind, the numbers of the optimizers of `members`, as `programs.update` takes
+        """By optimizer kind, the numbers of the optimizers of `members`, as `updates.update` takes
         them."""
         hyper = {}
         for kind, numbers in self.members.items():
@@ -201,7 +201,7 @@ class Slots:
         self.stored.write(slot.kind, number, specs, pad(arrays, specs))
 
     def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:
-        """The learning rate of every trained leaf, layer and slot, as `programs.update` takes it.
+        """The learning rate of every trained leaf, layer and slot, as `updates.update` takes it.
 
         Args:
           learning_rates: by slot number, the task's learning rate; other slots have rate 0.

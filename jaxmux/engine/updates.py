@@ -180,7 +180,7 @@ def layer_squares(layout: Layout, accumulators: Any) -> Float[Array, "L T"]:
     others = [jnp.moveaxis(x, s.slot_axis, 0) for s, x in leaves if "layer" not in s.axes]
 
     def of_slots(leaves: Sequence[Float[Array, "T ..."]]) -> Float[Array, "T"]:
-        sums = [_partial(jnp.sum, jnp.square(x)) for x in leaves]
+        sums = [_partial(jnp.sum, jnp.square(x), kept=1) for x in leaves]
         return jnp.concatenate(sums, axis=-1).sum(axis=-1)
 
     by_layer = jax.lax.map if jax.default_backend() == "cpu" else _all_at_once
@@ -202,13 +202,15 @@ def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, "T"]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _finite_candidates(kind, layout, state, rates, hyper, norm) -> Bool[Array, "T"]:
-    """Whether all new parameters and moments of a slot would be finite."""
+    """Whether all new parameters of a slot would be finite."""
     specs = layout.tree.accumulators
     candidates, _ = _candidates(kind, layout, state, rates, hyper, norm)
     finite = jax.tree.map(jnp.isfinite, candidates)
 
-    def rows(spec: LeafSpec, x: Array) -> Array:
-        return _partial(jnp.all, jnp.moveaxis(x, spec.slot_axis, 0))
+    def rows(spec: LeafSpec, x: Array) -> Bool[Array, "T _"]:
+        # The large array is reduced where it lies, and only the small result is transposed.
+        found = _partial(jnp.all, x, kept=spec.slot_axis + 1)
+        return jnp.moveaxis(found, spec.slot_axis, 0).reshape(x.shape[spec.slot_axis], -1)
 
     leaves = jax.tree.leaves(jax.tree.map(rows, specs, finite))
     return jnp.concatenate(leaves, axis=-1).all(axis=-1)
@@ -302,10 +304,10 @@ def _select(chosen: Bool[Array, "T"], new, old: Array, slot_axis: int = 0) -> Ar
     return jnp.where(chosen.reshape(shape), new, old)
 
 
-def _partial(reduction, x: Float[Array, "T ..."]) -> Float[Array, "T _"]:
-    """Reduces the values of each slot to few.
+def _partial(reduction, x: Array, kept: int) -> Array:
+    """Reduces what lies behind the first `kept` axes to few values.
 
     A GPU reduces many rows of moderate length at memory bandwidth, but not one long row.
     """
-    columns = math.gcd(math.prod(x.shape[1:]), 4096)
-    return reduction(x.reshape(len(x), -1, columns), axis=-1)
+    columns = math.gcd(math.prod(x.shape[kept:]), 4096)
+    return reduction(x.reshape(*x.shape[:kept], -1, columns), axis=-1)

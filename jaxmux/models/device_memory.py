@@ -1,4 +1,4 @@
-"""Memory of the first device, as JAX reports it."""
+"""Memory of the local devices, as JAX reports it."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ def device_memory() -> int | None:
 
 
 def device_peak() -> int | None:
-    """Most bytes of the first local device's memory that were in use at the same time since the
-    process began; None where JAX does not report it, for example on CPU."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    """Most bytes of a local device's memory that were in use at the same time since the process
+    began, on the device with most; None where JAX does not report it, for example on CPU."""
+    stats = (device.memory_stats() or {} for device in jax.local_devices())
+    return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
 
 
 def keep_small_arrays_together() -> jax.Array | None:

@@ -247,6 +247,12 @@ def _plan_run(
     reserved = options.reserved(config)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
     admission.require({task.task.name: task.pool for task in prepared})
+    if (depth := costs.replica.depth(shape)) < replica.pp:
+        raise PlanningError(
+            f"mesh {replica}: the first stage has memory for {depth} microbatches of "
+            f"{shape.tokens} tokens in flight and needs it for {replica.pp}; try "
+            f"tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
+        )
     return shape, admission
 
 
@@ -334,7 +340,8 @@ def _predicted_memory(engine: Engine, admission: Admission | None) -> int | None
     if admission is None or engine.remat is None:
         return None
     pools = [engine.prepared(name).pool for name in engine.names]
-    return int(admission.peak(pools, planned_remat(engine.remat)))
+    stages = admission.costs.replica.pp
+    return int(admission.peak(pools, planned_remat(engine.remat), in_flight=stages))
 
 
 def _evaluate(engine: Engine, names: Sequence[str], field: str) -> None:

@@ -126,3 +126,30 @@ def test_leaner_policies_end_at_full_recomputation():
     assert seen[0] == ("norms", "norms", "dots")
     assert seen[1] == ("dots", "dots", "dots")
     assert seen[-1] == ("full", "full", "full")
+
+
+def test_an_exception_between_microbatches_trains_none_twice(make_task, make_engine, train):
+    expected = make_engine(*tasks(make_task), remat="norms")
+    expected_updates = train(expected)
+    found = make_engine(*tasks(make_task), remat="norms")
+
+    def stop():
+        raise ConnectionError("the user's function")
+
+    with pytest.raises(ConnectionError):
+        found.train_round(stop)
+    assert sum(len(found.accumulated(name)) for name in found.names) > 0
+    with pytest.raises(RuntimeError, match="drain the engine"):
+        found.register_tasks([make_task("c")])
+    assert_same_training(found, train(found), expected, expected_updates)
+
+
+def test_the_last_task_may_fail_before_the_round_is_done_again(
+    fail_at, make_task, make_engine, replace_adapter, train
+):
+    bad = replace_adapter(make_task("bad", batch_size=3), lambda x: np.full_like(x, np.nan))
+    fail_at((1,))
+    engine = make_engine(bad, remat="norms", max_bad_steps=1)
+    updates = train(engine)
+    assert engine.progress("bad").status == "failed"
+    assert [update.skipped for update in updates["bad"]] == [True]

@@ -64,14 +64,18 @@ class Admission:
                 others = ", ".join(map(repr, names[:before]))
                 self._require(pools, f"task {names[before]!r} does not fit beside {others}")
 
-    def peak(self, tasks: Sequence[PoolSpec], remat: str | Sequence[str]) -> float:
+    def peak(
+        self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], in_flight: int = 1
+    ) -> float:
         """Returns the predicted peak memory of a round of these tasks, in bytes of one device.
 
         Args:
           tasks: for each task of the round, the pool that the task needs alone.
           remat: remat policy of all layers, or one policy for each layer.
+          in_flight: number of microbatches between their forward and their backward pass on the
+            first stage.
         """
-        return self._costs(tasks).peak(self.shape, remat, in_flight=1)
+        return self._costs(tasks).peak(self.shape, remat, in_flight)
 
     def observe(
         self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], peak_bytes: int

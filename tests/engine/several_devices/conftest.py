@@ -53,7 +53,8 @@ def make_engine(backbone):
             devices = jax.devices()[first_device:][: stages or len(layers)]
             devices = [devices[i % len(devices)] for i in range(len(layers))]
             model = place_backbone(model, consecutive_parts(layers), devices)
-        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(4, 8, ()), remat="dots", **options))
+        options = {"remat": "dots"} | options
+        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(4, 8, ()), **options))
         engine.register_tasks(tasks)
         return engine
 

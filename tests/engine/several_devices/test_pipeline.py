@@ -156,3 +156,44 @@ def test_weights_lie_once_and_on_their_own_device(make_engine, make_task):
 def test_pipelines_that_cannot_be_are_refused(options, message, make_engine):
     with pytest.raises(PlanningError, match=message):
         make_engine(**options)
+
+
+def test_a_round_that_ends_in_an_exception_is_the_end_of_the_engine(make_engine, different_tasks):
+    """A microbatch may then be in the accumulators of one stage and not in those of another."""
+    engine = make_engine(*different_tasks, layers=(2, 2))
+
+    def stop():
+        raise ConnectionError("the user's function")
+
+    with pytest.raises(ConnectionError):
+        engine.train_round(stop)
+    with pytest.raises(RuntimeError, match="restore a checkpoint in a new engine"):
+        engine.train_round()
+
+
+def test_policies_leave_room_for_the_microbatches_in_flight(make_engine, make_task):
+    """With memory for few values, early stages recompute more than late ones."""
+    seen = {}
+    for memory in (2**32, 2_000_000):
+        engine = make_engine(
+            make_task("a", steps=1), layers=(1, 1, 1, 1), remat="auto", memory=memory
+        )
+        engine.train_round()
+        seen[memory] = engine.remat
+        engine.close()
+    assert seen[2**32] == ("norms",) * 4
+    order = ("norms", "dots", "lean", "full")
+    leaner = [order.index(policy) for policy in seen[2_000_000]]
+    assert leaner == sorted(leaner, reverse=True) and leaner[0] > leaner[-1]
+
+
+def test_gpipe_needs_a_named_policy_where_memory_is_known(make_engine, make_task):
+    options = {"layers": (2, 2), "schedule": "gpipe", "remat": "auto", "memory": 2**32}
+    with pytest.raises(PlanningError, match="name a remat policy"):
+        make_engine(make_task("a"), **options).train_round()
+
+
+def test_the_state_of_several_devices_is_read_by_task(make_engine, make_task):
+    engine = make_engine(make_task("a"), layers=(2, 2))
+    with pytest.raises(RuntimeError, match="read tasks with task_arrays"):
+        _ = engine.state
