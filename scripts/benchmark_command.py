@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from benchmark_records import Record, RecordFile, installed_versions, make_record
+from benchmark_records import Record, RecordFile, make_record
 from benchmark_step import PEFT, llama_config, measured_peft, with_baseline
 
 # Samples of a task's global batch, so that a round has two microbatches of 8,192 tokens.
@@ -43,6 +43,7 @@ WARM_UP_ROUNDS = 10
 _MAKE_BACKBONE = """
 import sys, json
 import jax.numpy as jnp
+from jaxmux.installed_versions import installed_versions
 from jaxmux import Backbone, BackboneConfig, save_backbone
 fields = json.loads(sys.argv[1])
 save_backbone(Backbone.random(BackboneConfig(**fields), dtype=jnp.bfloat16), sys.argv[2])

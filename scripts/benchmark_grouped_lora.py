@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from benchmark_records import Record, RecordFile, installed_versions, make_record
+from benchmark_records import Record, RecordFile, make_record
 from grouped_lora_chain import (
     Case,
     Frozen,
@@ -46,6 +46,7 @@ from grouped_lora_chain import (
     shape_name,
 )
 
+from jaxmux.installed_versions import installed_versions
 from jaxmux.pallas_kernels.grouped_lora import IMPLEMENTATIONS
 
 LINEARS = (Linear(4096, (4096,)), Linear(4096, (14336,)), Linear(14336, (4096,)))

@@ -58,12 +58,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_records import Record, RecordFile, installed_versions, make_record
+from benchmark_records import Record, RecordFile, make_record
 from benchmark_step import WARM_UP_ROUNDS, llama_config
 
 from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.rounds import Packing, pack_tightly
+from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.packing import (
     Placement,

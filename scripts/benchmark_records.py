@@ -5,7 +5,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +44,6 @@ def make_record(**values: Any) -> Record:
     """
     values.setdefault("command", shlex.join(["python", *sys.argv]))
     return {field: values.pop(field, None) for field in FIELDS} | values
-
-
-def installed_versions(*packages: str) -> dict[str, str]:
-    """The versions of the given packages, without those that are not installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def read_records(path: Path) -> list[Record]:

@@ -19,12 +19,10 @@ For a dry run on CPU:
 
 import argparse
 import json
-import multiprocessing
 import shlex
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -32,10 +30,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from benchmark_records import installed_versions
-from benchmark_step import llama_config, round_size
+from benchmark_step import in_own_process, llama_config, round_size
 
 from jaxmux.engine import Engine, EngineOptions
+from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import smallest_shape_class
@@ -96,12 +94,6 @@ def main() -> None:
     }
     args.out.write_text(json.dumps([record], indent=1) + "\n")
     print(json.dumps(record, indent=1))
-
-
-def in_own_process(call) -> Measured:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
-        return executor.submit(call).result()
 
 
 def measure(args: argparse.Namespace, stages: int) -> Measured:

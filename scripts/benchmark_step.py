@@ -44,9 +44,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from benchmark_records import Record, RecordFile, installed_versions, make_record, read_records
+from benchmark_records import Record, RecordFile, make_record, read_records
 
 from jaxmux.engine import Engine, EngineOptions
+from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone, BackboneConfig, device_peak
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
@@ -78,7 +79,7 @@ def main() -> None:
             print(one_line(record), flush=True)
 
 
-def in_own_process(call: Callable[[], Record]) -> Record:
+def in_own_process[T](call: Callable[[], T]) -> T:
     """Calls a function in a new process, so that earlier cases do not affect its peak memory."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:

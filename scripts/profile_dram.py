@@ -27,7 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmark_records import Record, RecordFile, installed_versions, make_record
+from benchmark_records import Record, RecordFile, make_record
+
+from jaxmux.installed_versions import installed_versions
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 FROZEN = "frozen"

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import benchmark_step
 import jax
-from benchmark_records import RecordFile, installed_versions, make_record
+from benchmark_records import RecordFile, make_record
+
+from jaxmux.installed_versions import installed_versions
 
 # Purposes of kernels, by the beginning of their names. The first expression that matches counts.
 PURPOSES = (

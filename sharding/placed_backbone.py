@@ -99,7 +99,7 @@ def load_placed_backbone(
       BackboneError: as `load_backbone`.
     """
     config = BackboneConfig.from_folder(folder)
-    with CheckpointReader(Path(folder), config) as reader:
+    with CheckpointReader(Path(folder)) as reader:
         weights = [
             reader.read(_own_weights(config, part, backbone_dtype(dtype)), part.first_layer, device)
             for part, device in zip(parts, devices, strict=True)

@@ -20,8 +20,7 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     Weights,
-    chunk_losses,
-    head_kernel,
+    microbatch_losses,
 )
 from jaxmux.models.forward import embed, finish, run_layers
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
@@ -80,8 +79,8 @@ def forward(
 
     Returns:
       What is passed to the next part; from the last part, its `x` is the gradient with which the
-        backward pass begins. The losses, with those of the microbatch added by the last part. The
-        residuals for `backward`.
+      backward pass begins. The losses, with those of the microbatch added by the last part. The
+      residuals for `backward`.
     """
 
     def run(weights, adapters, x, accumulators):
@@ -181,11 +180,4 @@ def _run_part(
     if not part.is_last:
         return y, accumulators, finite
     hidden, finite = finish(config, weights, y, finite)
-    losses = chunk_losses(
-        hidden,
-        head_kernel(weights),
-        microbatch.targets.reshape(-1),
-        microbatch.loss_weight.reshape(-1),
-        microbatch.chunk_slot,
-    )
-    return jnp.where(finite, losses, jnp.nan), accumulators, finite
+    return microbatch_losses(weights, hidden, finite, microbatch), accumulators, finite

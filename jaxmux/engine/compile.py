@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxmux.data.microbatch import Microbatch, fill_microbatch
+from jaxmux.data.microbatch import Microbatch
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models import (
     Backbone,
@@ -19,7 +19,7 @@ from jaxmux.planner import PlanningError
 from .engine_options import EngineOptions
 from .programs import accumulate, accumulate_arguments
 from .remat_choice import choose_remat, step_room
-from .rounds import slot_table
+from .rounds import empty_microbatch, slot_table
 from .train_state import TrainState
 
 
@@ -67,10 +67,8 @@ def refuse_implementations(
     """
     if not (options.attention or options.grouped_lora):
         return
-    forward, shape = forward_options(backbone, options, dropout), options.shape
-    microbatch = fill_microbatch(
-        (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
-    )
+    forward = forward_options(backbone, options, dropout)
+    microbatch = empty_microbatch(options.shape)
     slots = slot_table({}, None, len(state.loss))
     try:
         accumulate.trace(*accumulate_arguments(backbone, forward, state, microbatch, slots))
@@ -111,7 +109,7 @@ def compile_accumulate(
         remat = "dots"
     elif remat == "auto":
         lora = state.adapters["lora"]
-        room = step_room(backbone, lora, memory)
+        room = step_room(backbone.weights, lora, memory)
         remat = choose_remat(backbone, forward, lora, microbatch, slots, room)
     for _ in range(leaner_by):
         remat = leaner(per_layer(remat, backbone.config.num_layers))

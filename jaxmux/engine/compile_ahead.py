@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.data.microbatch import Microbatch, fill_microbatch
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions
 from jaxmux.models.modules import abstract_weights
 from jaxmux.optimizers import optimizer_class
@@ -19,7 +18,7 @@ from .compile import compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask
 from .programs import evaluate
-from .rounds import slot_table
+from .rounds import empty_microbatch, slot_table
 from .slots import pool_of
 from .train_state import TrainState
 from .updates import no_stats, update_kind
@@ -102,10 +101,7 @@ class _Programs:
         self.state: TrainState = jax.tree.map(
             lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs
         )
-        shape = options.shape
-        self.microbatch: Microbatch = fill_microbatch(
-            (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
-        )
+        self.microbatch = empty_microbatch(options.shape)
         self.table = slot_table({}, None, self.pool.slots)
 
     def compile_evaluate(self) -> None:

@@ -329,12 +329,15 @@ class Engine:
           TaskError: no task of this name is registered.
         """
         number = self._slots.number(name)
-        plan = self._current
-        if plan is None or not any(number in due.slots for due in plan.updates):
-            return sorted(self._accumulated.get(number, ())) if plan is None else []
+        plan, before = self._current, self._accumulated.get(number, ())
+        if plan is None:
+            return sorted(before)
+        if not any(number in due.slots for due in plan.updates):
+            # The global batch is complete, and its update is dispatched.
+            return []
         done = (plan.microbatches[i].samples.get(number, ()) for i in self._done)
         samples = [sample for microbatch in done for sample in microbatch]
-        return sorted([*self._accumulated.get(number, ()), *samples])
+        return sorted([*before, *samples])
 
     def drain(self) -> list[TaskUpdate]:
         """Waits for the last round whose update was dispatched, and records its results in the

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.data.microbatch import Microbatch, fill_microbatch
+from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_memory
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
@@ -38,13 +38,11 @@ from .engine_options import EngineOptions
 from .executor import RoundOutcome
 from .prepared_task import PreparedTask
 from .remat_choice import choose_remat, step_room
-from .rounds import RoundPlan, fill_microbatches, slot_table
+from .rounds import RoundPlan, empty_microbatch, fill_microbatches, slot_table
 from .stored_state import StoredState
 from .updates import DueUpdates, update_parts
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
-# A backbone without weights.
-_NOTHING = Backbone(None, {}, "")
 # A backward pass takes about twice as long as a forward pass.
 _FORWARD, _BACKWARD = 1.0, 2.0
 
@@ -273,12 +271,8 @@ class Pipeline:
         pools = [state.adapters["lora"] for state in self._stored.states]
         found = []
         for i, part in enumerate(backbone.parts):
-            on_device = range(i % stages, parts, stages)
-            rooms = (
-                step_room(Backbone(backbone.config, backbone.weights[j], ""), pools[j], memory)
-                for j in on_device
-            )
-            room = sum(rooms) - (len(on_device) - 1) * step_room(_NOTHING, {}, memory)
+            on_device = slice(i % stages, None, stages)
+            room = step_room(backbone.weights[on_device], pools[on_device], memory)
             config = dataclasses.replace(backbone.config, num_layers=part.layers)
             own = Backbone(config, self._whole(i), "")
             given = own, forward, pools[i], microbatch, self._table(), room
@@ -293,12 +287,7 @@ class Pipeline:
 
     def _empty(self) -> list[Microbatch]:
         """A microbatch without samples, for each device."""
-        shape = self._options.shape
-        return self.place(
-            fill_microbatch(
-                (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
-            )
-        )
+        return self.place(empty_microbatch(self._options.shape))
 
     def _table(self) -> SlotTable:
         return slot_table({}, None, len(self._stored.states[0].loss))

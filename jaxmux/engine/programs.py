@@ -15,9 +15,8 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     Weights,
-    chunk_losses,
-    head_kernel,
     hidden_states,
+    microbatch_losses,
 )
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
 
@@ -121,13 +120,6 @@ def _losses(
     hidden, lora, finite = hidden_states(
         config, weights, adapters["lora"], lora, microbatch, slots, options
     )
-    losses = chunk_losses(
-        hidden,
-        head_kernel(weights),
-        microbatch.targets.reshape(-1),
-        microbatch.loss_weight.reshape(-1),
-        microbatch.chunk_slot,
-    )
     if accumulators is not None:
         accumulators = accumulators | {"lora": lora}
-    return jnp.where(finite, losses, jnp.nan), accumulators
+    return microbatch_losses(weights, hidden, finite, microbatch), accumulators

@@ -2,6 +2,7 @@
 
 import logging
 from itertools import groupby
+from typing import Any
 
 import jax
 
@@ -21,21 +22,21 @@ from jaxmux.planner.costs.layer_policies import USABLE, fill_layers, keeps_atten
 _log = logging.getLogger("jaxmux")
 
 
-def step_room(backbone: Backbone, adapters: Adapter, memory: int) -> int:
+def step_room(weights: Any, adapters: Any, memory: int) -> int:
     """Bytes that a microbatch's forward and backward pass may use, besides weights and train state.
 
     Args:
-      backbone: the frozen backbone, whose weights are counted.
-      adapters: float32 master weights of all slots.
+      weights: tree of the weights on the device.
+      adapters: tree of the float32 master weights of all slots on the device.
       memory: bytes that everything on the device may take together.
     """
-    weights, masters = (
+    weight_bytes, master_bytes = (
         sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
-        for tree in (backbone.weights, adapters)
+        for tree in (weights, adapters)
     )
     # Masters, accumulators and the two moments of the optimizer with most moments, so that the
     # policies do not depend on the optimizers in use.
-    return int(USABLE * memory) - weights - 4 * masters
+    return int(USABLE * memory) - weight_bytes - 4 * master_bytes
 
 
 def choose_remat(

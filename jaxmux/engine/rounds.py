@@ -165,6 +165,17 @@ def fill_microbatches(
         yield PackedMicrobatch(arrays, samples)
 
 
+def empty_microbatch(shape: ShapeClass) -> Microbatch:
+    """The arrays of a microbatch without samples, to compile programs for its shapes.
+
+    Args:
+      shape: shape class of the microbatch.
+    """
+    return fill_microbatch(
+        (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+    )
+
+
 def slot_table(
     tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
 ) -> SlotTable:

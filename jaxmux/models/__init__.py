@@ -14,7 +14,13 @@ from .backbone import (
 )
 from .device_memory import device_memory, device_peak, keep_small_arrays_together
 from .fingerprint import backbone_fingerprint
-from .forward import ForwardOptions, SlotTable, head_kernel, hidden_states
+from .forward import (
+    ForwardOptions,
+    SlotTable,
+    head_kernel,
+    hidden_states,
+    microbatch_losses,
+)
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype, linear_sizes
@@ -45,6 +51,7 @@ __all__ = [
     "kept_bytes",
     "linear_sizes",
     "load_backbone",
+    "microbatch_losses",
     "pick_implementation",
     "planned_remat",
     "save_backbone",

@@ -75,7 +75,7 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
     """
     folder = Path(folder)
     config = BackboneConfig.from_folder(folder)
-    with CheckpointReader(folder, config) as reader:
+    with CheckpointReader(folder) as reader:
         weights = reader.read(abstract_weights(config, backbone_dtype(dtype)))
         reader.refuse_unread()
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
@@ -117,14 +117,13 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
 class CheckpointReader:
     """Reads weights from a Hugging Face checkpoint folder, whole or in parts. A context manager."""
 
-    def __init__(self, folder: Path, config: BackboneConfig):
+    def __init__(self, folder: Path):
         """Creates a reader; its files are opened on entering the context.
 
         Args:
           folder: the folder.
-          config: configuration of the whole model.
         """
-        self._folder, self._config = folder, config
+        self._folder = folder
         # By name of the tensor, the open file that holds it.
         self._owner: dict[str, Any] = {}
         self._unread: set[str] = set()

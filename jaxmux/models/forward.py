@@ -19,6 +19,7 @@ from .adapted_linears import Adapters, Dispatch
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
 from .layer import LayerOptions, Stream, decoder_layer
+from .loss import chunk_losses
 from .modules import Weights
 from .remat_policies import per_layer, rematerialised
 from .rope import rotary_angles
@@ -209,6 +210,33 @@ def finish(
     """
     _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
     return x, finite & jnp.isfinite(x).reshape(len(finite), -1).all(axis=1)
+
+
+def microbatch_losses(
+    weights: Weights,
+    hidden: Float[Array, "N d"],
+    finite: Bool[Array, "chunks"],
+    microbatch: Microbatch,
+) -> Float[Array, "chunks"]:
+    """The loss of every chunk, from the results of `hidden_states` or `finish`.
+
+    Args:
+      weights: `Backbone.weights`; only the head is read.
+      hidden: the hidden states after the final norm.
+      finite: False for chunks in which a value was not finite.
+      microbatch: the targets and their weights.
+
+    Returns:
+      The results of `chunk_losses`, and NaN for chunks that are not finite.
+    """
+    losses = chunk_losses(
+        hidden,
+        head_kernel(weights),
+        microbatch.targets.reshape(-1),
+        microbatch.loss_weight.reshape(-1),
+        microbatch.chunk_slot,
+    )
+    return jnp.where(finite, losses, jnp.nan)
 
 
 def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):

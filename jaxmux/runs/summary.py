@@ -1,11 +1,11 @@
 """The results of a training run, as summary.json holds them."""
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.engine import Engine
+from jaxmux.installed_versions import installed_versions
 from jaxmux.models import device_peak
 
 from .checkpoints import RunPosition
@@ -78,7 +78,7 @@ class Summary(NamedTuple):
             effective_tokens_per_second=useful / seconds,
             padding_fraction=1 - useful / max(1, position.computed_tokens),
             wall_seconds=position.train_seconds,
-            versions=_versions("jaxmux", "jax", "jaxlib", "flax", "optax"),
+            versions=installed_versions("jaxmux", "jax", "jaxlib", "flax", "optax"),
             peak_memory_bytes=device_peak(),
             predicted_memory_bytes=predicted_memory_bytes,
         )
@@ -107,14 +107,3 @@ def _task_summary(engine: Engine, name: str) -> dict[str, Any]:
     fields, samples = engine.progress(name).to_json(), engine.prepared(name).samples
     progress = {"steps": fields["step"]} | {field: fields[field] for field in _TASK_FIELDS}
     return progress | {"samples_truncated": samples.truncated, "samples_dropped": samples.dropped}
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    """The versions of packages, without those that run from a folder that is not installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -7,9 +7,11 @@ import benchmark_tables
 import plot_benchmarks
 import pytest
 from benchmark_grouped_lora import measurements
-from benchmark_records import FIELDS, RecordFile, installed_versions, make_record
+from benchmark_records import FIELDS, RecordFile, make_record
 from benchmark_step import peft_record, round_size, with_baseline
 from grouped_lora_chain import shape_name
+
+from jaxmux.installed_versions import installed_versions
 
 VERSIONS = {"jax": "1.2.3"}
 

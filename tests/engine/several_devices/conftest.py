@@ -11,17 +11,6 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.sharding import consecutive_parts, place_backbone
 
-# A backbone of four layers with a tied head; one that has biases; one that normalises heads.
-LLAMA = BackboneConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=101,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
 
 
@@ -32,8 +21,9 @@ def _eight_devices():
 
 
 @pytest.fixture(scope="session")
-def config() -> BackboneConfig:
-    return LLAMA
+def config(config) -> BackboneConfig:
+    """The shape of the other engine tests' backbone, with more layers."""
+    return dataclasses.replace(config, num_layers=4)
 
 
 @pytest.fixture(scope="session")
