@@ -38,7 +38,7 @@ class Microbatch(NamedTuple):
     positions: Int[Array, "rows row_len"]
     segment_ids: Int[Array, "rows row_len"]
     sample_id: UInt32[Array, "rows row_len"]
-    chunk_slot: Int[Array, "chunks"]
+    chunk_slot: Int[Array, " chunks"]
 
 
 def fill_microbatch(

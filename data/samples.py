@@ -19,8 +19,8 @@ class Sample(NamedTuple):
       sample_id: index of the record in its source, from 0, below 2**32. Dropout masks depend on it.
     """
 
-    input_ids: Int[np.ndarray, "n"]
-    target_mask: Bool[np.ndarray, "n"]
+    input_ids: Int[np.ndarray, " n"]
+    target_mask: Bool[np.ndarray, " n"]
     sample_id: int
 
     @property

@@ -278,7 +278,7 @@ def _is_blank(text: str, ranges: Sequence[TextRange] | None) -> bool:
 
 def _target_mask(
     offsets: Int[np.ndarray, "n 2"], target_ranges: Sequence[TextRange] | None
-) -> Bool[np.ndarray, "n"]:
+) -> Bool[np.ndarray, " n"]:
     starts, ends = offsets[:, 0], offsets[:, 1]
     mask = np.full(len(offsets), target_ranges is None)
     for target in target_ranges or ():

@@ -40,16 +40,16 @@ class Dropout(NamedTuple):
         the layers of a model are divided among devices.
     """
 
-    rate: Float[Array, "T"]
-    key: UInt32[Array, "T"]
-    sample_id: UInt32[Array, "N"]
-    position: Int[Array, "N"]
+    rate: Float[Array, " T"]
+    key: UInt32[Array, " T"]
+    sample_id: UInt32[Array, " N"]
+    position: Int[Array, " N"]
     first_layer: Int[Array, ""] | int = 0
 
 
 def token_counters(
-    dropout: Dropout, token_slot: Int[Array, "N"], layer: Int[Array, ""] | int, module: int
-) -> UInt32[Array, "N"]:
+    dropout: Dropout, token_slot: Int[Array, " N"], layer: Int[Array, ""] | int, module: int
+) -> UInt32[Array, " N"]:
     """Hashes everything but the column into one counter for each token.
 
     Args:
@@ -66,7 +66,7 @@ def token_counters(
 
 
 def keep_mask(
-    counters: UInt32[Array, "N"], rate: Float[Array, "N"], columns: int
+    counters: UInt32[Array, " N"], rate: Float[Array, " N"], columns: int
 ) -> Bool[Array, "N {columns}"]:
     """The mask of the first `columns` features: True for a feature that is kept.
 

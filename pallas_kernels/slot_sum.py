@@ -6,10 +6,10 @@ from jaxtyping import Array, Float, Int
 
 
 def add_to_slots(
-    accumulators: Float[Array, "T *value"],
-    per_chunk: Float[Array, "chunks *value"],
-    chunk_slot: Int[Array, "chunks"],
-) -> Float[Array, "T *value"]:
+    accumulators: Float[Array, " T *value"],
+    per_chunk: Float[Array, " chunks *value"],
+    chunk_slot: Int[Array, " chunks"],
+) -> Float[Array, " T *value"]:
     """Adds each chunk's value to its owner's accumulator; empty chunks (slot -1) are left out.
 
     Values are selected and never multiplied by a mask, so a NaN in one task's chunk reaches no

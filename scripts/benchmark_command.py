@@ -35,6 +35,8 @@ import numpy as np
 from benchmark_records import Record, RecordFile, make_record
 from benchmark_step import PEFT, llama_config, measured_peft, with_baseline
 
+from jaxmux.installed_versions import installed_versions
+
 # Samples of a task's global batch, so that a round has two microbatches of 8,192 tokens.
 BATCH = 2
 # Rounds that are not measured: the first ones compile, and wait for the device before each update.
@@ -43,7 +45,6 @@ WARM_UP_ROUNDS = 10
 _MAKE_BACKBONE = """
 import sys, json
 import jax.numpy as jnp
-from jaxmux.installed_versions import installed_versions
 from jaxmux import Backbone, BackboneConfig, save_backbone
 fields = json.loads(sys.argv[1])
 save_backbone(Backbone.random(BackboneConfig(**fields), dtype=jnp.bfloat16), sys.argv[2])

@@ -204,9 +204,9 @@ def train_block(
     state: optax.OptState,
     corpus: Int[Array, "all row_len"],
     picked: Int[Array, "steps rows"],
-    lr: Float[Array, "steps"],
+    lr: Float[Array, " steps"],
     dtype: str,
-) -> tuple[Weights, optax.OptState, Float[Array, "steps"]]:
+) -> tuple[Weights, optax.OptState, Float[Array, " steps"]]:
     """Takes one AdamW step for each row of `picked`, a batch of row numbers of the corpus.
 
     Master weights are float32; forward and backward passes are in `dtype`. Returns the new weights,
@@ -268,7 +268,7 @@ def pretrain(corpus: np.ndarray, options: argparse.Namespace) -> tuple[Weights, 
 
 def learning_rates(
     first: int, count: int, steps: int | None, options: argparse.Namespace
-) -> Float[np.ndarray, "count"]:
+) -> Float[np.ndarray, " count"]:
     """Rises linearly to the peak, then falls as a cosine to 2% of the peak at the last step."""
     step = np.arange(first, first + count)
     rising = (step + 1) / options.warmup

@@ -51,7 +51,7 @@ class Passed(NamedTuple):
     """
 
     x: Float[Array, "N d"]
-    finite: Bool[Array, "chunks"]
+    finite: Bool[Array, " chunks"]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -60,11 +60,11 @@ def forward(
     weights: Weights,
     adapters: Any,
     accumulators: Any,
-    loss: Float[Array, "T"],
+    loss: Float[Array, " T"],
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> tuple[Passed, Float[Array, "T"], Any]:
+) -> tuple[Passed, Float[Array, " T"], Any]:
     """The forward pass of a microbatch through a part of the backbone.
 
     Args:
@@ -140,11 +140,11 @@ def evaluate(
     options: StageOptions,
     weights: Weights,
     adapters: Any,
-    losses: Float[Array, "T"],
+    losses: Float[Array, " T"],
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> tuple[Passed | None, Float[Array, "T"]]:
+) -> tuple[Passed | None, Float[Array, " T"]]:
     """The forward pass without gradients; arguments and results are those of `forward`."""
     x = None if passed is None else passed.x
     y, _, finite = _run_part(options, weights, adapters, None, microbatch, slots, x, passed)
@@ -155,7 +155,7 @@ def evaluate(
 
 def _run_part(
     options: StageOptions, weights, adapters, accumulators, microbatch, slots, x, passed
-) -> tuple[Array, Any, Bool[Array, "chunks"]]:
+) -> tuple[Array, Any, Bool[Array, " chunks"]]:
     """The residual stream behind the part, or the loss of every chunk from the last part; the
     accumulators; and the finite chunks."""
     part, config = options.part, options.config

@@ -30,10 +30,10 @@ def accumulate(
     weights: Weights,
     adapters: Any,
     accumulators: Any,
-    loss: Float[Array, "T"],
+    loss: Float[Array, " T"],
     microbatch: Microbatch,
     slots: SlotTable,
-) -> tuple[Any, Float[Array, "T"]]:
+) -> tuple[Any, Float[Array, " T"]]:
     """Runs the forward and backward pass of one microbatch and adds its gradients and losses.
 
     Args:
@@ -87,10 +87,10 @@ def evaluate(
     options: ForwardOptions,
     weights: Weights,
     adapters: Any,
-    losses: Float[Array, "T"],
+    losses: Float[Array, " T"],
     microbatch: Microbatch,
     slots: SlotTable,
-) -> Float[Array, "T"]:
+) -> Float[Array, " T"]:
     """Runs the forward pass of one microbatch and adds its losses, without gradients.
 
     Args:
@@ -111,7 +111,7 @@ def evaluate(
 
 def _losses(
     config, options, weights, adapters, accumulators, microbatch, slots
-) -> tuple[Float[Array, "chunks"], Any]:
+) -> tuple[Float[Array, " chunks"], Any]:
     """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators.
 
     The forward pass applies LoRA, the only adapter kind so far.

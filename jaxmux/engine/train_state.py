@@ -36,9 +36,9 @@ class TrainState(NamedTuple):
 
     adapters: Any
     accumulators: Any
-    loss: Float[Array, "T"]
+    loss: Float[Array, " T"]
     moments: tuple[Any, ...]
-    count: Int[Array, "T"]
+    count: Int[Array, " T"]
 
 
 class SlotState(NamedTuple):
@@ -177,7 +177,7 @@ def optax_parts(kind: str, optimizer: Any) -> tuple[list[Any], Any | None]:
 
 
 def replace_moments(
-    state: TrainState, moments: Sequence[Any], count: Int[Array, "T"] | None
+    state: TrainState, moments: Sequence[Any], count: Int[Array, " T"] | None
 ) -> TrainState:
     """A new state with other moments and counts, for example from `optax_parts`.
 

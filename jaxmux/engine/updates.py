@@ -35,9 +35,9 @@ class UpdateStats(NamedTuple):
         that the update was skipped.
     """
 
-    loss: Float[Array, "T"]
-    grad_norm: Float[Array, "T"]
-    applied: Bool[Array, "T"]
+    loss: Float[Array, " T"]
+    grad_norm: Float[Array, " T"]
+    applied: Bool[Array, " T"]
 
 
 class DueUpdates(NamedTuple):
@@ -52,7 +52,7 @@ class DueUpdates(NamedTuple):
       members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
     """
 
-    due: Bool[np.ndarray, "T"]
+    due: Bool[np.ndarray, " T"]
     rates: Float[np.ndarray, "leaves L T"]
     hyper: Hyperparameters
     members: SlotsByOptimizer
@@ -147,9 +147,9 @@ def update_kind(
     layout: Layout,
     state: TrainState,
     stats: UpdateStats,
-    due: Bool[Array, "T"],
+    due: Bool[Array, " T"],
     rates: Float[Array, "leaves L T"],
-    hyper: Mapping[str, Float[Array, "T"]],
+    hyper: Mapping[str, Float[Array, " T"]],
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
     norm = _norm([layer_squares(layout, state.accumulators)])
@@ -179,7 +179,7 @@ def layer_squares(layout: Layout, accumulators: Any) -> Float[Array, "L T"]:
     ]
     others = [jnp.moveaxis(x, s.slot_axis, 0) for s, x in leaves if "layer" not in s.axes]
 
-    def of_slots(leaves: Sequence[Float[Array, "T ..."]]) -> Float[Array, "T"]:
+    def of_slots(leaves: Sequence[Float[Array, "T ..."]]) -> Float[Array, " T"]:
         sums = [_partial(jnp.sum, jnp.square(x), kept=1) for x in leaves]
         return jnp.concatenate(sums, axis=-1).sum(axis=-1)
 
@@ -194,14 +194,14 @@ def _all_at_once(function: Callable[[Any], Array], values: Any) -> Array:
 
 
 @jax.jit
-def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, "T"]:
+def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]:
     """The norm of each slot's gradient, from the squares of all layers."""
     # One layer after another, so that the bits do not depend on how the layers are divided.
     return jnp.sqrt(reduce(jnp.add, [layer for part in squares for layer in part]))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _finite_candidates(kind, layout, state, rates, hyper, norm) -> Bool[Array, "T"]:
+def _finite_candidates(kind, layout, state, rates, hyper, norm) -> Bool[Array, " T"]:
     """Whether all new parameters of a slot would be finite."""
     specs = layout.tree.accumulators
     candidates, _ = _candidates(kind, layout, state, rates, hyper, norm)
@@ -217,7 +217,9 @@ def _finite_candidates(kind, layout, state, rates, hyper, norm) -> Bool[Array, "
 
 
 @jax.jit
-def _decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, "T"]]) -> UpdateStats:
+def _decide(
+    stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T"]]
+) -> UpdateStats:
     """The results of the due slots. The update is applied if everything was finite."""
     applied = due & jnp.isfinite(norm) & jnp.isfinite(loss)
     for part in finite:
@@ -286,7 +288,7 @@ def _update_slot(
     transform = optimizer_class(kind).transform(hyper)
     direction, optimizer = transform.update(gradients, optimizer, params)
 
-    def descend(spec: LeafSpec, param: Array, direction: Array, rate: Float[Array, "L"]) -> Array:
+    def descend(spec: LeafSpec, param: Array, direction: Array, rate: Float[Array, " L"]) -> Array:
         if "layer" not in spec.axes:
             return param - rate[0] * direction
         shape = [1] * param.ndim
@@ -297,7 +299,7 @@ def _update_slot(
     return jax.tree.map(descend, specs, params, direction, rate_tree), optimizer
 
 
-def _select(chosen: Bool[Array, "T"], new, old: Array, slot_axis: int = 0) -> Array:
+def _select(chosen: Bool[Array, " T"], new, old: Array, slot_axis: int = 0) -> Array:
     """`new` in the chosen slots, `old` in the others."""
     shape = [1] * old.ndim
     shape[slot_axis] = -1

@@ -39,9 +39,9 @@ class SlotTable(NamedTuple):
         `PreparedTask.dropout_key`.
     """
 
-    scale: Float[Array, "T"]
-    dropout_rate: Float[Array, "T"]
-    dropout_key: UInt32[Array, "T"]
+    scale: Float[Array, " T"]
+    dropout_rate: Float[Array, " T"]
+    dropout_key: UInt32[Array, " T"]
 
 
 class ForwardOptions(NamedTuple):
@@ -80,7 +80,7 @@ def hidden_states(
     microbatch: Microbatch,
     slots: SlotTable,
     options: ForwardOptions,
-) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "chunks"]]:
+) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, " chunks"]]:
     """Runs the backbone with the adapters of all tasks over a microbatch.
 
     The final norm is applied to the result. The language-model head is not: logits are the product
@@ -144,7 +144,7 @@ def run_layers(
     slots: SlotTable,
     options: ForwardOptions,
     first_layer: Int[Array, ""] | int = 0,
-) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "chunks"]]:
+) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, " chunks"]]:
     """Runs consecutive layers of the backbone; `hidden_states` runs all of them.
 
     The arguments are those of `hidden_states`, except:
@@ -195,8 +195,8 @@ def finish(
     config: BackboneConfig,
     weights: Weights,
     x: Float[Array, "N d"],
-    finite: Bool[Array, "chunks"],
-) -> tuple[Float[Array, "N d"], Bool[Array, "chunks"]]:
+    finite: Bool[Array, " chunks"],
+) -> tuple[Float[Array, "N d"], Bool[Array, " chunks"]]:
     """Applies the final norm.
 
     Args:
@@ -215,9 +215,9 @@ def finish(
 def microbatch_losses(
     weights: Weights,
     hidden: Float[Array, "N d"],
-    finite: Bool[Array, "chunks"],
+    finite: Bool[Array, " chunks"],
     microbatch: Microbatch,
-) -> Float[Array, "chunks"]:
+) -> Float[Array, " chunks"]:
     """The loss of every chunk, from the results of `hidden_states` or `finish`.
 
     Args:

@@ -32,10 +32,10 @@ def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
 def chunk_losses(
     hidden: Float[Array, "N d"],
     head: FrozenWeight,
-    targets: Int[Array, "N"],
-    loss_weight: Float[Array, "N"],
-    chunk_slot: Int[Array, "chunks"],
-) -> Float[Array, "chunks"]:
+    targets: Int[Array, " N"],
+    loss_weight: Float[Array, " N"],
+    chunk_slot: Int[Array, " chunks"],
+) -> Float[Array, " chunks"]:
     """Weighted cross entropy of every chunk: Σ loss_weight · (log Σ exp(logits) − logit of the
     target).
 

@@ -42,7 +42,7 @@ def rotate(
     return rotated.astype(x.dtype)
 
 
-def _frequencies(config: BackboneConfig) -> Float[np.ndarray, "half"]:
+def _frequencies(config: BackboneConfig) -> Float[np.ndarray, " half"]:
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = (1.0 / config.rope_theta**exponents).astype(np.float32)
     scaling = config.rope_scaling

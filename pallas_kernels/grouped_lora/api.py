@@ -22,8 +22,8 @@ class Routing(NamedTuple):
         sqrt(r)), without the factor 1 / (1 - rate) of dropout.
     """
 
-    chunk_slot: Int[Array, "chunks"]
-    scale: Float[Array, "T"]
+    chunk_slot: Int[Array, " chunks"]
+    scale: Float[Array, " T"]
 
 
 class Factors(NamedTuple):

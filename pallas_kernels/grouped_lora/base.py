@@ -36,7 +36,7 @@ def module_counters(
     dropout: Dropout,
     layer: Int[Array, ""] | int,
     tokens: int,
-) -> list[UInt32[Array, "{tokens}"]]:
+) -> list[UInt32[Array, " {tokens}"]]:
     """The dropout counters of every token, for each module."""
     owner = _token_slots(routing, tokens)
     return [token_counters(dropout, owner, layer, module) for module in modules]
@@ -128,8 +128,8 @@ grouped_lora_linear_xla = with_residual(_forward, _backward)
 
 
 def _gather(
-    per_slot: Float[Array, "T *value"], chunk_slot: Int[Array, "chunks"]
-) -> Float[Array, "chunks *value"]:
+    per_slot: Float[Array, " T *value"], chunk_slot: Int[Array, " chunks"]
+) -> Float[Array, " chunks *value"]:
     """The value of each chunk's owner; zeros for empty chunks, so that no live slot's values reach
     padding."""
     owner = jnp.where(chunk_slot < 0, per_slot.shape[0], chunk_slot)
@@ -156,7 +156,7 @@ def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "chunks C k"]:
     return x.reshape(len(routing.chunk_slot), -1, x.shape[-1])
 
 
-def _token_slots(routing, tokens: int) -> Int[Array, "{tokens}"]:
+def _token_slots(routing, tokens: int) -> Int[Array, " {tokens}"]:
     """The owner of every token; slot 0 for those of empty chunks."""
     return jnp.repeat(jnp.maximum(routing.chunk_slot, 0), tokens // len(routing.chunk_slot))
 

@@ -86,7 +86,7 @@ class ColumnTiling(NamedTuple):
 
 def column_products(
     groups: tuple[ColumnOperands, ...],
-    chunk_place: Int[Array, "chunks"],
+    chunk_place: Int[Array, " chunks"],
     *,
     tiling: ColumnTiling = ColumnTiling(),  # noqa: B008
 ) -> tuple[tuple[Float[Array, "*T _ _"], ...], ...]:

@@ -19,8 +19,8 @@ class Masks(NamedTuple):
       rate: float32, probability in [0, 1) that a feature of a slot is dropped.
     """
 
-    counters: tuple[UInt32[Array, "N"], ...]
-    rate: Float[Array, "T"]
+    counters: tuple[UInt32[Array, " N"], ...]
+    rate: Float[Array, " T"]
 
 
 class MaskOperands(NamedTuple):
@@ -40,11 +40,11 @@ def mask_operands(masks: Masks | None) -> MaskOperands | None:
 class Tokens(NamedTuple):
     """The counters of some rows and the salts derived from them."""
 
-    counters: UInt32[Array, "rows"]
-    salts: UInt32[Array, "rows"]
+    counters: UInt32[Array, " rows"]
+    salts: UInt32[Array, " rows"]
 
     @classmethod
-    def of(cls, counters: UInt32[Array, "rows"]) -> "Tokens":
+    def of(cls, counters: UInt32[Array, " rows"]) -> "Tokens":
         return cls(counters, salts(counters))
 
 
@@ -53,7 +53,7 @@ def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
     return [] if masks is None else list(map(Tokens.of, load_raw_counters(masks, rows)))
 
 
-def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, "rows"]]:
+def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, " rows"]]:
     """Loads the counters of some rows into registers, for each of the matrices."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     return [load_unoptimized(c.at[rows], layout) for c in masks.counters]

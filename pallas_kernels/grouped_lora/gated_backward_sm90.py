@@ -66,8 +66,8 @@ def gated_backward(
     b: tuple[Float[Array, "T r w"], Float[Array, "T r w"]],
     lows: tuple[Float[Array, "r N"], Float[Array, "r N"], Float[Array, "r N"]],
     accumulators: tuple[Float[Array, "*LT r w"], Float[Array, "*LT r w"], Float[Array, "*LT w r"]],
-    chunk_slot: Int[Array, "chunks"],
-    chunk_place: Int[Array, "chunks"],
+    chunk_slot: Int[Array, " chunks"],
+    chunk_place: Int[Array, " chunks"],
     *,
     tiling: BackwardTiling = BackwardTiling(),  # noqa: B008
 ) -> tuple[

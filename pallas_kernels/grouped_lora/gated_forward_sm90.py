@@ -69,7 +69,7 @@ def gated_forward(
     gate: Float[Array, "N w"],
     up: Float[Array, "N w"],
     a: Float[Array, "T r w"],
-    chunk_slot: Int[Array, "chunks"],
+    chunk_slot: Int[Array, " chunks"],
     *,
     tiling: ForwardTiling | None = None,
 ) -> tuple[Float[Array, "N w"], Float[Array, "splits r N"]]:

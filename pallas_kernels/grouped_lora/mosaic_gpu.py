@@ -161,7 +161,7 @@ def _padded_rank(rank: int) -> int:
     return -(-rank // 16) * 16 if rank <= 64 else -(-rank // 64) * 64
 
 
-def chunk_places(routing, accumulators, layer: Int[Array, ""] | int) -> Int[Array, "chunks"]:
+def chunk_places(routing, accumulators, layer: Int[Array, ""] | int) -> Int[Array, " chunks"]:
     """The index of each chunk's owner in accumulators [L, T, …] whose first two axes are merged; -1
     for an empty chunk."""
     slots = accumulators.a.shape[1]

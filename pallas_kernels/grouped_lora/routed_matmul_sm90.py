@@ -97,7 +97,7 @@ class Term(NamedTuple):
 @traced_once("transposed", "tiling", "blocks")
 def routed_matmul(
     terms: tuple[Term, ...],
-    chunk_slot: Int[Array, "chunks"],
+    chunk_slot: Int[Array, " chunks"],
     layer: Int[Array, ""],
     *,
     transposed: bool,

@@ -77,8 +77,8 @@ class RowTiling(NamedTuple):
 @traced_once("tiling")
 def row_products(
     groups: tuple[RowOperands, ...],
-    chunk_slot: Int[Array, "chunks"],
-    scale: Float[Array, "T"],
+    chunk_slot: Int[Array, " chunks"],
+    scale: Float[Array, " T"],
     *,
     tiling: RowTiling = RowTiling(),  # noqa: B008
 ) -> tuple[tuple[Float[Array, "_ N"], ...], ...]:

@@ -51,11 +51,11 @@ class TileOrder(NamedTuple):
       slot: int32, owner of that tile.
     """
 
-    tile: Int[Array, "tiles"]
-    slot: Int[Array, "tiles"]
+    tile: Int[Array, " tiles"]
+    slot: Int[Array, " tiles"]
 
 
-def owned_first(chunk_slot: Int[Array, "chunks"], tiles: int) -> TileOrder:
+def owned_first(chunk_slot: Int[Array, " chunks"], tiles: int) -> TileOrder:
     """All row tiles: first those with an owner, then those without (slot -1), each in stream
     order."""
     slots = jnp.repeat(chunk_slot, tiles // chunk_slot.shape[0])
@@ -169,7 +169,7 @@ def await_all(consumed, steps):
         pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
 
 
-def check_chunks(rows: int, chunk_slot: Int[Array, "chunks"], name: str, size: int):
+def check_chunks(rows: int, chunk_slot: Int[Array, " chunks"], name: str, size: int):
     """Raises a ValueError if tiles of `size` rows do not divide the chunks; `name` is the tile
     size's name."""
     chunks = chunk_slot.shape[0]

@@ -68,7 +68,7 @@ class _Masks(NamedTuple):
     """Dropout of modules that share their input: counters of the tokens, and rates of the slots."""
 
     counters: UInt32[Array, "modules N"]
-    rate: Float[Array, "T"]
+    rate: Float[Array, " T"]
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
@@ -187,8 +187,8 @@ def _pad_rank(factors: Float[Array, "T _ _"], axis: int) -> Float[Array, "T _ _"
 class _ChunksBySlot(NamedTuple):
     """The chunks of each slot t, in stream order: order[starts[t] : starts[t + 1]]."""
 
-    order: Int[Array, "chunks+1"]
-    starts: Int[Array, "T+1"]
+    order: Int[Array, " chunks+1"]
+    starts: Int[Array, " T+1"]
 
 
 def _chunks_by_slot(routing) -> _ChunksBySlot:

@@ -15,7 +15,7 @@ IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
 def residual_norm(
     x: Float[Array, "*N d"],
-    weight: Float[Array, "d"],
+    weight: Float[Array, " d"],
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*N d"], Float[Array, "*N d"]]:

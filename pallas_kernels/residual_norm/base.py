@@ -13,7 +13,7 @@ def refusal(x, weight) -> str | None:
 
 
 def residual_norm_xla(
-    x: Float[Array, "*N d"], weight: Float[Array, "d"], eps: float
+    x: Float[Array, "*N d"], weight: Float[Array, " d"], eps: float
 ) -> tuple[Float[Array, "*N d"], Float[Array, "*N d"]]:
     """See `api.residual_norm`."""
     wide = x.astype(jnp.float32)

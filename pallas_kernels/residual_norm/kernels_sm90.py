@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
 @traced_once("eps", "tiling")
 def normalize(
     stream: Float[Array, "N d"],
-    weight: Float[Array, "d"],
+    weight: Float[Array, " d"],
     eps: float,
     *,
     tiling: Tiling,
@@ -67,7 +67,7 @@ def stream_gradient(
     stream: Float[Array, "N d"],
     d_normed: Float[Array, "N d"],
     d_stream: Float[Array, "N d"],
-    weight: Float[Array, "d"],
+    weight: Float[Array, " d"],
     eps: float,
     *,
     tiling: Tiling,

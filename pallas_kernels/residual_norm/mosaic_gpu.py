@@ -41,7 +41,7 @@ def refusal(x, weight) -> str | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def residual_norm_mosaic_gpu(
-    x: Float[Array, "N d"], weight: Float[Array, "d"], eps: float
+    x: Float[Array, "N d"], weight: Float[Array, " d"], eps: float
 ) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
     """See `api.residual_norm`."""
     return _forward(x, weight, eps)[0]

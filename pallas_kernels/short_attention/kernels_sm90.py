@@ -57,7 +57,7 @@ def forward(
     q: Float[Array, "N HD"],
     k: Float[Array, "N KD"],
     v: Float[Array, "N KD"],
-    firsts: Int[Array, "N"] | None,
+    firsts: Int[Array, " N"] | None,
     heads: Heads,
 ) -> tuple[Float[Array, "N HD"], Float[Array, "H N"]]:
     """The outputs, and the base-2 logarithm of every softmax's denominator, float32.
@@ -96,7 +96,7 @@ def backward(
     q: Float[Array, "N HD"],
     k: Float[Array, "N KD"],
     v: Float[Array, "N KD"],
-    firsts: Int[Array, "N"] | None,
+    firsts: Int[Array, " N"] | None,
     log_total: Float[Array, "H N"],
     d_out: Float[Array, "N HD"],
     heads: Heads,

@@ -60,7 +60,7 @@ class Case(NamedTuple):
     cotangents: tuple[Float[Array, "N n"], ...]
     residual: Float[Array, "N n"] | None = None
 
-    def is_owned_by(self, slot: int) -> Bool[np.ndarray, "N"]:
+    def is_owned_by(self, slot: int) -> Bool[np.ndarray, " N"]:
         """Which tokens lie in the slot's chunks; those of slot -1 lie in empty chunks."""
         chunk_slot = np.asarray(self.routing.chunk_slot)
         return np.repeat(chunk_slot == slot, len(self.x) // len(chunk_slot))
