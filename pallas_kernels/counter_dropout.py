@@ -38,6 +38,10 @@ class Dropout(NamedTuple):
       position: int32, position of the token in its sequence.
       first_layer: index in the model of the first layer of the stacked arrays. It is not 0 where
         the layers of a model are divided among devices.
+      first_column: index in the linear's whole input of the first column that the call is given; a
+        multiple of `PERIOD`. It is not 0 where the columns of an input are divided among devices.
+        None stands for 0 and adds no code to a program. A number 0 would: it becomes an array
+        where a `Dropout` is an argument of a traced function.
     """
 
     rate: Float[Array, " T"]
@@ -45,6 +49,7 @@ class Dropout(NamedTuple):
     sample_id: UInt32[Array, " N"]
     position: Int[Array, " N"]
     first_layer: Int[Array, ""] | int = 0
+    first_column: Int[Array, ""] | int | None = None
 
 
 def token_counters(
@@ -66,15 +71,22 @@ def token_counters(
 
 
 def keep_mask(
-    counters: UInt32[Array, " N"], rate: Float[Array, " N"], columns: int
+    counters: UInt32[Array, " N"],
+    rate: Float[Array, " N"],
+    columns: int,
+    first_column: Int[Array, ""] | int | None = None,
 ) -> Bool[Array, "N {columns}"]:
-    """The mask of the first `columns` features: True for a feature that is kept.
+    """The mask of `columns` consecutive features: True for a feature that is kept.
 
     Args:
       counters: the `token_counters`.
       rate: dropout rate of each token.
+      columns: number of the features.
+      first_column: index of the first of them; None for 0.
     """
     column = jnp.arange(columns, dtype=jnp.int32)
+    if first_column is not None:
+        column += jnp.asarray(first_column, jnp.int32)
     drawn = draws(counters[:, None], salts(counters)[:, None], column[None, :])
     return drawn >> 16 < keep_threshold(rate)[:, None]
 

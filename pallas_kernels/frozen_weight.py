@@ -63,9 +63,15 @@ class FrozenWeight:
         """n, the width of the linear's output."""
         return self.shape[-1]
 
+    def stack_index(self, layer: Int[Array, ""] | int) -> Int[Array, ""] | int:
+        """Index of a layer in a stack [L, k, n]. A stack of a single layer holds the layer that is
+        computed, whichever it is."""
+        return layer if self.shape[0] > 1 else 0
+
     def at_layer(self, layer: Int[Array, ""] | int) -> "FrozenWeight":
-        """The weight of one layer of a stack."""
-        return jax.tree.map(lambda leaf: leaf[layer], self)
+        """The weight of one layer of a stack (see `stack_index`)."""
+        index = self.stack_index(layer)
+        return jax.tree.map(lambda leaf: leaf[index], self)
 
     def astype(self, dtype: Any) -> "FrozenWeight":
         """The same weight rounded to the format that is named like `dtype`."""

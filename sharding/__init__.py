@@ -8,8 +8,10 @@ from .placed_backbone import (
     consecutive_parts,
     load_placed_backbone,
     place_backbone,
+    random_placed_backbone,
 )
 from .schedule_walk import Pass, walk
+from .stage_mesh import StageMesh, stage_meshes
 from .stage_programs import Passed, StageOptions, backward, evaluate, forward
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Pass",
     "Passed",
     "PlacedBackbone",
+    "StageMesh",
     "StageOptions",
     "backward",
     "consecutive_parts",
@@ -24,5 +27,7 @@ __all__ = [
     "forward",
     "load_placed_backbone",
     "place_backbone",
+    "random_placed_backbone",
+    "stage_meshes",
     "walk",
 ]

@@ -1,4 +1,4 @@
-"""A backbone whose layers are divided among devices."""
+"""A backbone whose layers and weights are divided among devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from jaxmux.models import (
     backbone_fingerprint,
     compute_dtype,
 )
-from jaxmux.models.modules import abstract_weights
+from jaxmux.models.modules import abstract_weights, random_weights
+
+from .stage_mesh import StageMesh
 
 
 class Part(NamedTuple):
@@ -53,12 +55,12 @@ def consecutive_parts(layers: Sequence[int]) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedBackbone:
-    """A frozen backbone in parts, each on a device. `load_placed_backbone` makes it.
+    """A frozen backbone in parts, each on the devices of a stage. `load_placed_backbone` makes it.
 
     Attributes:
       config: configuration of the model.
       parts: the layers of each part, together all layers.
-      devices: the device of each part. A device that holds several parts occurs several times.
+      homes: the mesh of each part. A mesh that holds several parts occurs several times.
       weights: for each part, its weights like `Backbone.weights`: its own layers, stacked, and only
         those of embed_tokens, norm and lm_head that it uses. The last part also has embed_tokens if
         the head is tied to it.
@@ -68,7 +70,7 @@ class PlacedBackbone:
 
     config: BackboneConfig
     parts: tuple[Part, ...]
-    devices: tuple[jax.Device, ...]
+    homes: tuple[StageMesh, ...]
     weights: tuple[Weights, ...]
     name_or_path: str
     fingerprint: str = ""
@@ -83,56 +85,88 @@ def load_placed_backbone(
     folder: str | Path,
     dtype: jnp.dtype | str,
     parts: Sequence[Part],
-    devices: Sequence[jax.Device],
+    homes: Sequence[StageMesh],
 ) -> PlacedBackbone:
-    """Loads a Hugging Face checkpoint folder, each part onto its device.
+    """Loads a Hugging Face checkpoint folder, each part onto its devices.
 
-    Only one parameter, stacked over the layers of a part, is in the host's memory at a time.
+    Only what these devices keep is read, and of that only one parameter, stacked over the layers of
+    a part, is in the host's memory at a time.
 
     Args:
       folder: the folder, as for `load_backbone`.
       dtype: dtype to which all parameters are converted, as for `load_backbone`.
       parts: the parts, together all layers.
-      devices: the device of each part.
+      homes: the mesh of each part.
 
     Raises:
       BackboneError: as `load_backbone`.
     """
     config = BackboneConfig.from_folder(folder)
     with CheckpointReader(Path(folder)) as reader:
-        weights = [
-            reader.read(_own_weights(config, part, backbone_dtype(dtype)), part.first_layer, device)
-            for part, device in zip(parts, devices, strict=True)
-        ]
+        weights = []
+        for part, home in zip(parts, homes, strict=True):
+            own = _own_weights(config, part, backbone_dtype(dtype))
+            shardings = home.shardings(home.weight_specs(own))
+            weights.append(reader.read(own, part.first_layer, shardings))
         reader.refuse_unread()
     fingerprint = backbone_fingerprint(folder)
     return PlacedBackbone(
-        config, tuple(parts), tuple(devices), tuple(weights), str(folder), fingerprint
+        config, tuple(parts), tuple(homes), tuple(weights), str(folder), fingerprint
     )
 
 
 def place_backbone(
-    backbone: Backbone, parts: Sequence[Part], devices: Sequence[jax.Device]
+    backbone: Backbone, parts: Sequence[Part], homes: Sequence[StageMesh]
 ) -> PlacedBackbone:
     """Copies the parts of a backbone to their devices.
 
     Args:
       backbone: the whole backbone.
       parts: the parts, together all layers.
-      devices: the device of each part.
+      homes: the mesh of each part.
     """
-    weights = tuple(
-        jax.device_put(_part_of(backbone.weights, part), device)
-        for part, device in zip(parts, devices, strict=True)
-    )
+    weights = []
+    for part, home in zip(parts, homes, strict=True):
+        own = _part_of(backbone.weights, part)
+        weights.append(home.put(own, home.weight_specs(own)))
     return PlacedBackbone(
         backbone.config,
         tuple(parts),
-        tuple(devices),
-        weights,
+        tuple(homes),
+        tuple(weights),
         backbone.name_or_path,
         backbone.fingerprint,
     )
+
+
+def random_placed_backbone(
+    config: BackboneConfig,
+    dtype: jnp.dtype,
+    parts: Sequence[Part],
+    homes: Sequence[StageMesh],
+    seed: int = 0,
+) -> PlacedBackbone:
+    """A backbone with random weights, which no device and no host ever holds as a whole.
+
+    Args:
+      config: configuration of the model.
+      dtype: dtype of all parameters.
+      parts: the parts, together all layers.
+      homes: the mesh of each part.
+      seed: seed of the weights. The values also depend on how the layers are divided.
+    """
+    weights = []
+    for part, home in zip(parts, homes, strict=True):
+        shardings = home.shardings(home.weight_specs(_own_weights(config, part, dtype)))
+        own_config = dataclasses.replace(config, num_layers=part.layers)
+
+        def make(key: int, own_config=own_config, part=part) -> Weights:
+            whole = random_weights(own_config, key, dtype)
+            return {name: whole[name] for name in _names(whole, part)}
+
+        weights.append(jax.jit(make, out_shardings=shardings)(seed + part.first_layer))
+    name = f"random-{config.architecture}"
+    return PlacedBackbone(config, tuple(parts), tuple(homes), tuple(weights), name)
 
 
 def _own_weights(config: BackboneConfig, part: Part, dtype: jnp.dtype) -> Weights:

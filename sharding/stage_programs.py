@@ -4,14 +4,20 @@ The forward and the backward pass of a part of the backbone are two programs. Wh
 needs from the forward pass goes from one to the other as a value, the function that `jax.vjp`
 returns. It holds neither weights nor adapters nor accumulators: the backward program takes these
 again.
+
+The programs run on the mesh of the stage. Within `jax.shard_map`, each device computes with its own
+data shard and its own parts of weights and adapters. In these functions D is the number of data
+shards, and N the number of tokens of one shard.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from jaxmux.data.microbatch import Microbatch
@@ -23,9 +29,12 @@ from jaxmux.models import (
     microbatch_losses,
 )
 from jaxmux.models.forward import embed, finish, run_layers
+from jaxmux.models.weight_sharding import TP
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
+from jaxmux.peft import Layout
 
 from .placed_backbone import Part
+from .stage_mesh import AXES, DATA, StageMesh
 
 
 class StageOptions(NamedTuple):
@@ -35,11 +44,15 @@ class StageOptions(NamedTuple):
       config: configuration of the whole backbone.
       forward: options of the forward pass; its `remat` is that of the part's layers.
       part: the layers of the stage.
+      home: the mesh of the stage.
+      state: the description of the part's `TrainState`.
     """
 
     config: BackboneConfig
     forward: ForwardOptions
     part: Part
+    home: StageMesh
+    state: Layout
 
 
 class Passed(NamedTuple):
@@ -50,8 +63,8 @@ class Passed(NamedTuple):
       finite: False for chunks in which a value was not finite.
     """
 
-    x: Float[Array, "N d"]
-    finite: Bool[Array, " chunks"]
+    x: Float[Array, "D N d"]
+    finite: Bool[Array, "D chunks"]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -60,11 +73,11 @@ def forward(
     weights: Weights,
     adapters: Any,
     accumulators: Any,
-    loss: Float[Array, " T"],
+    loss: Float[Array, "D T"],
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> tuple[Passed, Float[Array, " T"], Any]:
+) -> tuple[Passed, Float[Array, "D T"], Any]:
     """The forward pass of a microbatch through a part of the backbone.
 
     Args:
@@ -72,38 +85,50 @@ def forward(
       weights: the part's weights.
       adapters: adapters of all slots for the part's layers, as in `TrainState`.
       accumulators: the part's accumulators; only shapes and dtypes are used.
-      loss: float32 [T], losses accumulated so far; used by the last part.
-      microbatch: the microbatch.
+      loss: float32, losses accumulated so far; used by the last part.
+      microbatch: the microbatches of the data shards, stacked.
       slots: scale and dropout of every slot.
       passed: what the part before has passed; None for the first part.
 
     Returns:
       What is passed to the next part; from the last part, its `x` is the gradient with which the
-      backward pass begins. The losses, with those of the microbatch added by the last part. The
-      residuals for `backward`.
+      backward pass begins, [D, chunks]. The losses, with those of the microbatch added by the last
+      part. The residuals for `backward`, a tree of arrays with a leading axis over the devices.
     """
 
-    def run(weights, adapters, x, accumulators):
-        y, accumulators, finite = _run_part(
-            options, weights, adapters, accumulators, microbatch, slots, x, passed
-        )
-        return (y, accumulators), finite
+    def on_device(weights, adapters, accumulators, loss, microbatch, slots, passed):
+        def run(weights, adapters, x, accumulators):
+            y, accumulators, finite = _run_part(
+                options, weights, adapters, accumulators, microbatch, slots, x, passed
+            )
+            return (y, accumulators), finite
 
-    x = None if passed is None else passed.x
-    (y, _), residuals, finite = jax.vjp(
-        run,
-        weights,
-        adapters,
-        x,
-        accumulators,
-        has_aux=True,
-        saveable_args=(False, False, True, False),
+        x = None if passed is None else passed.x
+        (y, _), residuals, finite = jax.vjp(
+            run,
+            weights,
+            adapters,
+            x,
+            accumulators,
+            has_aux=True,
+            saveable_args=(False, False, True, False),
+        )
+        if options.part.is_last:
+            # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the
+            # others.
+            loss = add_to_slots(loss, y, microbatch.chunk_slot)
+            y = jnp.ones_like(y)
+        return Passed(y, finite), loss, residuals
+
+    specs = _Specs.of(options, weights)
+    program = _per_device(
+        on_device,
+        options,
+        (specs.weights, specs.adapters, specs.accumulators, _SHARD, _SHARD, P(), _SHARD),
+        (_SHARD, _SHARD, _DEVICE),
+        stacked=(2, 3, 4, 6),
     )
-    if options.part.is_last:
-        # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the others.
-        start = Passed(jnp.ones_like(y), finite)
-        return start, add_to_slots(loss, y, microbatch.chunk_slot), residuals
-    return Passed(y, finite), loss, residuals
+    return program(weights, adapters, accumulators, loss, microbatch, slots, passed)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)
@@ -113,8 +138,8 @@ def backward(
     weights: Weights,
     adapters: Any,
     accumulators: Any,
-    dy: Float[Array, "..."],
-) -> tuple[Float[Array, "N d"] | None, Any]:
+    dy: Float[Array, "D ..."],
+) -> tuple[Float[Array, "D N d"] | None, Any]:
     """The backward pass of a microbatch through a part of the backbone.
 
     Args:
@@ -129,10 +154,22 @@ def backward(
       The gradient of the residual stream before the part, None from the first part; and the
       accumulators with the gradients of the microbatch added.
     """
-    for i, argument in {0: weights, 1: adapters, 3: accumulators}.items():
-        residuals.args_res[i] = argument
-    _, _, dx, accumulators = residuals((dy, accumulators))
-    return dx, accumulators
+
+    def on_device(residuals, weights, adapters, accumulators, dy):
+        for i, argument in {0: weights, 1: adapters, 3: accumulators}.items():
+            residuals.args_res[i] = argument
+        _, _, dx, accumulators = residuals((dy, accumulators))
+        return dx, accumulators
+
+    specs = _Specs.of(options, weights)
+    program = _per_device(
+        on_device,
+        options,
+        (_DEVICE, specs.weights, specs.adapters, specs.accumulators, _SHARD),
+        (_SHARD, specs.accumulators),
+        stacked=(0, 3, 4),
+    )
+    return program(residuals, weights, adapters, accumulators, dy)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -140,17 +177,80 @@ def evaluate(
     options: StageOptions,
     weights: Weights,
     adapters: Any,
-    losses: Float[Array, " T"],
+    losses: Float[Array, "D T"],
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> tuple[Passed | None, Float[Array, " T"]]:
+) -> tuple[Passed | None, Float[Array, "D T"]]:
     """The forward pass without gradients; arguments and results are those of `forward`."""
-    x = None if passed is None else passed.x
-    y, _, finite = _run_part(options, weights, adapters, None, microbatch, slots, x, passed)
-    if options.part.is_last:
-        return None, add_to_slots(losses, y, microbatch.chunk_slot)
-    return Passed(y, finite), losses
+
+    def on_device(weights, adapters, losses, microbatch, slots, passed):
+        x = None if passed is None else passed.x
+        y, _, finite = _run_part(options, weights, adapters, None, microbatch, slots, x, passed)
+        if options.part.is_last:
+            return None, add_to_slots(losses, y, microbatch.chunk_slot)
+        return Passed(y, finite), losses
+
+    specs = _Specs.of(options, weights)
+    program = _per_device(
+        on_device,
+        options,
+        (specs.weights, specs.adapters, _SHARD, _SHARD, P(), _SHARD),
+        (_SHARD, _SHARD),
+        stacked=(2, 3, 5),
+    )
+    return program(weights, adapters, losses, microbatch, slots, passed)
+
+
+# Arrays with one entry for each data shard, and for each device.
+_SHARD, _DEVICE = P(DATA), P(AXES)
+
+
+class _Specs(NamedTuple):
+    """How the arrays of a stage are divided among its devices: trees of `PartitionSpec`."""
+
+    weights: Weights
+    adapters: Any
+    accumulators: Any
+
+    @classmethod
+    def of(cls, options: StageOptions, weights: Weights) -> "_Specs":
+        home, state = options.home, options.state.tree
+        leaves = home.leaf_specs((state.adapters, state.accumulators))
+        return cls(home.weight_specs(weights), *leaves)
+
+
+def _per_device(
+    function: Callable[..., Any],
+    options: StageOptions,
+    in_specs: tuple[Any, ...],
+    out_specs: tuple[Any, ...],
+    stacked: tuple[int, ...],
+) -> Callable[..., Any]:
+    """The function on every device of the stage.
+
+    Args:
+      function: works on one device's arrays, without an axis over shards or devices.
+      options: the stage.
+      in_specs: how the arguments are divided.
+      out_specs: how the results are divided. All results get an axis over shards or devices.
+      stacked: indices of the arguments that have such an axis.
+    """
+
+    def on_device(*arguments: Any) -> Any:
+        own = [
+            jax.tree.map(lambda x: jnp.squeeze(x, 0), argument) if i in stacked else argument
+            for i, argument in enumerate(arguments)
+        ]
+        return jax.tree.map(lambda leaf: leaf[None], function(*own))
+
+    return jax.shard_map(
+        on_device,
+        mesh=options.home.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
 
 
 def _run_part(
@@ -158,10 +258,11 @@ def _run_part(
 ) -> tuple[Array, Any, Bool[Array, " chunks"]]:
     """The residual stream behind the part, or the loss of every chunk from the last part; the
     accumulators; and the finite chunks."""
-    part, config = options.part, options.config
+    part, config, sharding = options.part, options.config, options.forward.sharding
     own = dataclasses.replace(config, num_layers=part.layers)
+    weights = jax.lax.stop_gradient(weights)
     if part.is_first:
-        x = embed(weights, microbatch)
+        x = embed(weights, microbatch, sharding)
     y, lora, finite = run_layers(
         own,
         weights["layers"],
@@ -173,6 +274,9 @@ def _run_part(
         options.forward,
         part.first_layer,
     )
+    if sharding.tp > 1:
+        # Each device has looked at its own heads.
+        finite = jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
     if passed is not None:
         finite &= passed.finite
     if accumulators is not None:
@@ -180,4 +284,4 @@ def _run_part(
     if not part.is_last:
         return y, accumulators, finite
     hidden, finite = finish(config, weights, y, finite)
-    return microbatch_losses(weights, hidden, finite, microbatch), accumulators, finite
+    return microbatch_losses(weights, hidden, finite, microbatch, sharding), accumulators, finite

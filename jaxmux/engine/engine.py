@@ -101,7 +101,7 @@ class Engine:
             # Training on one device needs neither schedules nor their planner.
             from .pipeline import Pipeline
 
-            stored = StoredState(backbone.parts, backbone.devices)
+            stored = StoredState(backbone.parts, backbone.homes)
             self._executor = Pipeline(backbone, options, stored)
         else:
             stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])

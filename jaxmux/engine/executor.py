@@ -1,6 +1,6 @@
 """What the engine asks of the devices: an executor runs rounds and evaluates held-out samples."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,10 +33,14 @@ class Executor(Protocol):
     Attributes:
       remat: the remat policy of every layer, or one policy for all layers, with which the training
         programs are compiled; None before they are.
+      shards: number of data shards, each of which trains a microbatch of its own at the same time.
     """
 
     @property
     def remat(self) -> str | tuple[str, ...] | None: ...
+
+    @property
+    def shards(self) -> int: ...
 
     def refuse_implementations(self, dropout: bool) -> None:
         """Checks that the implementations that the options name can serve the state.
@@ -49,8 +53,9 @@ class Executor(Protocol):
         """
         ...
 
-    def place(self, microbatch: Microbatch) -> PlacedMicrobatch:
-        """Copies a microbatch to where `run` and `evaluate` read it. May be called in a thread."""
+    def place(self, microbatches: Sequence[Microbatch]) -> PlacedMicrobatch:
+        """Copies microbatches, one for each data shard, to where `run` and `evaluate` read them.
+        May be called in a thread."""
         ...
 
     def run(

@@ -1,16 +1,16 @@
-"""The executor of several devices in a pipeline, which follows a schedule of the planner."""
+"""The executor of several devices: a pipeline of stages that follows a schedule of the planner."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_memory
+from jaxmux.models.modules import abstract_weights
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
@@ -32,12 +32,13 @@ from jaxmux.sharding import (
     forward,
     walk,
 )
+from jaxmux.sharding.stage_mesh import DATA, on_one_device
 
 from .compile import forward_options
 from .engine_options import EngineOptions
 from .executor import RoundOutcome
 from .prepared_task import PreparedTask
-from .remat_choice import choose_remat, step_room
+from .remat_choice import bytes_of, choose_remat, step_room
 from .rounds import RoundPlan, empty_microbatch, fill_microbatches, slot_table
 from .stored_state import StoredState
 from .updates import DueUpdates, update_parts
@@ -48,11 +49,11 @@ _FORWARD, _BACKWARD = 1.0, 2.0
 
 
 class Pipeline:
-    """Runs rounds on the devices of a `PlacedBackbone`: the `Executor` of a pipeline.
+    """Runs rounds on the stages of a `PlacedBackbone`: the `Executor` of several devices.
 
-    The devices take the parts in turn: with S devices, part v lies on device v mod S. The host
-    dispatches the passes of a schedule; a device runs what it was given in order, at its own pace.
-    The pipeline is empty between two rounds.
+    The stages take the parts in turn: with S stages, part v lies on stage v mod S. The host
+    dispatches the passes of a schedule; a stage runs what it was given in order, at its own pace.
+    The pipeline is empty between two rounds. A single stage runs one microbatch after another.
     """
 
     def __init__(self, backbone: PlacedBackbone, options: EngineOptions, stored: StoredState):
@@ -64,22 +65,24 @@ class Pipeline:
           stored: the train state, in the parts of the backbone.
 
         Raises:
-          PlanningError: the parts do not lie on the devices in turn, or `options.schedule` is
-            unknown or does not suit them.
+          PlanningError: the parts do not lie on the stages in turn, the stages have different
+            numbers of data shards, or `options.schedule` is unknown or does not suit them.
         """
         self._backbone, self._options, self._stored = backbone, options, stored
-        self._devices = list(dict.fromkeys(backbone.devices))
-        stages, parts = len(self._devices), len(backbone.parts)
-        in_turn = [self._devices[part % stages] for part in range(parts)]
-        if in_turn != list(backbone.devices) or parts % stages:
-            raise PlanningError("the parts of a backbone should lie on its devices in turn")
+        self._stages = list(dict.fromkeys(backbone.homes))
+        stages, parts = len(self._stages), len(backbone.parts)
+        in_turn = [self._stages[part % stages] for part in range(parts)]
+        if in_turn != list(backbone.homes) or parts % stages:
+            raise PlanningError("the parts of a backbone should lie on its stages in turn")
+        if len({stage.shards for stage in self._stages}) > 1:
+            raise PlanningError("all stages should have the same number of data shards (dp, fsdp)")
         if options.schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
             raise PlanningError(f"schedule should be one of {known}, found {options.schedule!r}")
         if (options.schedule == "interleaved") != (parts > stages):
             raise PlanningError(
-                f"schedule={options.schedule!r} does not suit {parts} parts on {stages} devices: "
-                "several parts on a device are interleaved"
+                f"schedule={options.schedule!r} does not suit {parts} parts on {stages} stages: "
+                "several parts on a stage are interleaved"
             )
         self._programs: list[StageOptions] = []
         self._compiled_for: tuple[Layout, bool] | None = None
@@ -95,18 +98,22 @@ class Pipeline:
             return policies[0]
         return tuple(policy for own in policies for policy in own)
 
+    @property
+    def shards(self) -> int:
+        return self._stages[0].shards
+
     def refuse_implementations(self, dropout: bool) -> None:
         if not (self._options.attention or self._options.grouped_lora):
             return
-        options = forward_options(self._backbone, self._options, dropout)
-        program = StageOptions(self._backbone.config, options, self._backbone.parts[0])
+        program = self._program(0, dropout, "dots")
         try:
             forward.trace(program, *self._arguments(0, self._empty()[0], self._table(), None))
         except ValueError as e:
             raise PlanningError(str(e)) from None
 
-    def place(self, microbatch: Microbatch) -> list[Microbatch]:
-        return [jax.device_put(microbatch, device) for device in self._devices]
+    def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        stacked = jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
+        return [stage.put(stacked, P(DATA)) for stage in self._stages]
 
     def run(
         self,
@@ -142,7 +149,7 @@ class Pipeline:
         """Dispatches the passes of microbatches, and appends their indices to `done`. Returns True
         if it was stopped; then the microbatches that had begun are done."""
         self._compile(plan.dropout)
-        tables = [jax.device_put(plan.slots, device) for device in self._devices]
+        tables = [stage.put(plan.slots, P()) for stage in self._stages]
         schedule = self._schedule([plan.microbatches[i].samples for i in left])
         last = len(self._programs) - 1
         # By virtual stage and microbatch.
@@ -158,8 +165,8 @@ class Pipeline:
                     del passed[at]
                 if at not in passed:
                     continue
-                arrays = plan.microbatches[left[m]].arrays[part % len(self._devices)]
-                table = tables[part % len(self._devices)]
+                stage = part % len(self._stages)
+                arrays, table = plan.microbatches[left[m]].arrays[stage], tables[stage]
                 out, loss, residuals[at] = forward(
                     program, *self._arguments(part, arrays, table, passed.pop(at))
                 )
@@ -167,12 +174,11 @@ class Pipeline:
                 if part == last:
                     gradients[at] = out.x
                 else:
-                    device = self._backbone.devices[part + 1]
-                    passed[part + 1, m] = jax.device_put(out, device)
+                    passed[part + 1, m] = self._backbone.homes[part + 1].put(out, P(DATA))
             elif at in gradients:
                 dx = self._run_backward(program, part, residuals.pop(at), gradients.pop(at))
                 if part > 0:
-                    gradients[part - 1, m] = jax.device_put(dx, self._backbone.devices[part - 1])
+                    gradients[part - 1, m] = self._backbone.homes[part - 1].put(dx, P(DATA))
                     continue
                 done.append(left[m])
                 stopped = stop() or stopped
@@ -200,7 +206,7 @@ class Pipeline:
 
     def _schedule(self, samples: Sequence[Mapping[int, Sequence[int]]]) -> PipelineSchedule:
         """The schedule of the microbatches with these samples by slot."""
-        stages = len(self._devices)
+        stages = len(self._stages)
         microbatches = [ScheduledMicrobatch(tuple(own), (0,) * len(own)) for own in samples]
         workload = uniform_workload(microbatches, [_FORWARD] * stages, [_BACKWARD] * stages)
         if self._options.schedule == "gpipe":
@@ -213,29 +219,25 @@ class Pipeline:
         return schedule
 
     def _compile(self, dropout: bool) -> None:
-        """Compiles the programs of all parts, and runs each once on its device, in threads, so that
+        """Compiles the programs of all parts, and runs each once on its stage, in threads, so that
         no stage waits for another one's compilation."""
         if self._compiled_for == (self._stored.layout, dropout):
             return
         backbone = self._backbone
-        shared = forward_options(backbone, self._options, dropout)
         microbatches, table = self._empty(), self._table()
-        programs = [
-            StageOptions(backbone.config, shared._replace(remat=remat), part)
-            for part, remat in zip(
-                backbone.parts, self._remat(shared, microbatches[0]), strict=True
-            )
-        ]
+        policies = self._remat(forward_options(backbone, self._options, dropout))
+        programs = [self._program(i, dropout, remat) for i, remat in enumerate(policies)]
         shape, dtype = self._options.shape, backbone.compute_dtype
 
         def warm(part: int) -> None:
-            home = backbone.devices[part]
+            home = backbone.homes[part]
             arrays = microbatches[part % len(microbatches)]
             passed = None
             if part > 0:
-                x = jnp.zeros((shape.tokens, backbone.config.hidden_size), dtype)
-                passed = jax.device_put(Passed(x, np.ones(shape.chunks, bool)), home)
-            arguments = self._arguments(part, arrays, jax.device_put(table, home), passed)
+                x = np.zeros((self.shards, shape.tokens, backbone.config.hidden_size), dtype)
+                passed = Passed(x, np.ones((self.shards, shape.chunks), bool))
+                passed = home.put(passed, P(DATA))
+            arguments = self._arguments(part, arrays, home.put(table, P()), passed)
             program = programs[part]
             compiled(forward.lower(program, *arguments))
             out, _, residuals = forward(program, *arguments)
@@ -250,9 +252,21 @@ class Pipeline:
             list(threads.map(warm, range(len(programs))))
         self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
 
-    def _remat(
-        self, forward: ForwardOptions, microbatch: Microbatch
-    ) -> list[str | tuple[str, ...]]:
+    def _program(
+        self, part: int, dropout: bool, remat: str | tuple[str, ...] = "full"
+    ) -> StageOptions:
+        """The static choices of a part's programs."""
+        backbone = self._backbone
+        options = forward_options(backbone, self._options, dropout)
+        return StageOptions(
+            backbone.config,
+            options._replace(remat=remat, sharding=backbone.homes[part].weights),
+            backbone.parts[part],
+            backbone.homes[part],
+            self._stored.layouts[part],
+        )
+
+    def _remat(self, forward: ForwardOptions) -> list[str | tuple[str, ...]]:
         """The remat policy of each part."""
         backbone, remat = self._backbone, self._options.remat
         memory = self._options.memory or device_memory()
@@ -265,56 +279,61 @@ class Pipeline:
                 "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
                 "cannot know how much fits; name a remat policy"
             )
-        stages, parts = len(self._devices), len(backbone.parts)
-        # Residuals of a part that are on each device at the same time, in a long round.
+        stages, parts = len(self._stages), len(backbone.parts)
+        # Residuals of a part that are on each stage at the same time, in a long round.
         in_flight = self._schedule([{0: (0,)}] * (4 * parts)).peak_buffers()
-        pools = [state.adapters["lora"] for state in self._stored.states]
-        found = []
-        for i, part in enumerate(backbone.parts):
-            on_device = slice(i % stages, None, stages)
-            room = step_room(backbone.weights[on_device], pools[on_device], memory)
-            config = dataclasses.replace(backbone.config, num_layers=part.layers)
-            own = Backbone(config, self._whole(i), "")
-            given = own, forward, pools[i], microbatch, self._table(), room
+        held = [
+            on_one_device((weights, state.adapters["lora"]))
+            for weights, state in zip(backbone.weights, self._stored.states, strict=True)
+        ]
+        microbatch, found = empty_microbatch(self._options.shape), []
+        for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
+            weights, pools = zip(*held[i % stages :: stages], strict=True)
+            config = home.device_config(backbone.config, part.layers)
+            own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
+            room = step_room(weights, pools, memory)
+            if home.weights.fsdp > 1:
+                # One layer's weights are gathered while another one's are used.
+                room -= 2 * bytes_of(own.weights["layers"]) // part.layers
+            given = own, forward, held[i][1], microbatch, self._table(), room
             found.append(choose_remat(*given, int(in_flight[i % stages])))
         return found
 
-    def _whole(self, part: int) -> Any:
-        """The weights of a part, with the shapes of the ends that it lacks."""
-        weights = self._backbone.weights
-        ends = {name: w for own in weights for name, w in own.items() if name != "layers"}
-        return ends | dict(weights[part])
-
     def _empty(self) -> list[Microbatch]:
-        """A microbatch without samples, for each device."""
-        return self.place(empty_microbatch(self._options.shape))
+        """A microbatch without samples, for each stage."""
+        return self.place([empty_microbatch(self._options.shape)] * self.shards)
 
     def _table(self) -> SlotTable:
-        return slot_table({}, None, len(self._stored.states[0].loss))
+        return slot_table({}, None, self._slots)
+
+    @property
+    def _slots(self) -> int:
+        return self._stored.layout.tree.loss.shape[0]
 
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
-        backbone, slots = self._backbone, len(self._stored.states[0].loss)
-        options = forward_options(backbone, self._options)
-        programs = [StageOptions(backbone.config, options, part) for part in backbone.parts]
+        backbone, slots = self._backbone, self._slots
+        programs = [self._program(part, False) for part in range(len(backbone.parts))]
         table = slot_table(tasks, None, slots)
-        tables = [jax.device_put(table, device) for device in self._devices]
-        losses = [jax.device_put(np.zeros(slots, np.float32), d) for d in backbone.devices]
+        tables = [stage.put(table, P()) for stage in self._stages]
+        none = np.zeros((self.shards, slots), np.float32)
+        losses = [home.put(none, P(DATA)) for home in backbone.homes]
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
-        for microbatch in fill_microbatches(batches, self._options.shape):
+        for microbatch in fill_microbatches(batches, self._options.shape, shards=self.shards):
             arrays, passed = self.place(microbatch.arrays), None
             for part, program in enumerate(programs):
-                home = part % len(self._devices)
-                passed = jax.device_put(passed, backbone.devices[part])
+                stage = part % len(self._stages)
+                if part > 0:
+                    passed = backbone.homes[part].put(passed, P(DATA))
                 passed, losses[part] = evaluate(
                     program,
                     backbone.weights[part],
                     self._stored.states[part].adapters,
                     losses[part],
-                    arrays[home],
-                    tables[home],
+                    arrays[stage],
+                    tables[stage],
                     passed,
                 )
-        return jax.device_get(losses[-1])
+        return jax.device_get(losses[-1]).sum(axis=0)
 
     def close(self) -> None:
         pass

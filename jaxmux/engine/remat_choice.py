@@ -30,13 +30,15 @@ def step_room(weights: Any, adapters: Any, memory: int) -> int:
       adapters: tree of the float32 master weights of all slots on the device.
       memory: bytes that everything on the device may take together.
     """
-    weight_bytes, master_bytes = (
-        sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
-        for tree in (weights, adapters)
-    )
+    weight_bytes, master_bytes = bytes_of(weights), bytes_of(adapters)
     # Masters, accumulators and the two moments of the optimizer with most moments, so that the
     # policies do not depend on the optimizers in use.
     return int(USABLE * memory) - weight_bytes - 4 * master_bytes
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a tree, which may be `jax.ShapeDtypeStruct`s."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
 
 
 def choose_remat(

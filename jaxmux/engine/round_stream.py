@@ -54,6 +54,7 @@ class RoundStream:
                     options.shape,
                     options.packing,
                     accumulated,
+                    self._executor.shards,
                     self._executor.place,
                 )
             )

@@ -1,9 +1,9 @@
 """Rounds: one global batch of every live task, packed while the device trains earlier rounds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxmux.data import Sample, fill_microbatch
@@ -23,16 +23,17 @@ Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[
 SampleIndices = Mapping[int, Sequence[int]]
 
 
-# A microbatch where an executor reads it: its arrays on one device, or for each stage on its own.
+# The microbatches of all data shards where an executor reads them: arrays on one device, or on the
+# devices of each stage.
 PlacedMicrobatch = Any
 
 
 class PackedMicrobatch(NamedTuple):
-    """The arrays of a microbatch, and the samples that it holds.
+    """What the data shards of an executor train at the same time: one microbatch each.
 
     Attributes:
       arrays: the arrays that the forward pass reads.
-      samples: by slot, indices of the microbatch's samples in the task's global batch.
+      samples: by slot, indices of the samples in the task's global batch.
     """
 
     arrays: PlacedMicrobatch
@@ -97,7 +98,8 @@ def training_rounds(
     shape: ShapeClass,
     packing: Packing = pack_tightly,
     accumulated: SampleIndices | None = None,
-    place: Callable[[Microbatch], PlacedMicrobatch] = jax.device_put,
+    shards: int = 1,
+    place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list,
 ) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
 
@@ -110,14 +112,15 @@ def training_rounds(
       accumulated: by slot, indices of samples in the first round whose gradients are in the
         accumulators already. The whole round is packed, so that the other samples keep their
         places; then these samples are left out.
-      place: copies a microbatch to where the executor reads it.
+      shards: number of data shards of the executor.
+      place: copies the microbatches of all data shards to where the executor reads them.
     """
     steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
         microbatches = [
             microbatch._replace(arrays=place(microbatch.arrays))
-            for microbatch in fill_microbatches(batches, shape, packing, done)
+            for microbatch in fill_microbatches(batches, shape, packing, done, shards)
         ]
         yield RoundPlan(
             {slot: steps[slot] for slot in live},
@@ -139,9 +142,13 @@ def fill_microbatches(
     shape: ShapeClass,
     packing: Packing = pack_tightly,
     left_out: SampleIndices | None = None,
+    shards: int = 1,
 ) -> Iterator[PackedMicrobatch]:
-    """Packs global batches and yields their microbatches, as NumPy arrays. Every sample occurs
-    once.
+    """Packs global batches and yields their microbatches: in `arrays`, a list with one `Microbatch`
+    of NumPy arrays for each data shard. Every sample occurs once.
+
+    Sample i of a global batch belongs to data shard i mod `shards`, so that what a shard sums up
+    for a task does not depend on the other tasks.
 
     Args:
       batches: by slot, the samples of the task's global batch.
@@ -149,19 +156,25 @@ def fill_microbatches(
       packing: lays out the samples.
       left_out: by slot, indices of samples that are packed like the others but left out of the
         arrays. A microbatch that holds only such samples is skipped.
+      shards: number of data shards.
     """
-    lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
-    for placements in packing(lengths, shape):
-        kept = [place for place in placements if tuple(place[:2]) not in absent]
-        if not kept:
-            continue
+
+    def of_shard(shard: int) -> Iterator[list[Placement]]:
+        own = {slot: batch[shard::shards] for slot, batch in batches.items()}
+        lengths = {slot: [s.stream_length for s in batch] for slot, batch in own.items() if batch}
+        for placements in packing(lengths, shape):
+            indexed = (p._replace(sample=p.sample * shards + shard) for p in placements)
+            if kept := [p for p in indexed if (p.slot, p.sample) not in absent]:
+                yield kept
+
+    # A shard that has fewer microbatches than another one gets empty ones.
+    for of_shards in zip_longest(*map(of_shard, range(shards)), fillvalue=()):
         samples: dict[int, list[int]] = {}
-        for slot, sample, *_ in kept:
-            samples.setdefault(slot, []).append(sample)
-        arrays = fill_microbatch(
-            kept, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
-        )
+        for placement in chain.from_iterable(of_shards):
+            samples.setdefault(placement.slot, []).append(placement.sample)
+        sizes = {"rows": shape.rows, "row_len": shape.row_len, "chunk_len": shape.chunk_len}
+        arrays = [fill_microbatch(placements, batches, **sizes) for placements in of_shards]
         yield PackedMicrobatch(arrays, samples)
 
 

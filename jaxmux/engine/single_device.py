@@ -1,7 +1,7 @@
 """The executor of one device."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,12 @@ class SingleDevice:
     def refuse_implementations(self, dropout: bool) -> None:
         refuse_implementations(self._backbone, self._options, dropout, self._state)
 
-    def place(self, microbatch: Microbatch) -> Microbatch:
+    @property
+    def shards(self) -> int:
+        return 1
+
+    def place(self, microbatches: Sequence[Microbatch]) -> Microbatch:
+        (microbatch,) = microbatches
         return jax.device_put(microbatch)
 
     def run(
@@ -165,7 +170,7 @@ class SingleDevice:
                 backbone.weights,
                 self._state.adapters,
                 losses,
-                jax.device_put(microbatch.arrays),
+                self.place(microbatch.arrays),
                 table,
             )
             if i == 0:

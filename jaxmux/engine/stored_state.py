@@ -1,4 +1,4 @@
-"""The train state where the engine keeps it: in parts by layers, each on its device."""
+"""The train state where the engine keeps it: in parts by layers, each on its devices."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.sharding import Part
+from jaxmux.sharding import Part, StageMesh
 
 from .train_state import (
     SlotKind,
@@ -19,6 +19,7 @@ from .train_state import (
     empty_state,
     grown,
     read_slot,
+    slot_specs,
     write_adapter,
     write_slot,
 )
@@ -28,27 +29,31 @@ class StoredState:
     """The train state of all slots, divided into parts by layers.
 
     A part holds its layers of every array that has a layer axis, and all other arrays whole. Losses
-    count only in the last part, which computes them.
+    count only in the last part, which computes them. On a mesh, accumulators and losses have an
+    axis "copy": what the devices have computed, until an update sums it.
 
     Attributes:
       parts: the layers of each part.
-      states: the state of each part, on its device; empty until `make_room` is called.
+      homes: the mesh of each part; None for the default device.
+      states: the state of each part, on its devices; empty until `make_room` is called.
       layouts: the descriptions of `states`, each a `TrainState` of `LeafSpec`.
+      summed: the same without the axis "copy".
       layout: the description of the whole state; None until `make_room` is called.
     """
 
-    def __init__(self, parts: Sequence[Part], devices: Sequence[jax.Device | None]):
+    def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh | None]):
         """Creates a state without arrays.
 
         Args:
           parts: the layers of each part, together all layers of the backbone.
-          devices: the device of each part; None for the default device.
+          homes: the mesh of each part; None for the default device.
         """
         self.parts = list(parts)
+        self.homes = list(homes)
         self.states: list[TrainState] = []
         self.layouts: list[Layout] = []
+        self.summed: list[Layout] = []
         self.layout: Layout | None = None
-        self._devices = list(devices)
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -59,16 +64,17 @@ class StoredState:
         layout = Layout(specs)
         if layout == self.layout:
             return
-        layouts = [Layout(_of_part(specs, part)) for part in self.parts]
+        self.summed = [Layout(_of_part(specs, part)) for part in self.parts]
+        layouts = [
+            Layout(with_copies(own.tree, home))
+            for own, home in zip(self.summed, self.homes, strict=True)
+        ]
         if not self.states:
-            self.states = [
-                _placed(empty_state(own.tree), device)
-                for own, device in zip(layouts, self._devices, strict=True)
-            ]
+            self.states = [_empty(own, home) for own, home in zip(layouts, self.homes, strict=True)]
         for i, own in enumerate(layouts):
             if self.layout is not None:
                 leaves, self.states[i] = named_leaves(self.states[i]), None
-                self.states[i] = _placed(grown(leaves, own.tree), self._devices[i])
+                self.states[i] = _placed(grown(leaves, own.tree), own, self.homes[i])
         self.layout, self.layouts = layout, layouts
 
     def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
@@ -80,7 +86,9 @@ class StoredState:
           adapter: NumPy arrays of all layers at the pool's rank and modules, without the slot axis.
         """
         specs = jax.tree.map(LeafSpec.of_slot, self.layout.tree.adapters[kind])
-        self._change(write_adapter, kind, slot, values=(specs, adapter))
+        self._change(
+            write_adapter, kind, slot, own=lambda i: _layers_of(specs, adapter, self.parts[i])
+        )
 
     def write(self, kind: SlotKind, slot: int, specs: SlotState, value: SlotState) -> None:
         """Replaces one slot in place.
@@ -91,7 +99,13 @@ class StoredState:
           specs: the description of the slot.
           value: NumPy arrays of all layers, at the pool's rank and modules.
         """
-        self._change(write_slot, kind, slot, values=(specs, value))
+
+        def own(i: int) -> SlotState:
+            layers = _layers_of(specs, value, self.parts[i])
+            stored = slot_specs(self.layouts[i].tree, kind)
+            return jax.tree.map(_first_copy, stored, layers)
+
+        self._change(write_slot, kind, slot, own=own)
 
     def clear(self, slot: int) -> None:
         """Empties one slot in place."""
@@ -109,6 +123,10 @@ class StoredState:
             read_slot(state, layout, kind, slot)
             for state, layout in zip(self.states, self.layouts, strict=True)
         ]
+        found = [
+            jax.tree.map(_sum_of_copies, slot_specs(layout.tree, kind), own)
+            for layout, own in zip(self.layouts, found, strict=True)
+        ]
 
         def joined(spec: LeafSpec, *leaves: jax.Array) -> np.ndarray | jax.Array:
             if len(leaves) == 1 or "layer" not in spec.axes:
@@ -117,12 +135,17 @@ class StoredState:
 
         return jax.tree.map(joined, specs, *found)._replace(loss=found[-1].loss)
 
-    def _change(self, write: Callable[..., TrainState], *arguments: Any, values=None) -> None:
-        """Calls `write(state, layout, *arguments, value)` for every part, in which `value` has the
-        part's layers. `values` is a pair of the values' description and the values."""
-        for i, part in enumerate(self.parts):
-            own = () if values is None else (_layers_of(*values, part),)
-            self.states[i] = write(self.states[i], self.layouts[i], *arguments, *own)
+    def _change(
+        self,
+        write: Callable[..., TrainState],
+        *arguments: Any,
+        own: Callable[[int], Any] | None = None,
+    ) -> None:
+        """Calls `write(state, layout, *arguments, own(i))` for every part i."""
+        for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
+            value = () if own is None else (own(i),)
+            state = write(self.states[i], layout, *arguments, *value)
+            self.states[i] = _placed(state, layout, home)
 
 
 def _of_part(specs: TrainState, part: Part) -> TrainState:
@@ -143,5 +166,41 @@ def _layers_of(specs: Any, values: Any, part: Part) -> Any:
     return jax.tree.map(own, specs, values)
 
 
-def _placed(state: TrainState, device: jax.Device | None) -> TrainState:
-    return state if device is None else jax.device_put(state, device)
+def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
+    """The description of a part's state on its devices.
+
+    Args:
+      specs: the description of the part's state.
+      home: the mesh of the part; None for the default device.
+    """
+    if home is None:
+        return specs
+    accumulators, loss = home.with_copies((specs.accumulators, specs.loss))
+    return specs._replace(accumulators=accumulators, loss=loss)
+
+
+def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
+    if home is None:
+        return empty_state(layout.tree)
+    shardings = home.shardings(home.leaf_specs(layout.tree))
+    return jax.jit(lambda: empty_state(layout.tree), out_shardings=shardings)()
+
+
+def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainState:
+    return state if home is None else home.put(state, home.leaf_specs(layout.tree))
+
+
+def _sum_of_copies(spec: LeafSpec, value: jax.Array) -> np.ndarray | jax.Array:
+    if "copy" not in spec.axes:
+        return value
+    first, *others = np.asarray(value)
+    return sum(others, first)
+
+
+def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
+    """The value in the first copy, and zeros in the others."""
+    if "copy" not in spec.axes:
+        return value
+    copies = np.zeros(spec.shape, spec.dtype)
+    copies[0] = value
+    return copies

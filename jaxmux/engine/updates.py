@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from jaxmux.models.weight_sharding import TP
 from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
+from jaxmux.sharding import StageMesh
+from jaxmux.sharding.stage_mesh import SumAxes
 
-from .stored_state import StoredState
+from .stored_state import StoredState, with_copies
 from .train_state import TrainState, optax_parts, optax_state, replace_moments
 
 # By optimizer kind and name, float32 [T_kind].
@@ -115,28 +119,25 @@ def update_parts(stored: StoredState, updates: DueUpdates) -> UpdateStats:
     Returns:
       The results of the update by slot, on the device of the last part.
     """
-    homes = [next(iter(state.loss.devices())) for state in stored.states]
+    last, parts = stored.homes[-1], range(len(stored.parts))
 
     def gather(values: Sequence[Array]) -> list[Array]:
-        return [jax.device_put(value, homes[-1]) for value in values]
+        return [last.put(value, P()) for value in values]
 
-    parts = range(len(homes))
     rates = [updates.rates[:, part.slice] for part in stored.parts]
     stats = no_stats(len(updates.due))
+    for i in parts:
+        stored.states[i] = _sum_copies(stored.homes[i], stored.summed[i], stored.states[i], updates)
     for kind, due, hyper in updates.by_kind():
-        states = stored.states
-        squares = [layer_squares(stored.layouts[i], states[i].accumulators) for i in parts]
-        norm = _norm(gather(squares))
-        norms = [jax.device_put(norm, home) for home in homes]
-        finite = [
-            _finite_candidates(kind, stored.layouts[i], states[i], rates[i], hyper, norms[i])
-            for i in parts
-        ]
-        stats = _decide(stats, due, states[-1].loss, norm, gather(finite))
-        applied = [jax.device_put(stats.applied, home) for home in homes]
+        own = [(stored.homes[i], stored.summed[i], stored.states[i]) for i in parts]
+        squares = [_stage_squares(*each) for each in own]
+        norm = _norm(gather([each for each, _ in squares]))
+        norms = [home.put(norm, P()) for home, *_ in own]
+        finite = [_stage_finite(kind, *own[i], rates[i], hyper, norms[i]) for i in parts]
+        stats = _decide(stats, due, squares[-1][1], norm, gather(finite))
+        applied = [home.put(stats.applied, P()) for home, *_ in own]
         stored.states = [
-            _apply(kind, stored.layouts[i], states[i], due, applied[i], rates[i], hyper, norms[i])
-            for i in parts
+            _stage_apply(kind, *own[i], due, applied[i], rates[i], hyper, norms[i]) for i in parts
         ]
     return stats
 
@@ -297,6 +298,131 @@ def _update_slot(
 
     rate_tree = jax.tree.unflatten(jax.tree.structure(params), list(rates))
     return jax.tree.map(descend, specs, params, direction, rate_tree), optimizer
+
+
+def _per_device(
+    function: Callable[..., Any],
+    home: StageMesh,
+    summed: Layout,
+    state: TrainState,
+    *others: Any,
+    out_specs: Any,
+) -> Any:
+    """`function(state, *others)` on every device of a stage, with that device's copy of the
+    accumulators and losses and its part of all other arrays; `others` are the same everywhere."""
+
+    def on_device(state: TrainState, *others: Any) -> Any:
+        accumulators, loss = jax.tree.map(
+            lambda copies: jnp.squeeze(copies, 0), (state.accumulators, state.loss)
+        )
+        return function(state._replace(accumulators=accumulators, loss=loss), *others)
+
+    return jax.shard_map(
+        on_device,
+        mesh=home.mesh,
+        in_specs=(home.leaf_specs(with_copies(summed.tree, home)), *(P() for _ in others)),
+        out_specs=out_specs,
+        check_vma=False,
+    )(state, *others)
+
+
+def _with_copy_axis(state: TrainState) -> TrainState:
+    accumulators, loss = jax.tree.map(lambda own: own[None], (state.accumulators, state.loss))
+    return state._replace(accumulators=accumulators, loss=loss)
+
+
+def _sum_copies(
+    home: StageMesh, summed: Layout, state: TrainState, updates: DueUpdates
+) -> TrainState:
+    """The state of a stage in which every copy of due slots' accumulators and losses is the sum."""
+    return state if home.mesh.size == 1 else _sum_due_copies(home, summed, state, updates.due)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> TrainState:
+    specs = summed.tree
+
+    def on_device(state: TrainState, due: Bool[Array, " T"]) -> TrainState:
+        def total(spec: LeafSpec, axes: SumAxes, own: Array) -> Array:
+            return _select(due, jax.lax.psum(own, axes.names), own, spec.slot_axis)
+
+        described = specs.accumulators, specs.loss
+        accumulators, loss = jax.tree.map(
+            total,
+            described,
+            home.sums(described),
+            (state.accumulators, state.loss),
+        )
+        return _with_copy_axis(state._replace(accumulators=accumulators, loss=loss))
+
+    return _per_device(
+        on_device,
+        home,
+        summed,
+        state,
+        due,
+        out_specs=home.leaf_specs(with_copies(specs, home)),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _stage_squares(
+    home: StageMesh, summed: Layout, state: TrainState
+) -> tuple[Float[Array, "L T"], Float[Array, " T"]]:
+    """`layer_squares` of a stage whose copies are sums, and its losses."""
+
+    def on_device(state: TrainState) -> tuple[Array, Array]:
+        accumulators = state.accumulators
+        if home.weights.tp > 1:
+            # What all tensor-parallel devices have counts on the first one.
+            first = jax.lax.axis_index(TP) == 0
+            accumulators = jax.tree.map(
+                lambda spec, x: x if TP in spec else jnp.where(first, x, 0),
+                home.leaf_specs(summed.tree.accumulators),
+                accumulators,
+            )
+            return jax.lax.psum(layer_squares(summed, accumulators), TP), state.loss
+        return layer_squares(summed, accumulators), state.loss
+
+    return _per_device(on_device, home, summed, state, out_specs=P())
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _stage_finite(
+    kind: str, home: StageMesh, summed: Layout, state: TrainState, rates, hyper, norm
+) -> Bool[Array, " T"]:
+    """`_finite_candidates` of a stage."""
+
+    def on_device(state: TrainState, *numbers: Any) -> Bool[Array, " T"]:
+        finite = _finite_candidates(kind, summed, state, *numbers)
+        if home.weights.tp == 1:
+            return finite
+        return jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
+
+    return _per_device(on_device, home, summed, state, rates, hyper, norm, out_specs=P())
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _stage_apply(
+    kind: str, home: StageMesh, summed: Layout, state: TrainState, due, applied, rates, hyper, norm
+) -> TrainState:
+    """`_apply` for a stage."""
+
+    def on_device(state: TrainState, *numbers: Any) -> TrainState:
+        return _with_copy_axis(_apply(kind, summed, state, *numbers))
+
+    return _per_device(
+        on_device,
+        home,
+        summed,
+        state,
+        due,
+        applied,
+        rates,
+        hyper,
+        norm,
+        out_specs=home.leaf_specs(with_copies(summed.tree, home)),
+    )
 
 
 def _select(chosen: Bool[Array, " T"], new, old: Array, slot_axis: int = 0) -> Array:

@@ -24,6 +24,7 @@ from jaxmux.pallas_kernels.implementations import choose
 
 from .modules import Weights
 from .remat_policies import GATE, UP, checkpoint_name
+from .weight_sharding import UNDIVIDED, WeightSharding, first_column, leave
 
 # Paths of the linears that can carry an adapter, as Hugging Face names them within a layer. The
 # dropout hash identifies a linear by its index in this tuple: append to it, never reorder it.
@@ -64,6 +65,7 @@ def adapted_linears(
     modules: tuple[str, ...],
     implementation: str | None,
     residual: Float[Array, "N n"] | None = None,
+    sharding: WeightSharding = UNDIVIDED,
 ) -> tuple[tuple[Float[Array, "N _"], ...], Adapters | None]:
     """Applies linears that all read `x`, with the adapters that they carry.
 
@@ -79,10 +81,15 @@ def adapted_linears(
       modules: paths of the linears.
       implementation: implementation of the grouped LoRA linear; None picks the fastest.
       residual: added to the output; allowed only with a single module.
+      sharding: how the weights are divided among devices. The output of a row-parallel linear is
+        summed over them.
 
     Returns:
       The output of each module, in the dtype of `x`, and the accumulators.
     """
+    # What is added once to a sum over devices is added after it.
+    divided = sharding.divided_axis(modules[0]) == "input"
+    residual, added = (None, residual) if divided else (residual, None)
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
     outputs = {
@@ -93,6 +100,10 @@ def adapted_linears(
     if residual is not None and not adapted:
         outputs = {module: residual + y for module, y in outputs.items()}
     if adapted:
+        dropout = dispatch.dropout
+        if dropout is not None and divided:
+            begin = first_column(x.shape[1], sharding, modules[0])
+            dropout = dropout._replace(first_column=begin)
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
             results, of_adapted = grouped_lora_linear(
@@ -100,7 +111,7 @@ def adapted_linears(
                 projections,
                 None if accumulators is None else tuple(accumulators[m] for m in adapted),
                 dispatch.routing,
-                dispatch.dropout,
+                dropout,
                 layer,
                 tuple(MODULES.index(m) for m in adapted),
                 implementation,
@@ -109,6 +120,10 @@ def adapted_linears(
         outputs |= dict(zip(adapted, results, strict=True))
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
+    if divided:
+        outputs = {module: leave(y, sharding) for module, y in outputs.items()}
+    if added is not None:
+        outputs = {module: added + y for module, y in outputs.items()}
     biased = (
         outputs[m] + w["bias"][layer] if "bias" in w else outputs[m] for m, w in weights.items()
     )
@@ -124,6 +139,7 @@ def adapted_mlp(
     layer: Int[Array, ""] | int,
     implementation: str | None,
     residual: Float[Array, "N d"],
+    sharding: WeightSharding = UNDIVIDED,
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
     """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`.
 
@@ -131,6 +147,7 @@ def adapted_mlp(
     its reason are logged once.
     """
     modules = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    divided = sharding.tp > 1
 
     def projections() -> tuple[Projection, ...]:
         weights = (block[module.split(".")[-1]]["kernel"] for module in modules)
@@ -151,8 +168,10 @@ def adapted_mlp(
                 tuple(accumulators[module] for module in modules),
                 dispatch.routing,
                 layer,
-                residual,
+                None if divided else residual,
             )
+        if divided:
+            out = residual + leave(out, sharding)
         return out, {**accumulators, **dict(zip(modules, of_modules, strict=True))}
 
     def linears():
@@ -163,6 +182,7 @@ def adapted_mlp(
             dispatch=dispatch,
             layer=layer,
             implementation=implementation,
+            sharding=sharding,
         )
         (gate, up), threaded = apply(x, accumulators=accumulators, modules=modules[:2])
         h = jax.nn.silu(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)

@@ -146,31 +146,48 @@ class CheckpointReader:
         self._stack.close()
 
     def read(
-        self, wanted: Weights, first_layer: int = 0, device: jax.Device | None = None
+        self, wanted: Weights, first_layer: int = 0, shardings: Weights | None = None
     ) -> Weights:
-        """Reads weights, one parameter after the other.
+        """Reads weights, one parameter after the other, and of each only what devices keep.
 
         Args:
           wanted: shapes and dtypes of the weights; its layers are consecutive layers of the model.
           first_layer: index in the model of the first of these layers.
-          device: where the weights are put; None for the default device.
+          shardings: a tree like `wanted` with the sharding of every array; None puts all weights on
+            the default device.
 
         Raises:
           BackboneError: a tensor is missing or has another shape.
         """
 
-        def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def load(
+            key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, sharding: Any = None
+        ) -> jax.Array:
             path = _module_path(key_path)
-            if path[0] != "layers":
-                value = self._parameter(path, leaf.shape, leaf.dtype)
-            else:
-                value = np.empty(leaf.shape, leaf.dtype)
-                for i in range(len(value)):
-                    layer = first_layer + i
-                    value[i] = self._parameter(path, leaf.shape[1:], leaf.dtype, layer)
-            return jnp.asarray(value) if device is None else jax.device_put(value, device)
 
-        return jax.tree.map_with_path(load, wanted)
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                if path[0] != "layers":
+                    return self._parameter(path, leaf, index)
+                layers, *sizes = map(_selected, leaf.shape, index)
+                value = np.empty((len(layers), *map(len, sizes)), leaf.dtype)
+                for i, layer in enumerate(layers):
+                    value[i] = self._parameter(path, leaf, index[1:], first_layer + layer)
+                return value
+
+            if sharding is None:
+                return jnp.asarray(part((slice(None),) * len(leaf.shape)))
+            # Devices that keep the same part share what was read.
+            by_index = {}
+            for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+                selected = tuple(map(_selected, leaf.shape, index))
+                by_index.setdefault(selected, []).append((device, index))
+            shards = []
+            for places in by_index.values():
+                value = part(places[0][1])
+                shards += [jax.device_put(value, device) for device, _ in places]
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+        return jax.tree.map_with_path(load, wanted, *([] if shardings is None else [shardings]))
 
     def refuse_unread(self) -> None:
         """Raises BackboneError if the checkpoint has tensors that were not read."""
@@ -185,27 +202,35 @@ class CheckpointReader:
     def _parameter(
         self,
         path: tuple[str, ...],
-        shape: tuple[int, ...],
-        dtype: np.dtype,
+        wanted: jax.ShapeDtypeStruct,
+        index: tuple[slice, ...],
         layer: int | None = None,
     ) -> np.ndarray:
-        name = _hf_name(path, layer)
+        """A part of a parameter of one layer, or of one that belongs to no layer."""
+        name, shape = _hf_name(path, layer), wanted.shape[-len(index) :]
         if path[-1] == "kernel":
-            return self._tensor(name, shape[::-1], dtype).T
-        return self._tensor(name, shape, dtype)
+            return self._tensor(name, shape[::-1], index[::-1], wanted.dtype).T
+        return self._tensor(name, shape, index, wanted.dtype)
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...], dtype: np.dtype
+    ) -> np.ndarray:
         if name not in self._owner:
             raise BackboneError(f"{self._folder}: tensor {name} is missing")
-        with jax.default_device(jax.devices("cpu")[0]):
-            tensor = np.asarray(self._owner[name].get_tensor(name))
-        if tensor.shape != shape:
+        tensor = self._owner[name].get_slice(name)
+        if (found := tuple(tensor.get_shape())) != shape:
             raise BackboneError(
-                f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, "
+                f"{self._folder}: tensor {name} has shape {list(found)}, "
                 f"config.json implies {list(shape)}"
             )
+        with jax.default_device(jax.devices("cpu")[0]):
+            values = np.asarray(tensor[index])
         self._unread.discard(name)
-        return tensor.astype(dtype)
+        return values.astype(dtype)
+
+
+def _selected(size: int, index: slice) -> range:
+    return range(size)[index]
 
 
 def _module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:

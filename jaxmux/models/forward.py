@@ -23,6 +23,7 @@ from .loss import chunk_losses
 from .modules import Weights
 from .remat_policies import per_layer, rematerialised
 from .rope import rotary_angles
+from .weight_sharding import TP, UNDIVIDED, WeightSharding, embedded, enter, gathered
 
 
 class SlotTable(NamedTuple):
@@ -62,6 +63,7 @@ class ForwardOptions(NamedTuple):
       dropout: False if no task uses dropout; the program then has no code for it.
       max_sequences: most samples in a row. With 1, attention on GPU runs on dense rows, which is
         faster.
+      sharding: how the weights are divided among devices, inside `jax.shard_map`.
     """
 
     attention: str
@@ -70,6 +72,7 @@ class ForwardOptions(NamedTuple):
     unroll: bool = False
     dropout: bool = False
     max_sequences: int = 64
+    sharding: WeightSharding = UNDIVIDED
 
 
 def hidden_states(
@@ -116,7 +119,7 @@ def hidden_states(
       ValueError: a remat policy is unknown, their number is not that of the layers, or an
         implementation in `options` cannot serve the call.
     """
-    x = embed(weights, microbatch)
+    x = embed(weights, microbatch, options.sharding)
     x, accumulators, finite = run_layers(
         config, weights["layers"], adapters, accumulators, x, microbatch, slots, options
     )
@@ -124,14 +127,17 @@ def hidden_states(
     return x, accumulators, finite
 
 
-def embed(weights: Weights, microbatch: Microbatch) -> Float[Array, "N d"]:
+def embed(
+    weights: Weights, microbatch: Microbatch, sharding: WeightSharding = UNDIVIDED
+) -> Float[Array, "N d"]:
     """The embeddings of a microbatch's tokens, which enter the first layer.
 
     Args:
       weights: `Backbone.weights`; only the embedding is read.
       microbatch: the tokens.
+      sharding: how weights are divided among devices.
     """
-    return weights["embed_tokens"]["weight"][microbatch.tokens.reshape(-1)]
+    return embedded(weights["embed_tokens"]["weight"], microbatch.tokens.reshape(-1), sharding)
 
 
 def run_layers(
@@ -167,7 +173,7 @@ def run_layers(
     stream = _stream(config, microbatch, slots, options, first_layer)
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
-    layer_options = LayerOptions(attention, options.grouped_lora)
+    layer_options = LayerOptions(attention, options.grouped_lora, options.sharding)
 
     def stepper(policy: str):
         function = rematerialised(
@@ -217,6 +223,7 @@ def microbatch_losses(
     hidden: Float[Array, "N d"],
     finite: Bool[Array, " chunks"],
     microbatch: Microbatch,
+    sharding: WeightSharding = UNDIVIDED,
 ) -> Float[Array, " chunks"]:
     """The loss of every chunk, from the results of `hidden_states` or `finish`.
 
@@ -225,16 +232,19 @@ def microbatch_losses(
       hidden: the hidden states after the final norm.
       finite: False for chunks in which a value was not finite.
       microbatch: the targets and their weights.
+      sharding: how weights are divided among devices.
 
     Returns:
       The results of `chunk_losses`, and NaN for chunks that are not finite.
     """
+    divided = sharding.split_vocabulary
     losses = chunk_losses(
-        hidden,
-        head_kernel(weights),
+        enter(hidden, sharding) if divided else hidden,
+        head_kernel(weights, sharding),
         microbatch.targets.reshape(-1),
         microbatch.loss_weight.reshape(-1),
         microbatch.chunk_slot,
+        TP if divided else None,
     )
     return jnp.where(finite, losses, jnp.nan)
 
@@ -256,19 +266,20 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
     return carry, everything
 
 
-def head_kernel(weights: Weights) -> FrozenWeight:
+def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> FrozenWeight:
     """The weight of the language-model head, for `chunk_losses` or to compute logits.
 
     Args:
       weights: weights of the backbone (`Backbone.weights`).
+      sharding: how weights are divided among devices.
 
     Returns:
-      The weight [d, vocab] (model width, size of the vocabulary). If the head is tied to the
-      embedding, it is the embedding's transpose.
+      The weight [d, vocab] (model width, size of the vocabulary, or of the part of it that this
+      device has). If the head is tied to the embedding, it is the embedding's transpose.
     """
     if "lm_head" in weights:
-        return weights["lm_head"]["kernel"]
-    return FrozenWeight.of(weights["embed_tokens"]["weight"].T)
+        return gathered(weights["lm_head"]["kernel"], 0, sharding)
+    return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)
 
 
 def _stream(

@@ -12,6 +12,7 @@ from .attention import AttentionOptions, Segments, attend
 from .modules import Weights
 from .remat_policies import ATTENTION_OUTPUT, HEADS, MIDDLE, NORMED, checkpoint_name
 from .rope import rotate
+from .weight_sharding import UNDIVIDED, WeightSharding, enter, layer_weights, own_key_heads
 
 
 class LayerOptions(NamedTuple):
@@ -20,10 +21,12 @@ class LayerOptions(NamedTuple):
     Attributes:
       attention: static choices of the attention.
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
+      sharding: how the weights are divided among devices.
     """
 
     attention: AttentionOptions
     grouped_lora: str | None
+    sharding: WeightSharding = UNDIVIDED
 
 
 class Stream(NamedTuple):
@@ -80,14 +83,16 @@ def decoder_layer(
             tuple(f"self_attn.{name}" for name in names),
             options.grouped_lora,
             residual,
+            options.sharding,
         )
 
     def heads(y: Float[Array, "N n"]) -> Float[Array, "rows row_len H D"]:
         return y.reshape(*stream.segments.ids.shape, -1, config.head_dim)
 
-    eps = config.rms_norm_eps
+    eps, sharding = config.rms_norm_eps, options.sharding
+    weights = layer_weights(weights, layer, sharding)
     x, h = residual_norm(x, weights["input_layernorm"]["weight"][layer], eps)
-    h = checkpoint_name(h, NORMED)
+    h = enter(checkpoint_name(h, NORMED), sharding)
     projected, accumulators = linears(h, accumulators, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
@@ -97,6 +102,7 @@ def decoder_layer(
             )[1]
             for y, name in ((q, "q_norm"), (k, "k_norm"))
         )
+    k, v = (own_key_heads(y, q.shape[2], sharding) for y in (k, v))
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
     out = checkpoint_name(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
@@ -104,7 +110,7 @@ def decoder_layer(
     x = checkpoint_name(x, MIDDLE)
 
     x, h = residual_norm(x, weights["post_attention_layernorm"]["weight"][layer], eps)
-    h = checkpoint_name(h, NORMED)
+    h = enter(checkpoint_name(h, NORMED), sharding)
     x, accumulators = adapted_mlp(
         h,
         weights["mlp"],
@@ -114,5 +120,6 @@ def decoder_layer(
         layer,
         options.grouped_lora,
         residual=x,
+        sharding=sharding,
     )
     return x, accumulators, finite

@@ -5,8 +5,11 @@ The head gets no gradient, so the backward pass only needs the gradient of the h
 is computed together with the loss, from the same logits.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
@@ -28,13 +31,14 @@ def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunk_losses(
     hidden: Float[Array, "N d"],
     head: FrozenWeight,
     targets: Int[Array, " N"],
     loss_weight: Float[Array, " N"],
     chunk_slot: Int[Array, " chunks"],
+    vocabulary_axis: str | None = None,
 ) -> Float[Array, " chunks"]:
     """Weighted cross entropy of every chunk: Σ loss_weight · (log Σ exp(logits) − logit of the
     target).
@@ -51,21 +55,30 @@ def chunk_losses(
       loss_weight: float32 [N], weight of each position's loss, not negative.
       chunk_slot: an array [chunks] (`Microbatch.chunk_slot`). Only its length is used: the number
         of chunks.
+      vocabulary_axis: name of a mesh axis, inside `jax.shard_map`: each device along it has the
+        head of other tokens of the vocabulary, in order, and computes a summand of the gradient of
+        `hidden`. None if `head` has all tokens.
 
     Returns:
       The losses, float32 [chunks], in nats times weight.
     """
     return _per_block(
-        lambda *block: _block_losses(*block)[0], hidden, head, targets, loss_weight, chunk_slot
+        lambda *block: _block_losses(vocabulary_axis, *block)[0],
+        hidden,
+        head,
+        targets,
+        loss_weight,
+        chunk_slot,
     )
 
 
-def _forward(hidden, head, targets, loss_weight, chunk_slot):
-    losses, d_hidden = _per_block(_block_losses, hidden, head, targets, loss_weight, chunk_slot)
+def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis):
+    block_losses = partial(_block_losses, vocabulary_axis)
+    losses, d_hidden = _per_block(block_losses, hidden, head, targets, loss_weight, chunk_slot)
     return losses, d_hidden.reshape(hidden.shape)
 
 
-def _backward(d_hidden, cotangent):
+def _backward(vocabulary_axis, d_hidden, cotangent):
     per_token = jnp.repeat(cotangent, len(d_hidden) // len(cotangent))
     return (d_hidden * per_token[:, None].astype(d_hidden.dtype), None, None, None, None)
 
@@ -92,15 +105,20 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
 
 
-def _block_losses(hidden, head, targets, weight):
+def _block_losses(vocabulary_axis, hidden, head, targets, weight):
     """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradient of their
-    sum with respect to `hidden`."""
+    sum with respect to `hidden`, or this device's summand of it."""
     chunks, chunk_len, d = hidden.shape
     flat = hidden.reshape(-1, d)
     logits = head.matmul(flat, jnp.float32)
-    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     target = targets.reshape(-1, 1)
-    loss = (log_total - jnp.take_along_axis(logits, target, axis=-1))[:, 0]
+    if vocabulary_axis is None:
+        log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        of_target = jnp.take_along_axis(logits, target, axis=-1)
+    else:
+        target -= lax.axis_index(vocabulary_axis) * logits.shape[1]
+        log_total, of_target = _over_vocabulary(logits, target, vocabulary_axis)
+    loss = (log_total - of_target)[:, 0]
     weight = weight.reshape(-1)
     counted = weight > 0
     losses = jnp.where(counted, weight * loss, 0).reshape(chunks, chunk_len).sum(axis=1)
@@ -111,3 +129,22 @@ def _block_losses(hidden, head, targets, weight):
     )
     d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype))
     return losses, d_hidden.reshape(hidden.shape)
+
+
+def _over_vocabulary(
+    logits: Float[Array, "N own"], target: Int[Array, "N 1"], axis: str
+) -> tuple[Float[Array, "N 1"], Float[Array, "N 1"]]:
+    """The logarithm of the sum of exponentials over the whole vocabulary, and the target's logit.
+
+    Args:
+      logits: logits of the tokens that this device has.
+      target: index of the target among them, outside of them for targets of other devices.
+      axis: mesh axis of the devices.
+    """
+    largest = lax.pmax(logits.max(axis=-1, keepdims=True), axis)
+    # As `logsumexp` does, so that the exponents of infinite logits are not NaN.
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    total = lax.psum(jnp.exp(logits - largest).sum(axis=-1, keepdims=True), axis)
+    is_own = (target >= 0) & (target < logits.shape[1])
+    own = jnp.take_along_axis(logits, jnp.where(is_own, target, 0), axis=-1)
+    return jnp.log(total) + largest, lax.psum(jnp.where(is_own, own, 0), axis)

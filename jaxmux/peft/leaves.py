@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-AXES = ("layer", "slot", "rank", "input", "output")
+AXES = ("copy", "layer", "slot", "rank", "input", "output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,8 @@ class LeafSpec:
     Attributes:
       shape: size of each axis.
       axes: name of each axis: "layer" (of the backbone), "slot", "rank" (the pool's rank, or a
-        task's own), "input" or "output" (width of the adapted linear). No name occurs twice.
+        task's own), "input" or "output" (width of the adapted linear), or "copy" (summands that
+        lie on several devices; the array stands for their sum). No name occurs twice.
       trained: True if the array has gradients, optimizer moments and weight decay. False for data
         that the task needs but does not train.
       padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if 1

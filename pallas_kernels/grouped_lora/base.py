@@ -175,5 +175,5 @@ def _drop(
         return x
     rate = dropout.rate[_token_slots(routing, len(x))]
     (counters,) = module_counters((module,), routing, dropout, layer, len(x))
-    keep = keep_mask(counters, rate, x.shape[1])
+    keep = keep_mask(counters, rate, x.shape[1], dropout.first_column)
     return jnp.where(keep, x, 0)

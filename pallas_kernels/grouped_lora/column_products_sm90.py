@@ -21,7 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..compilation import traced_once
-from .dropout_sm90 import Masks, Tokens, dropped_tiles, load_raw_counters, mask_operands
+from .dropout_sm90 import (
+    Masks,
+    Tokens,
+    dropped_tiles,
+    load_first_column,
+    load_raw_counters,
+    mask_operands,
+)
 from .tiles_sm90 import (
     SHARED_MEMORY,
     await_all,
@@ -316,6 +323,7 @@ def _load_tiles(stripe: _Stripe, scratch: _Scratch):
 def _drop_tiles(stripe: _Stripe, scratch: _Scratch, dropper):
     """Applies dropout to this warpgroup's rows of every tile."""
     masks, droppers = stripe.group.masks, stripe.occupancy.droppers
+    first_column = load_first_column(masks)
     starts = [
         (dropper + i) * DROPPED_ROWS
         for i in range(0, stripe.tiling.tile_rows // DROPPED_ROWS, droppers)
@@ -336,7 +344,7 @@ def _drop_tiles(stripe: _Stripe, scratch: _Scratch, dropper):
             stage = await_loaded(scratch.loaded, step)
             for start, of_part in zip(starts, counters, strict=True):
                 part = scratch.z.at[stage].at[pl.ds(start, DROPPED_ROWS)]
-                tokens = [Tokens.of(each) for each in of_part]
+                tokens = [Tokens.of(each, first_column) for each in of_part]
                 for _ in dropped_tiles(part, masks, tokens, place, stripe.column):
                     plgpu.barrier_arrive(scratch.dropped.at[stage])
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import KEEP_ALL, counters_from, draws, keep_threshold, salts
 from .tiles_sm90 import load_unoptimized
@@ -17,46 +17,64 @@ class Masks(NamedTuple):
     Attributes:
       counters: the `token_counters`, one array for each matrix that multiplies the activation.
       rate: float32, probability in [0, 1) that a feature of a slot is dropped.
+      first_column: see `counter_dropout.Dropout`.
     """
 
     counters: tuple[UInt32[Array, " N"], ...]
     rate: Float[Array, " T"]
+    first_column: Int[Array, ""] | int | None = None
 
 
 class MaskOperands(NamedTuple):
-    """`Masks` as operands of a kernel: the counters, and the `keep_threshold` of every slot."""
+    """`Masks` as operands of a kernel: the counters, the `keep_threshold` of every slot, and the
+    first column in an array of one element, or None."""
 
     counters: tuple
     threshold: Any
+    first_column: Any
 
 
 def mask_operands(masks: Masks | None) -> MaskOperands | None:
     """The operands of a kernel for these masks; None for no dropout."""
     if masks is None:
         return None
-    return MaskOperands(masks.counters, keep_threshold(masks.rate))
+    first_column = masks.first_column
+    if first_column is not None:
+        first_column = jnp.asarray(first_column, jnp.int32).reshape(1)
+    return MaskOperands(masks.counters, keep_threshold(masks.rate), first_column)
 
 
 class Tokens(NamedTuple):
-    """The counters of some rows and the salts derived from them."""
+    """The counters of some rows, for which column 0 is the activation's first one, and the salts
+    derived from the counters of the whole input."""
 
     counters: UInt32[Array, " rows"]
     salts: UInt32[Array, " rows"]
 
     @classmethod
-    def of(cls, counters: UInt32[Array, " rows"]) -> "Tokens":
-        return cls(counters, salts(counters))
+    def of(cls, counters: UInt32[Array, " rows"], first_column) -> "Tokens":
+        """The tokens of the `token_counters`, for the result of `load_first_column`."""
+        own = counters if first_column is None else counters_from(counters, first_column)
+        return cls(own, salts(counters))
 
 
 def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
     """Loads the tokens of some rows, for each of the matrices; an empty list without dropout."""
-    return [] if masks is None else list(map(Tokens.of, load_raw_counters(masks, rows)))
+    if masks is None:
+        return []
+    first_column = load_first_column(masks)
+    return [Tokens.of(each, first_column) for each in load_raw_counters(masks, rows)]
 
 
 def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, " rows"]]:
     """Loads the counters of some rows into registers, for each of the matrices."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     return [load_unoptimized(c.at[rows], layout) for c in masks.counters]
+
+
+def load_first_column(masks: MaskOperands):
+    """Loads the index of the activation's first column in the linear's whole input; None for 0."""
+    return None if masks.first_column is None else masks.first_column[0]
 
 
 def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):

@@ -44,7 +44,7 @@ def grouped_lora_gated_mlp(
     accumulators,
     routing,
     layer: Int[Array, ""] | int,
-    residual: Float[Array, "N d"],
+    residual: Float[Array, "N d"] | None,
 ):
     """`residual + down(silu(gate(x)) * up(x))`, each linear with the LoRA of the chunk's task.
 
@@ -56,7 +56,7 @@ def grouped_lora_gated_mlp(
       accumulators: three `api.Factors`, the gradient accumulators of the projections.
       routing: `api.Routing`.
       layer: index of the layer in the stacked arrays.
-      residual: added to the output.
+      residual: added to the output; None adds nothing.
 
     Returns:
       The output [N, d], zero on empty chunks, and the accumulators as they were given.
@@ -78,12 +78,14 @@ def _forward(x, projections, accumulators, routing, layer, residual):
     h, partial_sums = gated_forward(g, u, a_down, routing.chunk_slot)
     (s_down,) = map(kept, _low_ranks(partial_sums[None], routing, x.dtype))
     out = product((Term(h, down.weight, s_down, b_down),), residual=residual)
-    residuals = (x, projections, factors, routing, layer, g, u, (s_gate, s_up, s_down))
+    added = None if residual is None else ()
+    residuals = (x, projections, factors, routing, layer, g, u, (s_gate, s_up, s_down), added)
     return (out, accumulators), residuals
 
 
 def _backward(residuals, cotangents):
-    x, (gate, up, down), factors, routing, layer, g, u, (s_gate, s_up, s_down) = residuals
+    x, (gate, up, down), factors, routing, layer, g, u, lows, added = residuals
+    s_gate, s_up, s_down = lows
     d_out, (of_gate, of_up, of_down) = cotangents
     (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = factors
     chunk_place = chunk_places(routing, of_gate, layer)
@@ -118,7 +120,7 @@ def _backward(residuals, cotangents):
             (of_down, new_a_down, new_b_down),
         )
     )
-    return dx, None, tuple(new_accumulators), None, None, d_out
+    return dx, None, tuple(new_accumulators), None, None, None if added is None else d_out
 
 
 grouped_lora_gated_mlp.defvjp(_forward, _backward)

@@ -125,7 +125,7 @@ def _masks(modules, x, routing, dropout, layer) -> Masks | None:
     if dropout is None:
         return None
     counters = module_counters(modules, routing, dropout, layer, len(x))
-    return Masks(tuple(counters), dropout.rate)
+    return Masks(tuple(counters), dropout.rate, dropout.first_column)
 
 
 def matmul(
@@ -141,7 +141,7 @@ def matmul(
     return routed_matmul(
         terms,
         routing.chunk_slot,
-        jnp.asarray(layer),
+        jnp.asarray(terms[0].weight.stack_index(layer)),
         transposed=transposed,
         tiling=matmul_tiling(
             terms[0].weight.shape[1],

@@ -73,7 +73,6 @@ class _Masks(NamedTuple):
 
 def refusal(x, projections, routing, dropout) -> str | None:
     """Why this implementation cannot serve a call on this machine; None if it can."""
-    del dropout
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (pip install jax-triton)"
@@ -81,6 +80,8 @@ def refusal(x, projections, routing, dropout) -> str | None:
     if compute_capability(device) not in DEVICES:
         known = ", ".join(f"{c // 10}.{c % 10}" for c in DEVICES)
         return f"device {device.device_kind!r}; needs a CUDA GPU of compute capability {known}"
+    if dropout is not None and dropout.first_column is not None:
+        return "the columns of the input do not begin at 0 (dropout.first_column)"
     return _unsupported_stream(x, projections, routing) or next(
         filter(None, (_unsupported_projection(p, x) for p in projections)), None
     )
@@ -253,7 +254,7 @@ def _routed_matmul(
     perimeter = (tiles["TILE_M"] + tiles["TILE_N"]) * itemsize
     (out,) = _call(
         "routed_matmul_kernel",
-        _as_array(layer),
+        _as_array(terms[0].weight.stack_index(layer)),
         routing.chunk_slot,
         *_mask_arguments(masks),
         *(leaf for t in every for leaf in (t.lhs, t.weight.values, t.low, t.factor)),

@@ -215,6 +215,25 @@ def poisoned(case: Case, where: str, slot: int, value: float) -> Case:
     return case._replace(projections=tuple(map(poison, case.projections)))
 
 
+def of_columns(case: Case, columns: slice) -> Case:
+    """The case of a device that has only these columns of the stream, and the rows of the weights
+    and factors that multiply them."""
+
+    def rows(factors: Factors) -> Factors:
+        return factors._replace(a=factors.a[:, :, columns])
+
+    def projection(p: Projection) -> Projection:
+        weight = jax.tree.map(lambda leaf: leaf[:, columns], p.weight)
+        return Projection(weight, rows(p.factors))
+
+    return case._replace(
+        x=case.x[:, columns],
+        projections=tuple(map(projection, case.projections)),
+        accumulators=tuple(map(rows, case.accumulators)),
+        dropout=case.dropout._replace(first_column=columns.start),
+    )
+
+
 class Results(NamedTuple):
     """Outputs, gradients and new accumulators of a case.
 
@@ -252,6 +271,23 @@ def differentiate(
 
     (outputs, _), vjp = jax.vjp(linear, case.x, case.residual, case.accumulators)
     return Results(outputs, *vjp((case.cotangents, case.accumulators)))
+
+
+def joined(case: Case, parts: Sequence[Results]) -> Results:
+    """The results of a case, float32, from those of its columns (`of_columns`), part by part: the
+    outputs and the gradients of B are sums over the parts."""
+    parts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parts)
+
+    def factors(before: Factors, *after: Factors) -> Factors:
+        added = sum(each.b - before.b for each in after)
+        return Factors(jnp.concatenate([each.a for each in after], axis=2), before.b + added)
+
+    return Results(
+        outputs=jax.tree.map(lambda *each: sum(each), *(part.outputs for part in parts)),
+        dx=jnp.concatenate([part.dx for part in parts], axis=1),
+        d_residual=None,
+        accumulators=tuple(map(factors, case.accumulators, *(part.accumulators for part in parts))),
+    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A dropout mask is a function of (key, layer, module, sample, position, column), and looks random
 in each."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 
 import jax
@@ -232,6 +232,16 @@ def test_a_tile_has_the_draws_of_its_columns():
     whole = draws(counters, salts(counters), jnp.arange(96)[None])
     tile = draws(counters_from(counters, 64), salts(counters), jnp.arange(32)[None])
     np.testing.assert_array_equal(tile, whole[:, 64:])
+
+
+@pytest.mark.parametrize("columns", [slice(0, 64), slice(32, 96), slice(160, 256)], ids=str)
+def test_a_mask_from_a_later_column_on_is_a_slice_of_the_whole_mask(columns):
+    counters = counters_of(np.arange(TOKENS))
+    of_columns = partial(keep_mask, counters, jnp.full(TOKENS, 0.5))
+    width = columns.stop - columns.start
+    whole, traced = of_columns(COLUMNS), jax.jit(partial(of_columns, width))
+    np.testing.assert_array_equal(of_columns(width, columns.start), whole[:, columns])
+    np.testing.assert_array_equal(traced(jnp.int32(columns.start)), whole[:, columns])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

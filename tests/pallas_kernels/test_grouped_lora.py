@@ -1,6 +1,7 @@
 """The grouped LoRA linear against its formula, token by token, and its promises of isolation."""
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from grouped_lora_cases import (
     Case,
     assert_same_bits,
     differentiate,
+    joined,
     make_case,
+    of_columns,
     pairs,
     poisoned,
     relative_error,
@@ -162,6 +165,14 @@ def test_dropout_of_one_task_leaves_others_as_without_dropout():
     for one, other in zip(plain.outputs, mixed.outputs, strict=True):
         np.testing.assert_allclose(one[others], other[others], rtol=1e-6, atol=1e-6)
         assert np.any(one[~others] != other[~others])
+
+
+@pytest.mark.parametrize("boundaries", [(0, 32, 64, 96), (0, 64, 96)], ids=str)
+def test_dropout_of_divided_columns_is_that_of_the_whole_input(boundaries):
+    case = small_case(k=96, rates=MIXED_RATES)
+    parts = [run(of_columns(case, slice(*ends))) for ends in pairwise(boundaries)]
+    for found, wanted in pairs(joined(case, parts), run(case)):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-4)
 
 
 def test_half_precision_inputs_give_half_precision_outputs_and_float32_accumulators():

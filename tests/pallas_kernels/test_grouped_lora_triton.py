@@ -115,6 +115,12 @@ def test_a_weight_of_an_unknown_format_is_refused(on_hopper):
     )
 
 
+def test_dropout_of_columns_that_do_not_begin_at_0_is_refused(on_hopper):
+    case = triton_case(rates=MIXED_RATES)
+    dropout = case.dropout._replace(first_column=jnp.int32(64))
+    assert "columns of the input do not begin at 0" in refusal(case._replace(dropout=dropout))
+
+
 def test_projections_of_different_ranks_are_refused(on_hopper):
     one, other = triton_case(widths=(64,)), triton_case(widths=(64,), rank=32)
     assert "different ranks" in refusal(

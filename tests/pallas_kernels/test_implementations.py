@@ -21,7 +21,9 @@ from grouped_lora_cases import (
     fill_free_memory_with_nan,
     in_float32,
     interpreted_on_hopper,
+    joined,
     make_case,
+    of_columns,
     pairs,
     poisoned,
     with_residual,
@@ -103,6 +105,14 @@ def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved)
 def test_rank_that_is_padded_and_outputs_of_unequal_width_follow_the_formula(implementation):
     case = half_precision_case(rank=8, widths=(256, 512))
     assert_close(run(implementation, case), expected(case))
+
+
+def test_dropout_of_divided_columns_is_that_of_the_whole_input(implementation):
+    if implementation == "triton":
+        pytest.skip("it refuses such calls")
+    case = half_precision_case(k=512, rates=MIXED_RATES)
+    halves = [of_columns(case, slice(start, start + 256)) for start in (0, 256)]
+    assert_close(joined(case, [run(implementation, half) for half in halves]), expected(case))
 
 
 def test_a_residual_is_added_and_gets_the_gradient(implementation):

@@ -132,15 +132,16 @@ def test_column_products_of_several_groups_in_one_launch(interpret):
         assert_column_products(result, group, chunk_slot)
 
 
-def dropout(rng, modules) -> Masks:
+def dropout(rng, modules, first_column=None) -> Masks:
     counters = rng.integers(2**32, size=(modules, TOKENS))
-    return Masks(tuple(jnp.asarray(counters, jnp.uint32)), jnp.asarray((0.5, 0.0, 0.75)))
+    rate = jnp.asarray((0.5, 0.0, 0.75))
+    return Masks(tuple(jnp.asarray(counters, jnp.uint32)), rate, first_column)
 
 
 def dropped(z, masks: Masks, module, chunk_slot):
     """The activation after the dropout for one of its products."""
     rate = jnp.repeat(masks.rate[jnp.asarray(chunk_slot)], TOKENS // len(chunk_slot))
-    keep = keep_mask(masks.counters[module], rate, z.shape[1])
+    keep = keep_mask(masks.counters[module], rate, z.shape[1], masks.first_column)
     return jnp.where(keep, z, 0)
 
 
@@ -176,6 +177,17 @@ def test_column_products_of_dropped_activations(tile_rows, width, lows, interpre
         alone = ColumnOperands(z, group.lows[one], group.accumulators[one], False)
         assert_column_products([result], alone, chunk_slot)
     assert_column_products(results_of_kept, kept, chunk_slot)
+
+
+def test_products_of_dropped_activations_whose_columns_begin_later(interpret):
+    rng, chunk_slot = np.random.default_rng(12), (2, 0, -1, 1)
+    masks = dropout(rng, 1, first_column=jnp.int32(96))
+    rows, columns = (f(rng, 128)._replace(masks=masks) for f in (row_operands, column_operands))
+    [low] = multiply_rows([rows], chunk_slot)
+    [grads] = column_products((columns,), jnp.asarray(chunk_slot), tiling=COLUMN_TILING)
+    z_rows, z_columns = (dropped(each.z, masks, 0, chunk_slot) for each in (rows, columns))
+    assert_row_products(low, rows._replace(z=z_rows), chunk_slot)
+    assert_column_products(grads, columns._replace(z=z_columns), chunk_slot)
 
 
 def test_column_products_of_more_ranks_than_registers(interpret):
@@ -286,8 +298,10 @@ def test_real_shapes_lower(width, rank, slots, lowered):
 
 # With dropout, rank 128 of three modules is refused.
 @pytest.mark.parametrize(("width", "rank", "slots"), [real for real in REAL if real[1] < 128][::4])
-def test_real_shapes_with_dropout_lower(width, rank, slots, lowered):
-    masks = Masks((abstract(8192, dtype=jnp.uint32),) * 3, abstract(slots, dtype=jnp.float32))
+@pytest.mark.parametrize("first_column", [None, abstract(dtype=jnp.int32)], ids=["0", "later"])
+def test_real_shapes_with_dropout_lower(first_column, width, rank, slots, lowered):
+    counters = (abstract(8192, dtype=jnp.uint32),) * 3
+    masks = Masks(counters, abstract(slots, dtype=jnp.float32), first_column)
     z, chunk_slot = abstract(8192, width), abstract(64, dtype=jnp.int32)
     group, scale = (
         RowOperands(z, (abstract(slots, rank, width),) * 3, masks),

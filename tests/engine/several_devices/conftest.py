@@ -8,8 +8,9 @@ import pytest
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.devices import ONE_DEVICE, Replica, Stage
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.sharding import consecutive_parts, place_backbone
+from jaxmux.sharding import consecutive_parts, place_backbone, stage_meshes
 
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
 
@@ -29,20 +30,22 @@ def config(config) -> BackboneConfig:
 @pytest.fixture(scope="session")
 def make_engine(backbone):
     """Makes an engine in which the given tasks are registered. `layers` gives the layers of each
-    part, on `stages` devices in turn; without it the engine has one device."""
+    part, on `stages` meshes in turn, each like `stage`; without it the engine has one device."""
 
     def make(
         *tasks,
         layers: tuple[int, ...] = (),
         stages: int | None = None,
+        stage: Stage = ONE_DEVICE.stages[0],
         model: Backbone = backbone,
         first_device: int = 0,
         **options,
     ) -> Engine:
         if layers:
-            devices = jax.devices()[first_device:][: stages or len(layers)]
-            devices = [devices[i % len(devices)] for i in range(len(layers))]
-            model = place_backbone(model, consecutive_parts(layers), devices)
+            replica = Replica((stage,) * (stages or len(layers)))
+            homes = stage_meshes(replica, jax.devices()[first_device:], model.config)
+            homes = [homes[i % len(homes)] for i in range(len(layers))]
+            model = place_backbone(model, consecutive_parts(layers), homes)
         options = {"remat": "dots"} | options
         engine = Engine(model, EngineOptions(SHAPE, PoolSpec(4, 8, ()), **options))
         engine.register_tasks(tasks)

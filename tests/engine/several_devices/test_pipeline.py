@@ -146,9 +146,9 @@ def test_weights_lie_once_and_on_their_own_device(make_engine, make_task):
     ("options", "message"),
     [
         ({"layers": (2, 2), "schedule": "zigzag"}, "schedule should be one of 1f1b, gpipe"),
-        ({"layers": (2, 2), "schedule": "interleaved"}, "does not suit 2 parts on 2 devices"),
-        ({"layers": (1, 1, 1, 1), "stages": 2}, "several parts on a device are interleaved"),
-        ({"layers": (2, 1, 1), "stages": 2, "schedule": "interleaved"}, "devices in turn"),
+        ({"layers": (2, 2), "schedule": "interleaved"}, "does not suit 2 parts on 2 stages"),
+        ({"layers": (1, 1, 1, 1), "stages": 2}, "several parts on a stage are interleaved"),
+        ({"layers": (2, 1, 1), "stages": 2, "schedule": "interleaved"}, "stages in turn"),
     ],
 )
 def test_pipelines_that_cannot_be_are_refused(options, message, make_engine):

@@ -1,0 +1,202 @@
+"""Weights that are divided among the devices of a mesh, as one of these devices computes with them.
+
+The code of the model runs inside `jax.shard_map`, where a device sees its own part of each weight.
+With tensor parallelism (mesh axis "tp"; Megatron-LM, Shoeybi et al. 2019) the devices train the
+same samples. A *column-parallel* linear (q, k, v, gate, up) is divided by its output columns, a
+*row-parallel* one (o, down) by its input columns, so that a device's part of o or down reads what
+its parts of the linears before it have computed. Each device thus has some heads and some features
+of the MLP. The outputs of a row-parallel linear are summed over the devices.
+
+LoRA follows its linear. A column-parallel linear has the whole A and some columns of B, a
+row-parallel one some rows of A and the whole B. A row-parallel low-rank product is linear in the
+rank-r values x A, so each device adds its partial x A B to its partial x W, and one sum over the
+devices adds up both. The gradient of a whole factor is partial on each device; it is summed once
+for an update.
+
+With fully sharded data parallelism (mesh axis "fsdp"; Zhao et al. 2023, ZeRO-3) the devices train
+different samples, and gather the weights of a layer when they need them. The weights are frozen, so
+no gradient is ever reduced for them.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .modules import Weights
+
+TP, FSDP = "tp", "fsdp"
+# Last components of the paths of the row-parallel linears. All others are column-parallel.
+ROW_PARALLEL = ("o_proj", "down_proj")
+_KEYS = ("k_proj", "v_proj")
+
+
+class WeightSharding(NamedTuple):
+    """How weights are divided among the devices of a mesh. `WeightSharding()` is one device.
+
+    Attributes:
+      tp: number of tensor-parallel devices. It divides the attention heads and the width of the
+        MLP.
+      fsdp: number of devices of fully sharded data parallelism. It divides the model width.
+      whole_keys: True if `tp` exceeds the key heads: then every device has the whole k and v, and
+        computes with the key head of its own query heads. `tp` is a multiple of the key heads.
+      split_vocabulary: whether the embedding and the head are divided by tokens of the vocabulary
+        among the tensor-parallel devices. Otherwise each of them has all tokens.
+    """
+
+    tp: int = 1
+    fsdp: int = 1
+    whole_keys: bool = False
+    split_vocabulary: bool = False
+
+    def divided_axis(self, module: str) -> str | None:
+        """The axis by which a linear is divided for tensor parallelism: "input", "output", or None
+        if every device has the whole linear.
+
+        Args:
+          module: path of the linear, or its last component.
+        """
+        name = module.split(".")[-1]
+        if self.tp == 1 or (self.whole_keys and name in _KEYS):
+            return None
+        return "input" if name in ROW_PARALLEL else "output"
+
+
+# Every device has all weights.
+UNDIVIDED = WeightSharding()
+
+
+def enter(x: Float[Array, "N d"], sharding: WeightSharding) -> Float[Array, "N d"]:
+    """The input of column-parallel linears. Its gradient is summed over the tensor-parallel
+    devices (the function f of Megatron-LM)."""
+    return x if sharding.tp == 1 else _enter(x)
+
+
+def leave(x: Float[Array, "N d"], sharding: WeightSharding) -> Float[Array, "N d"]:
+    """The sum of the outputs of a row-parallel linear over the tensor-parallel devices. Its
+    gradient is the same on all of them (the function g of Megatron-LM)."""
+    return x if sharding.tp == 1 else _leave(x)
+
+
+@jax.custom_vjp
+def _enter(x):
+    return x
+
+
+_enter.defvjp(lambda x: (x, None), lambda _, gradient: (lax.psum(gradient, TP),))
+
+
+@jax.custom_vjp
+def _leave(x):
+    return lax.psum(x, TP)
+
+
+_leave.defvjp(lambda x: (lax.psum(x, TP), None), lambda _, gradient: (gradient,))
+
+
+def first_column(width: int, sharding: WeightSharding, module: str) -> Int[Array, ""] | int:
+    """Index in a linear's whole input of the first column that this device has.
+
+    Args:
+      width: number of columns that this device has.
+      sharding: how weights are divided.
+      module: path of the linear.
+    """
+    return lax.axis_index(TP) * width if sharding.divided_axis(module) == "input" else 0
+
+
+def own_key_heads(
+    k: Float[Array, "rows row_len K D"], query_heads: int, sharding: WeightSharding
+) -> Float[Array, "rows row_len own D"]:
+    """The key or value heads of this device's query heads.
+
+    Args:
+      k: all key or value heads if `sharding.whole_keys`, else those of this device, which are
+        returned.
+      query_heads: number of this device's query heads.
+      sharding: how weights are divided.
+    """
+    if not sharding.whole_keys:
+        return k
+    per_key = sharding.tp * query_heads // k.shape[2]
+    head = lax.axis_index(TP) * query_heads // per_key
+    return lax.dynamic_slice_in_dim(k, head, 1, axis=2)
+
+
+def layer_weights(
+    layers: Weights, layer: Int[Array, ""] | int, sharding: WeightSharding
+) -> Weights:
+    """The weights with which this device computes a layer.
+
+    Args:
+      layers: this device's part of the stacked weights of all layers.
+      layer: index of the layer.
+      sharding: how weights are divided.
+
+    Returns:
+      `layers`, or with fully sharded data parallelism, stacks of one layer in place of those that
+      are divided (`FrozenWeight.stack_index`).
+    """
+    if sharding.fsdp == 1:
+        return layers
+
+    def whole_linear(name: str, linear: Weights) -> Weights:
+        if "kernel" not in linear:
+            return linear
+        axis = 1 if name in ROW_PARALLEL else 0
+        own = linear["kernel"].at_layer(layer)
+        whole = gathered(own, axis, sharding)
+        return linear | {"kernel": jax.tree.map(lambda leaf: leaf[None], whole)}
+
+    return {
+        name: {linear: whole_linear(linear, weights) for linear, weights in block.items()}
+        if name in ("self_attn", "mlp")
+        else block
+        for name, block in layers.items()
+    }
+
+
+def embedded(
+    weight: Float[Array, "vocab d"], tokens: Int[Array, " N"], sharding: WeightSharding
+) -> Float[Array, "N D"]:
+    """The embeddings of tokens.
+
+    Args:
+      weight: this device's part of the embedding.
+      tokens: the tokens of this device.
+      sharding: how weights are divided.
+
+    Returns:
+      The whole embeddings, D = d · `sharding.fsdp` wide.
+    """
+    if sharding.fsdp == 1:
+        return _look_up(weight, tokens, sharding)
+    # Tokens are smaller than weights: every device looks up all devices' tokens in its columns.
+    columns = _look_up(weight, lax.all_gather(tokens, FSDP), sharding)
+    return lax.all_to_all(columns, FSDP, split_axis=0, concat_axis=2, tiled=True)[0]
+
+
+def gathered(weight: Any, axis: int, sharding: WeightSharding) -> Any:
+    """A weight that fully sharded data parallelism divides, put together from all devices.
+
+    Args:
+      weight: this device's part, an array or a `FrozenWeight`.
+      axis: the axis by which it is divided.
+      sharding: how weights are divided.
+    """
+    return weight if sharding.fsdp == 1 else jax.tree.map(partial(_gather, axis=axis), weight)
+
+
+def _gather(leaf: Array, axis: int) -> Array:
+    return lax.all_gather(lax.stop_gradient(leaf), FSDP, axis=axis, tiled=True)
+
+
+def _look_up(weight: Array, tokens: Array, sharding: WeightSharding) -> Array:
+    if not sharding.split_vocabulary:
+        return weight[tokens]
+    own = tokens - lax.axis_index(TP) * len(weight)
+    is_own = (own >= 0) & (own < len(weight))
+    return lax.psum(jnp.where(is_own[..., None], weight[jnp.where(is_own, own, 0)], 0), TP)

@@ -1,0 +1,205 @@
+"""The devices of a pipeline stage as a mesh, and how arrays are divided among them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmux.models import MODULES, BackboneConfig, Weights
+from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
+from jaxmux.peft import LeafSpec
+
+if TYPE_CHECKING:
+    from jaxmux.planner.devices import Replica, Stage
+
+DP = "dp"
+# The axes along which devices train different samples.
+DATA = (DP, FSDP)
+# All axes of a mesh, the innermost last: devices that exchange most are neighbours.
+AXES = (*DATA, TP)
+
+
+@dataclasses.dataclass(frozen=True)
+class SumAxes:
+    """The axes of a mesh over which the copies of an array are summed; a leaf of trees.
+
+    Attributes:
+      names: names of the axes.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMesh:
+    """The mesh of a pipeline stage, with the axes "dp", "fsdp" and "tp".
+
+    A *data shard* is what holds one microbatch: the tensor-parallel devices at one place of the
+    axes dp and fsdp. Every data shard trains its own samples. Gradients and losses stay where they
+    were computed until an update, so their arrays have a leading axis "copy": their sum is what
+    counts.
+
+    Attributes:
+      mesh: the devices.
+      weights: how the frozen weights are divided among them.
+    """
+
+    mesh: Mesh
+    weights: WeightSharding
+
+    @classmethod
+    def of(
+        cls, stage: "Stage", devices: Sequence[jax.Device], config: BackboneConfig
+    ) -> "StageMesh":
+        """The mesh of a stage.
+
+        Args:
+          stage: sizes of the axes.
+          devices: the devices, dp · fsdp · tp of them.
+          config: configuration of the backbone.
+        """
+        sizes = (stage.dp, stage.fsdp, stage.tp)
+        weights = WeightSharding(
+            tp=stage.tp,
+            fsdp=stage.fsdp,
+            whole_keys=stage.tp > config.num_kv_heads,
+            split_vocabulary=stage.tp > 1 and config.vocab_size % stage.tp == 0,
+        )
+        return cls(Mesh(np.asarray(devices).reshape(sizes), AXES), weights)
+
+    def device_config(self, config: BackboneConfig, layers: int) -> BackboneConfig:
+        """The configuration of a model of the size that one device computes.
+
+        Args:
+          config: configuration of the backbone.
+          layers: number of layers.
+        """
+        tp = self.weights.tp
+        return dataclasses.replace(
+            config,
+            num_layers=layers,
+            num_heads=config.num_heads // tp,
+            num_kv_heads=max(1, config.num_kv_heads // tp),
+            intermediate_size=config.intermediate_size // tp,
+            vocab_size=config.vocab_size // (tp if self.weights.split_vocabulary else 1),
+        )
+
+    @property
+    def shards(self) -> int:
+        """Number of data shards: dp · fsdp."""
+        return self.mesh.shape[DP] * self.mesh.shape[FSDP]
+
+    def put(self, tree: Any, specs: Any) -> Any:
+        """Copies arrays to the devices.
+
+        Args:
+          tree: the arrays.
+          specs: a tree of `PartitionSpec`, or one for all arrays.
+        """
+        if isinstance(specs, P):
+            return jax.device_put(tree, NamedSharding(self.mesh, specs))
+        return jax.device_put(tree, self.shardings(specs))
+
+    def shardings(self, specs: Any) -> Any:
+        """The tree of `NamedSharding` for a tree of `PartitionSpec`."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def weight_specs(self, weights: Weights) -> Weights:
+        """A tree like `weights` with the `PartitionSpec` of every array.
+
+        Tensor parallelism divides a linear by its output or its input (see `WeightSharding`), and
+        fully sharded data parallelism by the other one, which is the model width.
+        """
+
+        def spec(path: tuple[Any, ...], _: Any) -> P:
+            *_, module, leaf = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+            divided = self.weights.divided_axis(module) and TP
+            vocabulary = TP if self.weights.split_vocabulary else None
+            if module == "embed_tokens":
+                return P(vocabulary, FSDP)
+            if module == "lm_head":
+                return P(FSDP, vocabulary)
+            if leaf == "kernel":
+                return P(None, divided, FSDP) if module in ROW_PARALLEL else P(None, FSDP, divided)
+            if leaf == "bias" and module not in ROW_PARALLEL:
+                return P(None, divided)
+            return P()
+
+        return jax.tree.map_with_path(spec, weights)
+
+    def leaf_specs(self, leaves: Any) -> Any:
+        """A tree with the `PartitionSpec` of every array of the adapters or their training state.
+
+        Args:
+          leaves: tree of `LeafSpec`, in which the names of linears are keys.
+        """
+
+        def spec(path: tuple[Any, ...], leaf: LeafSpec) -> P:
+            divided, partial_sums = self._of_leaf(path, leaf)
+            axes = {"copy": AXES if partial_sums else DATA, divided: TP}
+            return P(*(axes.get(axis) for axis in leaf.axes))
+
+        return jax.tree.map_with_path(spec, leaves)
+
+    def with_copies(self, leaves: Any) -> Any:
+        """A tree of `LeafSpec` with a leading axis "copy" for every array, which is a sum of what
+        devices have computed.
+
+        Args:
+          leaves: tree of `LeafSpec`, in which the names of linears are keys.
+        """
+
+        def copied(path: tuple[Any, ...], leaf: LeafSpec) -> LeafSpec:
+            _, partial_sums = self._of_leaf(path, leaf)
+            copies = self.mesh.size if partial_sums else self.shards
+            return dataclasses.replace(leaf, shape=(copies, *leaf.shape), axes=("copy", *leaf.axes))
+
+        return jax.tree.map_with_path(copied, leaves)
+
+    def sums(self, leaves: Any) -> Any:
+        """A tree with the `SumAxes` of each array.
+
+        Args:
+          leaves: tree of `LeafSpec`, in which the names of linears are keys.
+        """
+        return jax.tree.map_with_path(
+            lambda path, leaf: SumAxes(AXES if self._of_leaf(path, leaf)[1] else DATA), leaves
+        )
+
+    def _of_leaf(self, path: tuple[Any, ...], leaf: LeafSpec) -> tuple[str | None, bool]:
+        """The axis by which tensor parallelism divides an array, and whether its gradient on a
+        device is a summand of the whole gradient."""
+        keys = (getattr(key, "key", None) for key in path)
+        module = next((key for key in keys if key in MODULES), None)
+        if module is None or self.weights.tp == 1:
+            return None, False
+        divided = self.weights.divided_axis(module)
+        return (divided, False) if divided in leaf.axes else (None, True)
+
+
+def on_one_device(tree: Any) -> Any:
+    """Shapes and dtypes of what one device holds of a tree of arrays."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
+    )
+
+
+def stage_meshes(
+    replica: "Replica", devices: Sequence[jax.Device], config: BackboneConfig
+) -> list[StageMesh]:
+    """The meshes of a replica's stages, each with the next ones of the devices.
+
+    Args:
+      replica: the stages.
+      devices: the devices, as many as the replica has.
+      config: configuration of the backbone.
+    """
+    left = iter(devices)
+    return [
+        StageMesh.of(stage, [next(left) for _ in range(stage.devices)], config)
+        for stage in replica.stages
+    ]

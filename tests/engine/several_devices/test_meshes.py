@@ -1,0 +1,161 @@
+"""Stages of several devices train like one device: data, fully sharded data and tensor
+parallelism."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.models import Backbone
+from jaxmux.optimizers import SGD, AdamW
+from jaxmux.planner.devices import Stage
+
+# Rounding in another order changes gradients by this much, relative to their norm.
+GRADIENT_TOLERANCE = 1e-5
+# An adapter differs by this part of what training has changed.
+ADAPTER_TOLERANCE = 1e-3
+
+SUMMED = ("accumulators", "loss")
+
+MESHES = {
+    "dp2": {"layers": (4,), "stage": Stage(dp=2)},
+    "tp2,pp2": {"layers": (2, 2), "stage": Stage(tp=2)},
+    "dp2,fsdp2,tp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2)},
+}
+MORE_MESHES = {
+    "fsdp2": {"layers": (4,), "stage": Stage(fsdp=2)},
+    "tp2": {"layers": (4,), "stage": Stage(tp=2)},
+    "tp4": {"layers": (4,), "stage": Stage(tp=4)},
+    "dp2,pp2,tp2": {"layers": (3, 1), "stage": Stage(dp=2, tp=2)},
+    "fsdp2,pp2,tp2": {"layers": (1, 3), "stage": Stage(fsdp=2, tp=2)},
+    "interleaved": {
+        "layers": (1, 1, 1, 1),
+        "stages": 2,
+        "stage": Stage(tp=2),
+        "schedule": "interleaved",
+    },
+}
+
+
+OTHER_BACKBONES = {
+    "biases": {"architecture": "Qwen2ForCausalLM", "attention_bias": True},
+    "head norms": {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "num_kv_heads": 4},
+    "an untied head": {"tie_word_embeddings": False},
+    "a vocabulary that tp does not divide": {"vocab_size": 101},
+}
+
+
+@pytest.fixture(scope="module")
+def make_backbone(config):
+    """Makes a random backbone in which rounding stays small: a last bit that differs in a weight
+    changes gradients by less than 1e-6."""
+
+    def make(**fields) -> Backbone:
+        fields = {"vocab_size": 104, "tie_word_embeddings": True} | fields
+        random = Backbone.random(dataclasses.replace(config, **fields), seed=5)
+        weights = jax.tree.map(lambda w: w if w.ndim == 1 else 2 * w, random.weights)
+        return dataclasses.replace(random, weights=weights)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tasks(make_task):
+    """Tasks of ten updates, of different lengths, ranks, optimizers, targets and dropout; clipping
+    bites."""
+    return (
+        make_task("long", lengths=(60, 120), steps=10),
+        make_task("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.02), steps=10),
+        make_task("short", rank=2, lengths=(3, 20), batch_size=9, steps=10),
+        make_task("few", rank=3, targets=("q_proj", "down_proj"), optimizer=SGD(0.1), steps=10),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(make_backbone, make_engine, tasks, train):
+    """What one device makes of the tasks: adapters at the beginning and the end, and updates."""
+    engine = make_engine(*tasks, model=make_backbone())
+    begin = arrays_of(engine)
+    updates = train(engine)
+    return begin, arrays_of(engine), updates
+
+
+def arrays_of(engine):
+    return {name: engine.task_arrays(name) for name in engine.names}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_a_mesh_trains_like_one_device(mesh, trained, make_backbone, make_engine, tasks, train):
+    check_training(mesh, trained, make_backbone(), make_engine, tasks, train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MORE_MESHES.values(), ids=MORE_MESHES)
+def test_more_meshes_train_like_one_device(mesh, trained, make_backbone, make_engine, tasks, train):
+    check_training(mesh, trained, make_backbone(), make_engine, tasks, train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", OTHER_BACKBONES.values(), ids=OTHER_BACKBONES)
+def test_other_backbones_have_the_gradients_of_one_device(
+    fields, make_backbone, make_engine, tasks
+):
+    model = make_backbone(**fields)
+    meshes = {"layers": (2, 2), "stage": Stage(fsdp=2, tp=2)}, MORE_MESHES["tp4"]
+    expected = gradients(make_engine(*tasks, model=model))
+    for mesh in meshes:
+        found = gradients(make_engine(*tasks, model=model, **mesh))
+        assert_gradients_are_close(found, expected)
+
+
+def check_training(mesh, trained, model, make_engine, tasks, train):
+    """Losses and adapters after ten updates, and the gradients of one round."""
+    begin, end, expected_updates = trained
+    engine = make_engine(*tasks, model=model, **mesh)
+    updates = train(engine)
+    for name, arrays in arrays_of(engine).items():
+        losses, expected = ([u.loss for u in own[name]] for own in (updates, expected_updates))
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert_adapter_is_close(begin[name], end[name], arrays)
+    assert min(u.grad_norm for u in updates["dropped"]) > 0.02
+    expected = gradients(make_engine(*tasks, model=model))
+    assert_gradients_are_close(gradients(make_engine(*tasks, model=model, **mesh)), expected)
+
+
+def gradients(engine):
+    """By task, accumulators and loss of a round that begins with random adapters."""
+    for name in engine.names:
+        rng = np.random.default_rng(7)
+        arrays = {
+            path: value + 0.05 * rng.standard_normal(value.shape).astype(np.float32)
+            if path.startswith("adapter")
+            else value
+            for path, value in engine.task_arrays(name).items()
+        }
+        engine._slots.write(name, arrays)
+    plan = engine._stream.next(engine._live(), {})
+    engine._executor.run(plan._replace(updates=()), [], lambda: False, None)
+    engine.close()
+    return {
+        name: {path: x for path, x in arrays.items() if path.split("/")[0] in SUMMED}
+        for name, arrays in arrays_of(engine).items()
+    }
+
+
+def assert_gradients_are_close(found, expected):
+    for name, arrays in expected.items():
+        np.testing.assert_allclose(found[name]["loss"], arrays["loss"], rtol=GRADIENT_TOLERANCE)
+        scale = norm_of_difference(arrays, {path: 0 for path in arrays}, "accumulators")
+        error = norm_of_difference(found[name], arrays, "accumulators")
+        assert error <= GRADIENT_TOLERANCE * scale, (name, error / scale)
+
+
+def assert_adapter_is_close(begin, expected, found):
+    change = norm_of_difference(expected, begin, "adapter")
+    assert norm_of_difference(found, expected, "adapter") <= ADAPTER_TOLERANCE * change
+
+
+def norm_of_difference(one, other, kind):
+    paths = [path for path in one if path.startswith(kind)]
+    return np.sqrt(sum(np.sum(np.square(one[path] - other[path])) for path in paths))
