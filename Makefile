@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-peft lint format clean
+.PHONY: help demo test test-devices test-meshes test-peft lint format clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -62,6 +62,10 @@ test: .venv/installed ## run the test suite on the CPU
 
 test-devices: .venv/installed ## run the tests of several devices, eight parts of the CPU
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 300 \
+		tests/engine/several_devices tests/runs/several_devices
+
+test-meshes: .venv/installed ## the same on more meshes and backbones (about 5 minutes)
+	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 600 -m "not gpu" \
 		tests/engine/several_devices tests/runs/several_devices
 
 test-peft: .venv/installed .venv-peft/installed ## compare with Hugging Face transformers and PEFT

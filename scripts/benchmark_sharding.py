@@ -1,10 +1,11 @@
-"""Training throughput of a pipeline of several GPUs beside one GPU.
+"""Training throughput of meshes of several GPUs beside one GPU.
 
-  python scripts/benchmark_sharding.py --out benchmarks/sharding_h200.json --stages 2
+  NCCL_NVLS_ENABLE=0 python scripts/benchmark_sharding.py --out benchmarks/sharding_h200.json \
+      --meshes pp2 dp2 fsdp2 tp2
 
 The backbone has the shape of Llama-3.1-8B and random bf16 weights. The tasks have random tokens,
 LoRA of rank 16 on all linears, and AdamW. A round has `--microbatches` full microbatches of 8,192
-tokens, and the pipeline is empty between two rounds. One GPU and the pipeline train the same tasks,
+tokens, and a pipeline is empty between two rounds. One GPU and the meshes train the same tasks,
 one after the other, in processes of their own; a time is the median over rounds.
 
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
@@ -13,7 +14,7 @@ figures that it was made from.
 For a dry run on CPU:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=4 python scripts/benchmark_sharding.py \
-      --out /tmp/dry.json --stages 2 --tokens 128 --chunk_len 64 --length 64 --layers 4 \
+      --out /tmp/dry.json --meshes pp2 tp2 --tokens 128 --chunk_len 64 --length 64 --layers 4 \
       --hidden 256 --vocab 512 --rounds 3
 """
 
@@ -35,15 +36,16 @@ from benchmark_step import in_own_process, llama_config, round_size
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
-from jaxmux.sharding import consecutive_parts, place_backbone
+from jaxmux.sharding import consecutive_parts, random_placed_backbone, stage_meshes
 
 # Rounds that are not measured: the first one compiles.
 WARM_UP_ROUNDS = 2
-# The share of perfect scaling that the time of a round should reach.
-LEAST_SHARE = 3.3 / 4
+# The share of perfect scaling that each axis should reach. Tensor parallelism and fully sharded
+# data parallelism are for backbones that do not fit otherwise; they should at least lose nothing.
+LEAST_SHARE = {"pp": 3.3 / 4, "dp": 3.85 / 4, "fsdp": 0.5, "tp": 0.5}
 
 
 class Measured(NamedTuple):
@@ -68,14 +70,28 @@ class Measured(NamedTuple):
 
 def main() -> None:
     args = parse_arguments()
-    one, several = (in_own_process(partial(measure, args, n)) for n in (1, args.stages))
-    ideal = args.stages * one.microbatches / (one.microbatches + args.stages - 1)
-    record = {
-        "name": (
-            f"8B shape, pp={args.stages}, {args.tasks} tasks, flush between rounds, over one GPU"
-        ),
+    one = in_own_process(partial(measure, args, ONE_DEVICE))
+    records = [
+        record(args, one, replica, in_own_process(partial(measure, args, replica)))
+        for replica in map(Replica.parse, args.meshes)
+    ]
+    args.out.write_text(json.dumps(records, indent=1) + "\n")
+    print(json.dumps(records, indent=1))
+
+
+def record(
+    args: argparse.Namespace, one: Measured, replica: Replica, several: Measured
+) -> dict[str, Any]:
+    """The record of a mesh beside one GPU."""
+    sizes = {"pp": replica.pp, **replica.stage._asdict()}
+    share = min(LEAST_SHARE[axis] for axis, size in sizes.items() if size > 1)
+    mesh = ",".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    per_stage = one.microbatches / replica.shards
+    ideal = replica.devices * per_stage / (per_stage + replica.pp - 1)
+    return {
+        "name": f"8B shape, {mesh}, {args.tasks} tasks, flush between rounds, over one GPU",
         "value": one.seconds / several.seconds,
-        "bound": LEAST_SHARE * args.stages,
+        "bound": share * replica.devices,
         "sense": "at least",
         "unit": "ratio of tokens per second",
         "command": shlex.join(["python", *sys.argv]),
@@ -83,36 +99,32 @@ def main() -> None:
         "versions": installed_versions("jax", "jaxlib"),
         "baselines": {
             "one GPU, tokens/s": one.tokens / one.seconds,
-            "pipeline, tokens/s": several.tokens / several.seconds,
-            "1F1B without any overhead": ideal,
+            "mesh, tokens/s": several.tokens / several.seconds,
+            "without any overhead": ideal,
             "microbatches of a round": one.microbatches,
             "seconds to the end of the first round, one GPU": one.first,
-            "seconds to the end of the first round, pipeline": several.first,
+            "seconds to the end of the first round, mesh": several.first,
             "peak memory of each device, GiB": [p and p / 2**30 for p in several.peaks],
             "peak memory of one GPU, GiB": [p and p / 2**30 for p in one.peaks],
         },
     }
-    args.out.write_text(json.dumps([record], indent=1) + "\n")
-    print(json.dumps(record, indent=1))
 
 
-def measure(args: argparse.Namespace, stages: int) -> Measured:
-    """Trains on one device, or on a pipeline of several."""
+def measure(args: argparse.Namespace, replica: Replica) -> Measured:
+    """Trains on one device, or on a mesh of several."""
     started = time.perf_counter()
-    config = llama_config(args)
-    backbone: Any = Backbone.random(config, dtype=jnp.bfloat16)
-    if stages > 1:
-        parts = consecutive_parts(Replica.uniform(pp=stages).stage_layers(config.num_layers))
-        whole, backbone = backbone, place_backbone(backbone, parts, jax.devices()[:stages])
-        jax.block_until_ready(backbone.weights)
-        del whole
+    config, devices = llama_config(args), jax.devices()[: replica.devices]
+    if replica == ONE_DEVICE:
+        backbone = Backbone.random(config, dtype=jnp.bfloat16)
+    else:
+        homes = stage_meshes(replica, devices, config)
+        parts = consecutive_parts(replica.stage_layers(config.num_layers))
+        backbone = random_placed_backbone(config, jnp.bfloat16, parts, homes)
     shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
     microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
     rounds = WARM_UP_ROUNDS + args.rounds
     task = random_task(config, "task0", [args.length] * 2 * batch, batch, rounds + 1, args.rank)
-    options = EngineOptions(
-        shape, remat=args.remat, schedule=args.schedule if stages > 1 else "1f1b"
-    )
+    options = EngineOptions(shape, remat=args.remat, schedule=args.schedule)
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(in_other_names(task, args.tasks))
         engine.train_round()
@@ -124,7 +136,6 @@ def measure(args: argparse.Namespace, stages: int) -> Measured:
             ends.append(time.perf_counter())
         engine.drain()
         times = [after - before for before, after in zip(ends, ends[1:], strict=False)]
-    devices = jax.devices()[:stages]
     return Measured(
         statistics.median(times[WARM_UP_ROUNDS - 1 :]),
         microbatches * shape.tokens,
@@ -138,7 +149,7 @@ def measure(args: argparse.Namespace, stages: int) -> Measured:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--meshes", nargs="+", default=["pp2"])
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--tasks", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)

@@ -73,7 +73,7 @@ def cost_models(size: BackboneSize, memory: int | None = None) -> CostModels:
     models = device_models(size, memory, Replica())
     times, estimated = models.times, []
     for devices in AXES:
-        times, names = with_estimated_collectives(times, devices, devices)
+        times, names = with_estimated_collectives(times, Replica.uniform(devices, devices))
         estimated += names
     notes = (*models.source.notes, f"collectives estimated: {', '.join(estimated)} devices")
     return models._replace(times=times, source=models.source._replace(notes=notes))

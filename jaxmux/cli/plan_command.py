@@ -13,11 +13,12 @@ from rich.console import Console
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.backbone_size import mesh_sizes, size_of
 from jaxmux.engine.prepared_task import read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import resolve_targets
+from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     CostModels,
     PoolSpec,
@@ -61,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         require_writable(options.out / _PLAN)
     replica = Replica.parse(options.mesh)
+    if replica.shards > 1:
+        raise PlanningError(
+            f"mesh {replica}: plans are for one data shard; plan its devices alone, e.g. "
+            f"{Replica.uniform(replica.pp, replica.tp)}"
+        )
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     config = gin_bindings.run_config()
     plan, smaller, dropped = _plan(config, replica, options.profile, options.rounds)
@@ -92,14 +98,7 @@ def _plan(
     check_names(run.tasks)
     folder = resolve_backbone(run.backbone)
     config = BackboneConfig.from_folder(folder)
-    replica.require(
-        config.num_layers,
-        {
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "intermediate_size": config.intermediate_size,
-        },
-    )
+    replica.require(config.num_layers, mesh_sizes(config))
     models = _cost_models(run, config, replica, profile)
     tokenizer = load_tokenizer(folder)
     tasks = [_read_task(task, config, tokenizer) for task in run.tasks]

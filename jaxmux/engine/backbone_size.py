@@ -39,5 +39,20 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
     )
 
 
+def mesh_sizes(config: BackboneConfig) -> dict[str, int]:
+    """The sizes of a backbone that a mesh has to divide, by their key in config.json, for
+    `planner.devices.Replica.require`.
+
+    Args:
+      config: configuration of the backbone.
+    """
+    return {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "hidden_size": config.hidden_size,
+    }
+
+
 def _nbytes(tree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -69,7 +69,7 @@ class Engine:
       admission: predicts whether a new task fits into memory; None without such a check. The engine
         replaces it when rounds show how much memory they need.
       rounds: number of rounds dispatched so far.
-      microbatches: number of microbatches dispatched so far.
+      microbatches: number of microbatches dispatched so far, those of all data shards together.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Engine:
             try:
                 outcome = self._executor.run(current, self._done, stop, self._due)
             finally:
-                self.microbatches += len(self._done) - before
+                self.microbatches += self._executor.shards * (len(self._done) - before)
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
                 self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
@@ -390,7 +390,7 @@ class Engine:
     def _observe_memory(self) -> None:
         """Tells `admission` a new peak of memory use. The device reports only the highest peak so
         far."""
-        one_device = len(self._slots.stored.parts) == 1
+        one_device = self._slots.stored.homes == [None]
         peak = device_peak() if self.admission and one_device else None
         # A restored round without microbatches may have been updated before anything was compiled.
         if peak and peak > self._peak and self.remat:

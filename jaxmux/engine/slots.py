@@ -93,9 +93,9 @@ class Slots:
 
     @property
     def state(self) -> TrainState | None:
-        """The arrays of the only part of the state; None until the first task is added. Raises
-        RuntimeError if there are several parts."""
-        if len(self.stored.parts) > 1:
+        """The arrays of the state on one device; None until the first task is added. Raises
+        RuntimeError if there are several devices."""
+        if self.stored.homes != [None]:
             raise RuntimeError("the state lies on several devices; read tasks with task_arrays")
         return self.stored.states[0] if self.stored.states else None
 

@@ -51,34 +51,40 @@ class Replica(NamedTuple):
     stages: tuple[Stage, ...] = (Stage(),)
 
     @classmethod
-    def uniform(cls, pp: int = 1, tp: int = 1) -> "Replica":
+    def uniform(cls, pp: int = 1, tp: int = 1, dp: int = 1, fsdp: int = 1) -> "Replica":
         """Returns a replica of equal stages.
 
         Args:
           pp: number of pipeline stages.
           tp: number of tensor-parallel devices of each stage.
+          dp: number of data-parallel copies of the weights in each stage.
+          fsdp: number of devices among which the weights of each copy are divided by fully sharded
+            data parallelism.
         """
-        return cls((Stage(tp=tp),) * pp)
+        return cls((Stage(dp, fsdp, tp),) * pp)
 
     @classmethod
     def parse(cls, text: str) -> "Replica":
-        """Returns the uniform replica that a text such as "pp4", "tp2" or "pp4,tp2" names.
+        """Returns the uniform replica that a text such as "pp4", "tp2" or "dp2,pp4,tp2" names, the
+        inverse of `str`.
 
         Args:
-          text: axes with their sizes, separated by commas. "pp" is the number of pipeline stages,
-            "tp" the number of tensor-parallel devices of each stage. An axis that is absent has
-            size 1. An equals sign between the axis and its size is allowed ("pp=4").
+          text: axes with their sizes, separated by commas, in any order. "pp" is the number of
+            pipeline stages; "dp" (data parallelism), "fsdp" (fully sharded data parallelism) and
+            "tp" (tensor parallelism) are the axes of each stage, see `Stage`. An axis that is
+            absent has size 1. An equals sign between the axis and its size is allowed ("pp=4").
 
         Raises:
           PlanningError: an axis is unknown or given twice, or its size is not a positive number.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
-            found = re.fullmatch(r"\s*(pp|tp)\s*=?\s*([0-9]+)\s*", part)
+            found = re.fullmatch(r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]+)\s*", part)
             if not found:
                 raise PlanningError(
                     f"mesh {text!r}: {part.strip()!r} is no axis with its size, expected e.g. "
-                    "pp4,tp2 (pp: pipeline stages, tp: tensor parallelism)"
+                    "pp4,tp2 (pp: pipeline stages, tp: tensor parallelism, dp: data parallelism, "
+                    "fsdp: fully sharded data parallelism)"
                 )
             axis, size = found[1], int(found[2])
             if axis in sizes:
@@ -94,19 +100,44 @@ class Replica(NamedTuple):
         return len(self.stages)
 
     @property
+    def stage(self) -> Stage:
+        """The devices of each stage.
+
+        Raises:
+          PlanningError: the stages differ. The cost models do not cover this case.
+        """
+        first = self.stages[0]
+        if any(stage != first for stage in self.stages):
+            raise PlanningError(f"replica {self}: costs are known for equal stages only")
+        return first
+
+    @property
     def tp(self) -> int:
         """Number of tensor-parallel devices of each stage.
 
         Raises:
-          PlanningError: the stages differ, or a stage uses dp or fsdp. The cost models cover
-            neither case.
+          PlanningError: the stages differ.
         """
-        first = self.stages[0]
-        if first != Stage(tp=first.tp) or any(stage != first for stage in self.stages):
-            raise PlanningError(
-                f"replica {self}: costs are known for equal stages of tensor-parallel devices only"
-            )
-        return first.tp
+        return self.stage.tp
+
+    @property
+    def fsdp(self) -> int:
+        """Number of devices of each stage among which a copy of its weights is divided, besides
+        tensor parallelism.
+
+        Raises:
+          PlanningError: the stages differ.
+        """
+        return self.stage.fsdp
+
+    @property
+    def shards(self) -> int:
+        """Number of data shards of each stage, which train different samples: dp · fsdp.
+
+        Raises:
+          PlanningError: the stages differ.
+        """
+        return self.stage.dp * self.stage.fsdp
 
     @property
     def devices(self) -> int:
@@ -133,32 +164,53 @@ class Replica(NamedTuple):
         """
         return [layers // self.pp + (stage < layers % self.pp) for stage in range(self.pp)]
 
-    def require(self, layers: int, divisible: Mapping[str, int]) -> None:
+    def require(self, layers: int, sizes: Mapping[str, int]) -> None:
         """Raises an error if a backbone cannot be spread over the replica's devices.
+
+        `tp` has to divide the attention heads and the width of the MLP. It may exceed the key
+        heads, as a multiple of them: then several devices compute with the same key head. `fsdp`
+        has to divide the model width.
 
         Args:
           layers: L, number of layers of the backbone. Every stage needs at least one.
-          divisible: sizes that the number of tensor-parallel devices has to divide, by their key in
-            the backbone's config.json; for example `{"num_attention_heads": 32}`.
+          sizes: num_attention_heads, num_key_value_heads, intermediate_size and hidden_size, by
+            their key in the backbone's config.json.
 
         Raises:
-          PlanningError: there are more stages than layers, `tp` does not divide a size, or the
-            stages differ. The first two messages name the nearest size of the axis that would fit.
+          PlanningError: there are more stages than layers, or an axis does not suit a size. The
+            message names the nearest size of the axis that would fit.
         """
         if self.pp > layers:
             raise PlanningError(
                 f"mesh {self}: {self.pp} stages for {layers} layers, every stage needs at least "
                 f"one; it would fit with pp{layers}"
             )
-        for name, size in divisible.items():
-            if size % self.tp:
-                sizes = range(1, min(divisible.values()) + 1)
-                fitting = [tp for tp in sizes if not any(n % tp for n in divisible.values())]
-                nearest = min(fitting, key=lambda tp: (abs(tp - self.tp), tp))
+        for stage in self.stages:
+            for axis, misfit in (("tp", _tp_misfit), ("fsdp", _fsdp_misfit)):
+                found = getattr(stage, axis)
+                if not (name := misfit(found, sizes)):
+                    continue
+                fitting = (n for n in range(1, max(sizes.values()) + 1) if not misfit(n, sizes))
+                nearest = min(fitting, key=lambda n: (abs(n - found), n))
                 raise PlanningError(
-                    f"mesh {self}: tp{self.tp} does not divide {name}={size}; the nearest that "
-                    f"divides all of {', '.join(divisible)} is tp{nearest}"
+                    f"mesh {self}: {axis}{found} does not divide {name}={sizes[name]}; the nearest "
+                    f"that fits is {axis}{nearest}"
                 )
+
+
+def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
+    """The name of a size that tensor parallelism cannot divide; None if there is none."""
+    for name in ("num_attention_heads", "intermediate_size"):
+        if sizes[name] % tp:
+            return name
+    keys = sizes["num_key_value_heads"]
+    return "num_key_value_heads" if keys % tp and tp % keys else None
+
+
+def _fsdp_misfit(fsdp: int, sizes: Mapping[str, int]) -> str | None:
+    """The name of a size that fully sharded data parallelism cannot divide; None if there is
+    none."""
+    return "hidden_size" if sizes["hidden_size"] % fsdp else None
 
 
 # The replica of one stage with one device.

@@ -17,6 +17,7 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
+from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import (
@@ -34,7 +35,12 @@ from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.sharding import PlacedBackbone, consecutive_parts, load_placed_backbone
+from jaxmux.sharding import (
+    PlacedBackbone,
+    consecutive_parts,
+    load_placed_backbone,
+    stage_meshes,
+)
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition
@@ -176,12 +182,21 @@ def fine_tune(
 
 def _refuse_mesh(replica: Replica, config: BackboneConfig) -> None:
     """PlanningError if the backbone cannot be divided among the devices, or they are not there."""
-    replica.require(config.num_layers, {})
+    replica.require(config.num_layers, mesh_sizes(config))
     if replica.devices > (found := len(jax.devices())):
         raise PlanningError(
             f"mesh {replica}: {numbered(replica.devices, 'device')}, but there "
-            f"{'is' if found == 1 else 'are'} {found}; it would fit with pp{found}"
+            f"{'is' if found == 1 else 'are'} {found}; it would fit with {_fewer(replica, found)}"
         )
+
+
+def _fewer(replica: Replica, devices: int) -> Replica:
+    """The replica with its largest axes made smaller until it has at most that many devices."""
+    sizes = {"pp": replica.pp, **replica.stage._asdict()}
+    while math.prod(sizes.values()) > devices:
+        largest = max(sizes, key=sizes.get)
+        sizes[largest] -= 1
+    return Replica.uniform(**sizes)
 
 
 def _load(
@@ -190,7 +205,8 @@ def _load(
     if replica == ONE_DEVICE:
         return load_backbone(folder, dtype)
     parts = consecutive_parts(replica.stage_layers(config.num_layers))
-    return load_placed_backbone(folder, dtype, parts, jax.devices()[: replica.pp])
+    homes = stage_meshes(replica, jax.devices()[: replica.devices], config)
+    return load_placed_backbone(folder, dtype, parts, homes)
 
 
 def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
@@ -231,7 +247,8 @@ def _plan_run(
     replica = options.replica
     if replica != ONE_DEVICE:
         layers = ", ".join(map(str, replica.stage_layers(config.num_layers)))
-        console.say(f"mesh {replica}: stages of {layers} layers")
+        shards = numbered(replica.shards, "data shard")
+        console.say(f"mesh {replica}: stages of {layers} layers, {shards}")
     costs = run_costs(
         prepared, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
     )

@@ -28,8 +28,13 @@ class RunOptions:
     Attributes:
       dtype: dtype of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16"
         or "float32". Adapters and their optimizer states are always float32.
-      mesh: the devices to train on. "pp4" divides the backbone's layers among four devices, which
-        form a pipeline; the results are those of one device. None is one device.
+      mesh: the devices to train on, as sizes of axes: "pp4", or "dp2,pp2,tp2" for eight devices.
+        "pp" (pipeline parallelism) divides the layers among stages. "dp" (data parallelism) trains
+        different samples on copies of the weights. "fsdp" (fully sharded data parallelism) also
+        trains different samples, and divides the weights; layers are gathered when they are needed.
+        "tp" (tensor parallelism) divides every linear. An axis that is not named has size 1. The
+        results are those of one device, with "pp" alone bit for bit on CPU, else up to rounding.
+        None is one device.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train
@@ -98,11 +103,8 @@ class RunOptions:
         check_fields(self, PlanningError)
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
-        if self.replica.tp > 1:
-            raise PlanningError(
-                f"mesh {self.mesh!r}: tensor parallelism (tp) can be planned but not trained yet; "
-                "pipeline stages (pp) can"
-            )
+        # A mesh that cannot be read is refused here, before anything is loaded.
+        _ = self.replica
 
     @property
     def replica(self) -> Replica:

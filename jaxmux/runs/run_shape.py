@@ -39,7 +39,8 @@ _log = logging.getLogger("jaxmux")
 
 
 class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths in tokens of the samples in a task's global batch.
+    """By step, the stream lengths in tokens of the samples of a task's global batch that one data
+    shard trains.
 
     The stream length of a sample is its number of tokens minus 1, because the model does not read
     the last token. A global batch is read only when its lengths are requested.
@@ -47,10 +48,12 @@ class BatchLengths(Sequence[list[int]]):
     Attributes:
       batches: global batches of the task.
       steps: number of steps that the task trains.
+      shards: number of data shards, among which the samples are divided. The first one stands for
+        all.
     """
 
-    def __init__(self, batches: GlobalBatches, steps: int):
-        self.batches, self.steps = batches, steps
+    def __init__(self, batches: GlobalBatches, steps: int, shards: int = 1):
+        self.batches, self.steps, self.shards = batches, steps, shards
 
     def __len__(self) -> int:
         return self.steps
@@ -58,7 +61,7 @@ class BatchLengths(Sequence[list[int]]):
     def __getitem__(self, step: int) -> list[int]:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        return [sample.stream_length for sample in self.batches[step]]
+        return [sample.stream_length for sample in self.batches[step][:: self.shards]]
 
 
 class RunCosts(NamedTuple):
@@ -163,7 +166,8 @@ def choose_run_shape(
         two.
     """
     lengths = [length for task in tasks for length in task.lengths]
-    rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
+    shards = costs.replica.replica.shards
+    rounds = sample_rounds([BatchLengths(task.batches, task.steps, shards) for task in tasks])
     given = (rounds, request, costs.replica.microbatch, lengths)
     choice = Choice(choose_shape(*given), plain_shape(*given), costs.source)
     _log.info(choice.comparison)

@@ -94,7 +94,7 @@ def device_models(
     Raises:
       ProfileError: a profile in the folder cannot be read, or the chosen one lacks a measurement,
         or the memory of the device while `memory` is None.
-      PlanningError: the stages of the replica differ, or a stage uses data parallelism.
+      PlanningError: the stages of the replica differ.
     """
     for path in sorted(Path(resolve_path(profiles)).glob("*.json")):
         profile = read_profile(path)
@@ -114,7 +114,7 @@ def estimated_models(size: BackboneSize, memory: int | None, replica: Replica) -
     """
     model = estimated_memory(size, memory)
     text = "the backbone's FLOPs and bytes at an H200's rates, without kernel launches"
-    times, _ = with_estimated_collectives(estimated_times(size), replica.pp, replica.tp)
+    times, _ = with_estimated_collectives(estimated_times(size), replica)
     source = CostSource("estimated", text, h200.NAME, model.memory)
     return CostModels(times, model, source, _HOPPER_CHUNK)
 
@@ -138,7 +138,7 @@ def measured_models(
     Raises:
       ProfileError: the profile cannot be read, lacks a measurement, belongs to another backbone, or
         does not hold the device's memory although `memory` is None.
-      PlanningError: the stages of the replica differ, or a stage uses data parallelism.
+      PlanningError: the stages of the replica differ.
     """
     profile = read_profile(path)
     if difference := _differs(profile, size):
@@ -149,7 +149,7 @@ def measured_models(
         )
     backbone = dataclasses.replace(profile.backbone, layers=size.layers)
     times = dataclasses.replace(fit_time_model(profile), backbone=backbone)
-    times, estimated = with_estimated_collectives(times, replica.pp, replica.tp)
+    times, estimated = with_estimated_collectives(times, replica)
     note = f"not in the profile, so estimated for H200s: {', '.join(estimated)} devices"
     model = dataclasses.replace(fit_memory_model(profile, memory), backbone=backbone)
     source = CostSource(

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmux.optimizers import OPTIMIZERS
 
+from ..devices import Replica
 from . import h200
 from .adapter_times import AdapterTimes
 from .attention_times import AttentionTimes
@@ -84,18 +85,20 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
     )
 
 
-def with_estimated_collectives(times: TimeModel, pp: int, tp: int) -> tuple[TimeModel, list[str]]:
+def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[TimeModel, list[str]]:
     """Adds an H200's collectives to a time model where the model lacks them.
 
     Args:
       times: the time model; it is not changed.
-      pp: number of pipeline stages, the devices of a permute.
-      tp: number of tensor-parallel devices, the devices of an all-reduce.
+      replica: the devices. Stages exchange the residual stream, the devices of a stage sums (tp)
+        and weights (fsdp).
 
     Returns:
       A new time model, and the names of the added collectives.
     """
+    pp, tp, fsdp = replica.pp, replica.tp, replica.fsdp
     estimates = {
+        ("all_gather", "outer", fsdp): lambda payload: h200.all_gather_seconds(payload, fsdp),
         ("psum", "inner", tp): lambda payload: h200.all_reduce_seconds(payload, tp),
         ("ppermute", "inner", pp): h200.permute_seconds,
     }

@@ -86,6 +86,12 @@ def all_reduce_seconds(payload_bytes: float, devices: int) -> float:
     return 2 * (devices - 1) / devices * permute_seconds(payload_bytes)
 
 
+def all_gather_seconds(payload_bytes: float, devices: int) -> float:
+    """Returns the seconds of a ring all-gather in which each of `devices` GPUs puts in
+    `payload_bytes` bytes."""
+    return (devices - 1) * permute_seconds(payload_bytes)
+
+
 def permute_seconds(payload_bytes: float) -> float:
     """Returns the seconds in which a GPU sends `payload_bytes` bytes to a neighbour."""
     return payload_bytes / LINK_BYTES_PER_SECOND

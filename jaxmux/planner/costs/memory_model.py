@@ -89,7 +89,9 @@ class MemoryModel:
         layers.
 
         This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
-        tasks, divided over the S stages. Tensor parallelism divides it further.
+        tasks, divided over the S stages. Tensor parallelism divides it further, and fully sharded
+        data parallelism divides the weights. It needs room for two gathered layers, the one that is
+        computed and the next one.
 
         Args:
           pool: sizes of the pool that holds all tasks.
@@ -99,9 +101,11 @@ class MemoryModel:
           PlanningError: the pool names an unknown optimizer or linear.
         """
         size = self.backbone
-        of_layer = size.layer_bytes + pool.state_bytes(size) / size.layers
         fullest = max(replica.stage_layers(size.layers))
-        return (fullest * of_layer + size.outside_bytes / replica.pp) / replica.tp
+        weights = fullest * size.layer_bytes + size.outside_bytes / replica.pp
+        state = fullest * pool.state_bytes(size) / size.layers
+        gathered = 2 * size.layer_bytes if replica.fsdp > 1 else 0
+        return (weights / replica.fsdp + state + gathered) / replica.tp
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one
@@ -305,7 +309,7 @@ class MemoryModel:
         slots = [t for t in range(1, pool.slots) if fits(shape, pool._replace(slots=t))]
         ranks = [r for r in range(1, pool.rank) if fits(shape, pool._replace(rank=r))]
         deeper = range(replica.pp + 1, more_stages * self.backbone.layers + 1)
-        replicas = (Replica.uniform(pp, replica.tp) for pp in deeper)
+        replicas = (Replica((replica.stage,) * pp) for pp in deeper)
         stages = next((r.pp for r in replicas if self.fits(shape, pool, r)), None)
         return [
             *([f"at most {numbered(max(slots), 'slot')}"] if slots else []),

@@ -171,7 +171,8 @@ class ReplicaCosts:
         Raises:
           ProfileError: the profile measures no update by the pool's optimizer.
         """
-        return self.times.pool_update(self.pool, self.replica.devices) + self.times.round_overhead
+        parts = self.replica.pp * self.replica.tp
+        return self.times.pool_update(self.pool, parts) + self.times.round_overhead
 
     def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
         """Returns the peak memory of a round, in bytes of one device of the stage that needs the
@@ -215,7 +216,11 @@ class ReplicaCosts:
         """Returns the forward and backward seconds of a layer and its all-reduces: float64 [2]."""
         tp, tokens = self.replica.tp, shape.tokens if owned is None else owned
         passes = self.times.layer(shape, (tokens,), self.pool, policy, tp, total=shape.tokens)
-        return np.array(passes) + 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
+        # The next layer's weights are gathered while a layer is computed.
+        fsdp = self.replica.fsdp
+        own = self.times.backbone.layer_bytes / tp / fsdp
+        passes = np.maximum(passes, self.times.collective("all_gather", fsdp, own, "outer"))
+        return passes + 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
 
     def _fits(self, shape: ShapeClass, in_flight: int) -> bool:
         if self.remat == AUTO:

@@ -159,3 +159,73 @@ def assert_adapter_is_close(begin, expected, found):
 def norm_of_difference(one, other, kind):
     paths = [path for path in one if path.startswith(kind)]
     return np.sqrt(sum(np.sum(np.square(one[path] - other[path])) for path in paths))
+
+
+@pytest.mark.parametrize("mesh", [MESHES["tp2,pp2"], MESHES["dp2,fsdp2,tp2"]], ids=str)
+def test_a_task_that_is_not_finite_fails_alone(
+    mesh, make_backbone, make_engine, make_task, replace_adapter, train, assert_same_training
+):
+    """The other tasks keep their bits, also after the task has left in the middle of the run."""
+    good = make_task("good", steps=4, batch_size=9), make_task("other", dropout=0.2, steps=4)
+    bad = replace_adapter(make_task("bad", steps=4), lambda x: np.full_like(x, np.nan))
+    options = {"model": make_backbone(), "max_bad_steps": 2, **mesh}
+    expected, found = make_engine(*good, **options), make_engine(*good, bad, **options)
+    expected_updates, updates = train(expected), train(found)
+    assert found.progress("bad").status == "failed"
+    del updates["bad"]
+    expected.microbatches = found.microbatches
+    assert_same_training(found, updates, expected, expected_updates)
+
+
+def test_all_devices_keep_the_same_bits(make_backbone, make_engine, tasks, train):
+    """Data-parallel devices update their adapters by themselves."""
+    engine = make_engine(*tasks, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
+    train(engine, rounds=2)
+    (state,) = engine._slots.stored.states
+    for leaf in jax.tree.leaves((state.adapters, state.moments, state.count)):
+        by_place = {}
+        for shard in leaf.addressable_shards:
+            by_place.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        for first, *others in by_place.values():
+            assert len(others) >= 3
+            for other in others:
+                np.testing.assert_array_equal(other, first)
+
+
+def test_training_moves_between_meshes_in_the_middle_of_a_round(
+    trained, make_backbone, make_engine, tasks, train
+):
+    """From one device to eight and to two; every sample is trained once."""
+    begin, end, expected_updates = trained
+    model, updates = make_backbone(), {}
+    engine = make_engine(*tasks, model=model)
+    for mesh in (MESHES["dp2,fsdp2,tp2"], MESHES["dp2"]):
+        for name, more in train(engine, rounds=3).items():
+            updates[name] = updates.get(name, []) + more
+        assert not engine.train_round(lambda: True)
+        assert any(engine.accumulated(name) for name in engine.names)
+        following = make_engine(*tasks, model=model, **mesh)
+        for name in engine.names:
+            state = engine.task_arrays(name), engine.progress(name), engine.accumulated(name)
+            following.restore_task(name, *state)
+        following.rounds = engine.rounds
+        engine = following
+    for name, more in train(engine).items():
+        updates[name] += more
+        losses, expected = ([u.loss for u in own[name]] for own in (updates, expected_updates))
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert_adapter_is_close(begin[name], end[name], engine.task_arrays(name))
+
+
+def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, make_task):
+    engine = make_engine(make_task("a"), model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
+    layers = engine.backbone.weights[0]["layers"]
+    for path, divided in (("self_attn.q_proj", 4), ("mlp.down_proj", 4)):
+        block, name = path.split(".")
+        values = layers[block][name]["kernel"].values
+        (shape,) = {shard.data.shape for shard in values.addressable_shards}
+        assert np.prod(shape) * divided == values.size
+    (state,) = engine._slots.stored.states
+    of_up = state.adapters["lora"]["mlp.up_proj"]
+    assert of_up.a.addressable_shards[0].data.size == of_up.a.size
+    assert of_up.b.addressable_shards[0].data.size * 2 == of_up.b.size

@@ -47,7 +47,7 @@ def random_costs(rng: np.random.Generator) -> ReplicaCosts:
     )
     recompute = dict(zip(POLICIES, np.sort(rng.uniform(-0.1, 0.5, 4)).tolist(), strict=True))
     times = dataclasses.replace(estimated_times(size), recompute=recompute)
-    times, _ = with_estimated_collectives(times, replica.pp, replica.tp)
+    times, _ = with_estimated_collectives(times, replica)
     memory = MemoryModel(size, 2**40, OnlineFit.of_features(3), math.inf)
     working = 1.25 * memory.kept(SHAPE.tokens, POOL.rank, "norms", replica.tp)
     fit = memory.working.observe(FEATURES, working, weight=1e9)

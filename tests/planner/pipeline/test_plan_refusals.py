@@ -59,10 +59,15 @@ def test_replica_is_read_in_any_order(text):
     assert Replica.parse(text) == Replica.uniform(4, 2)
 
 
+@pytest.mark.parametrize("text", ["pp1,tp1", "pp4,tp2", "pp1,dp4", "pp2,dp2,fsdp4,tp8"])
+def test_replica_is_read_as_it_is_written(text):
+    assert str(Replica.parse(text)) == text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp2", "'dp2' is no axis"),
+        ("ep2", "'ep2' is no axis"),
         ("", "'' is no axis"),
         ("pp4,pp2", "pp is given twice"),
         ("tp0", "tp should be at least 1"),
@@ -74,9 +79,18 @@ def test_malformed_replica_is_refused(text, message):
 
 
 def test_impossible_replica_is_refused_with_the_nearest_possible_one():
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    Replica.uniform(32, 8).require(32, heads)
+    sizes = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "hidden_size": 4096,
+    }
+    Replica.uniform(32, 16, 3, 64).require(32, sizes)
     with pytest.raises(PlanningError, match="33 stages for 32 layers.* fit with pp32"):
-        Replica.uniform(33, 1).require(32, heads)
-    with pytest.raises(PlanningError, match="tp16 does not divide num_key_value_heads=8.* is tp8"):
-        Replica.uniform(1, 16).require(32, heads)
+        Replica.uniform(33, 1).require(32, sizes)
+    with pytest.raises(PlanningError, match="tp12 does not divide num_attention_heads=32.* is tp8"):
+        Replica.uniform(1, 12).require(32, sizes)
+    with pytest.raises(PlanningError, match="tp4 does not divide num_key_value_heads=6.* is tp2"):
+        Replica.uniform(1, 4).require(32, sizes | {"num_key_value_heads": 6})
+    with pytest.raises(PlanningError, match="fsdp3 does not divide hidden_size=4096.* is fsdp2"):
+        Replica.uniform(fsdp=3).require(32, sizes)

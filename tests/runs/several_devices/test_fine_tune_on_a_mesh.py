@@ -8,6 +8,7 @@ import pytest
 
 from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions
 from jaxmux.engine import pipeline
+from jaxmux.runs import checkpoints
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_
     one = train(tmp_path / "one", *tasks, **OPTIONS)
     capsys.readouterr()
     two = train(tmp_path / "two", *tasks, mesh="pp2", **OPTIONS)
-    assert "mesh pp2,tp1: stages of 1, 1 layers" in capsys.readouterr().out
+    assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in capsys.readouterr().out
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
     found = adapter_bytes(tmp_path / "two" / "adapters")
     assert found == adapter_bytes(tmp_path / "one" / "adapters")
@@ -65,12 +66,43 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     assert found == adapter_bytes(tmp_path / "whole" / "adapters")
 
 
+def test_a_run_on_a_mesh_is_close_to_one_device_and_resumes_to_the_same_bits(
+    tasks, train, tmp_path, adapter_bytes, monkeypatch
+):
+    """The checkpoint is one between two rounds, as after a kill."""
+    one = train(tmp_path / "one", *tasks, **OPTIONS)
+    whole = train(tmp_path / "whole", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
+    expected = one.tasks["a"]["eval_loss"]
+    assert whole.tasks["a"]["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    for name, task in one.tasks.items():
+        assert whole.tasks[name]["train_loss_last"] == pytest.approx(
+            task["train_loss_last"], rel=1e-4
+        )
+    save, calls = checkpoints.Checkpoints.save, []
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
+    monkeypatch.undo()
+    train(tmp_path / "killed", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    found = adapter_bytes(tmp_path / "killed" / "adapters")
+    assert found == adapter_bytes(tmp_path / "whole" / "adapters")
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
         ("pp3", "3 stages for 2 layers, .* it would fit with pp2"),
         ("pp9", "9 stages for 2 layers"),
-        ("tp2", "mesh 'tp2': tensor parallelism .* not trained yet"),
+        ("tp3", "mesh pp1,tp3: tp3 does not divide num_attention_heads=.* that fits is tp2"),
+        ("fsdp5", "mesh pp1,fsdp5: fsdp5 does not divide hidden_size=.* that fits is fsdp4"),
         ("pipeline", "'pipeline' is no axis with its size"),
     ],
 )
@@ -82,7 +114,7 @@ def test_a_mesh_that_cannot_be_is_refused(mesh, message, tasks, train, tmp_path)
 
 def test_too_few_devices_are_named(tasks, train, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [None])
-    with pytest.raises(PlanningError, match="2 devices, but there is 1; it would fit with pp1"):
+    with pytest.raises(PlanningError, match="2 devices, but there is 1; it would fit with pp1,tp1"):
         train(tmp_path, *tasks, mesh="pp2", **OPTIONS)
 
 
