@@ -46,9 +46,10 @@ from jaxmux.tasks import Task, TaskError
 from .checkpoints import Checkpoints, RunPosition
 from .console import RunConsole
 from .loss_plot import plot_losses
+from .mesh_choice import choose_mesh
 from .metrics import MetricsWriter
 from .run_directory import FORMAT, RunDirectory
-from .run_options import RunOptions, check_names
+from .run_options import AUTO_MESH, RunOptions, check_names
 from .run_shape import choose_run_shape, run_costs
 from .stop_signals import StopSignals
 from .summary import Summary
@@ -127,8 +128,9 @@ def fine_tune(
         config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
         fingerprints = {"backbone": backbone_fingerprint(backbone)}
         directory.refuse_changes(fingerprints)
-        reserved, replica = options.reserved(config), options.replica
-        _refuse_mesh(replica, config)
+        reserved = options.reserved(config)
+        if options.mesh != AUTO_MESH:
+            _refuse_mesh(options.replica, config)
         prepared = [
             prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks
         ]
@@ -142,7 +144,8 @@ def fine_tune(
             console.summarise(finished, directory, config)
             return finished
         console.announce(prepared, config)
-        shape, admission = _plan_run(prepared, config, options, directory, console)
+        replica = _mesh(prepared, config, options, console)
+        shape, admission = _plan_run(prepared, config, options, replica, directory, console)
         engine_options = EngineOptions(
             shape,
             reserved,
@@ -188,6 +191,20 @@ def _refuse_mesh(replica: Replica, config: BackboneConfig) -> None:
             f"mesh {replica}: {numbered(replica.devices, 'device')}, but there "
             f"{'is' if found == 1 else 'are'} {found}; it would fit with {_fewer(replica, found)}"
         )
+
+
+def _mesh(
+    prepared: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    console: RunConsole,
+) -> Replica:
+    """The devices to train on."""
+    if options.mesh != AUTO_MESH:
+        return options.replica
+    choice = choose_mesh(prepared, config, options, len(jax.devices()))
+    console.say(str(choice))
+    return choice.replica
 
 
 def _fewer(replica: Replica, devices: int) -> Replica:
@@ -239,12 +256,12 @@ def _plan_run(
     prepared: Sequence[PreparedTask],
     config: BackboneConfig,
     options: RunOptions,
+    replica: Replica,
     directory: RunDirectory,
     console: RunConsole,
 ) -> tuple[ShapeClass, Admission | None]:
     """The shape class of the microbatches, and the memory check of tasks, which is None if the
     device's memory is unknown. PlanningError if the tasks do not fit."""
-    replica = options.replica
     if replica != ONE_DEVICE:
         layers = ", ".join(map(str, replica.stage_layers(config.num_layers)))
         shards = numbered(replica.shards, "data shard")

@@ -15,6 +15,8 @@ from jaxmux.planner.packing import ShapeRequest
 from jaxmux.tasks import Task, TaskError
 
 _count = partial(integer, least=1)
+# The mesh that stands for the best layout of all devices.
+AUTO_MESH = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class RunOptions:
         trains different samples, and divides the weights; layers are gathered when they are needed.
         "tp" (tensor parallelism) divides every linear. An axis that is not named has size 1. The
         results are those of one device, with "pp" alone bit for bit on CPU, else up to rounding.
-        None is one device.
+        "auto" takes all devices, in the layout that is predicted to train fastest. None is one
+        device.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train
@@ -104,11 +107,12 @@ class RunOptions:
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
         # A mesh that cannot be read is refused here, before anything is loaded.
-        _ = self.replica
+        if self.mesh != AUTO_MESH:
+            _ = self.replica
 
     @property
     def replica(self) -> Replica:
-        """The devices that `mesh` names.
+        """The devices that `mesh` names, which is not "auto".
 
         Raises:
           PlanningError: `mesh` cannot be read.

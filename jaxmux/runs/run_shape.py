@@ -88,11 +88,13 @@ class Choice(NamedTuple):
       alignment: the chosen shape class, with its predicted cost over a sample of the rounds.
       plain: the shape class of the plain rule, with its predicted cost over the same rounds.
       source: origin of the costs, as in `RunCosts`.
+      rounds: number of the rounds.
     """
 
     alignment: PricedShape
     plain: PricedShape
     source: str
+    rounds: int
 
     def __str__(self) -> str:
         return f"microbatches of {_described(self.alignment)}"
@@ -169,7 +171,7 @@ def choose_run_shape(
     shards = costs.replica.replica.shards
     rounds = sample_rounds([BatchLengths(task.batches, task.steps, shards) for task in tasks])
     given = (rounds, request, costs.replica.microbatch, lengths)
-    choice = Choice(choose_shape(*given), plain_shape(*given), costs.source)
+    choice = Choice(choose_shape(*given), plain_shape(*given), costs.source, len(rounds))
     _log.info(choice.comparison)
     return choice
 

@@ -90,14 +90,15 @@ def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[Time
 
     Args:
       times: the time model; it is not changed.
-      replica: the devices. Stages exchange the residual stream, the devices of a stage sums (tp)
-        and weights (fsdp).
+      replica: the devices. Stages exchange the residual stream, the devices of a stage sums (tp),
+        weights (fsdp), and gradients at updates (all data shards).
 
     Returns:
       A new time model, and the names of the added collectives.
     """
-    pp, tp, fsdp = replica.pp, replica.tp, replica.fsdp
+    pp, tp, fsdp, shards = replica.pp, replica.tp, replica.fsdp, replica.shards
     estimates = {
+        ("psum", "outer", shards): lambda payload: h200.all_reduce_seconds(payload, shards),
         ("all_gather", "outer", fsdp): lambda payload: h200.all_gather_seconds(payload, fsdp),
         ("psum", "inner", tp): lambda payload: h200.all_reduce_seconds(payload, tp),
         ("ppermute", "inner", pp): h200.permute_seconds,

@@ -166,13 +166,16 @@ class ReplicaCosts:
         """Returns the seconds of a round besides its microbatches.
 
         A round is one global batch of every task. The seconds are those of the optimizer update of
-        all tasks and of the fixed overhead of a round.
+        all tasks, with the sum of the gradients of all data shards, and of the fixed overhead of a
+        round.
 
         Raises:
           ProfileError: the profile measures no update by the pool's optimizer.
         """
         parts = self.replica.pp * self.replica.tp
-        return self.times.pool_update(self.pool, parts) + self.times.round_overhead
+        gradients = 4 * self.pool.parameters(self.times.backbone) / parts
+        summed = self.times.collective("psum", self.replica.shards, gradients, "outer")
+        return self.times.pool_update(self.pool, parts) + summed + self.times.round_overhead
 
     def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
         """Returns the peak memory of a round, in bytes of one device of the stage that needs the
@@ -216,11 +219,12 @@ class ReplicaCosts:
         """Returns the forward and backward seconds of a layer and its all-reduces: float64 [2]."""
         tp, tokens = self.replica.tp, shape.tokens if owned is None else owned
         passes = self.times.layer(shape, (tokens,), self.pool, policy, tp, total=shape.tokens)
-        # The next layer's weights are gathered while a layer is computed.
+        # Each pass gathers the layer's weights, and sums two outputs or two gradients of inputs.
         fsdp = self.replica.fsdp
         own = self.times.backbone.layer_bytes / tp / fsdp
-        passes = np.maximum(passes, self.times.collective("all_gather", fsdp, own, "outer"))
-        return passes + 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
+        gather = self.times.collective("all_gather", fsdp, own, "outer")
+        summed = 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
+        return np.array(passes) + gather + summed
 
     def _fits(self, shape: ShapeClass, in_flight: int) -> bool:
         if self.remat == AUTO:

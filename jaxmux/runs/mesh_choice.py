@@ -1,0 +1,134 @@
+"""Chooses the mesh of a training run: of all layouts of the devices, the one that is predicted to
+train fastest."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxmux.engine import PreparedTask
+from jaxmux.engine.backbone_size import mesh_sizes
+from jaxmux.models import BackboneConfig, backbone_dtype
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import Replica
+from jaxmux.planner.numbers import numbered
+
+from .run_options import RunOptions
+from .run_shape import choose_run_shape, run_costs
+
+_log = logging.getLogger("jaxmux")
+# Layouts that the message names besides the chosen one.
+_SHOWN = 2
+
+
+class PricedMesh(NamedTuple):
+    """A layout of the devices with its predicted time.
+
+    Attributes:
+      replica: the layout.
+      seconds: predicted seconds of a round (one global batch of every task), on average.
+    """
+
+    replica: Replica
+    seconds: float
+
+
+class MeshChoice(NamedTuple):
+    """The layouts that fit, from the fastest.
+
+    Attributes:
+      meshes: the layouts, at least one.
+    """
+
+    meshes: tuple[PricedMesh, ...]
+
+    @property
+    def replica(self) -> Replica:
+        """The fastest layout."""
+        return self.meshes[0].replica
+
+    def __str__(self) -> str:
+        best, *others = (f"{mesh.replica} ({mesh.seconds:.3g} s a round)" for mesh in self.meshes)
+        text = f"mesh {best} is predicted to be the fastest"
+        return text + (f", before {', '.join(others[:_SHOWN])}" if others else "")
+
+
+def choose_mesh(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    devices: int,
+) -> MeshChoice:
+    """Prices all layouts of the devices in which the tasks fit into memory.
+
+    A layout's time is that of its microbatches in the shape class that is best for it, of an empty
+    pipeline at the beginning and the end of every round, and of the updates.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      devices: number of devices; all of them are used.
+
+    Raises:
+      PlanningError: no layout fits. The message is that of the layout that needs least memory.
+    """
+    found, refusal = [], None
+    # Layouts that divide the weights most come first: theirs is the refusal that counts.
+    for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
+        try:
+            found.append(PricedMesh(replica, _seconds(tasks, config, options, replica)))
+        except PlanningError as e:
+            _log.info("mesh %s: %s", replica, e)
+            refusal = refusal or e
+    if not found:
+        fit = numbered(devices, "device")
+        raise PlanningError(f"mesh 'auto': no layout of {fit} fits; {refusal}")
+    return MeshChoice(tuple(sorted(found, key=lambda mesh: mesh.seconds)))
+
+
+def possible_meshes(devices: int, config: BackboneConfig) -> Iterator[Replica]:
+    """Yields all layouts of the devices among which the backbone can be divided.
+
+    Args:
+      devices: number of devices of each layout.
+      config: configuration of the backbone.
+    """
+    for sizes in _factorisations(devices, ("pp", "tp", "fsdp", "dp")):
+        replica = Replica.uniform(**sizes)
+        try:
+            replica.require(config.num_layers, mesh_sizes(config))
+        except PlanningError:
+            continue
+        yield replica
+
+
+def _factorisations(product: int, axes: Sequence[str]) -> Iterator[Mapping[str, int]]:
+    """Yields all sizes of the axes with this product."""
+    axis, *others = axes
+    if not others:
+        yield {axis: product}
+        return
+    for size in range(1, product + 1):
+        if product % size == 0:
+            for rest in _factorisations(product // size, others):
+                yield {axis: size, **rest}
+
+
+def _seconds(
+    tasks: Sequence[PreparedTask], config: BackboneConfig, options: RunOptions, replica: Replica
+) -> float:
+    """Predicted seconds of a round on a layout; PlanningError if the tasks do not fit."""
+    dtype = backbone_dtype(options.dtype)
+    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica)
+    choice = choose_run_shape(tasks, costs, options.shape_request(costs.least_chunk_len))
+    best, replica_costs = choice.alignment, costs.replica
+    reserved = options.reserved(config)
+    asked = options.tokens_per_microbatch
+    admission = Admission(replica_costs, best.shape, asked, reserved, more_stages=False)
+    admission.require({task.task.name: task.pool for task in tasks})
+    if replica_costs.depth(best.shape) < replica.pp or math.isinf(best.seconds):
+        raise PlanningError(f"no memory for {replica.pp} microbatches in flight")
+    fill = (replica.pp - 1) * best.seconds / best.microbatches
+    return best.seconds / choice.rounds + fill + replica_costs.update()

@@ -1,0 +1,62 @@
+"""The choice of a mesh for all devices."""
+
+import dataclasses
+
+import pytest
+
+from jaxmux.models import BackboneConfig
+from jaxmux.planner import PlanningError
+from jaxmux.planner.devices import Replica
+from jaxmux.profiling import in_other_names, random_task
+from jaxmux.runs import RunOptions
+from jaxmux.runs.mesh_choice import choose_mesh, possible_meshes
+
+CONFIG = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+)
+LARGE = dataclasses.replace(
+    CONFIG, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
+)
+
+
+def choice(config, devices, **options):
+    task = random_task(config, "task", [2048] * 16, 16, 1, 16)
+    options = RunOptions(mesh="auto", dtype="bfloat16", **options)
+    return choose_mesh(in_other_names(task, 2), config, options, devices)
+
+
+def test_all_layouts_that_the_backbone_allows_are_tried():
+    config = dataclasses.replace(CONFIG, num_layers=2, num_heads=6, num_kv_heads=2, hidden_size=99)
+    found = {str(replica) for replica in possible_meshes(4, config)}
+    # tp4 does not divide 6 heads, fsdp2 not 99 columns, and there are no 4 layers.
+    assert found == {"pp1,dp4", "pp2,dp2", "pp1,dp2,tp2", "pp2,tp2"}
+
+
+def test_one_device_is_one_device():
+    assert choice(CONFIG, 1).replica == Replica()
+
+
+def test_a_backbone_that_fits_is_copied_and_a_large_one_divided():
+    assert choice(CONFIG, 2).replica == Replica.uniform(dp=2)
+    large = choice(LARGE, 2)
+    assert large.replica.shards * large.replica.pp * large.replica.tp == 2
+    assert Replica.uniform(dp=2) not in [mesh.replica for mesh in large.meshes]
+
+
+def test_the_message_names_the_choice_and_what_comes_after_it():
+    text = str(choice(CONFIG, 2))
+    assert text.startswith("mesh pp1,dp2 (") and "s a round) is predicted to be the fastest" in text
+    assert text.count("s a round") == 3
+
+
+def test_layouts_that_do_not_fit_are_refused_with_the_leanest_one():
+    message = "mesh 'auto': no layout of 2 devices fits; task 'task0' does not fit even alone on"
+    with pytest.raises(PlanningError, match=message):
+        choice(LARGE, 2, memory_gib=20)
