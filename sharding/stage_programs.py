@@ -260,9 +260,8 @@ def _run_part(
     accumulators; and the finite chunks."""
     part, config, sharding = options.part, options.config, options.forward.sharding
     own = dataclasses.replace(config, num_layers=part.layers)
-    weights = jax.lax.stop_gradient(weights)
     if part.is_first:
-        x = embed(weights, microbatch, sharding)
+        x = jax.lax.stop_gradient(embed(weights, microbatch, sharding))
     y, lora, finite = run_layers(
         own,
         weights["layers"],

@@ -2,14 +2,18 @@
 parallelism."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmux.models import Backbone
+from jaxmux.models.modules import abstract_weights
 from jaxmux.optimizers import SGD, AdamW
 from jaxmux.planner.devices import Stage
+from jaxmux.sharding import forward
+from jaxmux.sharding.stage_mesh import on_one_device
 
 # Rounding in another order changes gradients by this much, relative to their norm.
 GRADIENT_TOLERANCE = 1e-5
@@ -229,3 +233,30 @@ def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, m
     of_up = state.adapters["lora"]["mlp.up_proj"]
     assert of_up.a.addressable_shards[0].data.size == of_up.a.size
     assert of_up.b.addressable_shards[0].data.size * 2 == of_up.b.size
+
+
+@pytest.mark.parametrize("remat", ["norms", "dots", "full"])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_the_backward_pass_is_given_no_weights_or_adapters(
+    mesh, remat, make_backbone, make_engine, make_task
+):
+    """They would be copied for every microbatch in flight."""
+    engine = make_engine(make_task("a"), model=make_backbone(), **mesh)
+    executor = engine._executor
+    parts = range(len(executor._backbone.parts))
+    passed = None
+    for part in parts:
+        program = executor._program(part, False, remat)
+        arguments = executor._arguments(part, executor._empty()[part], executor._table(), passed)
+        passed, _, residuals = jax.eval_shape(partial(forward, program), *arguments)
+        kept = {leaf.shape[1:] for leaf in jax.tree.leaves(residuals)}
+        state = executor._stored.states[part]
+        own = on_one_device((executor._backbone.weights[part], state.adapters))
+        # A stack of two layers, a stack of one layer that was gathered, and one layer.
+        shapes = {leaf.shape for leaf in jax.tree.leaves(own) if leaf.ndim > 1}
+        config = program.home.device_config(executor._backbone.config, 1)
+        whole = jax.tree.leaves(abstract_weights(config))
+        shapes |= {shape for leaf in whole for shape in (leaf.shape, leaf.shape[1:])}
+        assert len(kept) > 3
+        # Vectors, such as the weights of the final norm, are small.
+        assert not {s for s in kept & shapes if len(s) > 1 and 1 not in s[-2:]}

@@ -1,0 +1,75 @@
+"""Backbones that are loaded in parts, each device its own."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.models import Backbone, load_backbone, save_backbone
+from jaxmux.models.backbone import CheckpointReader
+from jaxmux.planner.devices import Replica
+from jaxmux.sharding import (
+    consecutive_parts,
+    load_placed_backbone,
+    place_backbone,
+    random_placed_backbone,
+    stage_meshes,
+)
+
+MESH = Replica.uniform(pp=2, tp=2, fsdp=2)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def folder(request, config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("backbone")
+    config = dataclasses.replace(
+        config, tie_word_embeddings=request.param == "tied", vocab_size=104
+    )
+    save_backbone(Backbone.random(config, seed=9), folder)
+    return folder
+
+
+def places(config):
+    homes = stage_meshes(MESH, jax.devices(), config)
+    return consecutive_parts(MESH.stage_layers(config.num_layers)), homes
+
+
+def test_a_folder_is_loaded_like_a_whole_backbone_that_is_divided(folder):
+    whole = load_backbone(folder)
+    expected = place_backbone(whole, *places(whole.config))
+    found = load_placed_backbone(folder, "auto", *places(whole.config))
+    assert jax.tree.structure(found.weights) == jax.tree.structure(expected.weights)
+    for one, other in zip(*map(jax.tree.leaves, (found.weights, expected.weights)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        np.testing.assert_array_equal(one, other)
+
+
+def test_no_read_is_larger_than_what_a_device_keeps(folder, monkeypatch):
+    whole = load_backbone(folder)
+    read, sizes = CheckpointReader._tensor, {}
+
+    def counted(self, name, shape, index, dtype):
+        value = read(self, name, shape, index, dtype)
+        sizes.setdefault(name, []).append((value.size, np.prod(shape)))
+        return value
+
+    monkeypatch.setattr(CheckpointReader, "_tensor", counted)
+    load_placed_backbone(folder, "auto", *places(whole.config))
+    for name, found in sizes.items():
+        divided = 4 if "proj" in name or "embed" in name or "lm_head" in name else 1
+        for size, of_tensor in found:
+            assert size * divided == of_tensor, name
+        # Each part of a tensor is read once for each stage that has it.
+        assert len(found) in (divided, 2 * divided)
+
+
+def test_a_random_backbone_is_made_in_parts(config):
+    backbone = random_placed_backbone(config, np.dtype("float32"), *places(config))
+    for weights, layers in zip(backbone.weights, MESH.stage_layers(config.num_layers), strict=True):
+        values = weights["layers"]["mlp"]["up_proj"]["kernel"].values
+        assert values.shape[0] == layers
+        assert values.addressable_shards[0].data.size * 4 == values.size
+        assert 0.015 < float(values.std()) < 0.025
+    first, second = (np.asarray(jax.tree.leaves(w["layers"]["mlp"])[0]) for w in backbone.weights)
+    assert not np.array_equal(first, second)
