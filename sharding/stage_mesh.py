@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.models import MODULES, BackboneConfig, Weights
+from jaxmux.models import MODULES, Adapters, BackboneConfig, Weights, linear_sizes
 from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
+from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import LeafSpec
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class StageMesh:
         return cls(Mesh(np.asarray(devices).reshape(sizes), AXES), weights)
 
     def device_config(self, config: BackboneConfig, layers: int) -> BackboneConfig:
-        """The configuration of a model of the size that one device computes.
+        """The configuration of a model of the size that one device computes. If every device has
+        all keys, it has the one key head with which the device's queries attend.
 
         Args:
           config: configuration of the backbone.
@@ -87,6 +89,26 @@ class StageMesh:
             intermediate_size=config.intermediate_size // tp,
             vocab_size=config.vocab_size // (tp if self.weights.split_vocabulary else 1),
         )
+
+    def device_factors(self, adapters: Adapters, config: BackboneConfig) -> Adapters:
+        """Shapes of the factors that suit `device_config`.
+
+        Args:
+          adapters: shapes of the factors that one device has, by path of the linear.
+          config: the result of `device_config`.
+        """
+
+        def own(module: str, factors: Factors) -> Factors:
+            b = factors.b
+            shape = (*b.shape[:-1], linear_sizes(config, module)[1])
+            return factors._replace(b=jax.ShapeDtypeStruct(shape, b.dtype))
+
+        if not self.weights.whole_keys:
+            return adapters
+        return {
+            module: own(module, factors) if module.endswith(("k_proj", "v_proj")) else factors
+            for module, factors in adapters.items()
+        }
 
     @property
     def shards(self) -> int:

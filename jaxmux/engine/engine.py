@@ -117,6 +117,13 @@ class Engine:
         # By slot, indices of the samples whose gradients were in the accumulators when the current
         # round began.
         self._accumulated: dict[int, list[int]] = {}
+        # The round after the current one, if the executor may have begun it; and whether the
+        # current round is such a round, not yet given to the executor again.
+        self._following: RoundPlan | None = None
+        self._begun_ahead = False
+        # By slot that is updated in the current round, the samples of its following global batch
+        # whose gradients are accumulated.
+        self._accumulated_ahead: dict[int, list[int]] = {}
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
         self._peak = 0
@@ -265,9 +272,11 @@ class Engine:
             )
             before = len(self._done)
             try:
-                outcome = self._executor.run(current, self._done, stop, self._due)
+                self._begun_ahead = False
+                outcome = self._executor.run(current, self._done, stop, self._due, self._next_round)
             finally:
-                self.microbatches += self._executor.shards * (len(self._done) - before)
+                self._count(len(self._done) - before)
+            self._count(len(outcome.ahead))
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
                 self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
@@ -280,16 +289,58 @@ class Engine:
             if not updates:
                 break
             self._current = current._replace(updates=updates)
+            self._keep_ahead(outcome.ahead)
             self._fetch()
             # A round that has lost a task would be packed otherwise next time: finish it first.
             if all(self._slots[slot].running for slot in current.steps):
                 return self._take_fetched()
             stop = lambda: False  # noqa: E731
-        self._current = None
-        self._done = []
-        self._accumulated = {}
+        self._current, self._following = self._following, None
+        self._done, self._begun_ahead = list(outcome.ahead), self._current is not None
+        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
         self.rounds += 1
         return self._take_fetched()
+
+    def _count(self, dispatched: int) -> None:
+        """Counts microbatches that all data shards have trained."""
+        self.microbatches += self._executor.shards * dispatched
+
+    def _next_round(self) -> RoundPlan | None:
+        """The round after the current one, for the tasks that are live as far as is known."""
+        if self._accumulated_ahead:
+            # A part of it has been trained before the current round was stopped.
+            return None
+        live = {
+            number: step + 1
+            for number, step in self._current.steps.items()
+            if self._slots[number].running and step + 1 < self._slots[number].prepared.steps
+        }
+        self._following = self._stream.next(live, {}) if live else None
+        return self._following
+
+    def _keep_ahead(self, ended: Sequence[int]) -> None:
+        """Notes what a stopped executor has trained of the following round, and forgets the
+        round."""
+        if self._following is None:
+            return
+        for i in ended:
+            for number, samples in self._following.microbatches[i].samples.items():
+                self._accumulated_ahead.setdefault(number, []).extend(samples)
+        self._following = None
+        self._stream.close()
+
+    def _settle(self) -> None:
+        """Ends what the executor has begun of the current round before the round before had ended.
+        The round is then planned anew, without the samples that are trained."""
+        if not self._begun_ahead:
+            return
+        # A stopped executor has ended everything that had begun.
+        ended = self._executor.settle() or self._done
+        self._count(len(ended) - len(self._done))
+        self._following, self._current = self._current, None
+        self._done, self._begun_ahead = [], False
+        self._keep_ahead(ended)
+        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
@@ -334,7 +385,7 @@ class Engine:
             return sorted(before)
         if not any(number in due.slots for due in plan.updates):
             # The global batch is complete, and its update is dispatched.
-            return []
+            return sorted(self._accumulated_ahead.get(number, ()))
         done = (plan.microbatches[i].samples.get(number, ()) for i in self._done)
         samples = [sample for microbatch in done for sample in microbatch]
         return sorted([*before, *samples])
@@ -347,6 +398,7 @@ class Engine:
           One `TaskUpdate` for each task of that round, except tasks that had failed before its
           update. Empty if all results have been fetched already.
         """
+        self._settle()
         self._fetch()
         return self._take_fetched()
 

@@ -17,11 +17,13 @@ class RoundOutcome(NamedTuple):
 
     Attributes:
       updates: by the slots of an update that was due, its results on the device.
+      ahead: indices of the microbatches of the following round that have ended.
       lost: True if the accumulated gradients were lost, because the device ran out of memory. Slots
         that have not been updated begin their global batches again.
     """
 
     updates: dict[tuple[int, ...], UpdateStats]
+    ahead: tuple[int, ...] = ()
     lost: bool = False
 
 
@@ -34,6 +36,7 @@ class Executor(Protocol):
       remat: the remat policy of every layer, or one policy for all layers, with which the training
         programs are compiled; None before they are.
       shards: number of data shards, each of which trains a microbatch of its own at the same time.
+      stages: number of pipeline stages among which rounds follow each other without a gap.
     """
 
     @property
@@ -41,6 +44,9 @@ class Executor(Protocol):
 
     @property
     def shards(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
 
     def refuse_implementations(self, dropout: bool) -> None:
         """Checks that the implementations that the options name can serve the state.
@@ -64,6 +70,7 @@ class Executor(Protocol):
         done: list[int],
         stop: Callable[[], bool],
         due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
     ) -> RoundOutcome:
         """Dispatches microbatches and updates of a round, and returns before they are finished.
 
@@ -75,6 +82,18 @@ class Executor(Protocol):
             microbatch begins and no further update is dispatched.
           due: function that returns an update's numbers for the given slots. It may wait for the
             results of earlier rounds.
+          following: function that returns the round after this one, or None if there is none. The
+            call may begin its microbatches. If it was not stopped, the next call is given this
+            round; microbatches that have begun end in that call, or in `settle`.
+        """
+        ...
+
+    def settle(self) -> tuple[int, ...]:
+        """Ends the microbatches of the following round that have begun, so that tasks can be read
+        and changed. The round itself is forgotten.
+
+        Returns:
+          The indices of its microbatches that have ended, in this call and before.
         """
         ...
 

@@ -1,15 +1,15 @@
 """The executor of several devices: a pipeline of stages that follows a schedule of the planner."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.data.microbatch import Microbatch
-from jaxmux.models import Backbone, ForwardOptions, SlotTable, device_memory
+from jaxmux.models import Backbone, SlotTable, device_memory
 from jaxmux.models.modules import abstract_weights
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
@@ -32,7 +32,9 @@ from jaxmux.sharding import (
     forward,
     walk,
 )
+from jaxmux.sharding.schedule_walk import Pass
 from jaxmux.sharding.stage_mesh import DATA, on_one_device
+from jaxmux.sharding.stream_order import StreamOrder
 
 from .compile import forward_options
 from .engine_options import EngineOptions
@@ -44,8 +46,23 @@ from .stored_state import StoredState
 from .updates import DueUpdates, update_parts
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
 # A backward pass takes about twice as long as a forward pass.
 _FORWARD, _BACKWARD = 1.0, 2.0
+
+
+class _Queued(NamedTuple):
+    """A microbatch that has not ended.
+
+    Attributes:
+      plan: its round.
+      index: its index in the round.
+      tables: the round's `SlotTable` on each stage.
+    """
+
+    plan: RoundPlan
+    index: int
+    tables: list[SlotTable]
 
 
 class Pipeline:
@@ -53,7 +70,9 @@ class Pipeline:
 
     The stages take the parts in turn: with S stages, part v lies on stage v mod S. The host
     dispatches the passes of a schedule; a stage runs what it was given in order, at its own pace.
-    The pipeline is empty between two rounds. A single stage runs one microbatch after another.
+    With 1F1B, rounds follow each other without a gap: a microbatch begins as soon as the tasks in
+    it have been updated in the round before. With other schedules the pipeline is empty between two
+    rounds.
     """
 
     def __init__(self, backbone: PlacedBackbone, options: EngineOptions, stored: StoredState):
@@ -79,6 +98,11 @@ class Pipeline:
         if options.schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
             raise PlanningError(f"schedule should be one of {known}, found {options.schedule!r}")
+        if options.remat == "none" and any(stage.weights.fsdp > 1 for stage in self._stages):
+            raise PlanningError(
+                "remat='none' would keep every layer's gathered weights, for which fsdp has no "
+                "room; use remat='norms'"
+            )
         if (options.schedule == "interleaved") != (parts > stages):
             raise PlanningError(
                 f"schedule={options.schedule!r} does not suit {parts} parts on {stages} stages: "
@@ -86,6 +110,19 @@ class Pipeline:
             )
         self._programs: list[StageOptions] = []
         self._compiled_for: tuple[Layout, bool] | None = None
+        # Microbatches that have not ended, by their number; numbers are never used again.
+        self._queue: dict[int, _Queued] = {}
+        self._known = 0
+        # The order of passes: an endless one, or that of a table for a round.
+        self._order = StreamOrder(stages) if options.schedule == "1f1b" else None
+        self._tabled: Iterator[Pass] = iter(())
+        # The round that has begun before the current one has ended, and its ended microbatches.
+        self._ahead: RoundPlan | None = None
+        self._ahead_done: list[int] = []
+        # What travels between passes, by part and number of the microbatch.
+        self._passed: dict[tuple[int, int], Passed] = {}
+        self._residuals: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], jax.Array] = {}
         # True if a round ended in an exception, with microbatches between two parts.
         self._broken = False
 
@@ -115,74 +152,139 @@ class Pipeline:
         stacked = jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
         return [stage.put(stacked, P(DATA)) for stage in self._stages]
 
+    @property
+    def stages(self) -> int:
+        return len(self._stages) if self._order else 1
+
     def run(
         self,
         plan: RoundPlan,
         done: list[int],
         stop: Callable[[], bool],
         due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
     ) -> RoundOutcome:
         if self._broken:
             raise RuntimeError(
                 "an earlier round ended in an exception; restore a checkpoint in a new engine"
             )
-        outcome = RoundOutcome({})
-        left = [i for i in range(len(plan.microbatches)) if i not in done]
+        # The flag stays if the call ends in an exception between two passes of a microbatch.
         self._broken = True
-        stopped = left and self._run_microbatches(plan, left, stop, done)
+        outcome = self._run(plan, done, stop, due, following)
         self._broken = False
-        if stopped:
-            return outcome
-        for update in plan.updates:
-            numbers = due(update.slots)
-            self._broken = True
-            outcome.updates[update.slots] = update_parts(self._stored, numbers)
-            self._broken = False
         return outcome
+
+    def _run(self, plan, done, stop, due, following) -> RoundOutcome:
+        self._compile(plan.dropout)
+        if self._ahead is plan:
+            self._ahead = None
+        else:
+            self._add(plan, [i for i in range(len(plan.microbatches)) if i not in done])
+        left, updates = list(plan.updates), {}
+        asked = stopped = False
+        while True:
+            while left and not stopped and all(i in done for i in range(left[0].after + 1)):
+                slots = left.pop(0).slots
+                updates[slots] = update_parts(self._stored, due(slots))
+            if not left and not stopped and len(done) == len(plan.microbatches):
+                break
+            if not asked and not stopped and self._order and self._order.begun == self._known:
+                asked, self._ahead, self._ahead_done = True, following(), []
+                if self._ahead:
+                    self._add(self._ahead, range(len(self._ahead.microbatches)))
+            step = self._next(stopped, {slot for update in left for slot in update.slots})
+            if step is None:
+                break
+            self._run_pass(step)
+            if not step.forward and step.virtual_stage == 0:
+                ended = self._queue.pop(step.microbatch)
+                (done if ended.plan is plan else self._ahead_done).append(ended.index)
+                stopped = stop() or stopped
+        ahead = tuple(self._ahead_done) if self._ahead else ()
+        if stopped:
+            self._forget()
+        return RoundOutcome(updates, ahead=ahead)
+
+    def settle(self) -> tuple[int, ...]:
+        if not self._ahead:
+            return ()
+        while step := self._next(True, set()):
+            self._run_pass(step)
+            if not step.forward and step.virtual_stage == 0:
+                self._ahead_done.append(self._queue.pop(step.microbatch).index)
+        ahead = tuple(self._ahead_done)
+        self._forget()
+        return ahead
 
     def recover(self) -> None:
         raise RuntimeError("a pipeline never reports that a round is lost")
 
-    def _run_microbatches(
-        self, plan: RoundPlan, left: Sequence[int], stop: Callable[[], bool], done: list[int]
-    ) -> bool:
-        """Dispatches the passes of microbatches, and appends their indices to `done`. Returns True
-        if it was stopped; then the microbatches that had begun are done."""
-        self._compile(plan.dropout)
-        tables = [stage.put(plan.slots, P()) for stage in self._stages]
-        schedule = self._schedule([plan.microbatches[i].samples for i in left])
-        last = len(self._programs) - 1
-        # By virtual stage and microbatch.
-        passed: dict[tuple[int, int], Passed | None] = {(0, m): None for m in range(len(left))}
-        residuals: dict[tuple[int, int], Any] = {}
-        gradients: dict[tuple[int, int], jax.Array] = {}
-        stopped = False
-        for step in walk(schedule):
-            part, m = step.virtual_stage, step.microbatch
-            program, at = self._programs[part], (part, m)
-            if step.forward:
-                if stopped and part == 0:
-                    del passed[at]
-                if at not in passed:
-                    continue
-                stage = part % len(self._stages)
-                arrays, table = plan.microbatches[left[m]].arrays[stage], tables[stage]
-                out, loss, residuals[at] = forward(
-                    program, *self._arguments(part, arrays, table, passed.pop(at))
+    def _add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
+        """Puts microbatches of a plan behind those that are known."""
+        tables, first = [stage.put(plan.slots, P()) for stage in self._stages], self._known
+        for index in indices:
+            self._queue[self._known] = _Queued(plan, index, tables)
+            self._known += 1
+        if not self._order:
+            samples = [plan.microbatches[q.index].samples for q in self._queue.values()]
+            if samples:
+                self._tabled = (
+                    p._replace(microbatch=p.microbatch + first)
+                    for p in walk(self._schedule(samples))
                 )
-                self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
-                if part == last:
-                    gradients[at] = out.x
-                else:
-                    passed[part + 1, m] = self._backbone.homes[part + 1].put(out, P(DATA))
-            elif at in gradients:
-                dx = self._run_backward(program, part, residuals.pop(at), gradients.pop(at))
-                if part > 0:
-                    gradients[part - 1, m] = self._backbone.homes[part - 1].put(dx, P(DATA))
-                    continue
-                done.append(left[m])
-                stopped = stop() or stopped
-        return stopped
+
+    def _forget(self) -> None:
+        """Forgets the microbatches that have not begun."""
+        self._queue.clear()
+        if self._order:
+            self._known = self._order.begun
+        self._ahead, self._ahead_done = None, []
+
+    def _next(self, stopped: bool, waiting: set[int]) -> Pass | None:
+        """The next pass; None if there is nothing to do.
+
+        Args:
+          stopped: whether no further microbatch may begin.
+          waiting: slots whose update in the current round has not been dispatched.
+        """
+        if not self._order:
+            return self._next_of_table(stopped)
+        begun = self._order.begun
+        may_begin = not stopped and begun < self._known
+        if may_begin and (queued := self._queue[begun]).plan is self._ahead:
+            may_begin = waiting.isdisjoint(queued.plan.microbatches[queued.index].samples)
+        return self._order.next(begun + may_begin)
+
+    def _next_of_table(self, stopped: bool) -> Pass | None:
+        for step in self._tabled:
+            at = step.virtual_stage, step.microbatch
+            if step.forward and step.virtual_stage == 0:
+                if not stopped:
+                    return step
+            elif at in (self._passed if step.forward else self._gradients):
+                return step
+        return None
+
+    def _run_pass(self, step: Pass) -> None:
+        """Dispatches a pass, and sends its result to the next stage or the one before."""
+        part, m = step.virtual_stage, step.microbatch
+        program, at, last = self._programs[part], (part, m), len(self._programs) - 1
+        if step.forward:
+            queued, stage = self._queue[m], part % len(self._stages)
+            arrays = queued.plan.microbatches[queued.index].arrays[stage]
+            passed = self._passed.pop(at) if part > 0 else None
+            out, loss, self._residuals[at] = forward(
+                program, *self._arguments(part, arrays, queued.tables[stage], passed)
+            )
+            self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
+            if part == last:
+                self._gradients[at] = out.x
+            else:
+                self._passed[part + 1, m] = self._backbone.homes[part + 1].put(out, P(DATA))
+        else:
+            dx = self._run_backward(program, part, self._residuals.pop(at), self._gradients.pop(at))
+            if part > 0:
+                self._gradients[part - 1, m] = self._backbone.homes[part - 1].put(dx, P(DATA))
 
     def _run_backward(
         self, program: StageOptions, part: int, residuals: Any, gradient: jax.Array
@@ -225,7 +327,7 @@ class Pipeline:
             return
         backbone = self._backbone
         microbatches, table = self._empty(), self._table()
-        policies = self._remat(forward_options(backbone, self._options, dropout))
+        policies = self._remat(dropout)
         programs = [self._program(i, dropout, remat) for i, remat in enumerate(policies)]
         shape, dtype = self._options.shape, backbone.compute_dtype
 
@@ -248,8 +350,13 @@ class Pipeline:
             jax.block_until_ready(self._run_backward(program, part, residuals, out.x))
             jax.block_until_ready(self._stored.states[part])
 
+        def warm_stage(stage: int) -> None:
+            # The collectives of one mesh are always dispatched in one order.
+            for part in range(stage, len(programs), len(self._stages)):
+                warm(part)
+
         with ThreadPoolExecutor() as threads:
-            list(threads.map(warm, range(len(programs))))
+            list(threads.map(warm_stage, range(len(self._stages))))
         self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
 
     def _program(
@@ -266,7 +373,7 @@ class Pipeline:
             self._stored.layouts[part],
         )
 
-    def _remat(self, forward: ForwardOptions) -> list[str | tuple[str, ...]]:
+    def _remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
         """The remat policy of each part."""
         backbone, remat = self._backbone, self._options.remat
         memory = self._options.memory or device_memory()
@@ -279,6 +386,7 @@ class Pipeline:
                 "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
                 "cannot know how much fits; name a remat policy"
             )
+        forward = forward_options(backbone, self._options, dropout)
         stages, parts = len(self._stages), len(backbone.parts)
         # Residuals of a part that are on each stage at the same time, in a long round.
         in_flight = self._schedule([{0: (0,)}] * (4 * parts)).peak_buffers()
@@ -293,9 +401,12 @@ class Pipeline:
             own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
             room = step_room(weights, pools, memory)
             if home.weights.fsdp > 1:
-                # One layer's weights are gathered while another one's are used.
-                room -= 2 * bytes_of(own.weights["layers"]) // part.layers
-            given = own, forward, held[i][1], microbatch, self._table(), room
+                # One layer's weights are gathered while another one's are used; so is the head.
+                head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
+                layer = bytes_of(own.weights["layers"]) // part.layers
+                room -= max(2 * layer, head * part.is_last)
+            adapters = home.device_factors(held[i][1], config)
+            given = own, forward, adapters, microbatch, self._table(), room
             found.append(choose_remat(*given, int(in_flight[i % stages])))
         return found
 

@@ -55,6 +55,7 @@ class RoundStream:
                     options.packing,
                     accumulated,
                     self._executor.shards,
+                    self._executor.stages,
                     self._executor.place,
                 )
             )

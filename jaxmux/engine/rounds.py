@@ -99,6 +99,7 @@ def training_rounds(
     packing: Packing = pack_tightly,
     accumulated: SampleIndices | None = None,
     shards: int = 1,
+    stages: int = 1,
     place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list,
 ) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
@@ -113,20 +114,27 @@ def training_rounds(
         accumulators already. The whole round is packed, so that the other samples keep their
         places; then these samples are left out.
       shards: number of data shards of the executor.
+      stages: number of pipeline stages of the executor. With several, the tasks of a round form two
+        groups with microbatches and updates of their own, if that costs less time than a pipeline
+        that is empty while all tasks are updated.
       place: copies the microbatches of all data shards to where the executor reads them.
     """
     steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
-        microbatches = [
-            microbatch._replace(arrays=place(microbatch.arrays))
-            for microbatch in fill_microbatches(batches, shape, packing, done, shards)
-        ]
+        microbatches, updates = [], []
+        for group in update_groups(batches, shape, packing, shards, stages):
+            own = {slot: batches[slot] for slot in group}
+            microbatches += [
+                microbatch._replace(arrays=place(microbatch.arrays))
+                for microbatch in fill_microbatches(own, shape, packing, done, shards)
+            ]
+            # One program updates all slots of the group, so it is cheapest at the group's end.
+            updates.append(Due(len(microbatches) - 1, group))
         yield RoundPlan(
             {slot: steps[slot] for slot in live},
             microbatches,
-            # One program updates all slots, so it is cheapest at the end of the round.
-            (Due(len(microbatches) - 1, tuple(live)),),
+            tuple(updates),
             slot_table(live, steps, pool.slots),
             pool.dropout,
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
@@ -135,6 +143,51 @@ def training_rounds(
         done = {}
         for slot in live:
             steps[slot] += 1
+
+
+def update_groups(
+    batches: Mapping[int, Sequence[Sample]],
+    shape: ShapeClass,
+    packing: Packing = pack_tightly,
+    shards: int = 1,
+    stages: int = 1,
+) -> list[tuple[int, ...]]:
+    """Divides the tasks of a round into groups that do not share microbatches.
+
+    While the first group is updated, the second one keeps a pipeline busy. For that it needs at
+    least S - 1 microbatches, with S stages (the bubble lemma, LoRAFusion 5.2). The groups are two,
+    unless the microbatches that are partly empty for it take more time than they save.
+
+    Args:
+      batches: by slot, the samples of the task's global batch.
+      shape: shape class of the microbatches.
+      packing: lays out the samples.
+      shards: number of data shards.
+      stages: number of pipeline stages S.
+
+    Returns:
+      The slots of each group.
+    """
+    together = tuple(batches)
+    if stages == 1 or len(together) == 1:
+        return [together]
+
+    def microbatches(slots: Sequence[int]) -> int:
+        counts = []
+        for shard in range(shards):
+            own = {slot: batches[slot][shard::shards] for slot in slots}
+            lengths = {slot: [s.stream_length for s in b] for slot, b in own.items() if b}
+            counts.append(len(packing(lengths, shape)))
+        return max(counts)
+
+    tokens = [sum(s.stream_length for s in batches[slot]) for slot in together]
+    cuts = range(1, len(together))
+    cut = min(cuts, key=lambda cut: abs(2 * sum(tokens[:cut]) - sum(tokens)))
+    groups = [together[:cut], together[cut:]]
+    counts = [microbatches(group) for group in groups]
+    # Microbatches of time in which the pipeline waits at the border of a round.
+    waits = sum(max(0, stages - 1 - count) for count in counts)
+    return groups if sum(counts) + waits < microbatches(together) + stages - 1 else [together]
 
 
 def fill_microbatches(

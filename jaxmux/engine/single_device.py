@@ -88,6 +88,10 @@ class SingleDevice:
     def shards(self) -> int:
         return 1
 
+    @property
+    def stages(self) -> int:
+        return 1
+
     def place(self, microbatches: Sequence[Microbatch]) -> Microbatch:
         (microbatch,) = microbatches
         return jax.device_put(microbatch)
@@ -98,6 +102,7 @@ class SingleDevice:
         done: list[int],
         stop: Callable[[], bool],
         due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
     ) -> RoundOutcome:
         slots, outcome = jax.device_put(plan.slots), RoundOutcome({})
         left = list(plan.updates)
@@ -148,6 +153,9 @@ class SingleDevice:
         if self._programs is None or self._leaner_by:
             return None
         return self._programs.forward_options(self._stored.layout, dropout)
+
+    def settle(self) -> tuple[int, ...]:
+        return ()
 
     def recover(self) -> None:
         self._leaner_by += 1

@@ -74,7 +74,8 @@ class StoredState:
         for i, own in enumerate(layouts):
             if self.layout is not None:
                 leaves, self.states[i] = named_leaves(self.states[i]), None
-                self.states[i] = _placed(grown(leaves, own.tree), own, self.homes[i])
+                larger = grown(leaves, own.tree, _shardings(own, self.homes[i]))
+                self.states[i] = _placed(larger, own, self.homes[i])
         self.layout, self.layouts = layout, layouts
 
     def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
@@ -182,19 +183,19 @@ def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
 def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
     if home is None:
         return empty_state(layout.tree)
-    shardings = home.shardings(home.leaf_specs(layout.tree))
-    return jax.jit(lambda: empty_state(layout.tree), out_shardings=shardings)()
+    return jax.jit(lambda: empty_state(layout.tree), out_shardings=_shardings(layout, home))()
+
+
+def _shardings(layout: Layout, home: StageMesh | None) -> TrainState | None:
+    return None if home is None else home.shardings(home.leaf_specs(layout.tree))
 
 
 def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainState:
     return state if home is None else home.put(state, home.leaf_specs(layout.tree))
 
 
-def _sum_of_copies(spec: LeafSpec, value: jax.Array) -> np.ndarray | jax.Array:
-    if "copy" not in spec.axes:
-        return value
-    first, *others = np.asarray(value)
-    return sum(others, first)
+def _sum_of_copies(spec: LeafSpec, value: jax.Array) -> jax.Array:
+    return value.sum(axis=0) if "copy" in spec.axes else value
 
 
 def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:

@@ -122,7 +122,7 @@ def empty_state(specs: TrainState) -> TrainState:
     return jax.tree.map(LeafSpec.empty, specs)
 
 
-def grown(leaves: dict[str, Array], specs: TrainState) -> TrainState:
+def grown(leaves: dict[str, Array], specs: TrainState, shardings: Any = None) -> TrainState:
     """A larger state with the values of a smaller one; new places are empty.
 
     The state is made array by array, so that the device holds only one array twice at any time.
@@ -131,12 +131,14 @@ def grown(leaves: dict[str, Array], specs: TrainState) -> TrainState:
       leaves: the smaller state's arrays by path; they are removed from this dict one after the
         other.
       specs: the description of the larger state.
+      shardings: a tree like `specs` with the sharding of every array; None for one device.
     """
+    places = named_leaves(shardings)
 
     def grow(name: str, spec: LeafSpec) -> Array:
         leaf = leaves.pop(name, None)
         if leaf is None:
-            return spec.empty()
+            return jax.jit(spec.empty, out_shardings=places.get(name))()
         return leaf if leaf.shape == spec.shape else _pad(leaf, spec)
 
     new = [grow(name, spec) for name, spec in named_leaves(specs).items()]

@@ -104,6 +104,28 @@ def possible_meshes(devices: int, config: BackboneConfig) -> Iterator[Replica]:
         yield replica
 
 
+def fewer_devices(replica: Replica, devices: int, config: BackboneConfig) -> Replica:
+    """The largest layout with no axis larger than a given layout has it.
+
+    Args:
+      replica: the given layout, with equal stages.
+      devices: most devices of the result.
+      config: configuration of the backbone, which can be divided among the result's devices.
+    """
+    wanted = _sizes(replica)
+    smaller = (
+        found
+        for count in range(devices, 0, -1)
+        for found in possible_meshes(count, config)
+        if all(size <= wanted[axis] for axis, size in _sizes(found).items())
+    )
+    return next(smaller)
+
+
+def _sizes(replica: Replica) -> dict[str, int]:
+    return {"pp": replica.pp, **replica.stage._asdict()}
+
+
 def _factorisations(product: int, axes: Sequence[str]) -> Iterator[Mapping[str, int]]:
     """Yields all sizes of the axes with this product."""
     axis, *others = axes

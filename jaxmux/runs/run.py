@@ -46,7 +46,7 @@ from jaxmux.tasks import Task, TaskError
 from .checkpoints import Checkpoints, RunPosition
 from .console import RunConsole
 from .loss_plot import plot_losses
-from .mesh_choice import choose_mesh
+from .mesh_choice import choose_mesh, fewer_devices
 from .metrics import MetricsWriter
 from .run_directory import FORMAT, RunDirectory
 from .run_options import AUTO_MESH, RunOptions, check_names
@@ -189,7 +189,8 @@ def _refuse_mesh(replica: Replica, config: BackboneConfig) -> None:
     if replica.devices > (found := len(jax.devices())):
         raise PlanningError(
             f"mesh {replica}: {numbered(replica.devices, 'device')}, but there "
-            f"{'is' if found == 1 else 'are'} {found}; it would fit with {_fewer(replica, found)}"
+            f"{'is' if found == 1 else 'are'} {found}; it would fit with "
+            f"{fewer_devices(replica, found, config)}"
         )
 
 
@@ -205,15 +206,6 @@ def _mesh(
     choice = choose_mesh(prepared, config, options, len(jax.devices()))
     console.say(str(choice))
     return choice.replica
-
-
-def _fewer(replica: Replica, devices: int) -> Replica:
-    """The replica with its largest axes made smaller until it has at most that many devices."""
-    sizes = {"pp": replica.pp, **replica.stage._asdict()}
-    while math.prod(sizes.values()) > devices:
-        largest = max(sizes, key=sizes.get)
-        sizes[largest] -= 1
-    return Replica.uniform(**sizes)
 
 
 def _load(

@@ -9,7 +9,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Replica
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs import RunOptions
-from jaxmux.runs.mesh_choice import choose_mesh, possible_meshes
+from jaxmux.runs.mesh_choice import choose_mesh, fewer_devices, possible_meshes
 
 CONFIG = BackboneConfig(
     architecture="LlamaForCausalLM",
@@ -37,6 +37,16 @@ def test_all_layouts_that_the_backbone_allows_are_tried():
     found = {str(replica) for replica in possible_meshes(4, config)}
     # tp4 does not divide 6 heads, fsdp2 not 99 columns, and there are no 4 layers.
     assert found == {"pp1,dp4", "pp2,dp2", "pp1,dp2,tp2", "pp2,tp2"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "expected"),
+    [("pp4,tp4", 8, "pp2,tp4"), ("tp8", 6, "pp1,tp4"), ("fsdp4,tp4", 8, "pp1,fsdp4,tp2")],
+)
+def test_the_mesh_that_is_named_for_fewer_devices_is_possible(mesh, devices, expected):
+    found = fewer_devices(Replica.parse(mesh), devices, CONFIG)
+    assert found in possible_meshes(found.devices, CONFIG)
+    assert str(found) == expected
 
 
 def test_one_device_is_one_device():

@@ -90,8 +90,8 @@ class MemoryModel:
 
         This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
         tasks, divided over the S stages. Tensor parallelism divides it further, and fully sharded
-        data parallelism divides the weights. It needs room for two gathered layers, the one that is
-        computed and the next one.
+        data parallelism divides the weights. It needs room for what is gathered: two layers (the
+        one that is computed and the next one), or the head.
 
         Args:
           pool: sizes of the pool that holds all tasks.
@@ -104,7 +104,8 @@ class MemoryModel:
         fullest = max(replica.stage_layers(size.layers))
         weights = fullest * size.layer_bytes + size.outside_bytes / replica.pp
         state = fullest * pool.state_bytes(size) / size.layers
-        gathered = 2 * size.layer_bytes if replica.fsdp > 1 else 0
+        head = size.vocab_size * size.hidden_size * size.stream_bytes
+        gathered = max(2 * size.layer_bytes, head) if replica.fsdp > 1 else 0
         return (weights / replica.fsdp + state + gathered) / replica.tp
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:

@@ -11,6 +11,7 @@ import pytest
 from jaxmux.models import Backbone
 from jaxmux.models.modules import abstract_weights
 from jaxmux.optimizers import SGD, AdamW
+from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Stage
 from jaxmux.sharding import forward
 from jaxmux.sharding.stage_mesh import on_one_device
@@ -43,8 +44,8 @@ MORE_MESHES = {
 
 
 OTHER_BACKBONES = {
-    "biases": {"architecture": "Qwen2ForCausalLM", "attention_bias": True},
-    "head norms": {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "num_kv_heads": 4},
+    "biases": {"attention_bias": True, "output_bias": True, "mlp_bias": True},
+    "head norms": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
     "an untied head": {"tie_word_embeddings": False},
     "a vocabulary that tp does not divide": {"vocab_size": 101},
 }
@@ -58,7 +59,14 @@ def make_backbone(config):
     def make(**fields) -> Backbone:
         fields = {"vocab_size": 104, "tie_word_embeddings": True} | fields
         random = Backbone.random(dataclasses.replace(config, **fields), seed=5)
-        weights = jax.tree.map(lambda w: w if w.ndim == 1 else 2 * w, random.weights)
+        rng = np.random.default_rng(3)
+
+        def larger(path, weight):
+            if getattr(path[-1], "key", None) == "bias":
+                return jax.numpy.asarray(rng.normal(0, 0.1, weight.shape), weight.dtype)
+            return weight if weight.ndim == 1 else 2 * weight
+
+        weights = jax.tree.map_with_path(larger, random.weights)
         return dataclasses.replace(random, weights=weights)
 
     return make
@@ -139,7 +147,7 @@ def gradients(engine):
         }
         engine._slots.write(name, arrays)
     plan = engine._stream.next(engine._live(), {})
-    engine._executor.run(plan._replace(updates=()), [], lambda: False, None)
+    engine._executor.run(plan._replace(updates=()), [], lambda: False, None, lambda: None)
     engine.close()
     return {
         name: {path: x for path, x in arrays.items() if path.split("/")[0] in SUMMED}
@@ -219,6 +227,38 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
         losses, expected = ([u.loss for u in own[name]] for own in (updates, expected_updates))
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         assert_adapter_is_close(begin[name], end[name], engine.task_arrays(name))
+
+
+@pytest.mark.parametrize("mesh", [*MESHES.values(), MORE_MESHES["tp4"]], ids=str)
+def test_policies_are_chosen_by_the_memory_of_a_device(mesh, make_backbone, make_engine, make_task):
+    """Also if a device has more keys than it uses."""
+    policies = {}
+    for memory in (2**32, 700_000):
+        engine = make_engine(
+            make_task("a"), model=make_backbone(), remat="auto", memory=memory, **mesh
+        )
+        executor = engine._executor
+        policies[memory] = executor._remat(dropout=False)
+    assert {policy for part in policies[2**32] for policy in part} == {"norms"}
+    assert "full" in {policy for part in policies[700_000] for policy in part}
+
+
+def test_fsdp_does_not_keep_the_gathered_weights(make_backbone, make_engine, make_task):
+    with pytest.raises(PlanningError, match="remat='none' would keep .* use remat='norms'"):
+        make_engine(make_task("a"), model=make_backbone(), remat="none", **MORE_MESHES["fsdp2"])
+
+
+def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_task):
+    """A task with other linears, of a higher rank, and with more moments."""
+    few = make_task("few", targets=("q_proj",), rank=2, optimizer=SGD(0.1))
+    engine = make_engine(few, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
+    engine.register_tasks([make_task("more", rank=16)])
+    stored = engine._slots.stored
+    (state,), (layout,), (home,) = stored.states, stored.layouts, stored.homes
+    leaves, places = map(jax.tree.leaves, (state, home.shardings(home.leaf_specs(layout.tree))))
+    assert len(leaves) > 4 * 14
+    for leaf, place in zip(leaves, places, strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, make_task):

@@ -1,0 +1,73 @@
+"""The order of an endless 1F1B pipeline, against the rules of a legal schedule and the planner's
+1F1B."""
+
+import itertools
+import random
+
+import pytest
+
+from jaxmux.planner.pipeline.schedules import (
+    ScheduledMicrobatch,
+    one_forward_one_backward,
+    uniform_workload,
+)
+from jaxmux.sharding import walk
+from jaxmux.sharding.stream_order import StreamOrder
+
+
+def drained(order, allowed):
+    return list(iter(lambda: order.next(allowed), None))
+
+
+def rows(passes, stages):
+    """By stage, its passes in order."""
+    return [
+        [(p.forward, p.microbatch) for p in passes if p.virtual_stage == s] for s in range(stages)
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 4, 11])
+def test_each_stage_follows_the_planners_1f1b(stages, microbatches):
+    workload = uniform_workload(
+        [ScheduledMicrobatch((0,), (0,))] * microbatches, [1] * stages, [2] * stages
+    )
+    expected = rows(list(walk(one_forward_one_backward(workload))), stages)
+    assert rows(drained(StreamOrder(stages), microbatches), stages) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_order_is_legal_however_microbatches_become_known(seed):
+    rng = random.Random(seed)
+    stages, total, allowed = rng.randint(1, 5), 30, 0
+    order, passes = StreamOrder(stages), []
+    while order.ended < total:
+        if rng.random() < 0.3 or not (found := order.next(allowed)):
+            allowed = min(total, allowed + rng.randint(0, 3))
+            continue
+        passes.append(found)
+    place = {p: i for i, p in enumerate(passes)}
+    assert len(place) == len(passes) == 2 * stages * total
+    for p in passes:
+        before = []
+        if p.forward and p.virtual_stage > 0:
+            before.append(p._replace(virtual_stage=p.virtual_stage - 1))
+        if not p.forward:
+            before.append(p._replace(forward=True))
+            if p.virtual_stage + 1 < stages:
+                before.append(p._replace(virtual_stage=p.virtual_stage + 1))
+        assert all(place[b] < place[p] for b in before)
+    for s, row in enumerate(rows(passes, stages)):
+        in_flight = list(itertools.accumulate(1 if forward else -1 for forward, _ in row))
+        assert max(in_flight) <= stages - s
+
+
+def test_a_stream_never_empties_while_microbatches_may_begin():
+    """Two rounds of eight microbatches, the second known when the first has begun: each stage runs
+    the same passes as for one round of sixteen."""
+    whole = rows(drained(StreamOrder(4), 16), 4)
+    order, passes = StreamOrder(4), []
+    while order.begun < 8:
+        passes.append(order.next(8))
+    passes += drained(order, 16)
+    assert rows(passes, 4) == whole
