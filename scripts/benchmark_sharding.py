@@ -5,8 +5,8 @@
 
 The backbone has the shape of Llama-3.1-8B and random bf16 weights. The tasks have random tokens,
 LoRA of rank 16 on all linears, and AdamW. A round has `--microbatches` full microbatches of 8,192
-tokens, and a pipeline is empty between two rounds. One GPU and the meshes train the same tasks,
-one after the other, in processes of their own; a time is the median over rounds.
+tokens. One GPU and the meshes train the same tasks, one after the other, in processes of their own;
+a time is the median over rounds.
 
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from.
@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from benchmark_step import in_own_process, llama_config, round_size
 
 from jaxmux.engine import Engine, EngineOptions
+from jaxmux.engine.backbone_size import size_of
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone
 from jaxmux.planner.devices import ONE_DEVICE, Replica
@@ -71,12 +72,12 @@ class Measured(NamedTuple):
 def main() -> None:
     args = parse_arguments()
     one = in_own_process(partial(measure, args, ONE_DEVICE))
-    records = [
-        record(args, one, replica, in_own_process(partial(measure, args, replica)))
-        for replica in map(Replica.parse, args.meshes)
-    ]
-    args.out.write_text(json.dumps(records, indent=1) + "\n")
-    print(json.dumps(records, indent=1))
+    records = []
+    for replica in map(Replica.parse, args.meshes):
+        several = in_own_process(partial(measure, args, replica))
+        records.append(record(args, one, replica, several))
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        print(json.dumps(records[-1], indent=1), flush=True)
 
 
 def record(
@@ -86,10 +87,8 @@ def record(
     sizes = {"pp": replica.pp, **replica.stage._asdict()}
     share = min(LEAST_SHARE[axis] for axis, size in sizes.items() if size > 1)
     mesh = ",".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
-    per_stage = one.microbatches / replica.shards
-    ideal = replica.devices * per_stage / (per_stage + replica.pp - 1)
     return {
-        "name": f"8B shape, {mesh}, {args.tasks} tasks, flush between rounds, over one GPU",
+        "name": f"8B shape, {mesh}, {args.tasks} tasks, over one GPU",
         "value": one.seconds / several.seconds,
         "bound": share * replica.devices,
         "sense": "at least",
@@ -100,7 +99,6 @@ def record(
         "baselines": {
             "one GPU, tokens/s": one.tokens / one.seconds,
             "mesh, tokens/s": several.tokens / several.seconds,
-            "without any overhead": ideal,
             "microbatches of a round": one.microbatches,
             "seconds to the end of the first round, one GPU": one.first,
             "seconds to the end of the first round, mesh": several.first,
@@ -118,7 +116,7 @@ def measure(args: argparse.Namespace, replica: Replica) -> Measured:
         backbone = Backbone.random(config, dtype=jnp.bfloat16)
     else:
         homes = stage_meshes(replica, devices, config)
-        parts = consecutive_parts(replica.stage_layers(config.num_layers))
+        parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
         backbone = random_placed_backbone(config, jnp.bfloat16, parts, homes)
     shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
     microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)

@@ -241,7 +241,8 @@ def test_empty_plan_is_refused(refused, tmp_path):
 
 
 REFUSED = {
-    "no such axis": (["--mesh=dp2"], "'dp2' is no axis"),
+    "no such axis": (["--mesh=ep2"], "'ep2' is no axis"),
+    "data parallelism": (["--mesh=dp2,pp2"], "plans are for one data shard"),
     "more stages than layers": (["--mesh=pp7"], "it would fit with pp6"),
     "heads that do not divide": (["--mesh=tp2"], "tp2 does not divide num_key_value_heads=3"),
     "a row too short": (["--gin.fine_tune.row_len=64"], "task 'record': its longest sample has 99"),

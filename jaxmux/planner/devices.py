@@ -153,16 +153,29 @@ class Replica(NamedTuple):
             return "/".join(name or "tp1" for name in names)
         return f"pp{self.pp},{names[0] or 'tp1'}"
 
-    def stage_layers(self, layers: int) -> list[int]:
+    def stage_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
         """Returns the number of layers of each stage, a list of `pp` numbers.
 
-        The layers are divided as evenly as possible; if `pp` does not divide them, the first stages
-        have one layer more than the others.
+        The last stage also has the language-model head. The layers are divided so that the stage
+        with most work has as little as possible, and else as evenly as possible; the first stages
+        have one layer more than those after them.
 
         Args:
-          layers: L, number of layers of the backbone.
+          layers: L, number of layers of the backbone, at least `pp`.
+          head_layers: work of the head, as a number of layers.
         """
-        return [layers // self.pp + (stage < layers % self.pp) for stage in range(self.pp)]
+        if self.pp == 1:
+            return [layers]
+
+        def divided(last: int) -> list[int]:
+            before, stages = layers - last, self.pp - 1
+            return [before // stages + (s < before % stages) for s in range(stages)] + [last]
+
+        def unevenness(counts: list[int]) -> tuple[float, float]:
+            work = [*counts[:-1], counts[-1] + head_layers]
+            return max(work), max(work) - min(work)
+
+        return min(map(divided, range(1, layers - self.pp + 2)), key=unevenness)
 
     def require(self, layers: int, sizes: Mapping[str, int]) -> None:
         """Raises an error if a backbone cannot be spread over the replica's devices.

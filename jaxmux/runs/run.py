@@ -17,7 +17,7 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
-from jaxmux.engine.backbone_size import mesh_sizes
+from jaxmux.engine.backbone_size import mesh_sizes, size_of
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import (
@@ -213,7 +213,7 @@ def _load(
 ) -> Backbone | PlacedBackbone:
     if replica == ONE_DEVICE:
         return load_backbone(folder, dtype)
-    parts = consecutive_parts(replica.stage_layers(config.num_layers))
+    parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
     homes = stage_meshes(replica, jax.devices()[: replica.devices], config)
     return load_placed_backbone(folder, dtype, parts, homes)
 
@@ -255,7 +255,8 @@ def _plan_run(
     """The shape class of the microbatches, and the memory check of tasks, which is None if the
     device's memory is unknown. PlanningError if the tasks do not fit."""
     if replica != ONE_DEVICE:
-        layers = ", ".join(map(str, replica.stage_layers(config.num_layers)))
+        layers = size_of(config, backbone_dtype(options.dtype)).stage_layers(replica)
+        layers = ", ".join(map(str, layers))
         shards = numbered(replica.shards, "data shard")
         console.say(f"mesh {replica}: stages of {layers} layers, {shards}")
     costs = run_costs(

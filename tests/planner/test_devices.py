@@ -1,5 +1,8 @@
 """Stages, replicas and deployments name their devices, count them and divide layers."""
 
+import itertools
+import random
+
 import pytest
 
 from jaxmux.planner import PlanningError
@@ -37,15 +40,39 @@ def test_a_uniform_replica_is_read_as_it_is_written():
             assert (replica.pp, replica.tp) == (pp, tp)
 
 
-@pytest.mark.parametrize("replica", [UNEVEN, Replica((Stage(dp=2),))], ids=str)
-def test_costs_of_other_replicas_are_refused(replica):
-    with pytest.raises(PlanningError, match="equal stages of tensor-parallel devices only"):
-        _ = replica.tp
+def test_costs_of_unequal_stages_are_refused():
+    with pytest.raises(PlanningError, match="tp2/tp2/tp4: costs are known for equal stages only"):
+        _ = UNEVEN.tp
 
 
 def test_layers_are_divided_evenly_and_the_first_stages_have_one_more():
     assert Replica.uniform(pp=3).stage_layers(8) == [3, 3, 2]
     assert Replica.uniform(pp=4).stage_layers(8) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_stage_with_most_work_has_as_little_as_possible(seed):
+    """Against all divisions; the head counts with the last stage."""
+    rng = random.Random(seed)
+    pp, head = rng.randint(1, 4), rng.choice([0, 0.3, 2.4, 9])
+    layers = pp + rng.randint(0, 8)
+    found = Replica.uniform(pp=pp).stage_layers(layers, head)
+    assert sum(found) == layers and min(found) >= 1
+    borders = itertools.combinations(range(1, layers), pp - 1)
+    divisions = [
+        [after - before for before, after in itertools.pairwise((0, *own, layers))]
+        for own in borders
+    ]
+
+    def most(counts):
+        return max([*counts[:-1], counts[-1] + head])
+
+    assert most(found) == min(map(most, divisions))
+
+
+def test_a_large_vocabulary_takes_layers_from_the_last_stage():
+    """Llama-3.1-8B's head takes as long as 2.4 layers."""
+    assert Replica.uniform(pp=4).stage_layers(32, 2.4) == [9, 9, 8, 6]
 
 
 def test_a_deployment_counts_its_replicas_by_kind():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from ...atomic_files import write_atomically
+from ..devices import Replica
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
 from .attention_memory import PackedBytes
@@ -75,6 +76,20 @@ class BackboneSize:
     kept: Mapping[str, tuple[float, float]]
     head_block_bytes: int
     packed: PackedBytes
+
+    @property
+    def head_layers(self) -> float:
+        """Work of the output head, as a number of layers: the ratio of their weights."""
+        of_layer = sum(k * n for k, n in self.linears.values())
+        return self.vocab_size * self.hidden_size / of_layer
+
+    def stage_layers(self, replica: Replica) -> list[int]:
+        """The number of layers of each pipeline stage.
+
+        Args:
+          replica: the devices.
+        """
+        return replica.stage_layers(self.layers, self.head_layers)
 
     @property
     def adapter_width(self) -> int:

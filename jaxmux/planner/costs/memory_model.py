@@ -85,8 +85,7 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
-        """Returns the bytes of weights and train state on one device of the stage with the most
-        layers.
+        """Returns the bytes of weights and train state on one device of the stage that holds most.
 
         This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
         tasks, divided over the S stages. Tensor parallelism divides it further, and fully sharded
@@ -101,12 +100,19 @@ class MemoryModel:
           PlanningError: the pool names an unknown optimizer or linear.
         """
         size = self.backbone
-        fullest = max(replica.stage_layers(size.layers))
-        weights = fullest * size.layer_bytes + size.outside_bytes / replica.pp
-        state = fullest * pool.state_bytes(size) / size.layers
         head = size.vocab_size * size.hidden_size * size.stream_bytes
         gathered = max(2 * size.layer_bytes, head) if replica.fsdp > 1 else 0
-        return (weights / replica.fsdp + state + gathered) / replica.tp
+        layers = size.stage_layers(replica)
+        # The embedding is on the first stage, and the head, which is as large, on the last one.
+        outside = (
+            [head] + [0] * (replica.pp - 2) + [head] if replica.pp > 1 else [size.outside_bytes]
+        )
+        of_stages = (
+            (own * size.layer_bytes + end) / replica.fsdp
+            + own * pool.state_bytes(size) / size.layers
+            for own, end in zip(layers, outside, strict=True)
+        )
+        return (max(of_stages) + gathered) / replica.tp
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one
@@ -187,7 +193,7 @@ class MemoryModel:
         packed = self._packed(shape, replica)
         working = working_bytes(sizes, self.backbone.head_block_bytes, packed)
         room = USABLE * self.memory - self.resident(pool, replica) - working
-        return fill_stages(sizes, replica.stage_layers(self.backbone.layers), room / in_flight)
+        return fill_stages(sizes, self.backbone.stage_layers(replica), room / in_flight)
 
     def fits(
         self,
@@ -277,7 +283,7 @@ class MemoryModel:
             remat = self.policies(shape, pool, replica, in_flight)
         policies = (remat,) * layers if isinstance(remat, str) else remat
         of_layer = {r: self._of_layer(shape, pool, r, replica) for r in set(policies)}
-        stages = split_stages(policies, replica.stage_layers(layers))
+        stages = split_stages(policies, self.backbone.stage_layers(replica))
         kept = max(sum(of_layer[policy] for policy in stage) for stage in stages)
         return self.resident(pool, replica) + in_flight * kept
 

@@ -119,8 +119,8 @@ class ReplicaCosts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the forward and the backward seconds of a microbatch on each of the S stages.
 
-        The result is a pair (forward, backward) of arrays, float64 [S] each. They include the
-        stage's part of the time of the output head, but no messages between stages.
+        The result is a pair (forward, backward) of arrays, float64 [S] each. The last stage's
+        include the output head. Messages between stages are not included.
 
         Args:
           shape: shape class of the microbatch.
@@ -130,11 +130,11 @@ class ReplicaCosts:
         layer = {policy: self._layer(shape, owned, policy) for policy in set(policies)}
         layers = [
             sum((layer[policy] for policy in stage), np.zeros(2))
-            for stage in split_stages(policies, self.replica.stage_layers(len(policies)))
+            for stage in split_stages(policies, self.times.backbone.stage_layers(self.replica))
         ]
         # The head's gradient is computed with the loss: each pass gets half of its time.
-        head = self.times.head(shape.tokens) / self.replica.pp / tp / 2
-        forward, backward = np.transpose(layers) + head
+        layers[-1] = layers[-1] + self.times.head(shape.tokens) / tp / 2
+        forward, backward = np.transpose(layers)
         return forward, backward
 
     def microbatch(self, shape: ShapeClass, owned: float | None = None) -> float:

@@ -74,13 +74,26 @@ def test_peak_is_weights_state_kept_values_and_workspace(model, remat):
     assert model.peak(SHAPE, POOL, remat) == pytest.approx(expected, rel=1e-5)
 
 
+# Bytes of the embedding, and of the head.
+END_BYTES = 1000 * 256 * 2
+
+
 def test_stages_divide_everything_but_the_working_memory(model):
-    whole = model.peak(SHAPE, POOL, "dots")
+    """Four stages have 3, 2, 2 and 1 layers; the first one also has the embedding."""
     stages = Replica.uniform(pp=4)
-    staged = model.peak(SHAPE, POOL, "dots", stages, in_flight=4)
-    kept = 8 * model.kept(4096, 16, "dots")
-    assert whole - staged == pytest.approx(0.75 * model.resident(POOL))
-    assert model.peak(SHAPE, POOL, "dots", stages) == pytest.approx(staged - 0.75 * kept)
+    assert BACKBONE.stage_layers(stages) == [3, 2, 2, 1]
+    of_layer = GIB / 8 + 16 * 4 * 16 * (512 + 768)
+    assert model.resident(POOL, stages) == pytest.approx(3 * of_layer + END_BYTES)
+    kept = 3 * model.kept(4096, 16, "dots")
+    needed = model.resident(POOL, stages) + working(8, 512)
+    for in_flight in (1, 4):
+        peak = model.peak(SHAPE, POOL, "dots", stages, in_flight=in_flight)
+        assert peak == pytest.approx(needed + in_flight * kept, rel=1e-5)
+
+
+def test_fsdp_divides_the_weights_and_gathers_two_layers(model):
+    one, four = (model.resident(POOL, Replica.uniform(fsdp=n)) for n in (1, 4))
+    assert one - four == pytest.approx(0.75 * WEIGHT_BYTES - 2 * BACKBONE.layer_bytes)
 
 
 def test_tensor_parallelism_divides_all_kept_values_but_the_stream_and_the_intermediates(model):
@@ -109,7 +122,7 @@ def test_every_device_keeps_the_whole_norms_of_the_stream(model):
 def test_memory_of_uneven_stages_is_that_of_the_fullest(model):
     """Eight layers on three stages are 3, 3 and 2."""
     of_layer = GIB / 8 + 16 * 4 * 16 * (512 + 768)
-    resident = (3 * of_layer + GIB / 4 / 3) / 2
+    resident = (3 * of_layer + END_BYTES) / 2
     replica = Replica.uniform(pp=3, tp=2)
     assert model.resident(POOL, replica) == pytest.approx(resident)
     dots, full = (model.kept(4096, 16, remat, tp=2) for remat in ("dots", "full"))
@@ -125,15 +138,15 @@ def test_memory_of_uneven_stages_is_that_of_the_fullest(model):
 def test_every_stage_has_the_same_mixture_of_policies(model, stages):
     replica = Replica.uniform(pp=stages)
     dots, lean = (model.kept(4096, 16, remat) for remat in ("dots", "lean"))
-    fullest = -(-8 // stages)
+    fullest = max(BACKBONE.stage_layers(replica))
     room = stages * (fullest * lean + 1.5 * (dots - lean))
     memory = (model.resident(POOL, replica) + 1.25 * dots + room) / USABLE
     tight = dataclasses.replace(model, memory=int(memory))
     policies = tight.policies(SHAPE, POOL, replica, in_flight=stages)
-    split = split_stages(policies, replica.stage_layers(8))
+    split = split_stages(policies, BACKBONE.stage_layers(replica))
     assert all(stage == split[0][-len(stage) :] for stage in split)
     assert split[0] == ("lean",) * (fullest - 1) + ("dots",)
-    assert [len(stage) for stage in split] == replica.stage_layers(8)
+    assert [len(stage) for stage in split] == BACKBONE.stage_layers(replica)
     assert tight.peak(SHAPE, POOL, policies, replica, in_flight=stages) <= USABLE * tight.memory
 
 

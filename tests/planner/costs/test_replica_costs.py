@@ -67,7 +67,7 @@ def fits(costs: ReplicaCosts, policies: tuple[str, ...], in_flight: int) -> bool
 
 
 def stage_layers(costs: ReplicaCosts) -> list[int]:
-    return costs.replica.stage_layers(costs.times.backbone.layers)
+    return costs.times.backbone.stage_layers(costs.replica)
 
 
 def mixtures(costs: ReplicaCosts) -> list[tuple[str, ...]]:
@@ -87,15 +87,14 @@ def stage_seconds(costs: ReplicaCosts, policies: tuple[str, ...]) -> list[float]
     tp, size = costs.replica.tp, costs.times.backbone
     payload = SHAPE.tokens * size.hidden_size * size.stream_bytes
     reduced = 4 * costs.times.collective("psum", tp, payload)
-    head = costs.times.head(SHAPE.tokens) / tp / costs.replica.pp
-    return [
-        head
-        + sum(
+    *before, last = [
+        sum(
             costs.times.layer(SHAPE, (SHAPE.tokens,), POOL, policy, tp).total + reduced
             for policy in stage
         )
         for stage in split_stages(policies, stage_layers(costs))
     ]
+    return [*before, last + costs.times.head(SHAPE.tokens) / tp]
 
 
 @pytest.mark.parametrize("seed", range(60))
