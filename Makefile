@@ -61,7 +61,7 @@ test: .venv/installed ## run the test suite on the CPU
 	$(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300
 
 test-devices: .venv/installed ## run the tests of several devices, eight parts of the CPU
-	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 300 \
+	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300 \
 		tests/engine/several_devices tests/runs/several_devices
 
 test-meshes: .venv/installed ## the same on more meshes and backbones (about 5 minutes)

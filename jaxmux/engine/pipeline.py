@@ -1,7 +1,6 @@
 """The executor of several devices: a pipeline of stages that follows a schedule of the planner."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -9,46 +8,20 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.data.microbatch import Microbatch
-from jaxmux.models import Backbone, SlotTable, device_memory
-from jaxmux.models.modules import abstract_weights
-from jaxmux.pallas_kernels.compilation import compiled
-from jaxmux.peft import Layout
+from jaxmux.models import SlotTable
 from jaxmux.planner import PlanningError
-from jaxmux.planner.pipeline.schedules import (
-    PipelineSchedule,
-    ScheduledMicrobatch,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    uniform_workload,
-    validate,
-)
-from jaxmux.sharding import (
-    Passed,
-    PlacedBackbone,
-    StageOptions,
-    backward,
-    evaluate,
-    forward,
-    walk,
-)
-from jaxmux.sharding.schedule_walk import Pass
-from jaxmux.sharding.stage_mesh import DATA, on_one_device
+from jaxmux.sharding import Pass, Passed, PlacedBackbone, evaluate, forward, walk
+from jaxmux.sharding.stage_mesh import DATA
 from jaxmux.sharding.stream_order import StreamOrder
 
-from .compile import forward_options
+from .compiled_stages import CompiledStages
 from .engine_options import EngineOptions
 from .executor import RoundOutcome
 from .prepared_task import PreparedTask
-from .remat_choice import bytes_of, choose_remat, step_room
-from .rounds import RoundPlan, empty_microbatch, fill_microbatches, slot_table
+from .round_table import SCHEDULES, round_table
+from .rounds import RoundPlan, fill_microbatches, slot_table
 from .stored_state import StoredState
 from .updates import DueUpdates, update_parts
-
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
-
-# A backward pass takes about twice as long as a forward pass.
-_FORWARD, _BACKWARD = 1.0, 2.0
 
 
 class _Queued(NamedTuple):
@@ -108,8 +81,7 @@ class Pipeline:
                 f"schedule={options.schedule!r} does not suit {parts} parts on {stages} stages: "
                 "several parts on a stage are interleaved"
             )
-        self._programs: list[StageOptions] = []
-        self._compiled_for: tuple[Layout, bool] | None = None
+        self._compiled = CompiledStages(backbone, options, stored)
         # Microbatches that have not ended, by their number; numbers are never used again.
         self._queue: dict[int, _Queued] = {}
         self._known = 0
@@ -128,12 +100,7 @@ class Pipeline:
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
-        if not self._programs or self._compiled_for[0] != self._stored.layout:
-            return None
-        policies = [program.forward.remat for program in self._programs]
-        if all(isinstance(policy, str) for policy in policies):
-            return policies[0]
-        return tuple(policy for own in policies for policy in own)
+        return self._compiled.remat
 
     @property
     def shards(self) -> int:
@@ -142,15 +109,15 @@ class Pipeline:
     def refuse_implementations(self, dropout: bool) -> None:
         if not (self._options.attention or self._options.grouped_lora):
             return
-        program = self._program(0, dropout, "dots")
+        compiled = self._compiled
+        arguments = compiled.empty_microbatches()[0], compiled.empty_table(), None
         try:
-            forward.trace(program, *self._arguments(0, self._empty()[0], self._table(), None))
+            forward.trace(compiled.program(0, dropout), *compiled.forward_arguments(0, *arguments))
         except ValueError as e:
             raise PlanningError(str(e)) from None
 
     def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        stacked = jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
-        return [stage.put(stacked, P(DATA)) for stage in self._stages]
+        return self._compiled.place(microbatches)
 
     @property
     def stages(self) -> int:
@@ -175,7 +142,7 @@ class Pipeline:
         return outcome
 
     def _run(self, plan, done, stop, due, following) -> RoundOutcome:
-        self._compile(plan.dropout)
+        self._compiled.compile(plan.dropout)
         if self._ahead is plan:
             self._ahead = None
         else:
@@ -225,13 +192,11 @@ class Pipeline:
         for index in indices:
             self._queue[self._known] = _Queued(plan, index, tables)
             self._known += 1
-        if not self._order:
+        if not self._order and self._queue:
             samples = [plan.microbatches[q.index].samples for q in self._queue.values()]
-            if samples:
-                self._tabled = (
-                    p._replace(microbatch=p.microbatch + first)
-                    for p in walk(self._schedule(samples))
-                )
+            stages, parts = len(self._stages), len(self._backbone.parts)
+            table = round_table(self._options.schedule, stages, parts, samples)
+            self._tabled = (p._replace(microbatch=first + p.microbatch) for p in walk(table))
 
     def _forget(self) -> None:
         """Forgets the microbatches that have not begun."""
@@ -268,162 +233,26 @@ class Pipeline:
     def _run_pass(self, step: Pass) -> None:
         """Dispatches a pass, and sends its result to the next stage or the one before."""
         part, m = step.virtual_stage, step.microbatch
-        program, at, last = self._programs[part], (part, m), len(self._programs) - 1
+        at, last = (part, m), len(self._backbone.parts) - 1
         if step.forward:
             queued, stage = self._queue[m], part % len(self._stages)
             arrays = queued.plan.microbatches[queued.index].arrays[stage]
             passed = self._passed.pop(at) if part > 0 else None
-            out, loss, self._residuals[at] = forward(
-                program, *self._arguments(part, arrays, queued.tables[stage], passed)
+            out, self._residuals[at] = self._compiled.forward(
+                part, arrays, queued.tables[stage], passed
             )
-            self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
             if part == last:
                 self._gradients[at] = out.x
             else:
                 self._passed[part + 1, m] = self._backbone.homes[part + 1].put(out, P(DATA))
         else:
-            dx = self._run_backward(program, part, self._residuals.pop(at), self._gradients.pop(at))
+            dx = self._compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
             if part > 0:
                 self._gradients[part - 1, m] = self._backbone.homes[part - 1].put(dx, P(DATA))
 
-    def _run_backward(
-        self, program: StageOptions, part: int, residuals: Any, gradient: jax.Array
-    ) -> jax.Array | None:
-        state = self._stored.states[part]
-        weights = self._backbone.weights[part]
-        dx, accumulators = backward(
-            program, residuals, weights, state.adapters, state.accumulators, gradient
-        )
-        self._stored.states[part] = state._replace(accumulators=accumulators)
-        return dx
-
-    def _arguments(
-        self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
-    ) -> tuple[Any, ...]:
-        """The arguments of `forward` after the options."""
-        state = self._stored.states[part]
-        weights = self._backbone.weights[part]
-        tasks = weights, state.adapters, state.accumulators, state.loss
-        return *tasks, microbatch, slots, passed
-
-    def _schedule(self, samples: Sequence[Mapping[int, Sequence[int]]]) -> PipelineSchedule:
-        """The schedule of the microbatches with these samples by slot."""
-        stages = len(self._stages)
-        microbatches = [ScheduledMicrobatch(tuple(own), (0,) * len(own)) for own in samples]
-        workload = uniform_workload(microbatches, [_FORWARD] * stages, [_BACKWARD] * stages)
-        if self._options.schedule == "gpipe":
-            schedule = gpipe(workload)
-        elif self._options.schedule == "interleaved":
-            schedule = interleaved(workload, len(self._backbone.parts) // stages)
-        else:
-            schedule = one_forward_one_backward(workload)
-        validate(schedule)
-        return schedule
-
-    def _compile(self, dropout: bool) -> None:
-        """Compiles the programs of all parts, and runs each once on its stage, in threads, so that
-        no stage waits for another one's compilation."""
-        if self._compiled_for == (self._stored.layout, dropout):
-            return
-        backbone = self._backbone
-        microbatches, table = self._empty(), self._table()
-        policies = self._remat(dropout)
-        programs = [self._program(i, dropout, remat) for i, remat in enumerate(policies)]
-        shape, dtype = self._options.shape, backbone.compute_dtype
-
-        def warm(part: int) -> None:
-            home = backbone.homes[part]
-            arrays = microbatches[part % len(microbatches)]
-            passed = None
-            if part > 0:
-                x = np.zeros((self.shards, shape.tokens, backbone.config.hidden_size), dtype)
-                passed = Passed(x, np.ones((self.shards, shape.chunks), bool))
-                passed = home.put(passed, P(DATA))
-            arguments = self._arguments(part, arrays, home.put(table, P()), passed)
-            program = programs[part]
-            compiled(forward.lower(program, *arguments))
-            out, _, residuals = forward(program, *arguments)
-            state = self._stored.states[part]
-            tasks = backbone.weights[part], state.adapters, state.accumulators
-            compiled(backward.lower(program, residuals, *tasks, out.x))
-            # An empty microbatch adds nothing to the accumulators.
-            jax.block_until_ready(self._run_backward(program, part, residuals, out.x))
-            jax.block_until_ready(self._stored.states[part])
-
-        def warm_stage(stage: int) -> None:
-            # The collectives of one mesh are always dispatched in one order.
-            for part in range(stage, len(programs), len(self._stages)):
-                warm(part)
-
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(warm_stage, range(len(self._stages))))
-        self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
-
-    def _program(
-        self, part: int, dropout: bool, remat: str | tuple[str, ...] = "full"
-    ) -> StageOptions:
-        """The static choices of a part's programs."""
-        backbone = self._backbone
-        options = forward_options(backbone, self._options, dropout)
-        return StageOptions(
-            backbone.config,
-            options._replace(remat=remat, sharding=backbone.homes[part].weights),
-            backbone.parts[part],
-            backbone.homes[part],
-            self._stored.layouts[part],
-        )
-
-    def _remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
-        """The remat policy of each part."""
-        backbone, remat = self._backbone, self._options.remat
-        memory = self._options.memory or device_memory()
-        if remat != "auto":
-            return [remat] * len(backbone.parts)
-        if memory is None:
-            return ["dots"] * len(backbone.parts)
-        if self._options.schedule == "gpipe":
-            raise PlanningError(
-                "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
-                "cannot know how much fits; name a remat policy"
-            )
-        forward = forward_options(backbone, self._options, dropout)
-        stages, parts = len(self._stages), len(backbone.parts)
-        # Residuals of a part that are on each stage at the same time, in a long round.
-        in_flight = self._schedule([{0: (0,)}] * (4 * parts)).peak_buffers()
-        held = [
-            on_one_device((weights, state.adapters["lora"]))
-            for weights, state in zip(backbone.weights, self._stored.states, strict=True)
-        ]
-        microbatch, found = empty_microbatch(self._options.shape), []
-        for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
-            weights, pools = zip(*held[i % stages :: stages], strict=True)
-            config = home.device_config(backbone.config, part.layers)
-            own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
-            room = step_room(weights, pools, memory)
-            if home.weights.fsdp > 1:
-                # One layer's weights are gathered while another one's are used; so is the head.
-                head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
-                layer = bytes_of(own.weights["layers"]) // part.layers
-                room -= max(2 * layer, head * part.is_last)
-            adapters = home.device_factors(held[i][1], config)
-            given = own, forward, adapters, microbatch, self._table(), room
-            found.append(choose_remat(*given, int(in_flight[i % stages])))
-        return found
-
-    def _empty(self) -> list[Microbatch]:
-        """A microbatch without samples, for each stage."""
-        return self.place([empty_microbatch(self._options.shape)] * self.shards)
-
-    def _table(self) -> SlotTable:
-        return slot_table({}, None, self._slots)
-
-    @property
-    def _slots(self) -> int:
-        return self._stored.layout.tree.loss.shape[0]
-
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
-        backbone, slots = self._backbone, self._slots
-        programs = [self._program(part, False) for part in range(len(backbone.parts))]
+        backbone, slots = self._backbone, self._compiled.slots
+        programs = [self._compiled.program(part, False) for part in range(len(backbone.parts))]
         table = slot_table(tasks, None, slots)
         tables = [stage.put(table, P()) for stage in self._stages]
         none = np.zeros((self.shards, slots), np.float32)

@@ -11,13 +11,19 @@ from jaxmux.planner import PlanningError
 
 PIPELINES = {
     "uneven stages": {"layers": (3, 1)},
-    "four stages": {"layers": (1, 1, 1, 1)},
     "gpipe": {"layers": (1, 2, 1), "schedule": "gpipe"},
     "interleaved": {"layers": (1, 1, 1, 1), "stages": 2, "schedule": "interleaved"},
 }
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+# The interleaved pipeline has the same parts on fewer stages.
+FOUR_STAGES = pytest.param({"layers": (1, 1, 1, 1)}, id="four stages", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [*(pytest.param(own, id=name) for name, own in PIPELINES.items()), FOUR_STAGES],
+)
 def test_a_pipeline_trains_to_the_bits_of_one_device(
     pipeline, make_engine, different_tasks, train, assert_same_training
 ):
@@ -30,6 +36,7 @@ def test_a_pipeline_trains_to_the_bits_of_one_device(
     assert_same_training(found, updates, expected, expected_updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["biases", "head norms", "an untied head"])
 def test_other_backbones(change, make_engine, different_tasks, train, assert_same_training, config):
     if change == "biases":
@@ -81,7 +88,7 @@ def test_one_bad_layer_skips_the_update_in_all_stages(
         leaf[-1] = 3e38
         return leaf
 
-    engine = make_engine(replace_adapter(task, change), layers=(2, 2))
+    engine = make_engine(replace_adapter(task, change), layers=(3, 1))
     before = engine.task_arrays("task")
     updates = train(engine)
     assert updates["task"][0].skipped
@@ -90,7 +97,7 @@ def test_one_bad_layer_skips_the_update_in_all_stages(
     assert_same_bits({n: before[n] for n in adapter}, {n: after[n] for n in adapter})
 
 
-@pytest.mark.parametrize("moves", [((3, 1), (1, 1, 1, 1)), ((), (3, 1))], ids=str)
+@pytest.mark.parametrize("moves", [((3, 1), (1, 2, 1)), ((), (3, 1))], ids=str)
 def test_training_moves_to_other_devices_in_the_middle_of_a_round(
     moves, make_engine, different_tasks, train, assert_same_training
 ):
@@ -141,7 +148,7 @@ def test_training_can_stop_after_every_microbatch(
             updates += engine.train_round(lambda: calls.append(1) or len(calls) >= stop_after)
         return engine, updates + engine.drain()
 
-    for stop_after in range(1, 20, 2):
+    for stop_after in range(1, 20, 3):
         before, updates = stopped(stop_after)
         after = make_engine(*different_tasks)
         for name in before.names:
@@ -172,11 +179,11 @@ def test_draining_after_every_round_changes_nothing(
 
 
 def test_a_stop_ends_the_round_with_what_has_begun(make_engine, different_tasks):
-    engine = make_engine(*different_tasks, layers=(1, 1, 1, 1))
+    engine = make_engine(*different_tasks, layers=(1, 2, 1))
     calls = []
     engine.train_round(lambda: calls.append(1) or True)
-    # Four microbatches are in flight when the first one is done.
-    assert engine.microbatches == len(calls) == 4
+    # Three microbatches are in flight when the first one is done.
+    assert engine.microbatches == len(calls) == 3
     assert engine.rounds == 0
     assert sum(len(engine.accumulated(name)) for name in engine.names) > 0
 
@@ -219,7 +226,7 @@ def test_pipelines_that_cannot_be_are_refused(options, message, make_engine):
 
 def test_a_round_that_ends_in_an_exception_is_the_end_of_the_engine(make_engine, different_tasks):
     """A microbatch may then be in the accumulators of one stage and not in those of another."""
-    engine = make_engine(*different_tasks, layers=(2, 2))
+    engine = make_engine(*different_tasks, layers=(3, 1))
 
     def stop():
         raise ConnectionError("the user's function")
@@ -237,12 +244,10 @@ def test_policies_leave_room_for_the_microbatches_in_flight(make_engine, make_ta
         engine = make_engine(
             make_task("a", steps=1), layers=(1, 1, 1, 1), remat="auto", memory=memory
         )
-        engine.train_round()
-        seen[memory] = engine.remat
-        engine.close()
-    assert seen[2**32] == ("norms",) * 4
+        seen[memory] = engine._executor._compiled.choose_remat(dropout=False)
+    assert seen[2**32] == [("norms",)] * 4
     order = ("norms", "dots", "lean", "full")
-    leaner = [order.index(policy) for policy in seen[2_000_000]]
+    leaner = [order.index(policy) for (policy,) in seen[2_000_000]]
     assert leaner == sorted(leaner, reverse=True) and leaner[0] > leaner[-1]
 
 

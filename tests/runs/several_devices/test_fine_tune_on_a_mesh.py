@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions
-from jaxmux.engine import pipeline
+from jaxmux.engine import compiled_stages
 from jaxmux.runs import checkpoints
 
 
@@ -44,7 +44,7 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     tasks, train, tmp_path, adapter_bytes, monkeypatch
 ):
     train(tmp_path / "whole", *tasks, **OPTIONS)
-    forward, calls = pipeline.forward, []
+    forward, calls = compiled_stages.forward, []
 
     def forward_and_raise(*arguments):
         calls.append(1)
@@ -53,7 +53,7 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
         return forward(*arguments)
 
     forward_and_raise.lower = forward.lower
-    monkeypatch.setattr(pipeline, "forward", forward_and_raise)
+    monkeypatch.setattr(compiled_stages, "forward", forward_and_raise)
     with pytest.raises(Interrupted):
         train(tmp_path / "moved", *tasks, mesh="pp2", **OPTIONS)
     (saved,) = (tmp_path / "moved" / "checkpoints").glob("*/run/metadata")

@@ -1,0 +1,223 @@
+"""The compiled programs of all pipeline stages, and the arrays that they work on."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.models import Backbone, SlotTable, device_memory
+from jaxmux.models.modules import abstract_weights
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import Layout
+from jaxmux.planner import PlanningError
+from jaxmux.sharding import Passed, PlacedBackbone, StageOptions, backward, forward
+from jaxmux.sharding.stage_mesh import DATA, on_one_device
+
+from .compile import forward_options
+from .engine_options import EngineOptions
+from .remat_choice import bytes_of, choose_remat, step_room
+from .round_table import round_table
+from .rounds import empty_microbatch, slot_table
+from .stored_state import StoredState
+
+
+class CompiledStages:
+    """Compiles the programs of a pipeline's parts, and dispatches them.
+
+    Attributes:
+      stages: the meshes of the stages. With S stages, part v lies on stage v mod S.
+    """
+
+    def __init__(self, backbone: PlacedBackbone, options: EngineOptions, stored: StoredState):
+        """Creates the stages; nothing is compiled yet.
+
+        Args:
+          backbone: the frozen backbone.
+          options: the options of the engine.
+          stored: the train state, in the parts of the backbone.
+        """
+        self.stages = list(dict.fromkeys(backbone.homes))
+        self._backbone, self._options, self._stored = backbone, options, stored
+        self._programs: list[StageOptions] = []
+        self._compiled_for: tuple[Layout, bool] | None = None
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        """The remat policy of every layer, or one for all; None before programs are compiled."""
+        if not self._programs or self._compiled_for[0] != self._stored.layout:
+            return None
+        policies = [program.forward.remat for program in self._programs]
+        if all(isinstance(policy, str) for policy in policies):
+            return policies[0]
+        return tuple(policy for own in policies for policy in own)
+
+    @property
+    def shards(self) -> int:
+        """Number of data shards of each stage."""
+        return self.stages[0].shards
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of the state."""
+        return self._stored.layout.tree.loss.shape[0]
+
+    def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """The microbatches of all data shards, stacked, on each stage."""
+        stacked = jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
+        return [stage.put(stacked, P(DATA)) for stage in self.stages]
+
+    def forward(
+        self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
+    ) -> tuple[Passed, Any]:
+        """Dispatches the forward pass of a part, whose losses are added to the state.
+
+        Args:
+          part: index of the part.
+          microbatch: the microbatches of the data shards, on the part's stage.
+          slots: scale and dropout of every slot, on the part's stage.
+          passed: what the part before has passed, on the part's stage; None for the first part.
+
+        Returns:
+          What is passed to the next part, and the residuals for `backward`.
+        """
+        out, loss, residuals = forward(
+            self._programs[part], *self.forward_arguments(part, microbatch, slots, passed)
+        )
+        self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
+        return out, residuals
+
+    def backward(self, part: int, residuals: Any, gradient: jax.Array) -> jax.Array | None:
+        """Dispatches the backward pass of a part, whose gradients are added to the state.
+
+        Args:
+          part: index of the part.
+          residuals: from `forward`.
+          gradient: gradient of the part's output, on the part's stage.
+
+        Returns:
+          The gradient of the part's input; None from the first part.
+        """
+        return self._backward(self._programs[part], part, residuals, gradient)
+
+    def forward_arguments(
+        self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
+    ) -> tuple[Any, ...]:
+        """The arguments of `forward` after the options."""
+        state = self._stored.states[part]
+        weights = self._backbone.weights[part]
+        tasks = weights, state.adapters, state.accumulators, state.loss
+        return *tasks, microbatch, slots, passed
+
+    def _backward(
+        self, program: StageOptions, part: int, residuals: Any, gradient: jax.Array
+    ) -> jax.Array | None:
+        state = self._stored.states[part]
+        weights = self._backbone.weights[part]
+        dx, accumulators = backward(
+            program, residuals, weights, state.adapters, state.accumulators, gradient
+        )
+        self._stored.states[part] = state._replace(accumulators=accumulators)
+        return dx
+
+    def compile(self, dropout: bool) -> None:
+        """Compiles the programs of all parts, and runs each once on its stage, in threads, so that
+        no stage waits for another one's compilation."""
+        if self._compiled_for == (self._stored.layout, dropout):
+            return
+        backbone = self._backbone
+        microbatches, table = self.empty_microbatches(), self.empty_table()
+        policies = self.choose_remat(dropout)
+        programs = [self.program(i, dropout, remat) for i, remat in enumerate(policies)]
+        shape, dtype = self._options.shape, backbone.compute_dtype
+
+        def warm(part: int) -> None:
+            home = backbone.homes[part]
+            arrays = microbatches[part % len(microbatches)]
+            passed = None
+            if part > 0:
+                x = np.zeros((self.shards, shape.tokens, backbone.config.hidden_size), dtype)
+                passed = Passed(x, np.ones((self.shards, shape.chunks), bool))
+                passed = home.put(passed, P(DATA))
+            arguments = self.forward_arguments(part, arrays, home.put(table, P()), passed)
+            program = programs[part]
+            compiled(forward.lower(program, *arguments))
+            out, _, residuals = forward(program, *arguments)
+            state = self._stored.states[part]
+            tasks = backbone.weights[part], state.adapters, state.accumulators
+            compiled(backward.lower(program, residuals, *tasks, out.x))
+            # An empty microbatch adds nothing to the accumulators.
+            jax.block_until_ready(self._backward(program, part, residuals, out.x))
+            jax.block_until_ready(self._stored.states[part])
+
+        def warm_stage(stage: int) -> None:
+            # The collectives of one mesh are always dispatched in one order.
+            for part in range(stage, len(programs), len(self.stages)):
+                warm(part)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(warm_stage, range(len(self.stages))))
+        self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
+
+    def program(
+        self, part: int, dropout: bool, remat: str | tuple[str, ...] = "full"
+    ) -> StageOptions:
+        """The static choices of a part's programs."""
+        backbone = self._backbone
+        options = forward_options(backbone, self._options, dropout)
+        return StageOptions(
+            backbone.config,
+            options._replace(remat=remat, sharding=backbone.homes[part].weights),
+            backbone.parts[part],
+            backbone.homes[part],
+            self._stored.layouts[part],
+        )
+
+    def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
+        """The remat policy of each part."""
+        backbone, remat = self._backbone, self._options.remat
+        memory = self._options.memory or device_memory()
+        if remat != "auto":
+            return [remat] * len(backbone.parts)
+        if memory is None:
+            return ["dots"] * len(backbone.parts)
+        if self._options.schedule == "gpipe":
+            raise PlanningError(
+                "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
+                "cannot know how much fits; name a remat policy"
+            )
+        forward = forward_options(backbone, self._options, dropout)
+        stages, parts = len(self.stages), len(backbone.parts)
+        # Residuals of a part that are on each stage at the same time, in a long round.
+        in_flight = round_table(
+            self._options.schedule, stages, parts, [{0: (0,)}] * (4 * parts)
+        ).peak_buffers()
+        held = [
+            on_one_device((weights, state.adapters["lora"]))
+            for weights, state in zip(backbone.weights, self._stored.states, strict=True)
+        ]
+        microbatch, found = empty_microbatch(self._options.shape), []
+        for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
+            weights, pools = zip(*held[i % stages :: stages], strict=True)
+            config = home.device_config(backbone.config, part.layers)
+            own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
+            room = step_room(weights, pools, memory)
+            if home.weights.fsdp > 1:
+                # One layer's weights are gathered while another one's are used; so is the head.
+                head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
+                layer = bytes_of(own.weights["layers"]) // part.layers
+                room -= max(2 * layer, head * part.is_last)
+            adapters = home.device_factors(held[i][1], config)
+            given = own, forward, adapters, microbatch, self.empty_table(), room
+            found.append(choose_remat(*given, int(in_flight[i % stages])))
+        return found
+
+    def empty_microbatches(self) -> list[Microbatch]:
+        """A microbatch without samples, for each stage."""
+        return self.place([empty_microbatch(self._options.shape)] * self.shards)
+
+    def empty_table(self) -> SlotTable:
+        return slot_table({}, None, self.slots)
