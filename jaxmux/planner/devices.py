@@ -6,6 +6,7 @@ types and no others. The values say how many devices there are, not which ones. 
 replica of a single stage with a single device.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -164,18 +165,7 @@ class Replica(NamedTuple):
           layers: L, number of layers of the backbone, at least `pp`.
           head_layers: work of the head, as a number of layers.
         """
-        if self.pp == 1:
-            return [layers]
-
-        def divided(last: int) -> list[int]:
-            before, stages = layers - last, self.pp - 1
-            return [before // stages + (s < before % stages) for s in range(stages)] + [last]
-
-        def unevenness(counts: list[int]) -> tuple[float, float]:
-            work = [*counts[:-1], counts[-1] + head_layers]
-            return max(work), max(work) - min(work)
-
-        return min(map(divided, range(1, layers - self.pp + 2)), key=unevenness)
+        return list(_stage_layers(self.pp, layers, head_layers))
 
     def require(self, layers: int, sizes: Mapping[str, int]) -> None:
         """Raises an error if a backbone cannot be spread over the replica's devices.
@@ -209,6 +199,23 @@ class Replica(NamedTuple):
                     f"mesh {self}: {axis}{found} does not divide {name}={sizes[name]}; the nearest "
                     f"that fits is {axis}{nearest}"
                 )
+
+
+@functools.cache
+def _stage_layers(stages: int, layers: int, head_layers: float) -> tuple[int, ...]:
+    """`Replica.stage_layers`, which cost models ask for again and again."""
+    if stages == 1:
+        return (layers,)
+
+    def divided(last: int) -> tuple[int, ...]:
+        each, more = divmod(layers - last, stages - 1)
+        return *(each + (stage < more) for stage in range(stages - 1)), last
+
+    def unevenness(counts: tuple[int, ...]) -> tuple[float, float]:
+        work = [*counts[:-1], counts[-1] + head_layers]
+        return max(work), max(work) - min(work)
+
+    return min(map(divided, range(1, layers - stages + 2)), key=unevenness)
 
 
 def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
