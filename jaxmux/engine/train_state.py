@@ -137,8 +137,10 @@ def grown(leaves: dict[str, Array], specs: TrainState, shardings: Any = None) ->
 
     def grow(name: str, spec: LeafSpec) -> Array:
         leaf = leaves.pop(name, None)
+        if leaf is None and name not in places:
+            return spec.empty()
         if leaf is None:
-            return jax.jit(spec.empty, out_shardings=places.get(name))()
+            return jax.jit(spec.empty, out_shardings=places[name])()
         return leaf if leaf.shape == spec.shape else _pad(leaf, spec)
 
     new = [grow(name, spec) for name, spec in named_leaves(specs).items()]

@@ -138,7 +138,7 @@ OTHER_SETTINGS = {
     "mesh of no devices": (["fine_tune.mesh='pp0'"], "pp should be at least 1; try pp1"),
     "mesh of too many": (["fine_tune.mesh='pp2'"], "2 devices, but there is 1; it would fit with"),
     "mesh of more than layers": (["fine_tune.mesh='pp64'"], "64 stages for 2 layers"),
-    "mesh of tensors": (["fine_tune.mesh='pp2,tp2'"], "tensor parallelism (tp) can be planned"),
+    "mesh of tensors": (["fine_tune.mesh='pp2,tp2'"], "4 devices, but there is 1"),
     "unknown mesh": (["fine_tune.mesh='ring4'"], "mesh 'ring4': 'ring4' is no axis"),
     "sequences without lengths": (
         ["fine_tune.max_sequences=4", "fine_tune.row_len=None"],
