@@ -84,7 +84,7 @@ def record(
     args: argparse.Namespace, one: Measured, replica: Replica, several: Measured
 ) -> dict[str, Any]:
     """The record of a mesh beside one GPU."""
-    sizes = {"pp": replica.pp, **replica.stage._asdict()}
+    sizes = replica.sizes
     share = min(LEAST_SHARE[axis] for axis, size in sizes.items() if size > 1)
     mesh = ",".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
     return {

@@ -25,17 +25,6 @@ AXES = (*DATA, TP)
 
 
 @dataclasses.dataclass(frozen=True)
-class SumAxes:
-    """The axes of a mesh over which the copies of an array are summed; a leaf of trees.
-
-    Attributes:
-      names: names of the axes.
-    """
-
-    names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class StageMesh:
     """The mesh of a pipeline stage, with the axes "dp", "fsdp" and "tp".
 
@@ -181,16 +170,6 @@ class StageMesh:
             return dataclasses.replace(leaf, shape=(copies, *leaf.shape), axes=("copy", *leaf.axes))
 
         return jax.tree.map_with_path(copied, leaves)
-
-    def sums(self, leaves: Any) -> Any:
-        """A tree with the `SumAxes` of each array.
-
-        Args:
-          leaves: tree of `LeafSpec`, in which the names of linears are keys.
-        """
-        return jax.tree.map_with_path(
-            lambda path, leaf: SumAxes(AXES if self._of_leaf(path, leaf)[1] else DATA), leaves
-        )
 
     def _of_leaf(self, path: tuple[Any, ...], leaf: LeafSpec) -> tuple[str | None, bool]:
         """The axis by which tensor parallelism divides an array, and whether its gradient on a

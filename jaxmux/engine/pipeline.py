@@ -61,7 +61,8 @@ class Pipeline:
             numbers of data shards, or `options.schedule` is unknown or does not suit them.
         """
         self._backbone, self._options, self._stored = backbone, options, stored
-        self._stages = list(dict.fromkeys(backbone.homes))
+        self._compiled = CompiledStages(backbone, options, stored)
+        self._stages = self._compiled.stages
         stages, parts = len(self._stages), len(backbone.parts)
         in_turn = [self._stages[part % stages] for part in range(parts)]
         if in_turn != list(backbone.homes) or parts % stages:
@@ -81,7 +82,6 @@ class Pipeline:
                 f"schedule={options.schedule!r} does not suit {parts} parts on {stages} stages: "
                 "several parts on a stage are interleaved"
             )
-        self._compiled = CompiledStages(backbone, options, stored)
         # Microbatches that have not ended, by their number; numbers are never used again.
         self._queue: dict[int, _Queued] = {}
         self._known = 0
@@ -104,7 +104,7 @@ class Pipeline:
 
     @property
     def shards(self) -> int:
-        return self._stages[0].shards
+        return self._compiled.shards
 
     def refuse_implementations(self, dropout: bool) -> None:
         if not (self._options.attention or self._options.grouped_lora):

@@ -173,12 +173,8 @@ def update_groups(
         return [together]
 
     def microbatches(slots: Sequence[int]) -> int:
-        counts = []
-        for shard in range(shards):
-            own = {slot: batches[slot][shard::shards] for slot in slots}
-            lengths = {slot: [s.stream_length for s in b] for slot, b in own.items() if b}
-            counts.append(len(packing(lengths, shape)))
-        return max(counts)
+        own = {slot: batches[slot] for slot in slots}
+        return max(len(_pack_shard(own, shape, packing, i, shards)) for i in range(shards))
 
     tokens = [sum(s.stream_length for s in batches[slot]) for slot in together]
     cuts = range(1, len(together))
@@ -214,9 +210,7 @@ def fill_microbatches(
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
 
     def of_shard(shard: int) -> Iterator[list[Placement]]:
-        own = {slot: batch[shard::shards] for slot, batch in batches.items()}
-        lengths = {slot: [s.stream_length for s in batch] for slot, batch in own.items() if batch}
-        for placements in packing(lengths, shape):
+        for placements in _pack_shard(batches, shape, packing, shard, shards):
             indexed = (p._replace(sample=p.sample * shards + shard) for p in placements)
             if kept := [p for p in indexed if (p.slot, p.sample) not in absent]:
                 yield kept
@@ -229,6 +223,19 @@ def fill_microbatches(
         sizes = {"rows": shape.rows, "row_len": shape.row_len, "chunk_len": shape.chunk_len}
         arrays = [fill_microbatch(placements, batches, **sizes) for placements in of_shards]
         yield PackedMicrobatch(arrays, samples)
+
+
+def _pack_shard(
+    batches: Mapping[int, Sequence[Sample]],
+    shape: ShapeClass,
+    packing: Packing,
+    shard: int,
+    shards: int,
+) -> Sequence[Sequence[Placement]]:
+    """The placements of a data shard's samples, which are numbered within the shard."""
+    own = {slot: batch[shard::shards] for slot, batch in batches.items()}
+    lengths = {slot: [s.stream_length for s in batch] for slot, batch in own.items() if batch}
+    return packing(lengths, shape)
 
 
 def empty_microbatch(shape: ShapeClass) -> Microbatch:

@@ -16,7 +16,6 @@ from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
 from jaxmux.sharding import StageMesh
-from jaxmux.sharding.stage_mesh import SumAxes
 
 from .stored_state import StoredState, with_copies
 from .train_state import TrainState, optax_parts, optax_state, replace_moments
@@ -326,9 +325,22 @@ def _per_device(
     )(state, *others)
 
 
-def _with_copy_axis(state: TrainState) -> TrainState:
-    accumulators, loss = jax.tree.map(lambda own: own[None], (state.accumulators, state.loss))
-    return state._replace(accumulators=accumulators, loss=loss)
+def _new_state(
+    function: Callable[..., TrainState],
+    home: StageMesh,
+    summed: Layout,
+    state: TrainState,
+    *others: Any,
+) -> TrainState:
+    """`_per_device` for a function that returns the device's new state."""
+
+    def with_copy_axis(*arguments: Any) -> TrainState:
+        new = function(*arguments)
+        accumulators, loss = jax.tree.map(lambda own: own[None], (new.accumulators, new.loss))
+        return new._replace(accumulators=accumulators, loss=loss)
+
+    out_specs = home.leaf_specs(with_copies(summed.tree, home))
+    return _per_device(with_copy_axis, home, summed, state, *others, out_specs=out_specs)
 
 
 def _sum_copies(
@@ -342,27 +354,19 @@ def _sum_copies(
 def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> TrainState:
     specs = summed.tree
 
+    described = specs.accumulators, specs.loss
+    # The first axis of an array with copies is divided among the devices whose copies are summed.
+    divided = home.leaf_specs(home.with_copies(described))
+
     def on_device(state: TrainState, due: Bool[Array, " T"]) -> TrainState:
-        def total(spec: LeafSpec, axes: SumAxes, own: Array) -> Array:
-            return _select(due, jax.lax.psum(own, axes.names), own, spec.slot_axis)
+        def total(spec: LeafSpec, copies: P, own: Array) -> Array:
+            return _select(due, jax.lax.psum(own, copies[0]), own, spec.slot_axis)
 
-        described = specs.accumulators, specs.loss
-        accumulators, loss = jax.tree.map(
-            total,
-            described,
-            home.sums(described),
-            (state.accumulators, state.loss),
-        )
-        return _with_copy_axis(state._replace(accumulators=accumulators, loss=loss))
+        own = state.accumulators, state.loss
+        accumulators, loss = jax.tree.map(total, described, divided, own)
+        return state._replace(accumulators=accumulators, loss=loss)
 
-    return _per_device(
-        on_device,
-        home,
-        summed,
-        state,
-        due,
-        out_specs=home.leaf_specs(with_copies(specs, home)),
-    )
+    return _new_state(on_device, home, summed, state, due)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -408,21 +412,8 @@ def _stage_apply(
 ) -> TrainState:
     """`_apply` for a stage."""
 
-    def on_device(state: TrainState, *numbers: Any) -> TrainState:
-        return _with_copy_axis(_apply(kind, summed, state, *numbers))
-
-    return _per_device(
-        on_device,
-        home,
-        summed,
-        state,
-        due,
-        applied,
-        rates,
-        hyper,
-        norm,
-        out_specs=home.leaf_specs(with_copies(summed.tree, home)),
-    )
+    numbers = due, applied, rates, hyper, norm
+    return _new_state(partial(_apply, kind, summed), home, summed, state, *numbers)
 
 
 def _select(chosen: Bool[Array, " T"], new, old: Array, slot_axis: int = 0) -> Array:

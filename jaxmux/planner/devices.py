@@ -141,6 +141,15 @@ class Replica(NamedTuple):
         return self.stage.dp * self.stage.fsdp
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis: "pp", "dp", "fsdp" and "tp".
+
+        Raises:
+          PlanningError: the stages differ.
+        """
+        return {"pp": self.pp, **self.stage._asdict()}
+
+    @property
     def devices(self) -> int:
         """Number of devices of all stages together."""
         return sum(stage.devices for stage in self.stages)

@@ -112,18 +112,14 @@ def fewer_devices(replica: Replica, devices: int, config: BackboneConfig) -> Rep
       devices: most devices of the result.
       config: configuration of the backbone, which can be divided among the result's devices.
     """
-    wanted = _sizes(replica)
+    wanted = replica.sizes
     smaller = (
         found
         for count in range(devices, 0, -1)
         for found in possible_meshes(count, config)
-        if all(size <= wanted[axis] for axis, size in _sizes(found).items())
+        if all(size <= wanted[axis] for axis, size in found.sizes.items())
     )
     return next(smaller)
-
-
-def _sizes(replica: Replica) -> dict[str, int]:
-    return {"pp": replica.pp, **replica.stage._asdict()}
 
 
 def _factorisations(product: int, axes: Sequence[str]) -> Iterator[Mapping[str, int]]:
