@@ -102,13 +102,12 @@ def load_placed_backbone(
       BackboneError: as `load_backbone`.
     """
     config = BackboneConfig.from_folder(folder)
-    with CheckpointReader(Path(folder)) as reader:
+    with CheckpointReader(Path(folder), config) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
             own = _own_weights(config, part, backbone_dtype(dtype))
             shardings = home.shardings(home.weight_specs(own))
             weights.append(reader.read(own, part.first_layer, shardings))
-        reader.refuse_unread()
     fingerprint = backbone_fingerprint(folder)
     return PlacedBackbone(
         config, tuple(parts), tuple(homes), tuple(weights), str(folder), fingerprint

@@ -64,17 +64,18 @@ class Engine:
     registered, released and restored between two rounds, after `drain`.
 
     Attributes:
-      backbone: the frozen backbone.
+      backbone: the frozen backbone; of several replicas, the first one.
       options: the settings that the constructor was given.
       admission: predicts whether a new task fits into memory; None without such a check. The engine
         replaces it when rounds show how much memory they need.
       rounds: number of rounds dispatched so far.
       microbatches: number of microbatches dispatched so far, those of all data shards together.
+      computed_tokens: number of tokens of these microbatches, with padding.
     """
 
     def __init__(
         self,
-        backbone: Backbone | PlacedBackbone,
+        backbone: Backbone | PlacedBackbone | Sequence[PlacedBackbone],
         options: EngineOptions,
         admission: Admission | None = None,
         programs: ProgramsAhead | None = None,
@@ -83,7 +84,8 @@ class Engine:
 
         Args:
           backbone: the frozen backbone, from `load_backbone`, or, for several devices, from
-            `sharding.load_placed_backbone`.
+            `sharding.load_placed_backbone`. A list of the latter are replicas, which train
+            different samples; the first one has the optimizer states.
           options: sizes of the microbatches, and other settings.
           admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
             all tasks fits into the device's memory. `register_tasks` refuses tasks that do not fit.
@@ -91,22 +93,25 @@ class Engine:
           programs: programs that are being compiled for the tasks that will be registered. The
             engine waits for them when it needs them. None lets the engine compile them then.
         """
-        self.backbone = backbone
         self.options = options
         self.admission = admission
         self.rounds = 0
         self.microbatches = 0
+        self.computed_tokens = 0
         self._executor: Executor
-        if isinstance(backbone, PlacedBackbone):
-            # Training on one device needs neither schedules nor their planner.
-            from .pipeline import Pipeline
-
-            stored = StoredState(backbone.parts, backbone.homes)
-            self._executor = Pipeline(backbone, options, stored)
-        else:
+        if isinstance(backbone, Backbone):
+            self.backbone = backbone
             stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])
             self._executor = SingleDevice(backbone, options, stored, programs)
-        self._slots = Slots(backbone.config, options.reserved, stored)
+        else:
+            # Training on one device needs neither schedules nor their planner.
+            from .several_devices import SeveralDevices
+
+            replicas = [backbone] if isinstance(backbone, PlacedBackbone) else list(backbone)
+            self.backbone = replicas[0]
+            stored = StoredState(replicas[0].parts, replicas[0].homes)
+            self._executor = SeveralDevices(replicas, options, stored)
+        self._slots = Slots(self.backbone.config, options.reserved, stored)
         self._stream = RoundStream(self._slots, options, self._executor)
         self._pending: list[_Pending] = []
         # Results that were fetched while a round was dispatched, and not yet returned.
@@ -275,8 +280,8 @@ class Engine:
                 self._begun_ahead = False
                 outcome = self._executor.run(current, self._done, stop, self._due, self._next_round)
             finally:
-                self._count(len(self._done) - before)
-            self._count(len(outcome.ahead))
+                self._count(current, self._done[before:])
+            self._count(self._following, outcome.ahead)
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
                 self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
@@ -301,9 +306,12 @@ class Engine:
         self.rounds += 1
         return self._take_fetched()
 
-    def _count(self, dispatched: int) -> None:
-        """Counts microbatches that all data shards have trained."""
-        self.microbatches += self._executor.shards * dispatched
+    def _count(self, plan: RoundPlan | None, dispatched: Sequence[int], times: int = 1) -> None:
+        """Counts what all data shards have trained of microbatches with these indices."""
+        for i in dispatched:
+            replica = self._executor.replicas[plan.microbatches[i].replica]
+            self.microbatches += times * replica.replica.shards
+            self.computed_tokens += times * replica.tokens
 
     def _next_round(self) -> RoundPlan | None:
         """The round after the current one, for the tasks that are live as far as is known."""
@@ -336,7 +344,7 @@ class Engine:
             return
         # A stopped executor has ended everything that had begun.
         ended = self._executor.settle() or self._done
-        self._count(len(ended) - len(self._done))
+        self._count(self._current, ended[len(self._done) :])
         self._following, self._current = self._current, None
         self._done, self._begun_ahead = [], False
         self._keep_ahead(ended)
@@ -360,7 +368,7 @@ class Engine:
             "the device ran out of memory; round %d begins again, with more recomputation",
             self.rounds,
         )
-        self.microbatches -= len(self._done)
+        self._count(self._current, self._done, times=-1)
         self._done, self._accumulated, self._current = [], {}, None
         self._stream.close()
 

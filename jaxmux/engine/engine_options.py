@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.replicas import SequenceCosts
 
 from .rounds import Packing, pack_tightly
 
@@ -54,6 +56,15 @@ class EngineOptions:
       schedule: order of the passes in a pipeline of several devices: "1f1b" or "gpipe", or, where a
         device holds several parts of the backbone, "interleaved". Results do not depend on it. A
         stop waits for all microbatches that have begun, with "gpipe" for the whole round.
+      replica_shapes: with several replicas, the shape of each one's microbatches; `shape` is then
+        the one with the longest rows. A sample goes to a replica whose rows hold it. Empty gives
+        all replicas `shape`.
+      sequence_costs: with several replicas, the time that each takes for a sample, by which the
+        samples of a round are divided among them. None takes a sample's tokens divided by the
+        replica's devices.
+
+    Raises:
+      PlanningError: a row of `shape` is not as long as the longest of `replica_shapes`.
     """
 
     shape: ShapeClass
@@ -66,3 +77,27 @@ class EngineOptions:
     max_bad_steps: int = 10
     packing: Packing = pack_tightly
     schedule: str = "1f1b"
+    replica_shapes: tuple[ShapeClass, ...] = ()
+    sequence_costs: SequenceCosts | None = None
+
+    def __post_init__(self):
+        longest = max((shape.row_len for shape in self.replica_shapes), default=self.shape.row_len)
+        if self.shape.row_len != longest:
+            raise PlanningError(
+                f"shape has rows of {self.shape.row_len} tokens, the longest of replica_shapes "
+                f"{longest}; they should be equal"
+            )
+
+    def of_replicas(self, count: int) -> list["EngineOptions"]:
+        """The options of each replica, whose `shape` is that of its own microbatches.
+
+        Args:
+          count: number of replicas.
+
+        Raises:
+          PlanningError: `replica_shapes` has another length.
+        """
+        shapes = self.replica_shapes or (self.shape,) * count
+        if len(shapes) != count:
+            raise PlanningError(f"{count} replicas, but {len(shapes)} replica_shapes")
+        return [dataclasses.replace(self, shape=s, replica_shapes=()) for s in shapes]

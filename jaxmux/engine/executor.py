@@ -5,10 +5,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxmux.data.microbatch import Microbatch
-
 from .prepared_task import PreparedTask
-from .rounds import PlacedMicrobatch, RoundPlan
+from .rounds import Dispatch, ReplicaInput, RoundPlan
 from .updates import DueUpdates, UpdateStats
 
 
@@ -35,18 +33,18 @@ class Executor(Protocol):
     Attributes:
       remat: the remat policy of every layer, or one policy for all layers, with which the training
         programs are compiled; None before they are.
-      shards: number of data shards, each of which trains a microbatch of its own at the same time.
-      stages: number of pipeline stages among which rounds follow each other without a gap.
+      replicas: what each replica trains at a time.
+      dispatch: divides the samples of a round among the replicas; None if there is only one.
     """
 
     @property
     def remat(self) -> str | tuple[str, ...] | None: ...
 
     @property
-    def shards(self) -> int: ...
+    def replicas(self) -> Sequence[ReplicaInput]: ...
 
     @property
-    def stages(self) -> int: ...
+    def dispatch(self) -> Dispatch | None: ...
 
     def refuse_implementations(self, dropout: bool) -> None:
         """Checks that the implementations that the options name can serve the state.
@@ -57,11 +55,6 @@ class Executor(Protocol):
         Raises:
           PlanningError: an implementation cannot serve this device, these dtypes or sizes.
         """
-        ...
-
-    def place(self, microbatches: Sequence[Microbatch]) -> PlacedMicrobatch:
-        """Copies microbatches, one for each data shard, to where `run` and `evaluate` read them.
-        May be called in a thread."""
         ...
 
     def run(

@@ -45,18 +45,15 @@ class RoundStream:
         if self._rounds is None or self._following != live.keys():
             # Tasks that end as planned leave the stream by themselves; others make it begin again.
             self.close()
-            options = self._options
             self._rounds = Prefetch(
                 training_rounds(
                     {number: self._slots[number].prepared for number in live},
                     live,
                     self._slots.pool,
-                    options.shape,
-                    options.packing,
+                    self._executor.replicas,
+                    self._options.packing,
+                    self._executor.dispatch,
                     accumulated,
-                    self._executor.shards,
-                    self._executor.stages,
-                    self._executor.place,
                 )
             )
         asked = time.perf_counter()

@@ -10,6 +10,7 @@ from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
 from .prepared_task import PreparedTask
@@ -18,24 +19,48 @@ from .prepared_task import PreparedTask
 # placements of the samples in each microbatch.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
 
-
 # By slot, indices of samples in the task's global batch.
 SampleIndices = Mapping[int, Sequence[int]]
 
+# A function from the stream lengths of a round's samples, by slot, to the samples of each replica.
+Dispatch = Callable[[Mapping[int, Sequence[int]]], Sequence[SampleIndices]]
 
 # The microbatches of all data shards where an executor reads them: arrays on one device, or on the
 # devices of each stage.
 PlacedMicrobatch = Any
 
 
-class PackedMicrobatch(NamedTuple):
-    """What the data shards of an executor train at the same time: one microbatch each.
+class ReplicaInput(NamedTuple):
+    """What a replica (a copy of the backbone on its devices) trains at a time.
 
     Attributes:
+      shape: shape class of its microbatches.
+      replica: its devices. Each data shard of a stage trains a microbatch of its own.
+      streams: whether rounds follow each other in its pipeline without a gap.
+      place: copies the microbatches of all data shards to where the replica reads them.
+    """
+
+    shape: ShapeClass
+    replica: Replica = ONE_DEVICE
+    streams: bool = False
+    place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatches of all data shards together, with padding."""
+        return self.replica.shards * self.shape.tokens
+
+
+class PackedMicrobatch(NamedTuple):
+    """What the data shards of a replica train at the same time: one microbatch each.
+
+    Attributes:
+      replica: index of the replica.
       arrays: the arrays that the forward pass reads.
       samples: by slot, indices of the samples in the task's global batch.
     """
 
+    replica: int
     arrays: PlacedMicrobatch
     samples: SampleIndices
 
@@ -95,12 +120,10 @@ def training_rounds(
     tasks: Mapping[int, PreparedTask],
     steps: Mapping[int, int],
     pool: PoolSpec,
-    shape: ShapeClass,
+    replicas: Sequence[ReplicaInput],
     packing: Packing = pack_tightly,
+    dispatch: Dispatch | None = None,
     accumulated: SampleIndices | None = None,
-    shards: int = 1,
-    stages: int = 1,
-    place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list,
 ) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
 
@@ -108,26 +131,25 @@ def training_rounds(
       tasks: by slot, the live tasks.
       steps: by slot, index of the task's next global batch, from 0.
       pool: sizes of the pool.
-      shape: shape class of the microbatches.
+      replicas: the replicas. If one of them is a pipeline in which rounds follow each other, the
+        tasks of a round may form two groups with microbatches and updates of their own, see
+        `update_groups`.
       packing: lays out the samples of a round.
+      dispatch: divides the samples of a round among the replicas; None if there is only one.
       accumulated: by slot, indices of samples in the first round whose gradients are in the
         accumulators already. The whole round is packed, so that the other samples keep their
         places; then these samples are left out.
-      shards: number of data shards of the executor.
-      stages: number of pipeline stages of the executor. With several, the tasks of a round form two
-        groups with microbatches and updates of their own, if that costs less time than a pipeline
-        that is empty while all tasks are updated.
-      place: copies the microbatches of all data shards to where the executor reads them.
     """
     steps, done = dict(steps), accumulated or {}
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
+        shares = shares_of_replicas(batches, dispatch)
         microbatches, updates = [], []
-        for group in update_groups(batches, shape, packing, shards, stages):
-            own = {slot: batches[slot] for slot in group}
+        for group in update_groups(batches, replicas, shares, packing):
+            own = _of(group, batches)
             microbatches += [
-                microbatch._replace(arrays=place(microbatch.arrays))
-                for microbatch in fill_microbatches(own, shape, packing, done, shards)
+                microbatch._replace(arrays=replicas[microbatch.replica].place(microbatch.arrays))
+                for microbatch in fill_microbatches(own, replicas, shares, packing, done)
             ]
             # One program updates all slots of the group, so it is cheapest at the group's end.
             updates.append(Due(len(microbatches) - 1, group))
@@ -145,12 +167,25 @@ def training_rounds(
             steps[slot] += 1
 
 
+def shares_of_replicas(
+    batches: Mapping[int, Sequence[Sample]], dispatch: Dispatch | None
+) -> Sequence[SampleIndices]:
+    """The samples that each replica trains.
+
+    Args:
+      batches: by slot, the samples of the task's global batch.
+      dispatch: divides the samples; None gives all of them to one replica.
+    """
+    if dispatch is None:
+        return [{slot: range(len(batch)) for slot, batch in batches.items()}]
+    return dispatch({slot: [s.stream_length for s in batch] for slot, batch in batches.items()})
+
+
 def update_groups(
     batches: Mapping[int, Sequence[Sample]],
-    shape: ShapeClass,
+    replicas: Sequence[ReplicaInput],
+    shares: Sequence[SampleIndices],
     packing: Packing = pack_tightly,
-    shards: int = 1,
-    stages: int = 1,
 ) -> list[tuple[int, ...]]:
     """Divides the tasks of a round into groups that do not share microbatches.
 
@@ -160,82 +195,100 @@ def update_groups(
 
     Args:
       batches: by slot, the samples of the task's global batch.
-      shape: shape class of the microbatches.
+      replicas: the replicas; those whose rounds do not follow each other gain nothing.
+      shares: the samples of each replica.
       packing: lays out the samples.
-      shards: number of data shards.
-      stages: number of pipeline stages S.
 
     Returns:
       The slots of each group.
     """
     together = tuple(batches)
-    if stages == 1 or len(together) == 1:
+    if not any(replica.streams for replica in replicas) or len(together) == 1:
         return [together]
-
-    def microbatches(slots: Sequence[int]) -> int:
-        own = {slot: batches[slot] for slot in slots}
-        return max(len(_pack_shard(own, shape, packing, i, shards)) for i in range(shards))
-
     tokens = [sum(s.stream_length for s in batches[slot]) for slot in together]
     cuts = range(1, len(together))
     cut = min(cuts, key=lambda cut: abs(2 * sum(tokens[:cut]) - sum(tokens)))
     groups = [together[:cut], together[cut:]]
-    counts = [microbatches(group) for group in groups]
-    # Microbatches of time in which the pipeline waits at the border of a round.
-    waits = sum(max(0, stages - 1 - count) for count in counts)
-    return groups if sum(counts) + waits < microbatches(together) + stages - 1 else [together]
+    # Microbatches of time that all replicas together take longer with two groups than with one.
+    longer = 0
+    for replica, share in zip(replicas, shares, strict=True):
+        ramp = replica.replica.pp - 1 if replica.streams else 0
+        counts = [
+            max(len(own) for own in _pack_shards(_of(group, batches), replica, share, packing))
+            for group in (*groups, together)
+        ]
+        # With two groups the pipeline waits at the border of a round only for a short group.
+        waits = sum(max(0, ramp - count) for count in counts[:2])
+        longer += sum(counts[:2]) + waits - (counts[2] + ramp)
+    return groups if longer < 0 else [together]
 
 
 def fill_microbatches(
     batches: Mapping[int, Sequence[Sample]],
-    shape: ShapeClass,
+    replicas: Sequence[ReplicaInput],
+    shares: Sequence[SampleIndices],
     packing: Packing = pack_tightly,
     left_out: SampleIndices | None = None,
-    shards: int = 1,
 ) -> Iterator[PackedMicrobatch]:
-    """Packs global batches and yields their microbatches: in `arrays`, a list with one `Microbatch`
-    of NumPy arrays for each data shard. Every sample occurs once.
+    """Packs global batches and yields their microbatches, those of one replica after those of
+    another: in `arrays`, a list with one `Microbatch` of NumPy arrays for each data shard. Every
+    sample occurs once.
 
-    Sample i of a global batch belongs to data shard i mod `shards`, so that what a shard sums up
-    for a task does not depend on the other tasks.
+    A replica's samples go to its data shards in turn. With one replica, what a shard sums up for a
+    task therefore does not depend on the other tasks.
 
     Args:
       batches: by slot, the samples of the task's global batch.
-      shape: shape class of the microbatches.
+      replicas: the replicas.
+      shares: the samples of each replica.
       packing: lays out the samples.
       left_out: by slot, indices of samples that are packed like the others but left out of the
         arrays. A microbatch that holds only such samples is skipped.
-      shards: number of data shards.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
-
-    def of_shard(shard: int) -> Iterator[list[Placement]]:
-        for placements in _pack_shard(batches, shape, packing, shard, shards):
-            indexed = (p._replace(sample=p.sample * shards + shard) for p in placements)
-            if kept := [p for p in indexed if (p.slot, p.sample) not in absent]:
-                yield kept
-
-    # A shard that has fewer microbatches than another one gets empty ones.
-    for of_shards in zip_longest(*map(of_shard, range(shards)), fillvalue=()):
-        samples: dict[int, list[int]] = {}
-        for placement in chain.from_iterable(of_shards):
-            samples.setdefault(placement.slot, []).append(placement.sample)
+    for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
+        shape = replica.shape
         sizes = {"rows": shape.rows, "row_len": shape.row_len, "chunk_len": shape.chunk_len}
-        arrays = [fill_microbatch(placements, batches, **sizes) for placements in of_shards]
-        yield PackedMicrobatch(arrays, samples)
+        packed = [
+            [
+                kept
+                for own in shard
+                if (kept := [p for p in own if (p.slot, p.sample) not in absent])
+            ]
+            for shard in _pack_shards(batches, replica, share, packing)
+        ]
+        # A shard that has fewer microbatches than another one gets empty ones.
+        for of_shards in zip_longest(*packed, fillvalue=()):
+            samples: dict[int, list[int]] = {}
+            for placement in chain.from_iterable(of_shards):
+                samples.setdefault(placement.slot, []).append(placement.sample)
+            arrays = [fill_microbatch(placements, batches, **sizes) for placements in of_shards]
+            yield PackedMicrobatch(i, arrays, samples)
 
 
-def _pack_shard(
+def _pack_shards(
     batches: Mapping[int, Sequence[Sample]],
-    shape: ShapeClass,
+    replica: ReplicaInput,
+    share: SampleIndices,
     packing: Packing,
-    shard: int,
-    shards: int,
-) -> Sequence[Sequence[Placement]]:
-    """The placements of a data shard's samples, which are numbered within the shard."""
-    own = {slot: batch[shard::shards] for slot, batch in batches.items()}
-    lengths = {slot: [s.stream_length for s in batch] for slot, batch in own.items() if batch}
-    return packing(lengths, shape)
+) -> Iterator[list[list[Placement]]]:
+    """For each data shard of a replica, the placements of its samples in each microbatch."""
+    shards = replica.replica.shards
+    for shard in range(shards):
+        own = {slot: share.get(slot, ())[shard::shards] for slot in batches}
+        lengths = {
+            slot: [batches[slot][i].stream_length for i in samples]
+            for slot, samples in own.items()
+            if samples
+        }
+        yield [
+            [p._replace(sample=own[p.slot][p.sample]) for p in placements]
+            for placements in packing(lengths, replica.shape)
+        ]
+
+
+def _of(slots: Sequence[int], batches: Mapping[int, Sequence[Sample]]) -> dict[int, Any]:
+    return {slot: batches[slot] for slot in slots}
 
 
 def empty_microbatch(shape: ShapeClass) -> Microbatch:

@@ -25,7 +25,13 @@ from .engine_options import EngineOptions
 from .executor import RoundOutcome
 from .prepared_task import PreparedTask
 from .programs import accumulate, accumulate_arguments, evaluate
-from .rounds import RoundPlan, fill_microbatches, slot_table
+from .rounds import (
+    ReplicaInput,
+    RoundPlan,
+    fill_microbatches,
+    shares_of_replicas,
+    slot_table,
+)
 from .stored_state import StoredState
 from .train_state import TrainState, with_empty_accumulators
 from .updates import DueUpdates, update
@@ -85,16 +91,12 @@ class SingleDevice:
         refuse_implementations(self._backbone, self._options, dropout, self._state)
 
     @property
-    def shards(self) -> int:
-        return 1
+    def replicas(self) -> tuple[ReplicaInput]:
+        return (ReplicaInput(self._options.shape, place=_placed),)
 
     @property
-    def stages(self) -> int:
-        return 1
-
-    def place(self, microbatches: Sequence[Microbatch]) -> Microbatch:
-        (microbatch,) = microbatches
-        return jax.device_put(microbatch)
+    def dispatch(self) -> None:
+        return None
 
     def run(
         self,
@@ -171,14 +173,15 @@ class SingleDevice:
         table = jax.device_put(slot_table(tasks, None, capacity))
         losses = jnp.zeros(capacity)
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
-        for i, microbatch in enumerate(fill_microbatches(batches, self._options.shape)):
+        shares = shares_of_replicas(batches, self.dispatch)
+        for i, microbatch in enumerate(fill_microbatches(batches, self.replicas, shares)):
             arguments = (
                 backbone.config,
                 forward,
                 backbone.weights,
                 self._state.adapters,
                 losses,
-                self.place(microbatch.arrays),
+                _placed(microbatch.arrays),
                 table,
             )
             if i == 0:
@@ -188,6 +191,11 @@ class SingleDevice:
 
     def close(self) -> None:
         pass
+
+
+def _placed(microbatches: Sequence[Microbatch]) -> Microbatch:
+    (microbatch,) = microbatches
+    return jax.device_put(microbatch)
 
 
 def _fits(call: Callable[..., Any], *arguments: Any) -> bool:

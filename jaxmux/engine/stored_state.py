@@ -39,6 +39,7 @@ class StoredState:
       layouts: the descriptions of `states`, each a `TrainState` of `LeafSpec`.
       summed: the same without the axis "copy".
       layout: the description of the whole state; None until `make_room` is called.
+      version: changes whenever a slot or the size of the state is changed, except by training.
     """
 
     def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh | None]):
@@ -54,6 +55,7 @@ class StoredState:
         self.layouts: list[Layout] = []
         self.summed: list[Layout] = []
         self.layout: Layout | None = None
+        self.version = 0
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -77,6 +79,7 @@ class StoredState:
                 larger = grown(leaves, own.tree, _shardings(own, self.homes[i]))
                 self.states[i] = _placed(larger, own, self.homes[i])
         self.layout, self.layouts = layout, layouts
+        self.version += 1
 
     def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
         """Replaces the adapter of one slot in place.
@@ -143,6 +146,7 @@ class StoredState:
         own: Callable[[int], Any] | None = None,
     ) -> None:
         """Calls `write(state, layout, *arguments, own(i))` for every part i."""
+        self.version += 1
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
             value = () if own is None else (own(i),)
             state = write(self.states[i], layout, *arguments, *value)

@@ -9,6 +9,7 @@ from .backbone import (
     Backbone,
     CheckpointReader,
     backbone_dtype,
+    check_backbone,
     load_backbone,
     save_backbone,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "backbone_dtype",
     "backbone_fingerprint",
     "block_bytes",
+    "check_backbone",
     "chunk_losses",
     "compute_dtype",
     "device_memory",

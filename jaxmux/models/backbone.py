@@ -75,10 +75,22 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
     """
     folder = Path(folder)
     config = BackboneConfig.from_folder(folder)
-    with CheckpointReader(folder) as reader:
+    with CheckpointReader(folder, config) as reader:
         weights = reader.read(abstract_weights(config, backbone_dtype(dtype)))
-        reader.refuse_unread()
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
+
+
+def check_backbone(folder: str | Path) -> None:
+    """Checks that a checkpoint folder can be loaded, without reading the tensors' values.
+
+    Args:
+      folder: the folder, as for `load_backbone`.
+
+    Raises:
+      BackboneError: as `load_backbone`.
+    """
+    with CheckpointReader(Path(folder), BackboneConfig.from_folder(folder)):
+        pass
 
 
 def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
@@ -117,33 +129,55 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
 class CheckpointReader:
     """Reads weights from a Hugging Face checkpoint folder, whole or in parts. A context manager."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, config: BackboneConfig):
         """Creates a reader; its files are opened on entering the context.
 
         Args:
           folder: the folder.
+          config: the configuration in the folder.
         """
-        self._folder = folder
+        self._folder, self._config = folder, config
         # By name of the tensor, the open file that holds it.
         self._owner: dict[str, Any] = {}
-        self._unread: set[str] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointReader":
-        for path in shards(self._folder):
-            try:
-                shard = self._stack.enter_context(safe_open(path, framework="flax"))
-            except (SafetensorError, OSError) as e:
-                self._stack.close()
-                raise BackboneError(
-                    f"{path}: cannot be read as safetensors ({e}); truncated download?"
-                ) from None
-            self._owner |= dict.fromkeys(shard.keys(), shard)
-        self._unread = set(self._owner)
+        """Opens the files. BackboneError if one cannot be read, or if a tensor is missing, has
+        another shape than config.json implies, or belongs to no parameter."""
+        with ExitStack() as stack:
+            for path in shards(self._folder):
+                try:
+                    shard = stack.enter_context(safe_open(path, framework="flax"))
+                except (SafetensorError, OSError) as e:
+                    raise BackboneError(
+                        f"{path}: cannot be read as safetensors ({e}); truncated download?"
+                    ) from None
+                self._owner |= dict.fromkeys(shard.keys(), shard)
+            self._check()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
+
+    def _check(self) -> None:
+        shapes = _hf_shapes(self._config)
+        for name, shape in shapes.items():
+            if name not in self._owner:
+                raise BackboneError(f"{self._folder}: tensor {name} is missing")
+            found = self._owner[name].get_slice(name).get_shape()
+            if tuple(found) != shape:
+                raise BackboneError(
+                    f"{self._folder}: tensor {name} has shape {list(found)}, "
+                    f"config.json implies {list(shape)}"
+                )
+        # Old checkpoints have this constant; those with a tied head may have it a second time.
+        ignored = {name for name in self._owner if name.endswith("rotary_emb.inv_freq")}
+        if extra := sorted(self._owner.keys() - shapes.keys() - ignored - {"lm_head.weight"}):
+            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+            raise BackboneError(
+                f"{self._folder}: tensors that config.json does not account for: {shown}"
+            )
 
     def read(
         self, wanted: Weights, first_layer: int = 0, shardings: Weights | None = None
@@ -155,9 +189,6 @@ class CheckpointReader:
           first_layer: index in the model of the first of these layers.
           shardings: a tree like `wanted` with the sharding of every array; None puts all weights on
             the default device.
-
-        Raises:
-          BackboneError: a tensor is missing or has another shape.
         """
 
         def load(
@@ -189,16 +220,6 @@ class CheckpointReader:
 
         return jax.tree.map_with_path(load, wanted, *([] if shardings is None else [shardings]))
 
-    def refuse_unread(self) -> None:
-        """Raises BackboneError if the checkpoint has tensors that were not read."""
-        # Old checkpoints have this constant; those with a tied head may have it a second time.
-        ignored = {n for n in self._unread if n.endswith("rotary_emb.inv_freq")}
-        if extra := sorted(self._unread - ignored - {"lm_head.weight"}):
-            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
-            raise BackboneError(
-                f"{self._folder}: tensors that config.json does not account for: {shown}"
-            )
-
     def _parameter(
         self,
         path: tuple[str, ...],
@@ -207,26 +228,11 @@ class CheckpointReader:
         layer: int | None = None,
     ) -> np.ndarray:
         """A part of a parameter of one layer, or of one that belongs to no layer."""
-        name, shape = _hf_name(path, layer), wanted.shape[-len(index) :]
-        if path[-1] == "kernel":
-            return self._tensor(name, shape[::-1], index[::-1], wanted.dtype).T
-        return self._tensor(name, shape, index, wanted.dtype)
-
-    def _tensor(
-        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...], dtype: np.dtype
-    ) -> np.ndarray:
-        if name not in self._owner:
-            raise BackboneError(f"{self._folder}: tensor {name} is missing")
+        name, transposed = _hf_name(path, layer), path[-1] == "kernel"
         tensor = self._owner[name].get_slice(name)
-        if (found := tuple(tensor.get_shape())) != shape:
-            raise BackboneError(
-                f"{self._folder}: tensor {name} has shape {list(found)}, "
-                f"config.json implies {list(shape)}"
-            )
         with jax.default_device(jax.devices("cpu")[0]):
-            values = np.asarray(tensor[index])
-        self._unread.discard(name)
-        return values.astype(dtype)
+            values = np.asarray(tensor[index[::-1] if transposed else index])
+        return (values.T if transposed else values).astype(wanted.dtype)
 
 
 def _selected(size: int, index: slice) -> range:
@@ -236,6 +242,18 @@ def _selected(size: int, index: slice) -> range:
 def _module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
     """The keys of the nested dict that lead to a leaf; "values" of a `FrozenWeight` is left out."""
     return tuple(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
+
+
+def _hf_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
+    """By name, the shapes of the tensors of a checkpoint."""
+    shapes = {}
+    for key_path, leaf in jax.tree.leaves_with_path(abstract_weights(config, jnp.float32)):
+        path = _module_path(key_path)
+        layers = range(config.num_layers) if path[0] == "layers" else [None]
+        shape = leaf.shape if layers == [None] else leaf.shape[1:]
+        shape = shape[::-1] if path[-1] == "kernel" else shape
+        shapes |= {_hf_name(path, layer): shape for layer in layers}
+    return shapes
 
 
 def _hf_name(path: tuple[str, ...], layer: int | None = None) -> str:

@@ -10,6 +10,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 from .errors import PlanningError
@@ -249,12 +250,45 @@ ONE_DEVICE = Replica()
 class Deployment(NamedTuple):
     """Replicas that train side by side, each with its own copy of the backbone (LobRA 4).
 
+    `str(deployment)` is "2*(pp1,tp1) + pp2,tp2" for two replicas of one device each and one of two
+    stages with two devices each.
+
     Attributes:
       replicas: one entry for each replica. A deployment of three equal replicas has three equal
         entries.
     """
 
     replicas: tuple[Replica, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Deployment":
+        """Returns the deployment that a text such as "2*(tp1) + pp2,tp2" names, the inverse of
+        `str`.
+
+        Args:
+          text: replicas as for `Replica.parse`, separated by plus signs. A replica may stand in
+            parentheses, and a number with an asterisk before it repeats it.
+
+        Raises:
+          PlanningError: a replica cannot be read, or a number is not positive.
+        """
+        replicas: list[Replica] = []
+        for term in text.split("+"):
+            found = re.fullmatch(r"\s*(?:([0-9]+)\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*", term)
+            if not found:
+                raise PlanningError(
+                    f"mesh {text!r}: {term.strip()!r} is no replica, expected e.g. pp2,tp2 or "
+                    "2*(tp1)"
+                )
+            count = int(found[1] or 1)
+            if count < 1:
+                raise PlanningError(f"mesh {text!r}: a replica is repeated {count} times")
+            replicas += [Replica.parse(found[2] or found[3] or "")] * count
+        return cls(tuple(replicas))
+
+    def __str__(self) -> str:
+        runs = ((replica, len(list(equal))) for replica, equal in groupby(self.replicas))
+        return " + ".join(f"{n}*({replica})" if n > 1 else str(replica) for replica, n in runs)
 
     @classmethod
     def of_counts(cls, counts: Mapping[Replica, int]) -> "Deployment":

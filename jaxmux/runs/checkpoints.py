@@ -127,6 +127,7 @@ class Checkpoints:
             engine.restore_task(name, arrays[name], progress, task["accumulated"])
         position = RunPosition(**run["position"])
         engine.rounds, engine.microbatches = position.rounds, position.microbatches
+        engine.computed_tokens = position.computed_tokens
         return position
 
     def wait(self) -> None:

@@ -2,20 +2,18 @@
 train fastest."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes
-from jaxmux.models import BackboneConfig, backbone_dtype
+from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import numbered
 
+from .replica_fit import fit_replica
 from .run_options import RunOptions
-from .run_shape import choose_run_shape, run_costs
 
 _log = logging.getLogger("jaxmux")
 # Layouts that the message names besides the chosen one.
@@ -138,15 +136,8 @@ def _seconds(
     tasks: Sequence[PreparedTask], config: BackboneConfig, options: RunOptions, replica: Replica
 ) -> float:
     """Predicted seconds of a round on a layout; PlanningError if the tasks do not fit."""
-    dtype = backbone_dtype(options.dtype)
-    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica)
-    choice = choose_run_shape(tasks, costs, options.shape_request(costs.least_chunk_len))
-    best, replica_costs = choice.alignment, costs.replica
-    reserved = options.reserved(config)
-    asked = options.tokens_per_microbatch
-    admission = Admission(replica_costs, best.shape, asked, reserved, more_stages=False)
-    admission.require({task.task.name: task.pool for task in tasks})
-    if replica_costs.depth(best.shape) < replica.pp or math.isinf(best.seconds):
-        raise PlanningError(f"no memory for {replica.pp} microbatches in flight")
+    fit = fit_replica(tasks, config, options, replica)
+    fit.require(tasks)
+    best = fit.choice.alignment
     fill = (replica.pp - 1) * best.seconds / best.microbatches
-    return best.seconds / choice.rounds + fill + replica_costs.update()
+    return best.seconds / fit.choice.rounds + fill + fit.costs.update()

@@ -9,15 +9,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jaxmux.atomic_files import write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
-from jaxmux.engine.backbone_size import mesh_sizes, size_of
+from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import (
@@ -25,32 +21,20 @@ from jaxmux.models import (
     BackboneConfig,
     backbone_dtype,
     backbone_fingerprint,
-    device_memory,
-    load_backbone,
+    check_backbone,
     planned_remat,
 )
 from jaxmux.peft import export_adapter, is_adapter_folder, kind_of
-from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.devices import ONE_DEVICE, Replica
-from jaxmux.planner.numbers import numbered
-from jaxmux.planner.packing import ShapeClass
-from jaxmux.sharding import (
-    PlacedBackbone,
-    consecutive_parts,
-    load_placed_backbone,
-    stage_meshes,
-)
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition
 from .console import RunConsole
 from .loss_plot import plot_losses
-from .mesh_choice import choose_mesh, fewer_devices
 from .metrics import MetricsWriter
 from .run_directory import FORMAT, RunDirectory
+from .run_layout import choose_layout, load_on, refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
-from .run_shape import choose_run_shape, run_costs
 from .stop_signals import StopSignals
 from .summary import Summary
 
@@ -128,9 +112,10 @@ def fine_tune(
         config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
         fingerprints = {"backbone": backbone_fingerprint(backbone)}
         directory.refuse_changes(fingerprints)
+        check_backbone(backbone)
         reserved = options.reserved(config)
         if options.mesh != AUTO_MESH:
-            _refuse_mesh(options.replica, config)
+            refuse_mesh(options.deployment, config)
         prepared = [
             prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks
         ]
@@ -144,78 +129,44 @@ def fine_tune(
             console.summarise(finished, directory, config)
             return finished
         console.announce(prepared, config)
-        replica = _mesh(prepared, config, options, console)
-        shape, admission = _plan_run(prepared, config, options, replica, directory, console)
+        layout = choose_layout(prepared, config, options, directory.shapes, console)
         engine_options = EngineOptions(
-            shape,
+            layout.shape,
             reserved,
             options.remat,
             options.memory,
             options.attention,
             options.grouped_lora,
             max_bad_steps=options.max_bad_steps,
+            replica_shapes=layout.shapes if layout.costs else (),
+            sequence_costs=layout.costs,
         )
         dtype = backbone_dtype(options.dtype)
         console.say("compiling the training step; this can take a minute")
         with ExitStack() as stack:
             programs = None
-            if replica == ONE_DEVICE:
+            if layout.deployment.devices == 1:
                 programs = ProgramsAhead(config, dtype, engine_options, prepared)
                 stack.enter_context(closing(programs))
-            model = _load(backbone, dtype, config, replica)
-            engine = Engine(model, engine_options, admission, programs)
+            model = load_on(layout.deployment, backbone, dtype, config)
+            engine = Engine(model, engine_options, layout.admission, programs)
             engine.register_tasks(prepared)
             engine.refuse_implementations()
             console.announce_restart(directory)
-            directory.begin(fingerprints, shape, config_text)
+            directory.begin(fingerprints, layout.recorded, config_text)
             checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
             with closing(checkpoints), closing(engine):
                 position = _restore(engine, checkpoints, console)
                 with closing(MetricsWriter(directory, position, console.say)) as metrics:
                     every = options.checkpoint_every
                     _train(engine, directory, checkpoints, metrics, position, every, console, stop)
-                    summary = _finish(engine, directory, metrics, position, admission)
+                    summary = _finish(engine, directory, metrics, position, layout.admission)
         if isinstance(model, Backbone):
             _show_samples(engine, model, tokenizer, options.sample_tokens, console)
         elif any(task.sample_prompt for task in tasks):
             console.say("sample_prompt: no completions are shown after training on several devices")
         console.summarise(summary, directory, config)
         return summary
-
-
-def _refuse_mesh(replica: Replica, config: BackboneConfig) -> None:
-    """PlanningError if the backbone cannot be divided among the devices, or they are not there."""
-    replica.require(config.num_layers, mesh_sizes(config))
-    if replica.devices > (found := len(jax.devices())):
-        raise PlanningError(
-            f"mesh {replica}: {numbered(replica.devices, 'device')}, but there "
-            f"{'is' if found == 1 else 'are'} {found}; it would fit with "
-            f"{fewer_devices(replica, found, config)}"
-        )
-
-
-def _mesh(
-    prepared: Sequence[PreparedTask],
-    config: BackboneConfig,
-    options: RunOptions,
-    console: RunConsole,
-) -> Replica:
-    """The devices to train on."""
-    if options.mesh != AUTO_MESH:
-        return options.replica
-    choice = choose_mesh(prepared, config, options, len(jax.devices()))
-    console.say(str(choice))
-    return choice.replica
-
-
-def _load(
-    folder: str, dtype: jnp.dtype, config: BackboneConfig, replica: Replica
-) -> Backbone | PlacedBackbone:
-    if replica == ONE_DEVICE:
-        return load_backbone(folder, dtype)
-    parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
-    homes = stage_meshes(replica, jax.devices()[: replica.devices], config)
-    return load_placed_backbone(folder, dtype, parts, homes)
 
 
 def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
@@ -242,45 +193,6 @@ def _finished_summary(directory: RunDirectory, console: RunConsole) -> Summary |
             console.say(f"{directory.adapter(name)}: missing; it is exported again")
             return None
     return summary
-
-
-def _plan_run(
-    prepared: Sequence[PreparedTask],
-    config: BackboneConfig,
-    options: RunOptions,
-    replica: Replica,
-    directory: RunDirectory,
-    console: RunConsole,
-) -> tuple[ShapeClass, Admission | None]:
-    """The shape class of the microbatches, and the memory check of tasks, which is None if the
-    device's memory is unknown. PlanningError if the tasks do not fit."""
-    if replica != ONE_DEVICE:
-        layers = size_of(config, backbone_dtype(options.dtype)).stage_layers(replica)
-        layers = ", ".join(map(str, layers))
-        shards = numbered(replica.shards, "data shard")
-        console.say(f"mesh {replica}: stages of {layers} layers, {shards}")
-    costs = run_costs(
-        prepared, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
-    )
-    # A training run keeps the shape class that it began with.
-    shape = directory.shape
-    if shape is None:
-        choice = choose_run_shape(prepared, costs, options.shape_request(costs.least_chunk_len))
-        console.say(str(choice))
-        shape = choice.alignment.shape
-    if not (options.memory or device_memory()):
-        return shape, None
-    asked = options.tokens_per_microbatch
-    reserved = options.reserved(config)
-    admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
-    admission.require({task.task.name: task.pool for task in prepared})
-    if (depth := costs.replica.depth(shape)) < replica.pp:
-        raise PlanningError(
-            f"mesh {replica}: the first stage has memory for {depth} microbatches of "
-            f"{shape.tokens} tokens in flight and needs it for {replica.pp}; try "
-            f"tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
-        )
-    return shape, admission
 
 
 def _restore(engine: Engine, checkpoints: Checkpoints, console: RunConsole) -> RunPosition:
@@ -317,7 +229,7 @@ def _train(
     def save() -> None:
         record(engine.drain())
         position.rounds, position.microbatches = engine.rounds, engine.microbatches
-        position.computed_tokens = engine.microbatches * engine.options.shape.tokens
+        position.computed_tokens = engine.computed_tokens
         position.train_seconds = seconds_before + time.monotonic() - started
         position.metrics_bytes = metrics.position()
         checkpoints.save(engine, position)

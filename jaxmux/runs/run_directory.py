@@ -7,10 +7,11 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import InputError
+from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TASK_NAME
 
@@ -39,6 +40,39 @@ class RunDirectoryError(InputError):
     to do."""
 
 
+class RecordedShapes(NamedTuple):
+    """The shape classes of a training run, which it keeps when it continues.
+
+    Attributes:
+      longest: the shape class with the longest rows; it is used by every run of a single replica.
+      of_replicas: by the replica's devices ("pp2,tp1"), the shape class of its microbatches.
+    """
+
+    longest: ShapeClass
+    of_replicas: dict[str, ShapeClass]
+
+    def of(self, replica: Replica, alone: bool) -> ShapeClass | None:
+        """The shape class of a replica; None if it has to be chosen.
+
+        Args:
+          replica: the replica.
+          alone: whether it is the only one.
+        """
+        return self.longest if alone else self.of_replicas.get(str(replica))
+
+    def to_json(self) -> dict[str, Any]:
+        """The entries of run.json."""
+        own = {name: dataclasses.asdict(shape) for name, shape in self.of_replicas.items()}
+        return {"shape": dataclasses.asdict(self.longest), "replica_shapes": own}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "RecordedShapes":
+        """The inverse of `to_json`, also for a record without "replica_shapes"."""
+        own = record.get("replica_shapes", {})
+        shapes = {name: ShapeClass(**fields) for name, fields in own.items()}
+        return cls(ShapeClass(**record["shape"]), shapes)
+
+
 class RunDirectory:
     """The folder of a training run: the paths of its files, and the record of what it trains. It is
     locked against other processes until `close`.
@@ -54,7 +88,7 @@ class RunDirectory:
       loss_plot: path of loss.png.
       tensorboard: path of the folder of TensorBoard's files.
       checkpoints: path of the folder of the checkpoints.
-      shape: the shape class with which the recorded training run began; None for a new one.
+      shapes: the shape classes with which the recorded training run began; None for a new one.
       extended: True if a task shall train longer than the recorded training run.
       replaced: names of the tasks whose files `begin` deletes because of `restart`.
     """
@@ -81,7 +115,7 @@ class RunDirectory:
         self.loss_plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
-        self.shape: ShapeClass | None = None
+        self.shapes: RecordedShapes | None = None
         self.extended = False
         self.replaced: tuple[str, ...] = ()
         self._identity, self._restart = json.loads(json.dumps(identity)), restart
@@ -126,22 +160,19 @@ class RunDirectory:
             )
 
     def begin(
-        self, fingerprints: Mapping[str, str], shape: ShapeClass, config_text: str | None
+        self, fingerprints: Mapping[str, str], shapes: RecordedShapes, config_text: str | None
     ) -> None:
         """Writes run.json and config.gin. Call it when everything has been checked.
 
         Args:
           fingerprints: as for `refuse_changes`.
-          shape: the shape class of the microbatches.
+          shapes: the shape classes of the microbatches.
           config_text: text of config.gin; None writes no such file.
 
         Raises:
           RunDirectoryError: a file cannot be written.
         """
-        record = self._identity | {
-            "fingerprints": dict(fingerprints),
-            "shape": dataclasses.asdict(shape),
-        }
+        record = self._identity | {"fingerprints": dict(fingerprints), **shapes.to_json()}
         self._begun = True
         try:
             if self._restart:
@@ -177,7 +208,7 @@ class RunDirectory:
             self.replaced = tuple(_read_ours(self.path)["tasks"])
         else:
             self._recorded = read_record(self.path)
-            self.shape = ShapeClass(**self._recorded["shape"])
+            self.shapes = RecordedShapes.from_json(self._recorded)
             self._refuse_other_identity()
 
     def _refuse_links(self, found: set[str]) -> None:
@@ -229,8 +260,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Returns:
       A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
-      fingerprints (hashes of the backbone and the data), shape (the fields of the `ShapeClass`),
-      and tasks: by name, the fields of the `Task` except name and sample_prompt.
+      fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
+      `RecordedShapes.to_json`), and tasks: by name, the fields of the `Task` except name and
+      sample_prompt.
 
     Raises:
       RunDirectoryError: the folder has no run.json, or run.json is damaged or has a format that
@@ -243,7 +275,7 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{FORMAT}; finish the run with the version that began it, or begin anew with restart"
         )
     try:
-        ShapeClass(**record["shape"])
+        RecordedShapes.from_json(record)
         valid = isinstance(record["fingerprints"], dict) and all(
             re.fullmatch(TASK_NAME, name) and isinstance(task["adapter"]["kind"], str)
             for name, task in record["tasks"].items()

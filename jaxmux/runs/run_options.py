@@ -10,7 +10,7 @@ from jaxmux.pallas_kernels import grouped_lora
 from jaxmux.peft import resolve_targets
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.devices import ONE_DEVICE, Replica
+from jaxmux.planner.devices import ONE_DEVICE, Deployment
 from jaxmux.planner.packing import ShapeRequest
 from jaxmux.tasks import Task, TaskError
 
@@ -36,8 +36,10 @@ class RunOptions:
         trains different samples, and divides the weights; layers are gathered when they are needed.
         "tp" (tensor parallelism) divides every linear. An axis that is not named has size 1. The
         results are those of one device, with "pp" alone bit for bit on CPU, else up to rounding.
-        "auto" takes all devices, in the layout that is predicted to train fastest. None is one
-        device.
+        Replicas that need not be alike are joined by plus signs, as in "pp2,tp2 + 2*(tp1)": each
+        has its own copy of the backbone and trains the samples that suit it, long samples on
+        replicas with much memory. The first one has the optimizer states. "auto" takes all devices,
+        in the layout that is predicted to train fastest. None is one device.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train
@@ -108,16 +110,16 @@ class RunOptions:
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
         # A mesh that cannot be read is refused here, before anything is loaded.
         if self.mesh != AUTO_MESH:
-            _ = self.replica
+            _ = self.deployment
 
     @property
-    def replica(self) -> Replica:
+    def deployment(self) -> Deployment:
         """The devices that `mesh` names, which is not "auto".
 
         Raises:
           PlanningError: `mesh` cannot be read.
         """
-        return Replica.parse(self.mesh) if self.mesh else ONE_DEVICE
+        return Deployment.parse(self.mesh) if self.mesh else Deployment((ONE_DEVICE,))
 
     def reserved(self, config: BackboneConfig) -> PoolSpec:
         """The smallest pool for which arrays are allocated, from the `reserved_` options.

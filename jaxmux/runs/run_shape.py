@@ -50,10 +50,13 @@ class BatchLengths(Sequence[list[int]]):
       steps: number of steps that the task trains.
       shards: number of data shards, among which the samples are divided. The first one stands for
         all.
+      longest: most tokens of the samples that count; None for all samples.
     """
 
-    def __init__(self, batches: GlobalBatches, steps: int, shards: int = 1):
-        self.batches, self.steps, self.shards = batches, steps, shards
+    def __init__(
+        self, batches: GlobalBatches, steps: int, shards: int = 1, longest: int | None = None
+    ):
+        self.batches, self.steps, self.shards, self.longest = batches, steps, shards, longest
 
     def __len__(self) -> int:
         return self.steps
@@ -61,7 +64,8 @@ class BatchLengths(Sequence[list[int]]):
     def __getitem__(self, step: int) -> list[int]:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        return [sample.stream_length for sample in self.batches[step][:: self.shards]]
+        lengths = [sample.stream_length for sample in self.batches[step][:: self.shards]]
+        return _at_most(self.longest, lengths)
 
 
 class RunCosts(NamedTuple):
@@ -154,6 +158,7 @@ def choose_run_shape(
     tasks: Sequence[PreparedTask],
     costs: RunCosts,
     request: ShapeRequest,
+    longest: int | None = None,
 ) -> Choice:
     """Chooses the shape class in which the tasks' rounds are predicted to take the least time, and
     logs how it compares with the shape class of the plain rule.
@@ -162,14 +167,17 @@ def choose_run_shape(
       tasks: the tasks of the training run, at least one.
       costs: the costs of these tasks on this device, from `run_costs`.
       request: limits of the choice.
+      longest: most tokens of the samples that count; None for all samples.
 
     Raises:
       PlanningError: a sample is longer than `request.row_len`, or a given length is not a power of
         two.
     """
-    lengths = [length for task in tasks for length in task.lengths]
+    lengths = _at_most(longest, [length for task in tasks for length in task.lengths])
     shards = costs.replica.replica.shards
-    rounds = sample_rounds([BatchLengths(task.batches, task.steps, shards) for task in tasks])
+    rounds = sample_rounds(
+        [BatchLengths(task.batches, task.steps, shards, longest) for task in tasks]
+    )
     given = (rounds, request, costs.replica.microbatch, lengths)
     choice = Choice(choose_shape(*given), plain_shape(*given), costs.source, len(rounds))
     _log.info(choice.comparison)
@@ -209,6 +217,10 @@ def best_shape(
     costs = run_costs(tasks, backbone.config, backbone.compute_dtype, remat, memory)
     request = ShapeRequest(tokens_per_microbatch, least_chunk_len=costs.least_chunk_len)
     return choose_run_shape(tasks, costs, request).alignment.shape
+
+
+def _at_most(longest: int | None, lengths: list[int]) -> list[int]:
+    return lengths if longest is None else [length for length in lengths if length <= longest]
 
 
 def _described(priced: PricedShape) -> str:

@@ -40,6 +40,35 @@ def test_a_uniform_replica_is_read_as_it_is_written():
             assert (replica.pp, replica.tp) == (pp, tp)
 
 
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("tp2", "pp1,tp2"),
+        ("2*(tp1) + pp2,tp2", "2*(pp1,tp1) + pp2,tp2"),
+        ("tp1+ 2 * tp1+(dp2)", "3*(pp1,tp1) + pp1,dp2"),
+    ],
+)
+def test_a_deployment_is_read_as_it_is_written(text, written):
+    deployment = Deployment.parse(text)
+    assert str(deployment) == written
+    assert Deployment.parse(written) == deployment
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0*(tp1)", "a replica is repeated 0 times"),
+        ("(tp1", r"'\(tp1' is no replica, expected e.g. pp2,tp2 or 2\*\(tp1\)"),
+        ("2*(2*(tp1))", "is no replica"),
+        ("tp1 +", "'' is no axis with its size"),
+        ("tp1 + qq2", "'qq2' is no axis with its size"),
+    ],
+)
+def test_a_deployment_that_cannot_be_read_is_refused(text, message):
+    with pytest.raises(PlanningError, match=message):
+        Deployment.parse(text)
+
+
 def test_costs_of_unequal_stages_are_refused():
     with pytest.raises(PlanningError, match="tp2/tp2/tp4: costs are known for equal stages only"):
         _ = UNEVEN.tp

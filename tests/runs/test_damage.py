@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmux import AdamW, Interrupted
 from jaxmux.errors import InputError
 from jaxmux.peft import is_adapter_folder
-from jaxmux.runs import checkpoints, run
+from jaxmux.runs import checkpoints, run, run_layout
 
 STEPS = 8
 
@@ -281,7 +281,7 @@ def test_a_signal_during_start_up_is_not_lost(make_task, train, tmp_path, monkey
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was swallowed")
 
-    monkeypatch.setattr(run, "load_backbone", load)
+    monkeypatch.setattr(run_layout, "load_backbone", load)
     with pytest.raises(Interrupted) as interruption:
         train(tmp_path, make_task())
     assert interruption.value.signal_number == signal.SIGTERM and not interruption.value.saved

@@ -10,6 +10,7 @@ from jaxmux.planner.devices import Replica
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs import RunOptions
 from jaxmux.runs.mesh_choice import choose_mesh, fewer_devices, possible_meshes
+from jaxmux.runs.replica_fit import fit_longest, fit_replica
 
 CONFIG = BackboneConfig(
     architecture="LlamaForCausalLM",
@@ -70,3 +71,18 @@ def test_layouts_that_do_not_fit_are_refused_with_the_leanest_one():
     message = "mesh 'auto': no layout of 2 devices fits; task 'task0' does not fit even alone on"
     with pytest.raises(PlanningError, match=message):
         choice(LARGE, 2, memory_gib=20)
+
+
+def test_a_small_replica_leaves_long_samples_to_others():
+    """With the memory of a small GPU, one device holds shorter samples than four."""
+    task = random_task(CONFIG, "task", [100, 16384], 2, 1, 16)
+    options = RunOptions(dtype="bfloat16", memory_gib=22)
+    rows = {
+        mesh: fit_longest([task], CONFIG, options, Replica.parse(mesh)).shape.row_len
+        for mesh in ("tp1", "tp2", "tp4")
+    }
+    assert 128 <= rows["tp1"] < rows["tp4"] == 16384
+    with pytest.raises(PlanningError):
+        fit_replica([task], CONFIG, options, Replica()).require([task])
+    with pytest.raises(PlanningError):
+        fit_longest([task], CONFIG, dataclasses.replace(options, memory_gib=12), Replica())

@@ -18,7 +18,7 @@ from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, wri
 from jaxmux.planner.costs.estimates import estimated_memory
 from jaxmux.planner.packing import ShapeClass, ShapeRequest
 from jaxmux.planner.pipeline import TaskLoad, make_plan
-from jaxmux.runs import run
+from jaxmux.runs import replica_fit
 from jaxmux.runs import run_shape as shape
 from jaxmux.runs.run_shape import BatchLengths, best_shape, choose_run_shape, run_costs
 
@@ -211,7 +211,7 @@ def test_a_continued_run_keeps_its_shape_class(
         raise AssertionError("chosen again")
 
     monkeypatch.setattr(Engine, "train_round", train_round)
-    monkeypatch.setattr(run, "choose_run_shape", choose_otherwise)
+    monkeypatch.setattr(replica_fit, "choose_run_shape", choose_otherwise)
     train(tmp_path / "stopped", task, **options)
     found, expected = (adapter_bytes(tmp_path / d / "adapters") for d in ("stopped", "whole"))
     assert found == expected

@@ -4,15 +4,18 @@ The input is the lengths of the samples, the parallel configurations to choose f
 that each takes for a sequence of each length (`SequenceCosts`). `choose_length_bins` sorts
 sequences into length bins. `plan_replicas` and `choose_replicas` decide how many replicas of each
 configuration to deploy, and `replan` whether to change them when tasks arrive or leave.
-`dispatch_samples` divides the samples of each round among the deployed replicas.
+`dispatch_samples` divides the samples of each round among the deployed replicas, and
+`assign_samples` tells which sample goes where.
 """
 
 from .cost_table import SequenceCosts
 from .deployment_choice import choose_replicas
 from .deployment_plan import DeploymentPlan, candidate_replicas, plan_replicas, replan
 from .length_bins import LengthBins, choose_length_bins
+from .sample_assignment import assign_samples
 from .sample_dispatch import SampleDispatch, dispatch_samples
 from .sequence_costs import ModelledSequenceCosts
+from .shape_costs import ShapeCosts, TokenCosts
 
 __all__ = [
     "DeploymentPlan",
@@ -20,6 +23,9 @@ __all__ = [
     "ModelledSequenceCosts",
     "SampleDispatch",
     "SequenceCosts",
+    "ShapeCosts",
+    "TokenCosts",
+    "assign_samples",
     "candidate_replicas",
     "choose_length_bins",
     "choose_replicas",

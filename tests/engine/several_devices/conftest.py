@@ -1,6 +1,7 @@
 """Backbones on several devices, which `make test-devices` sets up on the CPU."""
 
 import dataclasses
+from itertools import islice
 
 import jax
 import pytest
@@ -10,7 +11,7 @@ from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica, Stage
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.sharding import consecutive_parts, place_backbone, stage_meshes
+from jaxmux.sharding import PlacedBackbone, consecutive_parts, place_backbone, stage_meshes
 
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
 
@@ -30,7 +31,8 @@ def config(config) -> BackboneConfig:
 @pytest.fixture(scope="session")
 def make_engine(backbone):
     """Makes an engine in which the given tasks are registered. `layers` gives the layers of each
-    part, on `stages` meshes in turn, each like `stage`; without it the engine has one device."""
+    part, on `stages` meshes in turn, each like `stage`; without it the engine has one device.
+    `others` are the `layers` and `stage` of further replicas."""
 
     def make(
         *tasks,
@@ -39,13 +41,20 @@ def make_engine(backbone):
         stage: Stage = ONE_DEVICE.stages[0],
         model: Backbone = backbone,
         first_device: int = 0,
+        others: tuple[tuple[tuple[int, ...], Stage], ...] = (),
         **options,
     ) -> Engine:
-        if layers:
-            replica = Replica((stage,) * (stages or len(layers)))
-            homes = stage_meshes(replica, jax.devices()[first_device:], model.config)
+        devices = iter(jax.devices()[first_device:])
+
+        def placed(layers: tuple[int, ...], stage: Stage, stages: int) -> PlacedBackbone:
+            replica = Replica((stage,) * stages)
+            homes = stage_meshes(replica, list(islice(devices, replica.devices)), model.config)
             homes = [homes[i % len(homes)] for i in range(len(layers))]
-            model = place_backbone(model, consecutive_parts(layers), homes)
+            return place_backbone(model, consecutive_parts(layers), homes)
+
+        if layers:
+            first = placed(layers, stage, stages or len(layers))
+            model = [first, *(placed(layers, stage, len(layers)) for layers, stage in others)]
         options = {"remat": "dots"} | options
         engine = Engine(model, EngineOptions(SHAPE, PoolSpec(4, 8, ()), **options))
         engine.register_tasks(tasks)

@@ -13,6 +13,7 @@ from jaxmux.models.modules import abstract_weights
 from jaxmux.optimizers import SGD, AdamW
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Stage
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.sharding import forward
 from jaxmux.sharding.stage_mesh import on_one_device
 
@@ -23,12 +24,28 @@ ADAPTER_TOLERANCE = 1e-3
 
 SUMMED = ("accumulators", "loss")
 
+SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+SHORT = ShapeClass(rows=4, row_len=64, chunk_len=64, max_sequences=8)
+
 MESHES = {
-    "dp2": {"layers": (4,), "stage": Stage(dp=2)},
+    # Replicas of four devices, one and one; only the first one has rows for the long samples.
+    "pp2,tp2 + 2*(tp1)": {
+        "layers": (3, 1),
+        "stage": Stage(tp=2),
+        "others": (((4,), Stage()), ((4,), Stage())),
+        "replica_shapes": (SHAPE, SHORT, SHORT),
+    },
     "tp2,pp2": {"layers": (2, 2), "stage": Stage(tp=2)},
     "dp2,fsdp2,tp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2)},
 }
 MORE_MESHES = {
+    "dp2": {"layers": (4,), "stage": Stage(dp=2)},
+    "tp4 + dp2,pp2": {
+        "layers": (4,),
+        "stage": Stage(tp=4),
+        "others": (((1, 3), Stage(dp=2)),),
+        "replica_shapes": (SHORT, SHAPE),
+    },
     "fsdp2": {"layers": (4,), "stage": Stage(fsdp=2)},
     "tp2": {"layers": (4,), "stage": Stage(tp=2)},
     "tp4": {"layers": (4,), "stage": Stage(tp=4)},
@@ -146,8 +163,11 @@ def gradients(engine):
             for path, value in engine.task_arrays(name).items()
         }
         engine._slots.write(name, arrays)
-    plan = engine._stream.next(engine._live(), {})
-    engine._executor.run(plan._replace(updates=()), [], lambda: False, None, lambda: None)
+    plan, done = engine._stream.next(engine._live(), {})._replace(updates=()), []
+    # A stop collects the gradients of all replicas where they can be read.
+    engine._executor.run(
+        plan, done, lambda: len(done) == len(plan.microbatches), None, lambda: None
+    )
     engine.close()
     return {
         name: {path: x for path, x in arrays.items() if path.split("/")[0] in SUMMED}
@@ -211,7 +231,7 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
     begin, end, expected_updates = trained
     model, updates = make_backbone(), {}
     engine = make_engine(*tasks, model=model)
-    for mesh in (MESHES["dp2,fsdp2,tp2"], MESHES["dp2"]):
+    for mesh in (MESHES["dp2,fsdp2,tp2"], MORE_MESHES["dp2"]):
         for name, more in train(engine, rounds=3).items():
             updates[name] = updates.get(name, []) + more
         assert not engine.train_round(lambda: True)
@@ -238,7 +258,7 @@ def test_policies_are_chosen_by_the_memory_of_a_device(mesh, make_backbone, make
             make_task("a"), model=make_backbone(), remat="auto", memory=memory, **mesh
         )
         executor = engine._executor
-        policies[memory] = executor._compiled.choose_remat(dropout=False)
+        policies[memory] = executor._replicas[0]._compiled.choose_remat(dropout=False)
     assert {policy for part in policies[2**32] for policy in part} == {"norms"}
     assert "full" in {policy for part in policies[700_000] for policy in part}
 
@@ -282,21 +302,22 @@ def test_the_backward_pass_is_given_no_weights_or_adapters(
 ):
     """They would be copied for every microbatch in flight."""
     engine = make_engine(make_task("a"), model=make_backbone(), **mesh)
-    executor, compiled = engine._executor, engine._executor._compiled
-    parts = range(len(executor._backbone.parts))
+    replica = engine._executor._replicas[0]
+    compiled, backbone = replica._compiled, replica._backbone
+    parts = range(len(backbone.parts))
     passed = None
     for part in parts:
-        program = executor._compiled.program(part, False, remat)
+        program = compiled.program(part, False, remat)
         arguments = compiled.forward_arguments(
             part, compiled.empty_microbatches()[part], compiled.empty_table(), passed
         )
         passed, _, residuals = jax.eval_shape(partial(forward, program), *arguments)
         kept = {leaf.shape[1:] for leaf in jax.tree.leaves(residuals)}
-        state = executor._stored.states[part]
-        own = on_one_device((executor._backbone.weights[part], state.adapters))
+        state = replica.state.states[part]
+        own = on_one_device((backbone.weights[part], state.adapters))
         # A stack of two layers, a stack of one layer that was gathered, and one layer.
         shapes = {leaf.shape for leaf in jax.tree.leaves(own) if leaf.ndim > 1}
-        config = program.home.device_config(executor._backbone.config, 1)
+        config = program.home.device_config(backbone.config, 1)
         whole = jax.tree.leaves(abstract_weights(config))
         shapes |= {shape for leaf in whole for shape in (leaf.shape, leaf.shape[1:])}
         assert len(kept) > 3

@@ -125,7 +125,7 @@ def test_rounds_follow_each_other_without_a_gap(make_engine, different_tasks):
     in_flight = []
     for _ in range(2):
         engine.train_round()
-        order = engine._executor._order
+        order = engine._executor._replicas[0]._order
         in_flight.append(order.begun - order.ended)
     assert min(in_flight) > 0
     before = engine.microbatches
@@ -244,7 +244,7 @@ def test_policies_leave_room_for_the_microbatches_in_flight(make_engine, make_ta
         engine = make_engine(
             make_task("a", steps=1), layers=(1, 1, 1, 1), remat="auto", memory=memory
         )
-        seen[memory] = engine._executor._compiled.choose_remat(dropout=False)
+        seen[memory] = engine._executor._replicas[0]._compiled.choose_remat(dropout=False)
     assert seen[2**32] == [("norms",)] * 4
     order = ("norms", "dots", "lean", "full")
     leaner = [order.index(policy) for (policy,) in seen[2_000_000]]

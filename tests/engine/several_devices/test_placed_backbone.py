@@ -47,17 +47,19 @@ def test_a_folder_is_loaded_like_a_whole_backbone_that_is_divided(folder):
 
 def test_no_read_is_larger_than_what_a_device_keeps(folder, monkeypatch):
     whole = load_backbone(folder)
-    read, sizes = CheckpointReader._tensor, {}
+    read, sizes = CheckpointReader._parameter, {}
 
-    def counted(self, name, shape, index, dtype):
-        value = read(self, name, shape, index, dtype)
-        sizes.setdefault(name, []).append((value.size, np.prod(shape)))
+    def counted(self, path, wanted, index, layer=None):
+        value = read(self, path, wanted, index, layer)
+        sizes.setdefault((*path, layer), []).append(
+            (value.size, np.prod(wanted.shape[-len(index) :]))
+        )
         return value
 
-    monkeypatch.setattr(CheckpointReader, "_tensor", counted)
+    monkeypatch.setattr(CheckpointReader, "_parameter", counted)
     load_placed_backbone(folder, "auto", *places(whole.config))
     for name, found in sizes.items():
-        divided = 4 if "proj" in name or "embed" in name or "lm_head" in name else 1
+        divided = 4 if {"kernel", "embed_tokens", "lm_head"} & {*name} else 1
         for size, of_tensor in found:
             assert size * divided == of_tensor, name
         # Each part of a tensor is read once for each stage that has it.

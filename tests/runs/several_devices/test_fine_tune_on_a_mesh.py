@@ -112,13 +112,54 @@ def test_a_mesh_that_cannot_be_is_refused(mesh, message, tasks, train, tmp_path)
     assert not (tmp_path / "run.json").exists()
 
 
-def test_too_few_devices_are_named(tasks, train, tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [None])
-    with pytest.raises(PlanningError, match="2 devices, but there is 1; it would fit with pp1,tp1"):
-        train(tmp_path, *tasks, mesh="pp2", **OPTIONS)
+@pytest.mark.parametrize(
+    ("mesh", "devices", "message"),
+    [
+        ("pp2", 1, "2 devices, but there is 1; it would fit with pp1,tp1"),
+        ("pp2 + tp1", 2, r"3 devices, but there are 2; it would fit with 2\*\(pp1,tp1\)"),
+    ],
+)
+def test_too_few_devices_are_named(mesh, devices, message, tasks, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None] * devices)
+    with pytest.raises(PlanningError, match=message):
+        train(tmp_path, *tasks, mesh=mesh, **OPTIONS)
 
 
 def test_the_mesh_is_read_with_the_options():
-    assert str(RunOptions(mesh="pp4").replica) == "pp4,tp1"
+    assert str(RunOptions(mesh="pp4").deployment) == "pp4,tp1"
     with pytest.raises(PlanningError, match="mesh should be a string that is not empty or None"):
         RunOptions(mesh=4)
+
+
+def test_unlike_replicas_are_close_to_one_device_and_resume_to_the_same_bits(
+    tasks, train, tmp_path, adapter_bytes, monkeypatch, capsys
+):
+    """A run that is stopped within a round, when every replica has gradients of its own."""
+    mesh = "pp2,tp2 + 2*(tp1)"
+    one = train(tmp_path / "one", *tasks, **OPTIONS)
+    whole = train(tmp_path / "whole", *tasks, mesh=mesh, **OPTIONS)
+    printed = capsys.readouterr().out
+    assert "mesh pp2,tp2: stages of 1, 1 layers, 1 data shard\n" in printed
+    assert "mesh pp1,tp1: microbatches of " in printed
+    assert whole.tasks["a"]["eval_loss"] == pytest.approx(one.tasks["a"]["eval_loss"], rel=1e-4)
+    forward, calls = compiled_stages.forward, []
+
+    def forward_and_raise(*arguments):
+        calls.append(1)
+        if len(calls) == 14:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(*arguments)
+
+    forward_and_raise.lower = forward.lower
+    monkeypatch.setattr(compiled_stages, "forward", forward_and_raise)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "stopped", *tasks, mesh=mesh, **OPTIONS)
+    monkeypatch.undo()
+    (saved,) = (tmp_path / "stopped" / "checkpoints").glob("*/run/metadata")
+    saved = json.loads(saved.read_text())
+    assert 0 < sum(len(saved["tasks"][task.name]["accumulated"]) for task in tasks) < 22
+    train(tmp_path / "stopped", *tasks, mesh=mesh, **OPTIONS)
+    for found, expected in zip(
+        losses(tmp_path / "stopped"), losses(tmp_path / "whole"), strict=True
+    ):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

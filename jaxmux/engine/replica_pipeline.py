@@ -1,0 +1,237 @@
+"""The pipeline of one replica: its microbatches, and the order in which their passes run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmux.models import SlotTable
+from jaxmux.planner import PlanningError
+from jaxmux.planner.devices import Replica, Stage
+from jaxmux.sharding import Pass, Passed, PlacedBackbone, evaluate, forward, walk
+from jaxmux.sharding.stage_mesh import DATA
+from jaxmux.sharding.stream_order import StreamOrder
+
+from .compiled_stages import CompiledStages
+from .engine_options import EngineOptions
+from .round_table import SCHEDULES, round_table
+from .rounds import PackedMicrobatch, ReplicaInput, RoundPlan
+from .stored_state import StoredState
+
+
+class Queued(NamedTuple):
+    """A microbatch that has not ended.
+
+    Attributes:
+      plan: its round.
+      index: its index in the round.
+      tables: the round's `SlotTable` on each stage.
+    """
+
+    plan: RoundPlan
+    index: int
+    tables: list[SlotTable]
+
+    @property
+    def microbatch(self) -> PackedMicrobatch:
+        return self.plan.microbatches[self.index]
+
+
+class ReplicaPipeline:
+    """The stages of a `PlacedBackbone`, and the microbatches that are on their way through them.
+
+    The stages take the parts in turn: with S stages, part v lies on stage v mod S. The host
+    dispatches the passes of a schedule; a stage runs what it was given in order, at its own pace.
+    With 1F1B, rounds follow each other without a gap. With other schedules the pipeline is empty
+    between two rounds.
+
+    Attributes:
+      input: what the replica trains at a time.
+      state: the part of the train state that this replica works on.
+    """
+
+    def __init__(self, backbone: PlacedBackbone, options: EngineOptions, state: StoredState):
+        """Creates a pipeline; nothing is compiled yet.
+
+        Args:
+          backbone: the frozen backbone.
+          options: the options of the engine, with the shape class of this replica.
+          state: the state that the replica works on, in the parts of the backbone.
+
+        Raises:
+          PlanningError: the parts do not lie on the stages in turn, the stages have different
+            numbers of data shards, or `options.schedule` is unknown or does not suit them.
+        """
+        self.state = state
+        self._backbone, self._options = backbone, options
+        self._compiled = CompiledStages(backbone, options, state)
+        self._stages = self._compiled.stages
+        self._refuse_schedule()
+        meshes = (stage.mesh.shape for stage in self._stages)
+        self.input = ReplicaInput(
+            options.shape,
+            Replica(tuple(Stage(**mesh) for mesh in meshes)),
+            options.schedule == "1f1b",
+            self._compiled.place,
+        )
+        # Microbatches that have not ended, by their number; numbers are never used again.
+        self._queue: dict[int, Queued] = {}
+        self._known = 0
+        # The order of passes: an endless one, or that of a table for a round.
+        self._order = StreamOrder(len(self._stages)) if self.input.streams else None
+        self._tabled: Iterator[Pass] = iter(())
+        # What travels between passes, by part and number of the microbatch.
+        self._passed: dict[tuple[int, int], Passed] = {}
+        self._residuals: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], jax.Array] = {}
+
+    def _refuse_schedule(self) -> None:
+        """PlanningError if the schedule does not suit the parts and stages."""
+        schedule, homes = self._options.schedule, self._backbone.homes
+        stages, parts = len(self._stages), len(homes)
+        if [self._stages[part % stages] for part in range(parts)] != list(homes) or parts % stages:
+            raise PlanningError("the parts of a backbone should lie on its stages in turn")
+        if len({stage.shards for stage in self._stages}) > 1:
+            raise PlanningError("all stages should have the same number of data shards (dp, fsdp)")
+        if schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise PlanningError(f"schedule should be one of {known}, found {schedule!r}")
+        if self._options.remat == "none" and any(stage.weights.fsdp > 1 for stage in self._stages):
+            raise PlanningError(
+                "remat='none' would keep every layer's gathered weights, for which fsdp has no "
+                "room; use remat='norms'"
+            )
+        if (schedule == "interleaved") != (parts > stages):
+            raise PlanningError(
+                f"schedule={schedule!r} does not suit {parts} parts on {stages} stages: several "
+                "parts on a stage are interleaved"
+            )
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        """The remat policy of every layer, or one for all; None before programs are compiled."""
+        return self._compiled.remat
+
+    @property
+    def begun_all(self) -> bool:
+        """Whether every known microbatch has begun, so that another round may begin."""
+        return self._order is not None and self._order.begun == self._known
+
+    def compile(self, dropout: bool) -> None:
+        """Compiles the programs, if that has not been done for the state as it is."""
+        self._compiled.compile(dropout)
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        """PlanningError if an implementation that the options name cannot serve the state."""
+        compiled = self._compiled
+        arguments = compiled.empty_microbatches()[0], compiled.empty_table(), None
+        try:
+            forward.trace(compiled.program(0, dropout), *compiled.forward_arguments(0, *arguments))
+        except ValueError as e:
+            raise PlanningError(str(e)) from None
+
+    def add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
+        """Puts microbatches of a round behind those that are known.
+
+        Args:
+          plan: the round.
+          indices: indices of the microbatches in the round.
+        """
+        tables, first = [stage.put(plan.slots, P()) for stage in self._stages], self._known
+        for index in indices:
+            self._queue[self._known] = Queued(plan, index, tables)
+            self._known += 1
+        if not self._order and self._queue:
+            samples = [queued.microbatch.samples for queued in self._queue.values()]
+            stages, parts = len(self._stages), len(self._backbone.parts)
+            table = round_table(self._options.schedule, stages, parts, samples)
+            self._tabled = (p._replace(microbatch=first + p.microbatch) for p in walk(table))
+
+    def forget(self) -> None:
+        """Forgets the microbatches that have not begun. All others must have ended."""
+        self._queue.clear()
+        if self._order:
+            self._known = self._order.begun
+
+    def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
+        """Dispatches the next pass, if there is one.
+
+        Args:
+          may_begin: function that tells whether a microbatch may begin.
+
+        Returns:
+          Whether a pass was dispatched; and the microbatch that has ended with it, None if none
+          has.
+        """
+        step = self._next(may_begin)
+        if step is None:
+            return False, None
+        self._run_pass(step)
+        ends = not step.forward and step.virtual_stage == 0
+        return True, self._queue.pop(step.microbatch) if ends else None
+
+    def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | None:
+        if self._order:
+            begun = self._order.begun
+            begins = begun < self._known and may_begin(self._queue[begun])
+            return self._order.next(begun + begins)
+        for step in self._tabled:
+            at = step.virtual_stage, step.microbatch
+            if step.forward and step.virtual_stage == 0:
+                if may_begin(self._queue[step.microbatch]):
+                    return step
+            elif at in (self._passed if step.forward else self._gradients):
+                return step
+        return None
+
+    def _run_pass(self, step: Pass) -> None:
+        """Dispatches a pass, and sends its result to the next stage or the one before."""
+        part, m = step.virtual_stage, step.microbatch
+        at, homes = (part, m), self._backbone.homes
+        if step.forward:
+            queued, stage = self._queue[m], part % len(self._stages)
+            arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
+            out, self._residuals[at] = self._compiled.forward(
+                part, arrays, queued.tables[stage], passed
+            )
+            if part == len(homes) - 1:
+                self._gradients[at] = out.x
+            else:
+                self._passed[part + 1, m] = homes[part + 1].put(out, P(DATA))
+        else:
+            dx = self._compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
+            if part > 0:
+                self._gradients[part - 1, m] = homes[part - 1].put(dx, P(DATA))
+
+    def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
+        """Dispatches the forward passes of held-out samples.
+
+        Args:
+          microbatches: the microbatches of this replica.
+          slots: scales of the slots, without dropout.
+
+        Returns:
+          The losses by data shard and slot, float32 [D, T]; what counts is their sum over D.
+        """
+        homes, stages = self._backbone.homes, len(self._stages)
+        programs = [self._compiled.program(part, False) for part in range(len(homes))]
+        tables = [stage.put(slots, P()) for stage in self._stages]
+        none = np.zeros((self.input.replica.shards, self._compiled.slots), np.float32)
+        losses = [home.put(none, P(DATA)) for home in homes]
+        for microbatch in microbatches:
+            arrays, passed = self._compiled.place(microbatch.arrays), None
+            for part, program in enumerate(programs):
+                if part > 0:
+                    passed = homes[part].put(passed, P(DATA))
+                passed, losses[part] = evaluate(
+                    program,
+                    self._backbone.weights[part],
+                    self.state.states[part].adapters,
+                    losses[part],
+                    arrays[part % stages],
+                    tables[part % stages],
+                    passed,
+                )
+        return losses[-1]

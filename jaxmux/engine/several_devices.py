@@ -1,0 +1,215 @@
+"""The executor of several devices: replicas, each a pipeline of stages."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+
+import jax
+import numpy as np
+
+from jaxmux.planner import PlanningError
+from jaxmux.planner.replicas import TokenCosts, assign_samples
+from jaxmux.sharding import PlacedBackbone
+
+from .engine_options import EngineOptions
+from .executor import RoundOutcome
+from .prepared_task import PreparedTask
+from .replica_pipeline import Queued, ReplicaPipeline
+from .replica_state import ReplicaState
+from .rounds import (
+    Dispatch,
+    ReplicaInput,
+    RoundPlan,
+    fill_microbatches,
+    shares_of_replicas,
+    slot_table,
+)
+from .stored_state import StoredState
+from .updates import DueUpdates, UpdateStats, update_parts
+
+
+class SeveralDevices:
+    """Runs rounds on replicas of a backbone: the `Executor` of several devices.
+
+    The first replica has the train state; the others have copies of the adapters, see
+    `replica_state`. With 1F1B, rounds follow each other without a gap: a microbatch begins as soon
+    as the tasks in it have been updated in the round before.
+    """
+
+    def __init__(
+        self, backbones: Sequence[PlacedBackbone], options: EngineOptions, stored: StoredState
+    ):
+        """Creates an executor; nothing is compiled yet.
+
+        Args:
+          backbones: for each replica, the frozen backbone on its devices.
+          options: the options of the engine.
+          stored: the train state, in the parts of the first replica's backbone.
+
+        Raises:
+          PlanningError: `options.schedule` is unknown or does not suit the parts of a backbone, or
+            `options.replica_shapes` does not suit the replicas.
+        """
+        self._options, self._stored = options, stored
+        self._copies = [
+            ReplicaState(StoredState(backbone.parts, backbone.homes), stored)
+            for backbone in backbones[1:]
+        ]
+        states = [stored, *(copy.own for copy in self._copies)]
+        self._replicas = [
+            ReplicaPipeline(backbone, own_options, state)
+            for backbone, own_options, state in zip(
+                backbones, options.of_replicas(len(backbones)), states, strict=True
+            )
+        ]
+        shapes = {replica.input.replica: replica.input.shape for replica in self._replicas}
+        if any(shapes[r.input.replica] != r.input.shape for r in self._replicas):
+            raise PlanningError("replicas with equal devices should have one shape class")
+        costs = options.sequence_costs or TokenCosts(shapes)
+        configurations = [replica.input.replica for replica in self._replicas]
+        several = len(configurations) > 1
+        self._dispatch = partial(assign_samples, configurations, costs) if several else None
+        # The round that has begun before the current one has ended, and its ended microbatches.
+        self._ahead: RoundPlan | None = None
+        self._ahead_done: list[int] = []
+        # True if a round ended in an exception, with microbatches between two parts.
+        self._broken = False
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        return self._replicas[0].remat
+
+    @property
+    def replicas(self) -> list[ReplicaInput]:
+        return [replica.input for replica in self._replicas]
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        return self._dispatch
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        if self._options.attention or self._options.grouped_lora:
+            self._refresh()
+            for replica in self._replicas:
+                replica.refuse_implementations(dropout)
+
+    def run(
+        self,
+        plan: RoundPlan,
+        done: list[int],
+        stop: Callable[[], bool],
+        due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
+    ) -> RoundOutcome:
+        if self._broken:
+            raise RuntimeError(
+                "an earlier round ended in an exception; restore a checkpoint in a new engine"
+            )
+        # The flag stays if the call ends in an exception between two passes of a microbatch.
+        self._broken = True
+        outcome = self._run(plan, done, stop, due, following)
+        self._broken = False
+        return outcome
+
+    def _run(self, plan, done, stop, due, following) -> RoundOutcome:
+        self._refresh()
+        for replica in self._replicas:
+            replica.compile(plan.dropout)
+        if self._ahead is plan:
+            self._ahead = None
+        else:
+            self._add(plan, [i for i in range(len(plan.microbatches)) if i not in done])
+        left, updates = list(plan.updates), {}
+        asked = stopped = False
+
+        def may_begin(queued: Queued) -> bool:
+            if stopped:
+                return False
+            waiting = {slot for update in left for slot in update.slots}
+            return queued.plan is plan or waiting.isdisjoint(queued.microbatch.samples)
+
+        while True:
+            while left and not stopped and all(i in done for i in range(left[0].after + 1)):
+                slots = left.pop(0).slots
+                updates[slots] = self._update(due(slots))
+            if not left and not stopped and len(done) == len(plan.microbatches):
+                break
+            advanced = False
+            # The replicas take turns, so that none waits for another one's dispatches.
+            for replica in self._replicas:
+                if replica.begun_all and not asked and not stopped:
+                    asked, self._ahead, self._ahead_done = True, following(), []
+                    if self._ahead:
+                        self._add(self._ahead, range(len(self._ahead.microbatches)))
+                dispatched, ended = replica.advance(may_begin)
+                advanced |= dispatched
+                if ended:
+                    (done if ended.plan is plan else self._ahead_done).append(ended.index)
+                    stopped = stop() or stopped
+            if not advanced:
+                break
+        ahead = tuple(self._ahead_done) if self._ahead else ()
+        if stopped:
+            self._forget()
+        return RoundOutcome(updates, ahead=ahead)
+
+    def settle(self) -> tuple[int, ...]:
+        if not self._ahead:
+            return ()
+        for replica in self._replicas:
+            while True:
+                dispatched, ended = replica.advance(lambda _: False)
+                if not dispatched:
+                    break
+                if ended:
+                    self._ahead_done.append(ended.index)
+        ahead = tuple(self._ahead_done)
+        self._forget()
+        return ahead
+
+    def recover(self) -> None:
+        raise RuntimeError("several devices never report that a round is lost")
+
+    def _refresh(self) -> None:
+        for copy in self._copies:
+            copy.refresh()
+
+    def _add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
+        """Gives microbatches of a round to their replicas."""
+        own: list[list[int]] = [[] for _ in self._replicas]
+        for index in indices:
+            own[plan.microbatches[index].replica].append(index)
+        for replica, each in zip(self._replicas, own, strict=True):
+            replica.add(plan, each)
+
+    def _update(self, updates: DueUpdates) -> UpdateStats:
+        for copy in self._copies:
+            copy.send_gradients(updates.due)
+        stats = update_parts(self._stored, updates)
+        for copy in self._copies:
+            copy.receive_adapters()
+        return stats
+
+    def _forget(self) -> None:
+        """Forgets the microbatches that have not begun. The train state gets the gradients of all
+        others."""
+        for replica in self._replicas:
+            replica.forget()
+        for copy in self._copies:
+            copy.send_gradients(np.ones(self._stored.layout.tree.loss.shape, bool))
+        self._ahead, self._ahead_done = None, []
+
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
+        self._refresh()
+        batches = {slot: task.eval_samples for slot, task in tasks.items()}
+        shares = shares_of_replicas(batches, self.dispatch)
+        microbatches = fill_microbatches(batches, self.replicas, shares)
+        table = slot_table(tasks, None, *self._stored.layout.tree.loss.shape)
+        losses = [
+            self._replicas[i].evaluate(own, table)
+            for i, own in groupby(microbatches, key=lambda microbatch: microbatch.replica)
+        ]
+        return sum(copies.sum(axis=0) for copies in jax.device_get(losses))
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,110 @@
+"""Whether the tasks of a training run fit on a replica, and in which shape class."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxmux.engine import PreparedTask
+from jaxmux.models import BackboneConfig, backbone_dtype
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs import ReplicaCosts
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import Replica
+from jaxmux.planner.numbers import power_of_two
+from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass
+
+from .run_options import RunOptions
+from .run_shape import Choice, choose_run_shape, run_costs
+
+
+class ReplicaFit(NamedTuple):
+    """The microbatches of tasks on a replica, with their costs.
+
+    Attributes:
+      costs: predicted seconds and bytes on the replica.
+      shape: shape class of the microbatches.
+      choice: how the shape class was chosen; None if it was given.
+      admission: predicts whether tasks fit into memory.
+    """
+
+    costs: ReplicaCosts
+    shape: ShapeClass
+    choice: Choice | None
+    admission: Admission
+
+    def require(self, tasks: Sequence[PreparedTask]) -> None:
+        """Raises PlanningError if the tasks do not fit into the replica's memory."""
+        self.admission.require({task.task.name: task.pool for task in tasks})
+        replica, shape = self.costs.replica, self.shape
+        if (depth := self.costs.depth(shape)) < replica.pp:
+            raise PlanningError(
+                f"mesh {replica}: the first stage has memory for {depth} microbatches of "
+                f"{shape.tokens} tokens in flight and needs it for {replica.pp}; try "
+                f"tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
+            )
+
+
+def fit_replica(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    replica: Replica,
+    shape: ShapeClass | None = None,
+    longest: int | None = None,
+) -> ReplicaFit:
+    """Chooses the shape class of a replica's microbatches.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      replica: the devices.
+      shape: the shape class, if it is known already; None chooses it.
+      longest: most tokens of the samples that the replica trains; None for all samples.
+
+    Raises:
+      PlanningError: a sample is longer than `options.row_len`, or a given length is not a power of
+        two.
+    """
+    costs = run_costs(
+        tasks, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
+    )
+    choice = None
+    if shape is None:
+        request = options.shape_request(costs.least_chunk_len)
+        choice = choose_run_shape(tasks, costs, request, longest)
+        shape = choice.alignment.shape
+    asked, reserved = options.tokens_per_microbatch, options.reserved(config)
+    admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
+    return ReplicaFit(costs.replica, shape, choice, admission)
+
+
+def fit_longest(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    replica: Replica,
+) -> ReplicaFit:
+    """Chooses the shape class of a replica beside others, which may train the samples for which it
+    has no memory.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      replica: the devices.
+
+    Raises:
+      PlanningError: the replica has no memory for any sample of the tasks.
+    """
+    lengths = [length for task in tasks for length in task.lengths]
+    longest = power_of_two(max(lengths))
+    while True:
+        fit = fit_replica(tasks, config, options, replica, longest=longest)
+        try:
+            fit.require(tasks)
+            return fit
+        except PlanningError:
+            shorter = max(MIN_CHUNK_LEN, longest // 2)
+            if shorter == longest or shorter < min(lengths) or options.row_len:
+                raise
+            longest = shorter

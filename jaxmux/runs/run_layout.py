@@ -1,0 +1,166 @@
+"""The devices of a training run, and the shape classes of the microbatches that they train."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmux.engine import PreparedTask
+from jaxmux.engine.backbone_size import mesh_sizes, size_of
+from jaxmux.models import Backbone, BackboneConfig, backbone_dtype, device_memory, load_backbone
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
+from jaxmux.planner.numbers import numbered
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.replicas import SequenceCosts, ShapeCosts
+from jaxmux.sharding import (
+    PlacedBackbone,
+    consecutive_parts,
+    load_placed_backbone,
+    stage_meshes,
+)
+
+from .console import RunConsole
+from .mesh_choice import choose_mesh, fewer_devices
+from .replica_fit import ReplicaFit, fit_longest, fit_replica
+from .run_directory import RecordedShapes
+from .run_options import AUTO_MESH, RunOptions
+
+
+class RunLayout(NamedTuple):
+    """The devices of a training run and its microbatches.
+
+    Attributes:
+      deployment: the replicas.
+      shapes: for each replica, the shape class of its microbatches.
+      admission: predicts whether tasks fit into the memory of the first replica; None if the
+        device's memory is unknown.
+      costs: times of the replicas; None if there is only one.
+    """
+
+    deployment: Deployment
+    shapes: tuple[ShapeClass, ...]
+    admission: Admission | None
+    costs: SequenceCosts | None
+
+    @property
+    def shape(self) -> ShapeClass:
+        """The shape class with the longest rows."""
+        return max(self.shapes, key=lambda shape: shape.row_len)
+
+    @property
+    def recorded(self) -> RecordedShapes:
+        """What run.json records of the shape classes."""
+        pairs = zip(self.deployment.replicas, self.shapes, strict=True)
+        return RecordedShapes(self.shape, {str(replica): shape for replica, shape in pairs})
+
+
+def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
+    """Checks that the backbone can be divided among the devices, and that they are there.
+
+    Args:
+      deployment: the replicas.
+      config: configuration of the backbone.
+
+    Raises:
+      PlanningError: a mesh cannot be; the message names the nearest that can.
+    """
+    for replica in deployment.counts:
+        replica.require(config.num_layers, mesh_sizes(config))
+    if deployment.devices <= (found := len(jax.devices())):
+        return
+    if len(deployment.replicas) == 1:
+        fitting = fewer_devices(deployment.replicas[0], found, config)
+    else:
+        fitting = Deployment((ONE_DEVICE,) * found)
+    raise PlanningError(
+        f"mesh {deployment}: {numbered(deployment.devices, 'device')}, but there "
+        f"{'is' if found == 1 else 'are'} {found}; it would fit with {fitting}"
+    )
+
+
+def choose_layout(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    recorded: RecordedShapes | None,
+    console: RunConsole,
+) -> RunLayout:
+    """Chooses the devices, if `options.mesh` is "auto", and the shape classes of the microbatches.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      recorded: the shape classes with which the training run began, which it keeps; None for a new
+        one.
+      console: prints the choice.
+
+    Raises:
+      PlanningError: the tasks do not fit into memory.
+    """
+    if options.mesh == AUTO_MESH:
+        choice = choose_mesh(tasks, config, options, len(jax.devices()))
+        console.say(str(choice))
+        deployment = Deployment((choice.replica,))
+    else:
+        deployment = options.deployment
+    for replica in deployment.counts:
+        if replica != ONE_DEVICE:
+            layers = size_of(config, backbone_dtype(options.dtype)).stage_layers(replica)
+            layers = ", ".join(map(str, layers))
+            shards = numbered(replica.shards, "data shard")
+            console.say(f"mesh {replica}: stages of {layers} layers, {shards}")
+    several = len(deployment.replicas) > 1
+    known = bool(options.memory or device_memory())
+    fits: dict[Replica, ReplicaFit] = {}
+    for replica in deployment.counts:
+        shape = recorded and recorded.of(replica, alone=not several)
+        if several and known and shape is None:
+            fit = fit_longest(tasks, config, options, replica)
+        else:
+            fit = fit_replica(tasks, config, options, replica, shape)
+        if fit.choice:
+            place = f"mesh {replica}: " if several else ""
+            console.say(f"{place}{fit.choice}")
+        if known:
+            fit.require(tasks)
+        fits[replica] = fit
+    shapes = tuple(fits[replica].shape for replica in deployment.replicas)
+    admission = fits[deployment.replicas[0]].admission if known else None
+    costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}
+    layout = RunLayout(deployment, shapes, admission, ShapeCosts(costs) if several else None)
+    for task in tasks:
+        if task.longest > layout.shape.row_len:
+            raise PlanningError(
+                f"mesh {deployment}: no replica has memory for the longest sample of task "
+                f"{task.task.name!r}, {task.longest} tokens; max_length={layout.shape.row_len} "
+                "would fit, or a larger replica"
+            )
+    return layout
+
+
+def load_on(
+    deployment: Deployment, folder: str, dtype: jnp.dtype, config: BackboneConfig
+) -> Backbone | list[PlacedBackbone]:
+    """Loads a backbone onto the default device, or onto each replica's devices.
+
+    Args:
+      deployment: the replicas.
+      folder: the backbone's folder.
+      dtype: dtype of the weights.
+      config: configuration of the backbone.
+
+    Raises:
+      BackboneError: as `load_backbone`.
+    """
+    if deployment == Deployment((ONE_DEVICE,)):
+        return load_backbone(folder, dtype)
+    devices, loaded = iter(jax.devices()), []
+    for replica in deployment.replicas:
+        parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
+        homes = stage_meshes(replica, [next(devices) for _ in range(replica.devices)], config)
+        loaded.append(load_placed_backbone(folder, dtype, parts, homes))
+    return loaded
