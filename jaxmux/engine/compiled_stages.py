@@ -194,7 +194,7 @@ class CompiledStages:
         # Residuals of a part that are on each stage at the same time, in a long round.
         in_flight = round_table(
             self._options.schedule, stages, parts, [{0: (0,)}] * (4 * parts)
-        ).peak_buffers()
+        ).schedule.peak_buffers()
         held = [
             on_one_device((weights, state.adapters["lora"]))
             for weights, state in zip(backbone.weights, self._stored.states, strict=True)

@@ -357,7 +357,8 @@ class Engine:
         due = np.zeros(own.pool.slots, bool)
         due[[number for number in slots if own[number].running]] = True
         rates = {number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own}
-        self._learning_rates[slots] = rates
+        if slots:
+            self._learning_rates[slots] = rates
         return DueUpdates(due, own.rates(rates), own.hyperparameters, own.members)
 
     def _begin_again(self) -> None:

@@ -53,9 +53,13 @@ class EngineOptions:
         only predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
         row, offset) for each of its samples. Benchmarks compare the default with others, for
         example `planner.packing.pack_first_fit`.
-      schedule: order of the passes in a pipeline of several devices: "1f1b" or "gpipe", or, where a
-        device holds several parts of the backbone, "interleaved". Results do not depend on it. A
-        stop waits for all microbatches that have begun, with "gpipe" for the whole round.
+      schedule: order of the passes in a pipeline of several devices: "1f1b" (the fastest, unless
+        most tasks have fewer microbatches than there are stages), "lorapp" (mLoRA: every task has
+        microbatches and updates of its own, and a task that waits for its update is passed over),
+        "template" (MuxTune: the tasks one after another, with more microbatches in flight) or
+        "gpipe"; or, where a device holds several parts of the backbone, "interleaved". Results do
+        not depend on it. A stop waits for all microbatches that have begun, with "gpipe" for the
+        whole round.
       replica_shapes: with several replicas, the shape of each one's microbatches; `shape` is then
         the one with the longest rows. A sample goes to a replica whose rows hold it. Empty gives
         all replicas `shape`.

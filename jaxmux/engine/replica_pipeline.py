@@ -16,7 +16,7 @@ from jaxmux.sharding.stream_order import StreamOrder
 
 from .compiled_stages import CompiledStages
 from .engine_options import EngineOptions
-from .round_table import SCHEDULES, round_table
+from .round_table import SCHEDULES, STREAMING, TASK_BY_TASK, round_table
 from .rounds import PackedMicrobatch, ReplicaInput, RoundPlan
 from .stored_state import StoredState
 
@@ -44,8 +44,9 @@ class ReplicaPipeline:
 
     The stages take the parts in turn: with S stages, part v lies on stage v mod S. The host
     dispatches the passes of a schedule; a stage runs what it was given in order, at its own pace.
-    With 1F1B, rounds follow each other without a gap. With other schedules the pipeline is empty
-    between two rounds.
+    With 1F1B and LoRAPP, rounds follow each other without a gap: with 1F1B in the order of the
+    round, with LoRAPP a microbatch that waits for an update is passed over (mLoRA 3.2). With other
+    schedules the pipeline is empty between two rounds.
 
     Attributes:
       input: what the replica trains at a time.
@@ -73,12 +74,15 @@ class ReplicaPipeline:
         self.input = ReplicaInput(
             options.shape,
             Replica(tuple(Stage(**mesh) for mesh in meshes)),
-            options.schedule == "1f1b",
+            options.schedule in STREAMING,
+            options.schedule in TASK_BY_TASK,
             self._compiled.place,
         )
-        # Microbatches that have not ended, by their number; numbers are never used again.
-        self._queue: dict[int, Queued] = {}
-        self._known = 0
+        # Microbatches that have not begun; and those that have, by their number. Numbers are never
+        # used again. Those of a table have a number before they begin.
+        self._waiting: list[Queued] = []
+        self._running: dict[int, Queued] = {}
+        self._numbered = 0
         # The order of passes: an endless one, or that of a table for a round.
         self._order = StreamOrder(len(self._stages)) if self.input.streams else None
         self._tabled: Iterator[Pass] = iter(())
@@ -117,7 +121,7 @@ class ReplicaPipeline:
     @property
     def begun_all(self) -> bool:
         """Whether every known microbatch has begun, so that another round may begin."""
-        return self._order is not None and self._order.begun == self._known
+        return self.input.streams and not self._waiting
 
     def compile(self, dropout: bool) -> None:
         """Compiles the programs, if that has not been done for the state as it is."""
@@ -139,21 +143,22 @@ class ReplicaPipeline:
           plan: the round.
           indices: indices of the microbatches in the round.
         """
-        tables, first = [stage.put(plan.slots, P()) for stage in self._stages], self._known
-        for index in indices:
-            self._queue[self._known] = Queued(plan, index, tables)
-            self._known += 1
-        if not self._order and self._queue:
-            samples = [queued.microbatch.samples for queued in self._queue.values()]
-            stages, parts = len(self._stages), len(self._backbone.parts)
-            table = round_table(self._options.schedule, stages, parts, samples)
+        tables = [stage.put(plan.slots, P()) for stage in self._stages]
+        own = [Queued(plan, index, tables) for index in indices]
+        if self._order:
+            self._waiting += own
+        elif own:
+            samples = [queued.microbatch.samples for queued in own]
+            stages, parts, first = len(self._stages), len(self._backbone.parts), self._numbered
+            table, order = round_table(self._options.schedule, stages, parts, samples)
+            self._running = {first + number: own[i] for number, i in enumerate(order)}
+            self._numbered += len(own)
             self._tabled = (p._replace(microbatch=first + p.microbatch) for p in walk(table))
 
     def forget(self) -> None:
         """Forgets the microbatches that have not begun. All others must have ended."""
-        self._queue.clear()
-        if self._order:
-            self._known = self._order.begun
+        self._waiting.clear()
+        self._running.clear()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
         """Dispatches the next pass, if there is one.
@@ -170,17 +175,20 @@ class ReplicaPipeline:
             return False, None
         self._run_pass(step)
         ends = not step.forward and step.virtual_stage == 0
-        return True, self._queue.pop(step.microbatch) if ends else None
+        return True, self._running.pop(step.microbatch) if ends else None
 
     def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | None:
         if self._order:
-            begun = self._order.begun
-            begins = begun < self._known and may_begin(self._queue[begun])
-            return self._order.next(begun + begins)
+            candidates = self._waiting if self._options.schedule == "lorapp" else self._waiting[:1]
+            first = next((i for i, own in enumerate(candidates) if may_begin(own)), None)
+            step = self._order.next(self._order.begun + (first is not None))
+            if step and step.forward and step.virtual_stage == 0:
+                self._running[step.microbatch] = self._waiting.pop(first)
+            return step
         for step in self._tabled:
             at = step.virtual_stage, step.microbatch
             if step.forward and step.virtual_stage == 0:
-                if may_begin(self._queue[step.microbatch]):
+                if may_begin(self._running[step.microbatch]):
                     return step
             elif at in (self._passed if step.forward else self._gradients):
                 return step
@@ -191,7 +199,7 @@ class ReplicaPipeline:
         part, m = step.virtual_stage, step.microbatch
         at, homes = (part, m), self._backbone.homes
         if step.forward:
-            queued, stage = self._queue[m], part % len(self._stages)
+            queued, stage = self._running[m], part % len(self._stages)
             arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
             out, self._residuals[at] = self._compiled.forward(
                 part, arrays, queued.tables[stage], passed

@@ -37,12 +37,14 @@ class ReplicaInput(NamedTuple):
       shape: shape class of its microbatches.
       replica: its devices. Each data shard of a stage trains a microbatch of its own.
       streams: whether rounds follow each other in its pipeline without a gap.
+      task_by_task: whether every task has microbatches and an update of its own.
       place: copies the microbatches of all data shards to where the replica reads them.
     """
 
     shape: ShapeClass
     replica: Replica = ONE_DEVICE
     streams: bool = False
+    task_by_task: bool = False
     place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list
 
     @property
@@ -191,7 +193,8 @@ def update_groups(
 
     While the first group is updated, the second one keeps a pipeline busy. For that it needs at
     least S - 1 microbatches, with S stages (the bubble lemma, LoRAFusion 5.2). The groups are two,
-    unless the microbatches that are partly empty for it take more time than they save.
+    unless the microbatches that are partly empty for it take more time than they save. A replica
+    that trains task by task makes every task a group.
 
     Args:
       batches: by slot, the samples of the task's global batch.
@@ -203,6 +206,8 @@ def update_groups(
       The slots of each group.
     """
     together = tuple(batches)
+    if any(replica.task_by_task for replica in replicas):
+        return [(slot,) for slot in together]
     if not any(replica.streams for replica in replicas) or len(together) == 1:
         return [together]
     tokens = [sum(s.stream_length for s in batches[slot]) for slot in together]

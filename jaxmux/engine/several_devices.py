@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,12 +29,29 @@ from .stored_state import StoredState
 from .updates import DueUpdates, UpdateStats, update_parts
 
 
+class _Waiting(NamedTuple):
+    """An update that has not been dispatched.
+
+    Attributes:
+      slots: the slots that are updated.
+      microbatches: indices of the microbatches with samples of these slots that have not ended.
+    """
+
+    slots: tuple[int, ...]
+    microbatches: set[int]
+
+    @classmethod
+    def of(cls, slots: tuple[int, ...], plan: RoundPlan, done: Sequence[int]) -> "_Waiting":
+        own = {i for i, m in enumerate(plan.microbatches) if not m.samples.keys().isdisjoint(slots)}
+        return cls(slots, own - {*done})
+
+
 class SeveralDevices:
     """Runs rounds on replicas of a backbone: the `Executor` of several devices.
 
     The first replica has the train state; the others have copies of the adapters, see
-    `replica_state`. With 1F1B, rounds follow each other without a gap: a microbatch begins as soon
-    as the tasks in it have been updated in the round before.
+    `replica_state`. With 1F1B and LoRAPP, rounds follow each other without a gap: a microbatch
+    begins as soon as the tasks in it have been updated in the round before.
     """
 
     def __init__(
@@ -72,6 +90,8 @@ class SeveralDevices:
         # The round that has begun before the current one has ended, and its ended microbatches.
         self._ahead: RoundPlan | None = None
         self._ahead_done: list[int] = []
+        # The version of the state for which the programs of updates have run.
+        self._warm_for = 0
         # True if a round ended in an exception, with microbatches between two parts.
         self._broken = False
 
@@ -115,11 +135,15 @@ class SeveralDevices:
         self._refresh()
         for replica in self._replicas:
             replica.compile(plan.dropout)
+        if self._warm_for != self._stored.version:
+            # Nothing is compiled or loaded while stages exchange arrays.
+            self._update(due(()), warm=True)
+            self._warm_for = self._stored.version
         if self._ahead is plan:
             self._ahead = None
         else:
             self._add(plan, [i for i in range(len(plan.microbatches)) if i not in done])
-        left, updates = list(plan.updates), {}
+        left, updates = [_Waiting.of(due.slots, plan, done) for due in plan.updates], {}
         asked = stopped = False
 
         def may_begin(queued: Queued) -> bool:
@@ -129,9 +153,9 @@ class SeveralDevices:
             return queued.plan is plan or waiting.isdisjoint(queued.microbatch.samples)
 
         while True:
-            while left and not stopped and all(i in done for i in range(left[0].after + 1)):
-                slots = left.pop(0).slots
-                updates[slots] = self._update(due(slots))
+            for update in [] if stopped else [u for u in left if not u.microbatches]:
+                left.remove(update)
+                updates[update.slots] = self._update(due(update.slots))
             if not left and not stopped and len(done) == len(plan.microbatches):
                 break
             advanced = False
@@ -144,7 +168,12 @@ class SeveralDevices:
                 dispatched, ended = replica.advance(may_begin)
                 advanced |= dispatched
                 if ended:
-                    (done if ended.plan is plan else self._ahead_done).append(ended.index)
+                    if ended.plan is plan:
+                        done.append(ended.index)
+                        for update in left:
+                            update.microbatches.discard(ended.index)
+                    else:
+                        self._ahead_done.append(ended.index)
                     stopped = stop() or stopped
             if not advanced:
                 break
@@ -182,10 +211,10 @@ class SeveralDevices:
         for replica, each in zip(self._replicas, own, strict=True):
             replica.add(plan, each)
 
-    def _update(self, updates: DueUpdates) -> UpdateStats:
+    def _update(self, updates: DueUpdates, warm: bool = False) -> UpdateStats:
         for copy in self._copies:
             copy.send_gradients(updates.due)
-        stats = update_parts(self._stored, updates)
+        stats = update_parts(self._stored, updates, warm)
         for copy in self._copies:
             copy.receive_adapters()
         return stats

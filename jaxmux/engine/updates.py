@@ -60,9 +60,15 @@ class DueUpdates(NamedTuple):
     hyper: Hyperparameters
     members: SlotsByOptimizer
 
-    def by_kind(self) -> Iterator[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
+    def by_kind(
+        self, every: bool = False
+    ) -> Iterator[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
         """For each optimizer kind that has updates: its name, and for all slots, bool [T], whether
-        an update of this kind is due, and, float32 [T], the optimizer's numbers."""
+        an update of this kind is due, and, float32 [T], the optimizer's numbers.
+
+        Args:
+          every: True yields the kinds without updates too.
+        """
 
         def spread(values: np.ndarray, slots: np.ndarray) -> np.ndarray:
             pool = np.zeros(len(self.due), values.dtype)
@@ -70,7 +76,7 @@ class DueUpdates(NamedTuple):
             return pool
 
         for kind, slots in self.members.items():
-            if self.due[slots].any():
+            if every or self.due[slots].any():
                 hyper = {name: spread(values, slots) for name, values in self.hyper[kind].items()}
                 yield kind, spread(self.due[slots], slots), hyper
 
@@ -105,7 +111,7 @@ def update(
     return state, stats
 
 
-def update_parts(stored: StoredState, updates: DueUpdates) -> UpdateStats:
+def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -> UpdateStats:
     """Updates a state that is divided into parts on several devices, with the results of `update`.
 
     A task's gradient is clipped by its norm over all parts, and its update is skipped in all parts
@@ -114,6 +120,8 @@ def update_parts(stored: StoredState, updates: DueUpdates) -> UpdateStats:
     Args:
       stored: the state; its parts are replaced.
       updates: the updates that are due.
+      warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
+        updates the state keeps its bits.
 
     Returns:
       The results of the update by slot, on the device of the last part.
@@ -127,7 +135,7 @@ def update_parts(stored: StoredState, updates: DueUpdates) -> UpdateStats:
     stats = no_stats(len(updates.due))
     for i in parts:
         stored.states[i] = _sum_copies(stored.homes[i], stored.summed[i], stored.states[i], updates)
-    for kind, due, hyper in updates.by_kind():
+    for kind, due, hyper in updates.by_kind(every=warm):
         own = [(stored.homes[i], stored.summed[i], stored.states[i]) for i in parts]
         squares = [_stage_squares(*each) for each in own]
         norm = _norm(gather([each for each, _ in squares]))

@@ -13,7 +13,7 @@ from .backbone import (
     load_backbone,
     save_backbone,
 )
-from .device_memory import device_memory, device_peak, keep_small_arrays_together
+from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
 from .fingerprint import backbone_fingerprint
 from .forward import (
     ForwardOptions,
@@ -47,6 +47,7 @@ __all__ = [
     "compute_dtype",
     "device_memory",
     "device_peak",
+    "free_memory",
     "head_kernel",
     "hidden_states",
     "keep_small_arrays_together",

@@ -22,6 +22,13 @@ def device_memory() -> int | None:
     return limit and limit - _HOLE - _GUARD - _FRAGMENTED
 
 
+def free_memory() -> int | None:
+    """Bytes of the first local device's memory that JAX may use and that hold no array; None where
+    JAX does not report it, for example on CPU."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
 def device_peak() -> int | None:
     """Most bytes of a local device's memory that were in use at the same time since the process
     began, on the device with most; None where JAX does not report it, for example on CPU."""

@@ -13,7 +13,7 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, TaskUpdate, prepare_task
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import (
@@ -33,7 +33,7 @@ from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter
 from .run_directory import FORMAT, RunDirectory
-from .run_layout import choose_layout, load_on, refuse_mesh
+from .run_layout import choose_layout, load_beside, load_on, refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
 from .stop_signals import StopSignals
 from .summary import Summary
@@ -161,10 +161,13 @@ def fine_tune(
                     every = options.checkpoint_every
                     _train(engine, directory, checkpoints, metrics, position, every, console, stop)
                     summary = _finish(engine, directory, metrics, position, layout.admission)
-        if isinstance(model, Backbone):
-            _show_samples(engine, model, tokenizer, options.sample_tokens, console)
-        elif any(task.sample_prompt for task in tasks):
-            console.say("sample_prompt: no completions are shown after training on several devices")
+        if shown := _with_prompts(engine):
+            if not isinstance(model, Backbone):
+                model = load_beside(backbone, dtype, config)
+            if model is None:
+                console.say("sample_prompt: one device has no memory for the whole backbone")
+            else:
+                _show_samples(shown, engine, model, tokenizer, options.sample_tokens, console)
         console.summarise(summary, directory, config)
         return summary
 
@@ -306,16 +309,23 @@ def _export(engine: Engine, name: str, directory: RunDirectory) -> None:
     )
 
 
-def _show_samples(
-    engine: Engine, model: Backbone, tokenizer: Any, tokens: int, console: RunConsole
-) -> None:
-    shown = [
+def _with_prompts(engine: Engine) -> list[PreparedTask]:
+    """The tasks with a prompt that is completed after training, if they succeeded."""
+    return [
         p
         for p in map(engine.prepared, engine.names)
         if p.task.sample_prompt is not None and engine.progress(p.task.name).status == "succeeded"
     ]
-    if not shown:
-        return
+
+
+def _show_samples(
+    shown: Sequence[PreparedTask],
+    engine: Engine,
+    model: Backbone,
+    tokenizer: Any,
+    tokens: int,
+    console: RunConsole,
+) -> None:
     before = [Request(p.task.sample_prompt) for p in shown]
     after = [
         Request(p.task.sample_prompt, p.task.adapter, engine.adapter(p.task.name)) for p in shown

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
-from jaxmux.models import Backbone, BackboneConfig, backbone_dtype, device_memory, load_backbone
+from jaxmux.engine.remat_choice import bytes_of
+from jaxmux.models import (
+    Backbone,
+    BackboneConfig,
+    backbone_dtype,
+    device_memory,
+    free_memory,
+    load_backbone,
+)
+from jaxmux.models.modules import abstract_weights
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
@@ -156,7 +165,7 @@ def load_on(
     Raises:
       BackboneError: as `load_backbone`.
     """
-    if deployment == Deployment((ONE_DEVICE,)):
+    if deployment.devices == 1:
         return load_backbone(folder, dtype)
     devices, loaded = iter(jax.devices()), []
     for replica in deployment.replicas:
@@ -164,3 +173,18 @@ def load_on(
         homes = stage_meshes(replica, [next(devices) for _ in range(replica.devices)], config)
         loaded.append(load_placed_backbone(folder, dtype, parts, homes))
     return loaded
+
+
+def load_beside(folder: str, dtype: jnp.dtype, config: BackboneConfig) -> Backbone | None:
+    """Loads a whole backbone onto the default device, beside what lies there; None if the device
+    has no memory for it.
+
+    Args:
+      folder: the backbone's folder.
+      dtype: dtype of the weights.
+      config: configuration of the backbone.
+    """
+    needed, free = bytes_of(abstract_weights(config, dtype)), free_memory()
+    if free is not None and needed > free:
+        return None
+    return load_backbone(folder, dtype)

@@ -166,7 +166,7 @@ def gradients(engine):
     plan, done = engine._stream.next(engine._live(), {})._replace(updates=()), []
     # A stop collects the gradients of all replicas where they can be read.
     engine._executor.run(
-        plan, done, lambda: len(done) == len(plan.microbatches), None, lambda: None
+        plan, done, lambda: len(done) == len(plan.microbatches), engine._due, lambda: None
     )
     engine.close()
     return {

@@ -6,11 +6,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmux.engine.replica_pipeline import ReplicaPipeline
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
+from jaxmux.planner.devices import Stage
 
 PIPELINES = {
     "uneven stages": {"layers": (3, 1)},
+    "lorapp": {"layers": (1, 1, 1, 1), "schedule": "lorapp"},
+    "template": {"layers": (1, 2, 1), "schedule": "template"},
     "gpipe": {"layers": (1, 2, 1), "schedule": "gpipe"},
     "interleaved": {"layers": (1, 1, 1, 1), "stages": 2, "schedule": "interleaved"},
 }
@@ -213,7 +217,10 @@ def test_weights_lie_once_and_on_their_own_device(make_engine, make_task):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": (2, 2), "schedule": "zigzag"}, "schedule should be one of 1f1b, gpipe"),
+        (
+            {"layers": (2, 2), "schedule": "zigzag"},
+            "schedule should be one of 1f1b, lorapp, template, gpipe",
+        ),
         ({"layers": (2, 2), "schedule": "interleaved"}, "does not suit 2 parts on 2 stages"),
         ({"layers": (1, 1, 1, 1), "stages": 2}, "several parts on a stage are interleaved"),
         ({"layers": (2, 1, 1), "stages": 2, "schedule": "interleaved"}, "stages in turn"),
@@ -261,3 +268,21 @@ def test_the_state_of_several_devices_is_read_by_task(make_engine, make_task):
     engine = make_engine(make_task("a"), layers=(2, 2))
     with pytest.raises(RuntimeError, match="read tasks with task_arrays"):
         _ = engine.state
+
+
+@pytest.mark.parametrize("stage", [Stage(), Stage(tp=2)], ids=["pp2", "pp2,tp2"])
+def test_nothing_is_compiled_after_the_first_microbatch_begins(
+    stage, make_engine, different_tasks, train, monkeypatch, caplog
+):
+    """Neither passes nor updates of any optimizer kind."""
+    engine = make_engine(*different_tasks, layers=(2, 2), stage=stage)
+    advance, compiled = ReplicaPipeline.advance, []
+
+    def counted(self, may_begin):
+        compiled.append(sum("Finished XLA compilation" in r.message for r in caplog.records))
+        return advance(self, may_begin)
+
+    monkeypatch.setattr(ReplicaPipeline, "advance", counted)
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        train(engine)
+    assert compiled[0] == compiled[-1] > 0

@@ -1,6 +1,8 @@
 """Training runs on several devices: the results of one device, and what is refused."""
 
+import dataclasses
 import json
+import re
 import signal
 
 import jax
@@ -30,10 +32,15 @@ def losses(run_dir):
 
 
 def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_bytes, capsys):
+    """The losses, adapters and completions."""
+    tasks = dataclasses.replace(tasks[0], sample_prompt="red"), tasks[1]
     one = train(tmp_path / "one", *tasks, **OPTIONS)
-    capsys.readouterr()
+    printed = capsys.readouterr().out
     two = train(tmp_path / "two", *tasks, mesh="pp2", **OPTIONS)
-    assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in capsys.readouterr().out
+    printed_by_two = capsys.readouterr().out
+    assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in printed_by_two
+    completions = [re.search(r"a: red\n.*\n.*\n", text)[0] for text in (printed, printed_by_two)]
+    assert completions[0] == completions[1]
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
     found = adapter_bytes(tmp_path / "two" / "adapters")
     assert found == adapter_bytes(tmp_path / "one" / "adapters")
