@@ -152,6 +152,11 @@ class RunConsole:
             f"({summary.effective_tokens_per_second:,.0f} without padding, "
             f"{summary.padding_fraction:.0%} padding), {summary.wall_seconds:.0f} s"
         )
+        if summary.round_seconds and summary.predicted_round_seconds:
+            self.say(
+                f"{summary.round_seconds:.3g} s a round "
+                f"(predicted: {summary.predicted_round_seconds:.3g} s)"
+            )
         if summary.peak_memory_bytes is not None:
             predicted = summary.predicted_memory_bytes
             note = f" (predicted: {predicted / 2**30:.1f} GiB)" if predicted else ""

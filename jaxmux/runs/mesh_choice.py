@@ -76,7 +76,9 @@ def choose_mesh(
     # Layouts that divide the weights most come first: theirs is the refusal that counts.
     for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
         try:
-            found.append(PricedMesh(replica, _seconds(tasks, config, options, replica)))
+            fit = fit_replica(tasks, config, options, replica)
+            fit.require(tasks)
+            found.append(PricedMesh(replica, fit.round_seconds))
         except PlanningError as e:
             _log.info("mesh %s: %s", replica, e)
             refusal = refusal or e
@@ -130,14 +132,3 @@ def _factorisations(product: int, axes: Sequence[str]) -> Iterator[Mapping[str, 
         if product % size == 0:
             for rest in _factorisations(product // size, others):
                 yield {axis: size, **rest}
-
-
-def _seconds(
-    tasks: Sequence[PreparedTask], config: BackboneConfig, options: RunOptions, replica: Replica
-) -> float:
-    """Predicted seconds of a round on a layout; PlanningError if the tasks do not fit."""
-    fit = fit_replica(tasks, config, options, replica)
-    fit.require(tasks)
-    best = fit.choice.alignment
-    fill = (replica.pp - 1) * best.seconds / best.microbatches
-    return best.seconds / fit.choice.rounds + fill + fit.costs.update()

@@ -21,15 +21,28 @@ class ReplicaFit(NamedTuple):
 
     Attributes:
       costs: predicted seconds and bytes on the replica.
+      measured: True if the costs were measured on such a device.
       shape: shape class of the microbatches.
       choice: how the shape class was chosen; None if it was given.
       admission: predicts whether tasks fit into memory.
     """
 
     costs: ReplicaCosts
+    measured: bool
     shape: ShapeClass
     choice: Choice | None
     admission: Admission
+
+    @property
+    def round_seconds(self) -> float | None:
+        """Predicted seconds of a round (one global batch of every task), on average: its
+        microbatches, an empty pipeline at its beginning and its end, and the updates. None if the
+        shape class was given."""
+        if self.choice is None:
+            return None
+        best = self.choice.alignment
+        fill = (self.costs.replica.pp - 1) * best.seconds / best.microbatches
+        return best.seconds / self.choice.rounds + fill + self.costs.update()
 
     def require(self, tasks: Sequence[PreparedTask]) -> None:
         """Raises PlanningError if the tasks do not fit into the replica's memory."""
@@ -75,7 +88,7 @@ def fit_replica(
         shape = choice.alignment.shape
     asked, reserved = options.tokens_per_microbatch, options.reserved(config)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
-    return ReplicaFit(costs.replica, shape, choice, admission)
+    return ReplicaFit(costs.replica, costs.measured, shape, choice, admission)
 
 
 def fit_longest(

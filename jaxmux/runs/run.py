@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+import operator
 import shutil
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -159,8 +161,15 @@ def fine_tune(
                 position = _restore(engine, checkpoints, console)
                 with closing(MetricsWriter(directory, position, console.say)) as metrics:
                     every = options.checkpoint_every
-                    _train(engine, directory, checkpoints, metrics, position, every, console, stop)
-                    summary = _finish(engine, directory, metrics, position, layout.admission)
+                    seconds = _train(
+                        engine, directory, checkpoints, metrics, position, every, console, stop
+                    )
+                    others = {
+                        "predicted_memory_bytes": _predicted_memory(engine, layout.admission),
+                        "round_seconds": seconds,
+                        "predicted_round_seconds": layout.round_seconds,
+                    }
+                    summary = _finish(engine, directory, metrics, position, others)
         if shown := _with_prompts(engine):
             if not isinstance(model, Backbone):
                 model = load_beside(backbone, dtype, config)
@@ -218,9 +227,10 @@ def _train(
     checkpoint_every: int,
     console: RunConsole,
     stop: StopSignals,
-) -> None:
+) -> float | None:
     """Trains until every task has ended, and moves `position`. Writes checkpoints and metrics, and
-    exports an adapter as soon as its task has succeeded."""
+    exports an adapter as soon as its task has succeeded. Returns the median seconds from one round
+    to the next, in the later half of the rounds; None if there were too few."""
 
     def record(updates: Sequence[TaskUpdate]) -> None:
         metrics.write(updates)
@@ -238,11 +248,13 @@ def _train(
         checkpoints.save(engine, position)
 
     seconds_before, started = position.train_seconds, time.monotonic()
+    ends: list[float] = []
     console.start(engine)
     try:
         with stop.deferred(console.say):
             while not engine.finished:
                 record(engine.train_round(lambda: stop.arrived))
+                ends.append(time.monotonic())
                 if stop.arrived:
                     save()
                     checkpoints.wait()
@@ -252,6 +264,8 @@ def _train(
             save()
     finally:
         console.stop()
+    later = ends[len(ends) // 2 :]
+    return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
 
 
 def _finish(
@@ -259,7 +273,7 @@ def _finish(
     directory: RunDirectory,
     metrics: MetricsWriter,
     position: RunPosition,
-    admission: Admission | None,
+    others: Mapping[str, float | None],
 ) -> Summary:
     succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
     _evaluate(engine, succeeded, "eval_loss")
@@ -272,7 +286,7 @@ def _finish(
     metrics.write_held_out({name: p.eval_loss_first for name, p in progress.items()}, 0)
     metrics.write_held_out({name: p.eval_loss for name, p in progress.items()}, position.rounds)
     plot_losses(directory.metrics, directory.loss_plot)
-    summary = Summary.of(engine, position, _predicted_memory(engine, admission))
+    summary = Summary.of(engine, position, **others)
     write_atomically(directory.summary, summary.to_json())
     return summary
 

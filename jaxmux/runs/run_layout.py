@@ -47,12 +47,15 @@ class RunLayout(NamedTuple):
       admission: predicts whether tasks fit into the memory of the first replica; None if the
         device's memory is unknown.
       costs: times of the replicas; None if there is only one.
+      round_seconds: predicted seconds of a round (one global batch of every task), on average; None
+        if nothing was measured on such a device, if a run continues, or with several replicas.
     """
 
     deployment: Deployment
     shapes: tuple[ShapeClass, ...]
     admission: Admission | None
     costs: SequenceCosts | None
+    round_seconds: float | None
 
     @property
     def shape(self) -> ShapeClass:
@@ -138,9 +141,12 @@ def choose_layout(
             fit.require(tasks)
         fits[replica] = fit
     shapes = tuple(fits[replica].shape for replica in deployment.replicas)
-    admission = fits[deployment.replicas[0]].admission if known else None
+    first = fits[deployment.replicas[0]]
+    admission = first.admission if known else None
+    seconds = first.round_seconds if first.measured and not several else None
     costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}
-    layout = RunLayout(deployment, shapes, admission, ShapeCosts(costs) if several else None)
+    dispatched = ShapeCosts(costs) if several else None
+    layout = RunLayout(deployment, shapes, admission, dispatched, seconds)
     for task in tasks:
         if task.longest > layout.shape.row_len:
             raise PlanningError(

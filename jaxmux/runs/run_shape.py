@@ -74,11 +74,14 @@ class RunCosts(NamedTuple):
     Attributes:
       replica: cost model that gives the seconds and bytes of a microbatch for a shape class.
       source: origin of the costs, as messages show it, for example "measured for cpu".
+      measured: True if the costs were measured on such a device. Estimates suffice to compare
+        choices, but are not the device's times.
       least_chunk_len: tokens of the shortest chunk that the device's kernels support.
     """
 
     replica: ReplicaCosts
     source: str
+    measured: bool
     least_chunk_len: int
 
 
@@ -150,6 +153,7 @@ def run_costs(
     return RunCosts(
         ReplicaCosts(models.times, models.memory, pool, replica, planned_remat(remat)),
         f"{models.source.kind} for {models.source.device}",
+        models.source.kind == "measured",
         models.least_chunk_len if jax.default_backend() == "gpu" else MIN_CHUNK_LEN,
     )
 

@@ -42,6 +42,10 @@ class Summary(NamedTuple):
         None if the device does not report it, as a CPU.
       predicted_memory_bytes: the peak that the memory model predicted before training; None if it
         is not known.
+      round_seconds: median of the seconds from one round (one global batch of every task) to the
+        next, in the later half of this call's rounds; None if there were too few.
+      predicted_round_seconds: seconds of a round that the time model predicted before training, on
+        average over the run; None if nothing was measured on such a device.
     """
 
     tasks: dict[str, dict[str, Any]]
@@ -52,6 +56,8 @@ class Summary(NamedTuple):
     versions: dict[str, str]
     peak_memory_bytes: int | None = None
     predicted_memory_bytes: int | None = None
+    round_seconds: float | None = None
+    predicted_round_seconds: float | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -59,15 +65,13 @@ class Summary(NamedTuple):
         return all(task["status"] == "succeeded" for task in self.tasks.values())
 
     @classmethod
-    def of(
-        cls, engine: Engine, position: RunPosition, predicted_memory_bytes: int | None = None
-    ) -> "Summary":
+    def of(cls, engine: Engine, position: RunPosition, **others: float | None) -> "Summary":
         """The summary of a finished training run.
 
         Args:
           engine: the engine, after training.
           position: the final position of the training run.
-          predicted_memory_bytes: the peak that the memory model predicted; None if unknown.
+          others: the fields that begin with "predicted", and `round_seconds`.
         """
         tasks = {name: _task_summary(engine, name) for name in engine.names}
         useful = sum(task["tokens"] for task in tasks.values())
@@ -80,7 +84,7 @@ class Summary(NamedTuple):
             wall_seconds=position.train_seconds,
             versions=installed_versions("jaxmux", "jax", "jaxlib", "flax", "optax"),
             peak_memory_bytes=device_peak(),
-            predicted_memory_bytes=predicted_memory_bytes,
+            **others,
         )
 
     @classmethod

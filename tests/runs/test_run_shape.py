@@ -188,6 +188,24 @@ def test_profile_of_something_else_is_not_used(tasks, ship, other):
     assert "estimated" in chosen(tasks).source
 
 
+def test_measured_and_predicted_round_stand_side_by_side(
+    train, make_task, tmp_path, ship, backbone, capsys
+):
+    """Only with costs that were measured on such a device."""
+    task = make_task(steps=8)
+    summary = train(tmp_path / "estimated", task)
+    assert 0 < summary.round_seconds < summary.wall_seconds
+    assert summary.predicted_round_seconds is None
+    assert "a round (predicted" not in capsys.readouterr().out
+    ship(config=BackboneConfig.from_folder(backbone))
+    summary = train(tmp_path / "measured", task)
+    line = f"{summary.round_seconds:.3g} s a round"
+    line += f" (predicted: {summary.predicted_round_seconds:.3g} s)\n"
+    assert line in capsys.readouterr().out
+    update = price(UpdatePoint(parameters=1, slots=1, optimizer="adamw"))
+    assert update < summary.predicted_round_seconds < 1e4 * update
+
+
 def test_a_continued_run_keeps_its_shape_class(
     train, make_task, tmp_path, monkeypatch, adapter_bytes
 ):
