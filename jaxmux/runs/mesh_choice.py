@@ -9,26 +9,29 @@ from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.numbers import numbered
 
 from .replica_fit import fit_replica
 from .run_options import RunOptions
+from .unlike_replicas import choose_unlike
 
 _log = logging.getLogger("jaxmux")
 # Layouts that the message names besides the chosen one.
 _SHOWN = 2
+# Replicas are clearly faster if a round takes at most this part of a single one's.
+_CLEARLY_FASTER = 0.95
 
 
 class PricedMesh(NamedTuple):
     """A layout of the devices with its predicted time.
 
     Attributes:
-      replica: the layout.
+      deployment: the layout, one replica or several.
       seconds: predicted seconds of a round (one global batch of every task), on average.
     """
 
-    replica: Replica
+    deployment: Deployment
     seconds: float
 
 
@@ -42,12 +45,14 @@ class MeshChoice(NamedTuple):
     meshes: tuple[PricedMesh, ...]
 
     @property
-    def replica(self) -> Replica:
+    def deployment(self) -> Deployment:
         """The fastest layout."""
-        return self.meshes[0].replica
+        return self.meshes[0].deployment
 
     def __str__(self) -> str:
-        best, *others = (f"{mesh.replica} ({mesh.seconds:.3g} s a round)" for mesh in self.meshes)
+        best, *others = (
+            f"{mesh.deployment} ({mesh.seconds:.3g} s a round)" for mesh in self.meshes
+        )
         text = f"mesh {best} is predicted to be the fastest"
         return text + (f", before {', '.join(others[:_SHOWN])}" if others else "")
 
@@ -61,7 +66,9 @@ def choose_mesh(
     """Prices all layouts of the devices in which the tasks fit into memory.
 
     A layout's time is that of its microbatches in the shape class that is best for it, of an empty
-    pipeline at the beginning and the end of every round, and of the updates.
+    pipeline at the beginning and the end of every round, and of the updates. Several replicas are
+    listed only if they are clearly faster than every single one, because the simulation by which
+    they are compared leaves out how samples fill microbatches.
 
     Args:
       tasks: the tasks of the training run.
@@ -72,19 +79,24 @@ def choose_mesh(
     Raises:
       PlanningError: no layout fits. The message is that of the layout that needs least memory.
     """
-    found, refusal = [], None
+    found, fits, refusal = [], [], None
     # Layouts that divide the weights most come first: theirs is the refusal that counts.
     for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
         try:
             fit = fit_replica(tasks, config, options, replica)
             fit.require(tasks)
-            found.append(PricedMesh(replica, fit.round_seconds))
+            found.append(PricedMesh(Deployment((replica,)), fit.round_seconds))
+            fits.append(fit)
         except PlanningError as e:
             _log.info("mesh %s: %s", replica, e)
             refusal = refusal or e
     if not found:
-        fit = numbered(devices, "device")
-        raise PlanningError(f"mesh 'auto': no layout of {fit} fits; {refusal}")
+        every = numbered(devices, "device")
+        raise PlanningError(f"mesh 'auto': no layout of {every} fits; {refusal}")
+    single, best = min(zip(fits, found, strict=True), key=lambda pair: pair[1].seconds)
+    unlike = choose_unlike(tasks, config, options, devices, single) if devices > 1 else None
+    if unlike and unlike[1] < _CLEARLY_FASTER:
+        found.append(PricedMesh(unlike[0], unlike[1] * best.seconds))
     return MeshChoice(tuple(sorted(found, key=lambda mesh: mesh.seconds)))
 
 

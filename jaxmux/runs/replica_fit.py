@@ -111,6 +111,13 @@ def fit_longest(
     """
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
+    costs = run_costs(
+        tasks, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
+    ).replica
+    # A row of this length alone tells most lengths apart, without a choice of the shape class.
+    while longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs, longest):
+        longest //= 2
+    longest = max(longest, power_of_two(min(lengths)))
     while True:
         fit = fit_replica(tasks, config, options, replica, longest=longest)
         try:
@@ -121,3 +128,9 @@ def fit_longest(
             if shorter == longest or shorter < min(lengths) or options.row_len:
                 raise
             longest = shorter
+
+
+def _holds_row(costs: ReplicaCosts, row_len: int) -> bool:
+    """Whether memory suffices for microbatches of a single row."""
+    row = ShapeClass(rows=1, row_len=row_len, chunk_len=MIN_CHUNK_LEN, max_sequences=1)
+    return costs.depth(row) >= costs.replica.pp

@@ -116,7 +116,7 @@ def choose_layout(
     if options.mesh == AUTO_MESH:
         choice = choose_mesh(tasks, config, options, len(jax.devices()))
         console.say(str(choice))
-        deployment = Deployment((choice.replica,))
+        deployment = choice.deployment
     else:
         deployment = options.deployment
     for replica in deployment.counts:

@@ -39,7 +39,8 @@ class RunOptions:
         Replicas that need not be alike are joined by plus signs, as in "pp2,tp2 + 2*(tp1)": each
         has its own copy of the backbone and trains the samples that suit it, long samples on
         replicas with much memory. The first one has the optimizer states. "auto" takes all devices,
-        in the layout that is predicted to train fastest. None is one device.
+        in the layout, of one replica or of several, that is predicted to train fastest. None is one
+        device.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train

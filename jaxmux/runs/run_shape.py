@@ -13,6 +13,7 @@ compiling a second program.
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,8 @@ from jaxmux.planner.packing import (
 )
 
 _log = logging.getLogger("jaxmux")
+# The lengths of global batches that have been read, by step.
+_LENGTHS: WeakKeyDictionary[GlobalBatches, dict[int, list[int]]] = WeakKeyDictionary()
 
 
 class BatchLengths(Sequence[list[int]]):
@@ -64,8 +67,11 @@ class BatchLengths(Sequence[list[int]]):
     def __getitem__(self, step: int) -> list[int]:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        lengths = [sample.stream_length for sample in self.batches[step][:: self.shards]]
-        return _at_most(self.longest, lengths)
+        # The choice of a mesh asks for the same steps again and again.
+        known = _LENGTHS.setdefault(self.batches, {})
+        if step not in known:
+            known[step] = [sample.stream_length for sample in self.batches[step]]
+        return _at_most(self.longest, known[step][:: self.shards])
 
 
 class RunCosts(NamedTuple):
@@ -182,6 +188,8 @@ def choose_run_shape(
     rounds = sample_rounds(
         [BatchLengths(task.batches, task.steps, shards, longest) for task in tasks]
     )
+    if longest is not None:
+        rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
     given = (rounds, request, costs.replica.microbatch, lengths)
     choice = Choice(choose_shape(*given), plain_shape(*given), costs.source, len(rounds))
     _log.info(choice.comparison)

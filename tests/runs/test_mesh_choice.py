@@ -6,7 +6,7 @@ import pytest
 
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs import RunOptions
 from jaxmux.runs.mesh_choice import choose_mesh, fewer_devices, possible_meshes
@@ -51,14 +51,14 @@ def test_the_mesh_that_is_named_for_fewer_devices_is_possible(mesh, devices, exp
 
 
 def test_one_device_is_one_device():
-    assert choice(CONFIG, 1).replica == Replica()
+    assert choice(CONFIG, 1).deployment == Deployment((Replica(),))
 
 
 def test_a_backbone_that_fits_is_copied_and_a_large_one_divided():
-    assert choice(CONFIG, 2).replica == Replica.uniform(dp=2)
+    assert choice(CONFIG, 2).deployment == Deployment.parse("dp2")
     large = choice(LARGE, 2)
-    assert large.replica.shards * large.replica.pp * large.replica.tp == 2
-    assert Replica.uniform(dp=2) not in [mesh.replica for mesh in large.meshes]
+    assert large.deployment.devices == 2
+    assert Deployment.parse("dp2") not in [mesh.deployment for mesh in large.meshes]
 
 
 def test_the_message_names_the_choice_and_what_comes_after_it():
@@ -86,3 +86,14 @@ def test_a_small_replica_leaves_long_samples_to_others():
         fit_replica([task], CONFIG, options, Replica()).require([task])
     with pytest.raises(PlanningError):
         fit_longest([task], CONFIG, dataclasses.replace(options, memory_gib=12), Replica())
+
+
+def test_a_large_replica_for_the_long_sample_and_small_ones_for_the_rest():
+    """LobRA's case: a device has memory for the short samples only."""
+    lengths = [*range(100, 580, 8), 16000]
+    task = random_task(CONFIG, "task", lengths, len(lengths), 1, 16)
+    options = RunOptions(mesh="auto", dtype="bfloat16", memory_gib=22)
+    found = choose_mesh([task], CONFIG, options, 4)
+    assert str(found.deployment) == "pp1,tp2 + 2*(pp1,tp1)"
+    single = found.meshes[1]
+    assert len(single.deployment.replicas) == 1 and found.meshes[0].seconds < 0.95 * single.seconds

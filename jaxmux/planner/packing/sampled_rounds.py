@@ -40,10 +40,11 @@ def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
       One mapping for each picked round, from slot to the stream lengths of that round's samples. A
       task whose steps have ended before a round is absent from the mapping of that round.
     """
-    sizes = [len(batches[0]) for batches in tasks]
-    part = min(1.0, _MOST_OF_A_ROUND / sum(sizes))
+    # The first round may be empty, for example if only samples of some lengths count.
+    samples = max(1, sum(len(batches[0]) for batches in tasks))
+    part = min(1.0, _MOST_OF_A_ROUND / samples)
     rounds = max(map(len, tasks))
-    count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * sum(sizes))))
+    count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * samples)))
     return [
         {
             slot: _part(batches[step], part)

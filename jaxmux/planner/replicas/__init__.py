@@ -9,10 +9,10 @@ configuration to deploy, and `replan` whether to change them when tasks arrive o
 """
 
 from .cost_table import SequenceCosts
-from .deployment_choice import choose_replicas
+from .deployment_choice import choose_replicas, simulate_rounds
 from .deployment_plan import DeploymentPlan, candidate_replicas, plan_replicas, replan
 from .length_bins import LengthBins, choose_length_bins
-from .sample_assignment import assign_samples
+from .sample_assignment import assign_samples, round_bins
 from .sample_dispatch import SampleDispatch, dispatch_samples
 from .sequence_costs import ModelledSequenceCosts
 from .shape_costs import ShapeCosts, TokenCosts
@@ -32,4 +32,6 @@ __all__ = [
     "dispatch_samples",
     "plan_replicas",
     "replan",
+    "round_bins",
+    "simulate_rounds",
 ]

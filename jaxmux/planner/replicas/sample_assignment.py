@@ -8,11 +8,22 @@ import numpy as np
 from ..devices import Replica
 from ..packing.shape_class import MIN_CHUNK_LEN
 from .cost_table import SequenceCosts
-from .length_bins import choose_length_bins
+from .length_bins import LengthBins, choose_length_bins
 from .sample_dispatch import dispatch_samples
 
 # R, the most length bins of a round (LobRA takes 16).
 _BINS = 16
+
+
+def round_bins(lengths: Sequence[int]) -> LengthBins:
+    """Sorts the samples of a round into length bins, whose boundaries are whole multiples of the
+    shortest chunk.
+
+    Args:
+      lengths: stream lengths of the samples, in tokens.
+    """
+    tops = sorted({-(-length // MIN_CHUNK_LEN) * MIN_CHUNK_LEN for length in lengths})
+    return choose_length_bins(lengths, tops, _BINS)
 
 
 def assign_samples(
@@ -39,8 +50,7 @@ def assign_samples(
       PlanningError: a sample fits no replica.
     """
     every = [(length, task, i) for task, own in lengths.items() for i, length in enumerate(own)]
-    tops = sorted({-(-length // MIN_CHUNK_LEN) * MIN_CHUNK_LEN for length, *_ in every})
-    bins = choose_length_bins([length for length, *_ in every], tops, _BINS)
+    bins = round_bins([length for length, *_ in every])
     found = dispatch_samples(Counter(replicas), bins, costs)
     rows = {configuration: iter(counts) for configuration, counts in found.counts.items()}
     # [replica, bin]: number of samples.
