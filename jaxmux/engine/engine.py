@@ -10,6 +10,7 @@ import numpy as np
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
+from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.sharding import PlacedBackbone, consecutive_parts
 from jaxmux.tasks import TaskError
@@ -79,6 +80,7 @@ class Engine:
         options: EngineOptions,
         admission: Admission | None = None,
         programs: ProgramsAhead | None = None,
+        more_admissions: Sequence[Admission] = (),
     ):
         """Creates an engine without tasks; the first task allocates its arrays.
 
@@ -90,16 +92,19 @@ class Engine:
           admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
             all tasks fits into the device's memory. `register_tasks` refuses tasks that do not fit.
             None admits every task.
+          more_admissions: the same for the memory of further replicas.
           programs: programs that are being compiled for the tasks that will be registered. The
             engine waits for them when it needs them. None lets the engine compile them then.
         """
         self.options = options
         self.admission = admission
+        self._more_admissions = more_admissions
         self.rounds = 0
         self.microbatches = 0
         self.computed_tokens = 0
         self._executor: Executor
         if isinstance(backbone, Backbone):
+            (options,) = options.of_replicas(1)
             self.backbone = backbone
             stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])
             self._executor = SingleDevice(backbone, options, stored, programs)
@@ -108,6 +113,8 @@ class Engine:
             from .several_devices import SeveralDevices
 
             replicas = [backbone] if isinstance(backbone, PlacedBackbone) else list(backbone)
+            if not replicas:
+                raise PlanningError("an engine needs at least one replica of the backbone")
             self.backbone = replicas[0]
             stored = StoredState(replicas[0].parts, replicas[0].homes)
             self._executor = SeveralDevices(replicas, options, stored)
@@ -157,10 +164,13 @@ class Engine:
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
+        # The state keeps the size that it has reached.
+        reserved = self._slots.pool
         if self.admission:
-            # The state keeps the size that it has reached.
-            self.admission = dataclasses.replace(self.admission, reserved=self._slots.pool)
-            self.admission.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
+            self.admission = dataclasses.replace(self.admission, reserved=reserved)
+        for admission in (*filter(None, [self.admission]), *self._more_admissions):
+            own = dataclasses.replace(admission, reserved=reserved)
+            own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._pause()
         self._peak = device_peak() or 0
         self._slots.add(tasks)

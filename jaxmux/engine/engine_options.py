@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.replicas import SequenceCosts
 
@@ -103,5 +104,5 @@ class EngineOptions:
         """
         shapes = self.replica_shapes or (self.shape,) * count
         if len(shapes) != count:
-            raise PlanningError(f"{count} replicas, but {len(shapes)} replica_shapes")
+            raise PlanningError(f"{numbered(count, 'replica')}, but {len(shapes)} replica_shapes")
         return [dataclasses.replace(self, shape=s, replica_shapes=()) for s in shapes]

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Int
 
 from jaxmux.peft import Layout, LeafSpec
+from jaxmux.planner.numbers import power_of_two
 from jaxmux.sharding import StageMesh
 
 from .stored_state import StoredState
@@ -28,25 +29,28 @@ from .train_state import TrainState
 
 
 class _Common(NamedTuple):
-    """Layers that a part of one replica and a part of another one have in common.
+    """Consecutive layers that a part of a replica has in common with a part of the first replica.
 
     Attributes:
-      part: index of the part.
-      first: index of the first of these layers in the part.
-      other_part: index of the other replica's part.
-      other_first: index of the first of these layers in the other part.
+      part: index of the replica's own part.
+      begin: where these layers begin in this part.
+      first_part: index of the first replica's part.
+      first_begin: where these layers begin in that part.
       layers: number of these layers.
     """
 
     part: int
-    first: int
-    other_part: int
-    other_first: int
+    begin: int
+    first_part: int
+    first_begin: int
     layers: int
 
 
 class ReplicaState:
     """What a replica besides the first one keeps of the train state.
+
+    Arrays travel for some slots at a time. Their numbers are given as int32 [K], filled up with T,
+    the number of slots, which stands for no slot; so few programs serve all numbers of slots.
 
     Attributes:
       own: adapters, accumulators and losses of this replica; it has no optimizer states.
@@ -63,46 +67,69 @@ class ReplicaState:
         self._version = first.version
 
     def refresh(self) -> None:
-        """Brings the copy up to date after slots of the train state have been changed."""
+        """Brings the copy up to date after slots of the train state have been changed.
+
+        The accumulators become empty: all gradients that still count are in the train state, and a
+        failed task's are not to reach the next task in its slot.
+        """
         if self._version == self._first.version:
             return
         self._version = self._first.version
-        self.own.make_room(self._first.layout.tree._replace(moments=()))
-        self.receive_adapters()
+        own = self.own
+        own.make_room(self._first.layout.tree._replace(moments=()))
+        own.states = [
+            _emptied(home, layout, state)
+            for home, layout, state in zip(own.homes, own.layouts, own.states, strict=True)
+        ]
+        slots = self._first.layout.tree.loss.shape[0]
+        self.receive_adapters(np.arange(slots, dtype=np.int32))
 
-    def send_gradients(self, due: Bool[np.ndarray, " T"]) -> None:
+    def send_gradients(self, slots: Int[np.ndarray, " K"]) -> None:
         """Adds gradients and losses to those of the first replica, and empties their places here.
 
         Args:
-          due: the slots whose gradients are moved.
+          slots: numbers of the slots.
         """
         own, first = self.own, self._first
         pieces: dict[int, Any] = {}
         for i, home in enumerate(own.homes):
-            cuts = [c for c in _common_layers(own, first) if c.part == i]
+            cuts = tuple(c for c in _common_layers(own, first) if c.part == i)
             layouts = own.layouts[i], own.summed[i]
-            own.states[i], found = _taken(home, *layouts, tuple(cuts), own.states[i], due)
+            own.states[i], found = _taken(home, *layouts, cuts, own.states[i], slots)
             for cut, piece in zip(cuts, found, strict=True):
-                arrived = first.homes[cut.other_part].put(piece, P())
-                pieces.setdefault(cut.other_part, []).append((cut, arrived))
+                arrived = first.homes[cut.first_part].put(piece, P())
+                pieces.setdefault(cut.first_part, []).append(arrived)
         for j, arrived in pieces.items():
-            cuts, found = zip(*arrived, strict=True)
             home, layout = first.homes[j], first.layouts[j]
-            first.states[j] = _added(home, layout, cuts, first.states[j], found)
+            first.states[j] = _added(home, layout, first.states[j], arrived, slots)
 
-    def receive_adapters(self) -> None:
-        """Replaces the adapters by those of the first replica."""
+    def receive_adapters(self, slots: Int[np.ndarray, " K"]) -> None:
+        """Replaces adapters by those of the first replica.
+
+        Args:
+          slots: numbers of the slots.
+        """
         own, first = self.own, self._first
         pieces: dict[int, Any] = {}
         for j, home in enumerate(first.homes):
-            cuts = tuple(c for c in _common_layers(own, first) if c.other_part == j)
-            adapters = first.states[j].adapters
-            for cut, piece in zip(cuts, _cut(home, first.layouts[j], cuts, adapters), strict=True):
-                arrived = own.homes[cut.part].put(piece, P())
-                pieces.setdefault(cut.part, []).append(arrived)
+            cuts = tuple(c for c in _common_layers(own, first) if c.first_part == j)
+            found = _cut(home, first.layouts[j], cuts, first.states[j].adapters, slots)
+            for cut, piece in zip(cuts, found, strict=True):
+                pieces.setdefault(cut.part, []).append(own.homes[cut.part].put(piece, P()))
         for i, arrived in pieces.items():
-            adapters = _joined(own.homes[i], own.layouts[i], arrived)
-            own.states[i] = own.states[i]._replace(adapters=adapters)
+            own.states[i] = _joined(own.homes[i], own.layouts[i], own.states[i], arrived, slots)
+
+
+def filled_up(slots: Sequence[int], capacity: int) -> Int[np.ndarray, " K"]:
+    """The numbers of slots for `ReplicaState`. K is the next power of two, at most `capacity`.
+
+    Args:
+      slots: numbers of slots, at least one.
+      capacity: number of slots T.
+    """
+    numbers = np.full(min(power_of_two(len(slots)), capacity), capacity, np.int32)
+    numbers[: len(slots)] = slots
+    return numbers
 
 
 def _common_layers(own: StoredState, first: StoredState) -> Iterator[_Common]:
@@ -114,6 +141,13 @@ def _common_layers(own: StoredState, first: StoredState) -> Iterator[_Common]:
                 yield _Common(i, begin - part.first_layer, j, begin - other.first_layer, layers)
 
 
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _emptied(home: StageMesh, layout: Layout, state: TrainState) -> TrainState:
+    """The state without gradients and losses."""
+    accumulators, loss = jax.tree.map(jnp.zeros_like, (state.accumulators, state.loss))
+    return _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
+
+
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
 def _taken(
     home: StageMesh,
@@ -121,72 +155,84 @@ def _taken(
     summed: Layout,
     cuts: tuple[_Common, ...],
     state: TrainState,
-    due: Bool[Array, " T"],
+    slots: Int[Array, " K"],
 ) -> tuple[TrainState, list[Any]]:
-    """The state without the gradients and losses of the due slots, and these in pieces."""
+    """The state without the gradients and losses of the slots; and these, summed over the copies,
+    in pieces."""
     specs = layout.tree.accumulators, layout.tree.loss
     held = state.accumulators, state.loss
 
     def total(spec: LeafSpec, copies: Array) -> Array:
-        return _of_slots(spec, due, copies, 0).sum(axis=0)
+        return _of_slots(spec, copies, slots).sum(axis=0)
 
     def rest(spec: LeafSpec, copies: Array) -> Array:
-        return _of_slots(spec, due, 0, copies)
+        return copies.at[_at(spec, slots)].set(0, mode="drop")
 
     totals = jax.tree.map(total, specs, held)
     accumulators, loss = jax.tree.map(rest, specs, held)
     state = _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
     own = summed.tree.accumulators, summed.tree.loss
-    return state, [_everywhere(home, _layers(own, totals, c.first, c.layers)) for c in cuts]
+    return state, [_everywhere(home, _layers(own, totals, c.begin, c.layers)) for c in cuts]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _added(
     home: StageMesh,
     layout: Layout,
-    cuts: tuple[_Common, ...],
     state: TrainState,
     pieces: Sequence[Any],
+    slots: Int[Array, " K"],
 ) -> TrainState:
-    """The state with pieces added to the first copy of accumulators and losses."""
+    """The state with pieces, in the order of the layers, added to the first copy of accumulators
+    and losses."""
     specs = layout.tree.accumulators, layout.tree.loss
 
-    def add(cut: _Common, spec: LeafSpec, copies: Array, piece: Array) -> Array:
+    def add(spec: LeafSpec, copies: Array, *own: Array) -> Array:
         if "layer" in spec.axes:
-            axis = spec.axes.index("layer") - 1
-            after = copies.shape[axis + 1] - cut.other_first - cut.layers
-            padding = [(0, 0)] * piece.ndim
-            padding[axis] = (cut.other_first, after)
-            piece = jnp.pad(piece, padding)
+            piece = jnp.concatenate(own, spec.axes.index("layer") - 1)
+        else:
+            piece = sum(own)
+        # The axis of copies is divided among devices. An indexed update of its first place would
+        # move all copies to one device.
         is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0
-        return copies + jnp.where(is_first, piece, 0)
+        new = _of_slots(spec, copies, slots) + jnp.where(is_first, piece, 0)
+        return copies.at[_at(spec, slots)].set(new, mode="drop")
 
     held = state.accumulators, state.loss
-    for cut, piece in zip(cuts, pieces, strict=True):
-        held = jax.tree.map(partial(add, cut), specs, held, piece)
-    accumulators, loss = held
+    accumulators, loss = jax.tree.map(add, specs, held, *pieces)
     return _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _cut(home: StageMesh, layout: Layout, cuts: tuple[_Common, ...], adapters: Any) -> list[Any]:
-    """Pieces of the adapters."""
+def _cut(
+    home: StageMesh,
+    layout: Layout,
+    cuts: tuple[_Common, ...],
+    adapters: Any,
+    slots: Int[Array, " K"],
+) -> list[Any]:
+    """The adapters of the slots, in pieces."""
     specs = layout.tree.adapters
-    return [
-        _everywhere(home, _layers(specs, adapters, cut.other_first, cut.layers)) for cut in cuts
-    ]
+    own = jax.tree.map(lambda spec, x: _of_slots(spec, x, slots), specs, adapters)
+    return [_everywhere(home, _layers(specs, own, c.first_begin, c.layers)) for c in cuts]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _joined(home: StageMesh, layout: Layout, pieces: Sequence[Any]) -> Any:
-    """The adapters of a part from its pieces, in the order of the layers."""
-    specs = layout.tree.adapters
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _joined(
+    home: StageMesh,
+    layout: Layout,
+    state: TrainState,
+    pieces: Sequence[Any],
+    slots: Int[Array, " K"],
+) -> TrainState:
+    """The state with the adapters of the slots from their pieces, in the order of the layers."""
 
-    def join(spec: LeafSpec, *own: Array) -> Array:
-        return jnp.concatenate(own, spec.axes.index("layer")) if "layer" in spec.axes else own[0]
+    def join(spec: LeafSpec, old: Array, *own: Array) -> Array:
+        new = jnp.concatenate(own, spec.axes.index("layer")) if "layer" in spec.axes else own[0]
+        return old.at[_at(spec, slots)].set(new, mode="drop")
 
-    adapters = jax.tree.map(join, specs, *pieces)
-    return jax.lax.with_sharding_constraint(adapters, home.shardings(home.leaf_specs(specs)))
+    adapters = jax.tree.map(join, layout.tree.adapters, state.adapters, *pieces)
+    return _like(home, layout, state._replace(adapters=adapters))
 
 
 def _layers(specs: Any, values: Any, first: int, layers: int) -> Any:
@@ -200,11 +246,14 @@ def _layers(specs: Any, values: Any, first: int, layers: int) -> Any:
     return jax.tree.map(own, specs, values)
 
 
-def _of_slots(spec: LeafSpec, chosen: Array, new: Array | int, old: Array | int) -> Array:
-    """`new` in the chosen slots, `old` in the others."""
-    shape = [1] * len(spec.axes)
-    shape[spec.slot_axis] = -1
-    return jnp.where(chosen.reshape(shape), new, old)
+def _of_slots(spec: LeafSpec, values: Array, slots: Int[Array, " K"]) -> Array:
+    """The values of the slots; zeros for the number that stands for no slot."""
+    return values.take(slots, spec.slot_axis, mode="fill", fill_value=0)
+
+
+def _at(spec: LeafSpec, slots: Int[Array, " K"]) -> tuple[slice | Array, ...]:
+    """The index of the slots in an array."""
+    return (*(slice(None),) * spec.slot_axis, slots)
 
 
 def _everywhere(home: StageMesh, tree: Any) -> Any:

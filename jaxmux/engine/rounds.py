@@ -214,18 +214,20 @@ def update_groups(
     cuts = range(1, len(together))
     cut = min(cuts, key=lambda cut: abs(2 * sum(tokens[:cut]) - sum(tokens)))
     groups = [together[:cut], together[cut:]]
-    # Microbatches of time that all replicas together take longer with two groups than with one.
-    longer = 0
+    # The time of each replica with two groups and with one, as tokens of a device.
+    apart, joint = [], []
     for replica, share in zip(replicas, shares, strict=True):
         ramp = replica.replica.pp - 1 if replica.streams else 0
+        time = replica.tokens * replica.replica.pp / replica.replica.devices
         counts = [
             max(len(own) for own in _pack_shards(_of(group, batches), replica, share, packing))
             for group in (*groups, together)
         ]
         # With two groups the pipeline waits at the border of a round only for a short group.
         waits = sum(max(0, ramp - count) for count in counts[:2])
-        longer += sum(counts[:2]) + waits - (counts[2] + ramp)
-    return groups if longer < 0 else [together]
+        apart.append(time * (sum(counts[:2]) + waits))
+        joint.append(time * (counts[2] + ramp))
+    return groups if max(apart) < max(joint) else [together]
 
 
 def fill_microbatches(

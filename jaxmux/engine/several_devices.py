@@ -1,6 +1,7 @@
 """The executor of several devices: replicas, each a pipeline of stages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from .engine_options import EngineOptions
 from .executor import RoundOutcome
 from .prepared_task import PreparedTask
 from .replica_pipeline import Queued, ReplicaPipeline
-from .replica_state import ReplicaState
+from .replica_state import ReplicaState, filled_up
 from .rounds import (
     Dispatch,
     ReplicaInput,
@@ -26,7 +27,7 @@ from .rounds import (
     slot_table,
 )
 from .stored_state import StoredState
-from .updates import DueUpdates, UpdateStats, update_parts
+from .updates import DueUpdates, UpdateStats, no_stats, update_parts
 
 
 class _Waiting(NamedTuple):
@@ -82,7 +83,7 @@ class SeveralDevices:
         ]
         shapes = {replica.input.replica: replica.input.shape for replica in self._replicas}
         if any(shapes[r.input.replica] != r.input.shape for r in self._replicas):
-            raise PlanningError("replicas with equal devices should have one shape class")
+            raise PlanningError("equal replicas should have one shape class in replica_shapes")
         costs = options.sequence_costs or TokenCosts(shapes)
         configurations = [replica.input.replica for replica in self._replicas]
         several = len(configurations) > 1
@@ -133,11 +134,10 @@ class SeveralDevices:
 
     def _run(self, plan, done, stop, due, following) -> RoundOutcome:
         self._refresh()
-        for replica in self._replicas:
-            replica.compile(plan.dropout)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda replica: replica.compile(plan.dropout), self._replicas))
         if self._warm_for != self._stored.version:
-            # Nothing is compiled or loaded while stages exchange arrays.
-            self._update(due(()), warm=True)
+            self._warm_up(due(()))
             self._warm_for = self._stored.version
         if self._ahead is plan:
             self._ahead = None
@@ -211,13 +211,30 @@ class SeveralDevices:
         for replica, each in zip(self._replicas, own, strict=True):
             replica.add(plan, each)
 
-    def _update(self, updates: DueUpdates, warm: bool = False) -> UpdateStats:
+    def _update(self, updates: DueUpdates) -> UpdateStats:
+        if not updates.due.any():
+            return no_stats(len(updates.due))
+        slots = filled_up(np.flatnonzero(updates.due), len(updates.due))
         for copy in self._copies:
-            copy.send_gradients(updates.due)
-        stats = update_parts(self._stored, updates, warm)
+            copy.send_gradients(slots)
+        stats = update_parts(self._stored, updates)
         for copy in self._copies:
-            copy.receive_adapters()
+            copy.receive_adapters(slots)
         return stats
+
+    def _warm_up(self, none_due: DueUpdates) -> None:
+        """Runs the programs of all updates without a slot, because nothing may be compiled or
+        loaded while stages exchange arrays."""
+        capacity = len(none_due.due)
+        sizes = {len(filled_up(range(n), capacity)) for n in range(1, capacity + 1)}
+        # What a program returns may be described otherwise than what was first put on the devices:
+        # only the second time, all arguments are results of programs.
+        for _ in range(2):
+            for size in sizes if self._copies else ():
+                for copy in self._copies:
+                    copy.send_gradients(np.full(size, capacity, np.int32))
+                    copy.receive_adapters(np.full(size, capacity, np.int32))
+            update_parts(self._stored, none_due, warm=True)
 
     def _forget(self) -> None:
         """Forgets the microbatches that have not begun. The train state gets the gradients of all
@@ -225,7 +242,7 @@ class SeveralDevices:
         for replica in self._replicas:
             replica.forget()
         for copy in self._copies:
-            copy.send_gradients(np.ones(self._stored.layout.tree.loss.shape, bool))
+            copy.send_gradients(np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32))
         self._ahead, self._ahead_done = None, []
 
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:

@@ -15,6 +15,10 @@ from typing import NamedTuple
 
 from .errors import PlanningError
 
+# "tp2" or "tp = 2"; and replicas: "pp2,tp2", "(tp1)" or "2*(tp1)".
+_AXIS = r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]{1,5})\s*"
+_REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
+
 
 class Stage(NamedTuple):
     """The devices of one pipeline stage, given as the size of each axis of their mesh.
@@ -68,7 +72,7 @@ class Replica(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Replica":
         """Returns the uniform replica that a text such as "pp4", "tp2" or "dp2,pp4,tp2" names, the
-        inverse of `str`.
+        inverse of `str` for replicas whose stages are equal.
 
         Args:
           text: axes with their sizes, separated by commas, in any order. "pp" is the number of
@@ -79,22 +83,7 @@ class Replica(NamedTuple):
         Raises:
           PlanningError: an axis is unknown or given twice, or its size is not a positive number.
         """
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            found = re.fullmatch(r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]+)\s*", part)
-            if not found:
-                raise PlanningError(
-                    f"mesh {text!r}: {part.strip()!r} is no axis with its size, expected e.g. "
-                    "pp4,tp2 (pp: pipeline stages, tp: tensor parallelism, dp: data parallelism, "
-                    "fsdp: fully sharded data parallelism)"
-                )
-            axis, size = found[1], int(found[2])
-            if axis in sizes:
-                raise PlanningError(f"mesh {text!r}: {axis} is given twice")
-            if size < 1:
-                raise PlanningError(f"mesh {text!r}: {axis} should be at least 1; try {axis}1")
-            sizes[axis] = size
-        return cls.uniform(**sizes)
+        return _parse_replica(text, f"mesh {text!r}")
 
     @property
     def pp(self) -> int:
@@ -211,6 +200,26 @@ class Replica(NamedTuple):
                 )
 
 
+def _parse_replica(text: str, where: str) -> Replica:
+    """`Replica.parse`; error messages begin with `where`."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(_AXIS, part)
+        if not found:
+            raise PlanningError(
+                f"{where}: {part.strip()!r} is no axis with its size, expected e.g. pp4,tp2 (pp: "
+                "pipeline stages, tp: tensor parallelism, dp: data parallelism, fsdp: fully "
+                "sharded data parallelism)"
+            )
+        axis, size = found[1], int(found[2])
+        if axis in sizes:
+            raise PlanningError(f"{where}: {axis} is given twice")
+        if size < 1:
+            raise PlanningError(f"{where}: {axis} should be at least 1; try {axis}1")
+        sizes[axis] = size
+    return Replica.uniform(**sizes)
+
+
 @functools.cache
 def _stage_layers(stages: int, layers: int, head_layers: float) -> tuple[int, ...]:
     """`Replica.stage_layers`, which cost models ask for again and again."""
@@ -263,7 +272,7 @@ class Deployment(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Deployment":
         """Returns the deployment that a text such as "2*(tp1) + pp2,tp2" names, the inverse of
-        `str`.
+        `str` for replicas whose stages are equal.
 
         Args:
           text: replicas as for `Replica.parse`, separated by plus signs. A replica may stand in
@@ -274,7 +283,7 @@ class Deployment(NamedTuple):
         """
         replicas: list[Replica] = []
         for term in text.split("+"):
-            found = re.fullmatch(r"\s*(?:([0-9]+)\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*", term)
+            found = re.fullmatch(_REPLICAS, term)
             if not found:
                 raise PlanningError(
                     f"mesh {text!r}: {term.strip()!r} is no replica, expected e.g. pp2,tp2 or "
@@ -282,8 +291,8 @@ class Deployment(NamedTuple):
                 )
             count = int(found[1] or 1)
             if count < 1:
-                raise PlanningError(f"mesh {text!r}: a replica is repeated {count} times")
-            replicas += [Replica.parse(found[2] or found[3] or "")] * count
+                raise PlanningError(f"mesh {text!r}: {term.strip()!r} is no replica at all")
+            replicas += [_parse_replica(found[2] or found[3] or "", f"mesh {text!r}")] * count
         return cls(tuple(replicas))
 
     def __str__(self) -> str:

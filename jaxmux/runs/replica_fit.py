@@ -63,6 +63,7 @@ def fit_replica(
     replica: Replica,
     shape: ShapeClass | None = None,
     longest: int | None = None,
+    shares: int = 1,
 ) -> ReplicaFit:
     """Chooses the shape class of a replica's microbatches.
 
@@ -73,6 +74,7 @@ def fit_replica(
       replica: the devices.
       shape: the shape class, if it is known already; None chooses it.
       longest: most tokens of the samples that the replica trains; None for all samples.
+      shares: number of parts into which a global batch is divided among replicas.
 
     Raises:
       PlanningError: a sample is longer than `options.row_len`, or a given length is not a power of
@@ -84,7 +86,7 @@ def fit_replica(
     choice = None
     if shape is None:
         request = options.shape_request(costs.least_chunk_len)
-        choice = choose_run_shape(tasks, costs, request, longest)
+        choice = choose_run_shape(tasks, costs, request, longest, shares)
         shape = choice.alignment.shape
     asked, reserved = options.tokens_per_microbatch, options.reserved(config)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
@@ -96,6 +98,7 @@ def fit_longest(
     config: BackboneConfig,
     options: RunOptions,
     replica: Replica,
+    shares: int,
 ) -> ReplicaFit:
     """Chooses the shape class of a replica beside others, which may train the samples for which it
     has no memory.
@@ -105,6 +108,7 @@ def fit_longest(
       config: configuration of the backbone.
       options: settings of the training run.
       replica: the devices.
+      shares: number of parts into which a global batch is divided among replicas.
 
     Raises:
       PlanningError: the replica has no memory for any sample of the tasks.
@@ -119,7 +123,7 @@ def fit_longest(
         longest //= 2
     longest = max(longest, power_of_two(min(lengths)))
     while True:
-        fit = fit_replica(tasks, config, options, replica, longest=longest)
+        fit = fit_replica(tasks, config, options, replica, longest=longest, shares=shares)
         try:
             fit.require(tasks)
             return fit

@@ -151,11 +151,12 @@ def fine_tune(
                 programs = ProgramsAhead(config, dtype, engine_options, prepared)
                 stack.enter_context(closing(programs))
             model = load_on(layout.deployment, backbone, dtype, config)
-            engine = Engine(model, engine_options, layout.admission, programs)
+            admission, *others = layout.admissions or (None,)
+            engine = Engine(model, engine_options, admission, programs, others)
             engine.register_tasks(prepared)
             engine.refuse_implementations()
             console.announce_restart(directory)
-            directory.begin(fingerprints, layout.recorded, config_text)
+            directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
             checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
             with closing(checkpoints), closing(engine):
                 position = _restore(engine, checkpoints, console)
@@ -164,12 +165,11 @@ def fine_tune(
                     seconds = _train(
                         engine, directory, checkpoints, metrics, position, every, console, stop
                     )
-                    others = {
-                        "predicted_memory_bytes": _predicted_memory(engine, layout.admission),
-                        "round_seconds": seconds,
+                    predicted = {
+                        "predicted_memory_bytes": _predicted_memory(engine, admission),
                         "predicted_round_seconds": layout.round_seconds,
                     }
-                    summary = _finish(engine, directory, metrics, position, others)
+                    summary = _finish(engine, directory, metrics, position, seconds, predicted)
         if shown := _with_prompts(engine):
             if not isinstance(model, Backbone):
                 model = load_beside(backbone, dtype, config)
@@ -273,7 +273,8 @@ def _finish(
     directory: RunDirectory,
     metrics: MetricsWriter,
     position: RunPosition,
-    others: Mapping[str, float | None],
+    round_seconds: float | None,
+    predicted: Mapping[str, float | None],
 ) -> Summary:
     succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
     _evaluate(engine, succeeded, "eval_loss")
@@ -286,7 +287,7 @@ def _finish(
     metrics.write_held_out({name: p.eval_loss_first for name, p in progress.items()}, 0)
     metrics.write_held_out({name: p.eval_loss for name, p in progress.items()}, position.rounds)
     plot_losses(directory.metrics, directory.loss_plot)
-    summary = Summary.of(engine, position, **others)
+    summary = Summary.of(engine, position, round_seconds=round_seconds, **predicted)
     write_atomically(directory.summary, summary.to_json())
     return summary
 

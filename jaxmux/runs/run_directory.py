@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import InputError
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import Deployment
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TASK_NAME
 
@@ -44,32 +44,34 @@ class RecordedShapes(NamedTuple):
     """The shape classes of a training run, which it keeps when it continues.
 
     Attributes:
-      longest: the shape class with the longest rows; it is used by every run of a single replica.
-      of_replicas: by the replica's devices ("pp2,tp1"), the shape class of its microbatches.
+      single: the shape class on any single replica: the one with which the run began, or, if it
+        began on several replicas, the one with the longest rows.
+      several: by deployment of several replicas ("pp2,tp1 + pp1,tp1"), the shape class of each.
     """
 
-    longest: ShapeClass
-    of_replicas: dict[str, ShapeClass]
+    single: ShapeClass
+    several: dict[str, tuple[ShapeClass, ...]]
 
-    def of(self, replica: Replica, alone: bool) -> ShapeClass | None:
-        """The shape class of a replica; None if it has to be chosen.
+    def of(self, deployment: Deployment) -> tuple[ShapeClass, ...] | None:
+        """The shape class of each replica; None if they have to be chosen.
 
         Args:
-          replica: the replica.
-          alone: whether it is the only one.
+          deployment: the replicas.
         """
-        return self.longest if alone else self.of_replicas.get(str(replica))
+        if len(deployment.replicas) == 1:
+            return (self.single,)
+        return self.several.get(str(deployment))
 
     def to_json(self) -> dict[str, Any]:
         """The entries of run.json."""
-        own = {name: dataclasses.asdict(shape) for name, shape in self.of_replicas.items()}
-        return {"shape": dataclasses.asdict(self.longest), "replica_shapes": own}
+        several = {n: [dataclasses.asdict(s) for s in own] for n, own in self.several.items()}
+        return {"shape": dataclasses.asdict(self.single), "replica_shapes": several}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "RecordedShapes":
         """The inverse of `to_json`, also for a record without "replica_shapes"."""
-        own = record.get("replica_shapes", {})
-        shapes = {name: ShapeClass(**fields) for name, fields in own.items()}
+        several = record.get("replica_shapes", {})
+        shapes = {n: tuple(ShapeClass(**fields) for fields in own) for n, own in several.items()}
         return cls(ShapeClass(**record["shape"]), shapes)
 
 

@@ -44,8 +44,8 @@ class RunLayout(NamedTuple):
     Attributes:
       deployment: the replicas.
       shapes: for each replica, the shape class of its microbatches.
-      admission: predicts whether tasks fit into the memory of the first replica; None if the
-        device's memory is unknown.
+      admissions: for each kind of replica, that of the first replica first, what predicts whether
+        tasks fit into memory; empty if the device's memory is unknown.
       costs: times of the replicas; None if there is only one.
       round_seconds: predicted seconds of a round (one global batch of every task), on average; None
         if nothing was measured on such a device, if a run continues, or with several replicas.
@@ -53,7 +53,7 @@ class RunLayout(NamedTuple):
 
     deployment: Deployment
     shapes: tuple[ShapeClass, ...]
-    admission: Admission | None
+    admissions: tuple[Admission, ...]
     costs: SequenceCosts | None
     round_seconds: float | None
 
@@ -62,11 +62,17 @@ class RunLayout(NamedTuple):
         """The shape class with the longest rows."""
         return max(self.shapes, key=lambda shape: shape.row_len)
 
-    @property
-    def recorded(self) -> RecordedShapes:
-        """What run.json records of the shape classes."""
-        pairs = zip(self.deployment.replicas, self.shapes, strict=True)
-        return RecordedShapes(self.shape, {str(replica): shape for replica, shape in pairs})
+    def added_to(self, recorded: RecordedShapes | None) -> RecordedShapes:
+        """The shape classes that a training run records.
+
+        Args:
+          recorded: those that it has recorded already; None for a new one.
+        """
+        recorded = recorded or RecordedShapes(self.shape, {})
+        if len(self.shapes) == 1:
+            return recorded
+        several = {str(self.deployment): self.shapes}
+        return recorded._replace(several=recorded.several | several)
 
 
 def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
@@ -126,14 +132,16 @@ def choose_layout(
             shards = numbered(replica.shards, "data shard")
             console.say(f"mesh {replica}: stages of {layers} layers, {shards}")
     several = len(deployment.replicas) > 1
+    kept = (recorded and recorded.of(deployment)) or [None] * len(deployment.replicas)
+    kept = dict(zip(deployment.replicas, kept, strict=True))
     known = bool(options.memory or device_memory())
     fits: dict[Replica, ReplicaFit] = {}
     for replica in deployment.counts:
-        shape = recorded and recorded.of(replica, alone=not several)
-        if several and known and shape is None:
-            fit = fit_longest(tasks, config, options, replica)
+        shares = round(deployment.devices / replica.devices)
+        if several and known and kept[replica] is None:
+            fit = fit_longest(tasks, config, options, replica, shares)
         else:
-            fit = fit_replica(tasks, config, options, replica, shape)
+            fit = fit_replica(tasks, config, options, replica, kept[replica], shares=shares)
         if fit.choice:
             place = f"mesh {replica}: " if several else ""
             console.say(f"{place}{fit.choice}")
@@ -142,17 +150,17 @@ def choose_layout(
         fits[replica] = fit
     shapes = tuple(fits[replica].shape for replica in deployment.replicas)
     first = fits[deployment.replicas[0]]
-    admission = first.admission if known else None
+    admissions = tuple(fit.admission for fit in fits.values()) if known else ()
     seconds = first.round_seconds if first.measured and not several else None
     costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}
     dispatched = ShapeCosts(costs) if several else None
-    layout = RunLayout(deployment, shapes, admission, dispatched, seconds)
+    layout = RunLayout(deployment, shapes, admissions, dispatched, seconds)
     for task in tasks:
         if task.longest > layout.shape.row_len:
             raise PlanningError(
-                f"mesh {deployment}: no replica has memory for the longest sample of task "
-                f"{task.task.name!r}, {task.longest} tokens; max_length={layout.shape.row_len} "
-                "would fit, or a larger replica"
+                f"mesh {deployment}: the longest sample of task {task.task.name!r} has "
+                f"{task.longest} tokens, but the longest rows for which a replica has memory have "
+                f"{layout.shape.row_len}; a larger replica is needed"
             )
     return layout
 

@@ -169,6 +169,7 @@ def choose_run_shape(
     costs: RunCosts,
     request: ShapeRequest,
     longest: int | None = None,
+    shares: int = 1,
 ) -> Choice:
     """Chooses the shape class in which the tasks' rounds are predicted to take the least time, and
     logs how it compares with the shape class of the plain rule.
@@ -178,13 +179,14 @@ def choose_run_shape(
       costs: the costs of these tasks on this device, from `run_costs`.
       request: limits of the choice.
       longest: most tokens of the samples that count; None for all samples.
+      shares: number of parts into which a global batch is divided among replicas.
 
     Raises:
       PlanningError: a sample is longer than `request.row_len`, or a given length is not a power of
         two.
     """
     lengths = _at_most(longest, [length for task in tasks for length in task.lengths])
-    shards = costs.replica.replica.shards
+    shards = costs.replica.replica.shards * shares
     rounds = sample_rounds(
         [BatchLengths(task.batches, task.steps, shards, longest) for task in tasks]
     )

@@ -49,7 +49,8 @@ def choose_unlike(
     for replica in candidate_replicas(devices):
         try:
             replica.require(config.num_layers, mesh_sizes(config))
-            fits[replica] = fit_longest(tasks, config, options, replica)
+            shares = devices // replica.devices
+            fits[replica] = fit_longest(tasks, config, options, replica, shares)
         except PlanningError as e:
             _log.info("replica %s: %s", replica, e)
     costs = ShapeCosts({r: (f.costs, f.shape) for r, f in (fits | {_of(single): single}).items()})

@@ -57,10 +57,12 @@ def test_a_deployment_is_read_as_it_is_written(text, written):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0*(tp1)", "a replica is repeated 0 times"),
+        ("0*(tp1)", r"'0\*\(tp1\)' is no replica at all"),
         ("(tp1", r"'\(tp1' is no replica, expected e.g. pp2,tp2 or 2\*\(tp1\)"),
         ("2*(2*(tp1))", "is no replica"),
-        ("tp1 +", "'' is no axis with its size"),
+        ("tp1 +", r"mesh 'tp1 \+': '' is no axis with its size"),
+        ("auto + tp1", r"mesh 'auto \+ tp1': 'auto' is no axis"),
+        ("999999*(tp1)", "is no replica, expected"),
         ("tp1 + qq2", "'qq2' is no axis with its size"),
     ],
 )

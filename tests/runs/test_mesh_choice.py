@@ -78,14 +78,14 @@ def test_a_small_replica_leaves_long_samples_to_others():
     task = random_task(CONFIG, "task", [100, 16384], 2, 1, 16)
     options = RunOptions(dtype="bfloat16", memory_gib=22)
     rows = {
-        mesh: fit_longest([task], CONFIG, options, Replica.parse(mesh)).shape.row_len
+        mesh: fit_longest([task], CONFIG, options, Replica.parse(mesh), 1).shape.row_len
         for mesh in ("tp1", "tp2", "tp4")
     }
     assert 128 <= rows["tp1"] < rows["tp4"] == 16384
     with pytest.raises(PlanningError):
         fit_replica([task], CONFIG, options, Replica()).require([task])
     with pytest.raises(PlanningError):
-        fit_longest([task], CONFIG, dataclasses.replace(options, memory_gib=12), Replica())
+        fit_longest([task], CONFIG, dataclasses.replace(options, memory_gib=12), Replica(), 1)
 
 
 def test_a_large_replica_for_the_long_sample_and_small_ones_for_the_rest():

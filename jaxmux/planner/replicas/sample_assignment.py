@@ -51,7 +51,7 @@ def assign_samples(
     """
     every = [(length, task, i) for task, own in lengths.items() for i, length in enumerate(own)]
     bins = round_bins([length for length, *_ in every])
-    found = dispatch_samples(Counter(replicas), bins, costs)
+    found = dispatch_samples(Counter(replicas), bins, costs, single_replicas=False)
     rows = {configuration: iter(counts) for configuration, counts in found.counts.items()}
     # [replica, bin]: number of samples.
     shares = np.array([next(rows[configuration]) for configuration in replicas])

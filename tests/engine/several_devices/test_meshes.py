@@ -209,6 +209,26 @@ def test_a_task_that_is_not_finite_fails_alone(
     assert_same_training(found, updates, expected, expected_updates)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_new_task_gets_no_gradients_of_the_failed_one_before_it(
+    schedule, make_backbone, make_engine, make_task, replace_adapter, train
+):
+    """In the same slot, on a replica that does not own the train state."""
+    good, new = make_task("good", steps=3, batch_size=9), make_task("new", steps=2, batch_size=9)
+    bad = make_task("bad", steps=3, batch_size=9)
+    bad = replace_adapter(bad, lambda x: np.full_like(x, np.nan))
+    two = {"layers": (4,), "others": (((4,), Stage()),), "schedule": schedule}
+    losses = {}
+    for name, mesh in (("one", {}), ("two", two)):
+        engine = make_engine(good, bad, model=make_backbone(), max_bad_steps=2, **mesh)
+        train(engine)
+        assert engine.progress("bad").status == "failed"
+        engine.release("bad")
+        engine.register_tasks([new])
+        losses[name] = [update.loss for update in train(engine)["new"]]
+    np.testing.assert_allclose(losses["two"], losses["one"], rtol=1e-5)
+
+
 def test_all_devices_keep_the_same_bits(make_backbone, make_engine, tasks, train):
     """Data-parallel devices update their adapters by themselves."""
     engine = make_engine(*tasks, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])

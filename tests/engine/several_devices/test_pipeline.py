@@ -270,12 +270,21 @@ def test_the_state_of_several_devices_is_read_by_task(make_engine, make_task):
         _ = engine.state
 
 
-@pytest.mark.parametrize("stage", [Stage(), Stage(tp=2)], ids=["pp2", "pp2,tp2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"layers": (2, 2)}, id="pp2"),
+        pytest.param(
+            {"layers": (2, 2), "stage": Stage(tp=2), "others": (((4,), Stage(dp=2)),)},
+            id="pp2,tp2 + dp2",
+        ),
+    ],
+)
 def test_nothing_is_compiled_after_the_first_microbatch_begins(
-    stage, make_engine, different_tasks, train, monkeypatch, caplog
+    mesh, make_engine, different_tasks, train, monkeypatch, caplog
 ):
-    """Neither passes nor updates of any optimizer kind."""
-    engine = make_engine(*different_tasks, layers=(2, 2), stage=stage)
+    """Neither passes, nor updates of any optimizer kind, nor what replicas exchange."""
+    engine = make_engine(*different_tasks, **mesh)
     advance, compiled = ReplicaPipeline.advance, []
 
     def counted(self, may_begin):
