@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests, including tests/parity, whose environment has no JAX."""
 
+import gc
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,16 @@ if find_spec("jax"):
         ],
         "beartype.beartype",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector pass over what was imported, and run less often.
+
+    JAX makes millions of small objects while it traces, and the collector's default settings take a
+    tenth of the time of tests that trace much.
+    """
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from .engine_options import EngineOptions
 from .executor import Executor
 from .prepared_task import PreparedTask
 from .progress import TaskProgress, TaskUpdate, record_update
+from .round_position import RoundPosition
 from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
@@ -123,19 +124,7 @@ class Engine:
         self._pending: list[_Pending] = []
         # Results that were fetched while a round was dispatched, and not yet returned.
         self._fetched: list[TaskUpdate] = []
-        self._current: RoundPlan | None = None
-        # Indices of the current round's microbatches that have been dispatched.
-        self._done: list[int] = []
-        # By slot, indices of the samples whose gradients were in the accumulators when the current
-        # round began.
-        self._accumulated: dict[int, list[int]] = {}
-        # The round after the current one, if the executor may have begun it; and whether the
-        # current round is such a round, not yet given to the executor again.
-        self._following: RoundPlan | None = None
-        self._begun_ahead = False
-        # By slot that is updated in the current round, the samples of its following global batch
-        # whose gradients are accumulated.
-        self._accumulated_ahead: dict[int, list[int]] = {}
+        self._position = RoundPosition(self._slots, self._stream)
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
         self._peak = 0
@@ -196,7 +185,7 @@ class Engine:
           RuntimeError: a round is unfinished or its results have not been fetched.
         """
         self._pause()
-        self._accumulated.pop(self._slots.number(name), None)
+        self._position.restore(self._slots.number(name), ())
         self._slots.remove(name)
 
     @property
@@ -279,19 +268,19 @@ class Engine:
           ValueError: `options.grouped_lora` or `options.remat` is unknown, or
             `options.grouped_lora` cannot serve these tasks on this device.
         """
-        if self._current is None and self.finished:
+        position = self._position
+        if position.current is None and self.finished:
             return self.drain()
         while True:
-            current = self._current = self._current or self._stream.next(
-                self._live(), self._accumulated
-            )
-            before = len(self._done)
+            current = position.begin(self._live())
+            done, before = position.done, len(position.done)
             try:
-                self._begun_ahead = False
-                outcome = self._executor.run(current, self._done, stop, self._due, self._next_round)
+                outcome = self._executor.run(
+                    current, done, stop, self._due, position.plan_following
+                )
             finally:
-                self._count(current, self._done[before:])
-            self._count(self._following, outcome.ahead)
+                self._count(current, done[before:])
+            self._count(position.following, outcome.ahead)
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
                 self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
@@ -303,16 +292,13 @@ class Engine:
             updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
             if not updates:
                 break
-            self._current = current._replace(updates=updates)
-            self._keep_ahead(outcome.ahead)
+            position.stop(updates, outcome.ahead)
             self._fetch()
             # A round that has lost a task would be packed otherwise next time: finish it first.
             if all(self._slots[slot].running for slot in current.steps):
                 return self._take_fetched()
             stop = lambda: False  # noqa: E731
-        self._current, self._following = self._following, None
-        self._done, self._begun_ahead = list(outcome.ahead), self._current is not None
-        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
+        position.end(outcome.ahead)
         self.rounds += 1
         return self._take_fetched()
 
@@ -323,42 +309,15 @@ class Engine:
             self.microbatches += times * replica.replica.shards
             self.computed_tokens += times * replica.tokens
 
-    def _next_round(self) -> RoundPlan | None:
-        """The round after the current one, for the tasks that are live as far as is known."""
-        if self._accumulated_ahead:
-            # A part of it has been trained before the current round was stopped.
-            return None
-        live = {
-            number: step + 1
-            for number, step in self._current.steps.items()
-            if self._slots[number].running and step + 1 < self._slots[number].prepared.steps
-        }
-        self._following = self._stream.next(live, {}) if live else None
-        return self._following
-
-    def _keep_ahead(self, ended: Sequence[int]) -> None:
-        """Notes what a stopped executor has trained of the following round, and forgets the
-        round."""
-        if self._following is None:
-            return
-        for i in ended:
-            for number, samples in self._following.microbatches[i].samples.items():
-                self._accumulated_ahead.setdefault(number, []).extend(samples)
-        self._following = None
-        self._stream.close()
-
     def _settle(self) -> None:
         """Ends what the executor has begun of the current round before the round before had ended.
         The round is then planned anew, without the samples that are trained."""
-        if not self._begun_ahead:
-            return
-        # A stopped executor has ended everything that had begun.
-        ended = self._executor.settle() or self._done
-        self._count(self._current, ended[len(self._done) :])
-        self._following, self._current = self._current, None
-        self._done, self._begun_ahead = [], False
-        self._keep_ahead(ended)
-        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
+        position = self._position
+        if position.begun_ahead:
+            # A stopped executor has ended everything that had begun.
+            ended = self._executor.settle() or position.done
+            self._count(position.current, ended[len(position.done) :])
+            position.settle(ended)
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
@@ -379,9 +338,8 @@ class Engine:
             "the device ran out of memory; round %d begins again, with more recomputation",
             self.rounds,
         )
-        self._count(self._current, self._done, times=-1)
-        self._done, self._accumulated, self._current = [], {}, None
-        self._stream.close()
+        self._count(self._position.current, self._position.done, times=-1)
+        self._position.begin_again()
 
     def accumulated(self, name: str) -> list[int]:
         """The samples of a task's unfinished global batch whose gradients are already accumulated.
@@ -398,16 +356,7 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        number = self._slots.number(name)
-        plan, before = self._current, self._accumulated.get(number, ())
-        if plan is None:
-            return sorted(before)
-        if not any(number in due.slots for due in plan.updates):
-            # The global batch is complete, and its update is dispatched.
-            return sorted(self._accumulated_ahead.get(number, ()))
-        done = (plan.microbatches[i].samples.get(number, ()) for i in self._done)
-        samples = [sample for microbatch in done for sample in microbatch]
-        return sorted([*before, *samples])
+        return self._position.accumulated(self._slots.number(name))
 
     def drain(self) -> list[TaskUpdate]:
         """Waits for the last round whose update was dispatched, and records its results in the
@@ -570,7 +519,7 @@ class Engine:
         slot.progress = progress
         self._slots.write(name, arrays)
         if slot.running:
-            self._accumulated[self._slots.number(name)] = list(accumulated)
+            self._position.restore(self._slots.number(name), accumulated)
 
     def _live(self) -> dict[int, int]:
         """The next step of every slot whose task has one."""
@@ -585,10 +534,9 @@ class Engine:
     def _pause(self) -> None:
         """Discards the rounds that are packed ahead; the next round is packed from the tasks'
         progress."""
-        if self._pending or self._fetched or self._done:
+        if self._pending or self._fetched or self._position.done:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
-        self._current = None
-        self._stream.close()
+        self._position.discard_plans()
 
     def close(self) -> None:
         """Ends the thread that prepares microbatches ahead of the device. Call it when training

@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from jaxmux.peft import Layout, LeafSpec
-from jaxmux.planner.numbers import power_of_two
 from jaxmux.sharding import StageMesh
 
 from .stored_state import StoredState
 from .train_state import TrainState
+
+# With at most this many slots, arrays always travel for all slots.
+_FEW = 4
 
 
 class _Common(NamedTuple):
@@ -121,13 +123,16 @@ class ReplicaState:
 
 
 def filled_up(slots: Sequence[int], capacity: int) -> Int[np.ndarray, " K"]:
-    """The numbers of slots for `ReplicaState`. K is the next power of two, at most `capacity`.
+    """The numbers of slots for `ReplicaState`. K is the half of `capacity` for few slots, as in a
+    round of two groups, and else `capacity`: other sizes would take time to compile.
 
     Args:
       slots: numbers of slots, at least one.
       capacity: number of slots T.
     """
-    numbers = np.full(min(power_of_two(len(slots)), capacity), capacity, np.int32)
+    half = -(-capacity // 2)
+    few = capacity > _FEW and len(slots) <= half
+    numbers = np.full(half if few else capacity, capacity, np.int32)
     numbers[: len(slots)] = slots
     return numbers
 

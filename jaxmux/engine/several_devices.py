@@ -226,7 +226,7 @@ class SeveralDevices:
         """Runs the programs of all updates without a slot, because nothing may be compiled or
         loaded while stages exchange arrays."""
         capacity = len(none_due.due)
-        sizes = {len(filled_up(range(n), capacity)) for n in range(1, capacity + 1)}
+        sizes = {len(filled_up(range(n), capacity)) for n in (1, capacity)}
         # What a program returns may be described otherwise than what was first put on the devices:
         # only the second time, all arguments are results of programs.
         for _ in range(2):

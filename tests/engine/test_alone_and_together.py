@@ -6,7 +6,7 @@ import pytest
 from jaxmux.optimizers import SGD, AdamW, Lion, Schedule
 from jaxmux.planner.packing import ShapeClass
 
-UPDATES = 30
+UPDATES = 16
 OTHER_SHAPE = ShapeClass(rows=1, row_len=512, chunk_len=128, max_sequences=16)
 
 

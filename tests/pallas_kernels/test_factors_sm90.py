@@ -45,11 +45,11 @@ def test_factors_are_transposed_cast_and_padded_with_zeros(rank, padded, interpr
     assert_same(found, reference(arrays, 1, padded, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_all_projections_of_a_traced_layer_in_one_launch(layer, interpret):
-    arrays = pools(np.random.default_rng(layer), 16, (256, 512), (256, 256), (768, 256))
+def test_all_projections_of_a_traced_layer_in_one_launch(interpret):
+    arrays = pools(np.random.default_rng(0), 16, (256, 512), (256, 256), (768, 256))
     prepare = jax.jit(lambda layer: rank_major_factors(arrays, layer, rank=16, dtype=jnp.float16))
-    assert_same(prepare(jnp.int32(layer)), reference(arrays, layer, 16, jnp.float16))
+    for layer in range(LAYERS):
+        assert_same(prepare(jnp.int32(layer)), reference(arrays, layer, 16, jnp.float16))
 
 
 def test_nan_of_another_layer_or_slot_is_not_read(interpret):
@@ -72,8 +72,10 @@ def test_widths_and_ranks_that_do_not_fit_are_refused():
         rank_major_factors(pools(rng, 16, (256, 256)), 0, rank=8, dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize(("rank", "padded"), [(8, 16), (16, 16), (64, 64), (72, 128), (128, 128)])
-@pytest.mark.parametrize("slots", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("rank", "padded", "slots"),
+    [(8, 16, 4), (16, 16, 1), (64, 64, 64), (72, 128, 1), (128, 128, 64)],
+)
 def test_real_shapes_lower(rank, padded, slots, lowered):
     def factors(k, n):
         shapes = (32, slots, k, rank), (32, slots, rank, n)

@@ -15,6 +15,8 @@ from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import (
 )
 
 TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
+# Columns of one thread block of the backward kernel.
+STRIPE = 128
 
 
 def forward_arguments(rng, width=WIDTH) -> dict:
@@ -25,14 +27,14 @@ def forward_arguments(rng, width=WIDTH) -> dict:
     )
 
 
-def backward_arguments(rng, rank=RANK) -> dict:
-    rank_major = (2 * SLOTS, rank, WIDTH)
-    shapes = rank_major, rank_major, (2 * SLOTS, WIDTH, rank)
+def backward_arguments(rng, rank=RANK, width=STRIPE) -> dict:
+    rank_major = (2 * SLOTS, rank, width)
+    shapes = rank_major, rank_major, (2 * SLOTS, width, rank)
     return dict(
-        gate=normals(rng, TOKENS, WIDTH),
-        up=normals(rng, TOKENS, WIDTH),
-        dh=normals(rng, TOKENS, WIDTH),
-        b=tuple(normals(rng, SLOTS, rank, WIDTH) for _ in range(2)),
+        gate=normals(rng, TOKENS, width),
+        up=normals(rng, TOKENS, width),
+        dh=normals(rng, TOKENS, width),
+        b=tuple(normals(rng, SLOTS, rank, width) for _ in range(2)),
         lows=tuple(normals(rng, rank, TOKENS) for _ in range(3)),
         accumulators=tuple(normals(rng, *shape, dtype=jnp.float32) for shape in shapes),
     )
@@ -97,16 +99,16 @@ def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
 
 
 @pytest.mark.parametrize(
-    "rank, chunk_slot",
+    "rank, width, chunk_slot",
     [
-        *((RANK, chunk_slot) for chunk_slot in ROUTINGS.values()),
-        (RANK, (0, 1, 1, -1, 1, 0, 0, 2)),
-        (RANK, (-1, 2, -1, 2, 0, -1, -1, 2)),
-        (64, (0, 1, 1, -1, 1, 0, 0, 2)),
+        *((RANK, STRIPE, chunk_slot) for chunk_slot in ROUTINGS.values()),
+        (RANK, 2 * STRIPE, (0, 1, 1, -1, 1, 0, 0, 2)),
+        (RANK, STRIPE, (-1, 2, -1, 2, 0, -1, -1, 2)),
+        (64, STRIPE, (0, 1, 1, -1, 1, 0, 0, 2)),
     ],
 )
-def test_backward_products_are_those_of_each_chunks_owner(rank, chunk_slot, interpret):
-    arguments = backward_arguments(np.random.default_rng(2), rank)
+def test_backward_products_are_those_of_each_chunks_owner(rank, width, chunk_slot, interpret):
+    arguments = backward_arguments(np.random.default_rng(2), rank, width)
     gradients, sums, accumulators = backward(arguments, chunk_slot)
     gates = dict(gate=arguments["gate"], up=arguments["up"])
     h, _ = forward(gates | dict(a=arguments["b"][0]), (0,) * CHUNKS)
@@ -128,7 +130,7 @@ def test_backward_products_are_those_of_each_chunks_owner(rank, chunk_slot, inte
 
 
 def test_rounded_partial_sums_add_up_to_a_sum_rounded_once(interpret):
-    rng, (rows, width) = np.random.default_rng(8), (64, 4096)
+    rng, (rows, width) = np.random.default_rng(8), (64, 1024)
     db, da = normals(rng, 1, RANK, width), normals(rng, 1, width, RANK)
     b = tuple(normals(rng, 1, RANK, width) for _ in range(2))
     index = jnp.zeros(1, jnp.int32)
@@ -173,7 +175,7 @@ def test_extreme_gates_give_no_nan(interpret):
     rng, chunk_slot = np.random.default_rng(4), (0, 1, 2, 0)
     gates = np.array([0.0, -0.0, 1e-38, 20, 200, 3e38], np.float32)
     gates = jnp.asarray(np.r_[gates, -gates], jnp.bfloat16)
-    gate = jnp.resize(gates, (TOKENS, WIDTH))
+    gate = jnp.resize(gates, (TOKENS, STRIPE))
     arguments = backward_arguments(rng) | dict(gate=gate)
     gradients, _, _ = backward(arguments, chunk_slot)
     h, _ = forward(dict(gate=gate, up=arguments["up"], a=arguments["b"][0]), chunk_slot)
@@ -247,8 +249,7 @@ def test_shapes_that_do_not_fit_are_refused():
         gated_forward(z, z, a, jnp.zeros(8, jnp.int32))
 
 
-@pytest.mark.parametrize("rank", [16, 32, 48, 64])
-@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize(("rank", "slots"), [(16, 1), (32, 4), (48, 16), (64, 4)])
 def test_real_shapes_lower(rank, slots, lowered):
     rows, width = 8192, 14336
     z, factor, low = abstract(rows, width), abstract(slots, rank, width), abstract(rank, rows)

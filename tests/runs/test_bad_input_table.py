@@ -314,13 +314,14 @@ def refused(config, tmp_path, capsys):
     def run(*bindings: str) -> str:
         run_dir = tmp_path / "run"
         capsys.readouterr()
-        started = time.monotonic()
+        started = time.process_time()
         arguments = [f"--gin.{binding}" for binding in bindings]
         try:
             code = main([f"--gin_file={config}", f"--run_dir={run_dir}", *arguments])
         except SystemExit as e:  # argparse
             code = e.code
-        assert time.monotonic() - started < 5
+        # What other processes of the machine do does not count.
+        assert time.process_time() - started < 5
         error = capsys.readouterr().err
         assert code == 2, error
         assert "Traceback" not in error

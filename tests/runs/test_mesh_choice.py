@@ -9,8 +9,11 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs import RunOptions
+from jaxmux.runs.console import RunConsole
 from jaxmux.runs.mesh_choice import choose_mesh, fewer_devices, possible_meshes
 from jaxmux.runs.replica_fit import fit_longest, fit_replica
+from jaxmux.runs.run_directory import RecordedShapes
+from jaxmux.runs.run_layout import choose_layout
 
 CONFIG = BackboneConfig(
     architecture="LlamaForCausalLM",
@@ -97,3 +100,24 @@ def test_a_large_replica_for_the_long_sample_and_small_ones_for_the_rest():
     assert str(found.deployment) == "pp1,tp2 + 2*(pp1,tp1)"
     single = found.meshes[1]
     assert len(single.deployment.replicas) == 1 and found.meshes[0].seconds < 0.95 * single.seconds
+
+
+def test_a_run_keeps_its_shape_classes_on_every_mesh_on_which_it_goes_on():
+    """Also if it trains elsewhere in between."""
+    tasks = [random_task(CONFIG, "task", [100] * 20 + [16000], 21, 1, 16)]
+
+    def layout(mesh, memory, recorded=None):
+        options = RunOptions(mesh=mesh, dtype="bfloat16", memory_gib=memory)
+        return choose_layout(tasks, CONFIG, options, recorded, RunConsole())
+
+    first = layout("tp2 + 2*(tp1)", 22)
+    large, small, _ = first.shapes
+    assert large.row_len == 16384 > small.row_len
+    recorded = first.added_to(None)
+    assert RecordedShapes.from_json(recorded.to_json()) == recorded
+    alone = layout("tp1", 80, recorded)
+    assert alone.shapes == (large,) and alone.added_to(recorded) == recorded
+    assert layout("tp2 + 2*(tp1)", 80, recorded).shapes == first.shapes
+    others = layout("2*(tp1)", 80, recorded)
+    assert min(shape.row_len for shape in others.shapes) == 16384
+    assert len(others.added_to(recorded).several) == 2

@@ -29,6 +29,7 @@ from planner_costs import (
     llama,
     stage_seconds,
 )
+from planner_parts import packing_of_mixes
 from planner_replicas import CONTEXT, SIX_TASKS, cases, simulate
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
@@ -55,7 +56,14 @@ def records(lengths, tmp_path_factory):
         *("--ablation_tasks", "4", "--plan_tasks", "8"),
         *("--parts", "bubbles", "ablation", "overlap", "parts", "predictions"),
     ]
-    benchmark_planner.main(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        # The benchmark packs 120 mixes of data sets.
+        patch.setattr(
+            benchmark_planner,
+            "packing_of_mixes",
+            lambda lengths, mixes, seed: packing_of_mixes(lengths, 30, seed),
+        )
+        benchmark_planner.main(arguments)
     return read_records(folder / "planner.json")
 
 

@@ -28,17 +28,23 @@ SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
 SHORT = ShapeClass(rows=4, row_len=64, chunk_len=64, max_sequences=8)
 
 MESHES = {
-    # Replicas of four devices, one and one; only the first one has rows for the long samples.
-    "pp2,tp2 + 2*(tp1)": {
+    # Replicas of four devices and of one; only the first one has rows for the long samples.
+    "pp2,tp2 + tp1": {
         "layers": (3, 1),
+        "stage": Stage(tp=2),
+        "others": (((4,), Stage()),),
+        "replica_shapes": (SHAPE, SHORT),
+    },
+    "dp2,fsdp2,tp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2)},
+}
+MORE_MESHES = {
+    "pp2,tp2 + 2*(tp1)": {
+        "layers": (2, 2),
         "stage": Stage(tp=2),
         "others": (((4,), Stage()), ((4,), Stage())),
         "replica_shapes": (SHAPE, SHORT, SHORT),
     },
     "tp2,pp2": {"layers": (2, 2), "stage": Stage(tp=2)},
-    "dp2,fsdp2,tp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2)},
-}
-MORE_MESHES = {
     "dp2": {"layers": (4,), "stage": Stage(dp=2)},
     "tp4 + dp2,pp2": {
         "layers": (4,),
@@ -193,7 +199,13 @@ def norm_of_difference(one, other, kind):
     return np.sqrt(sum(np.sum(np.square(one[path] - other[path])) for path in paths))
 
 
-@pytest.mark.parametrize("mesh", [MESHES["tp2,pp2"], MESHES["dp2,fsdp2,tp2"]], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MORE_MESHES["tp2,pp2"], id="tp2,pp2", marks=pytest.mark.slow),
+        pytest.param(MESHES["dp2,fsdp2,tp2"], id="dp2,fsdp2,tp2"),
+    ],
+)
 def test_a_task_that_is_not_finite_fails_alone(
     mesh, make_backbone, make_engine, make_task, replace_adapter, train, assert_same_training
 ):
@@ -209,7 +221,7 @@ def test_a_task_that_is_not_finite_fails_alone(
     assert_same_training(found, updates, expected, expected_updates)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_new_task_gets_no_gradients_of_the_failed_one_before_it(
     schedule, make_backbone, make_engine, make_task, replace_adapter, train
 ):

@@ -1,0 +1,144 @@
+"""How far the current round has come, and what has begun of the round after it."""
+
+from collections.abc import Mapping, Sequence
+
+from .round_stream import RoundStream
+from .rounds import Due, RoundPlan, SampleIndices
+from .slots import Slots
+
+
+class RoundPosition:
+    """The current round, its dispatched microbatches, and the round after it.
+
+    An executor may begin the following round before the current one has ended. If it is stopped
+    then, the rest of that round is planned anew without the samples that have been trained.
+
+    Attributes:
+      current: the current round; None between two rounds.
+      done: indices of its microbatches that have been dispatched.
+      following: the round after it, if the executor may have begun it.
+      begun_ahead: whether the current round has begun while the round before it was trained, and
+        the executor has not been given it again.
+    """
+
+    def __init__(self, slots: Slots, stream: RoundStream):
+        """Creates a position between two rounds.
+
+        Args:
+          slots: the slots, with the tasks that are trained.
+          stream: plans the rounds.
+        """
+        self.current: RoundPlan | None = None
+        self.done: list[int] = []
+        self.following: RoundPlan | None = None
+        self.begun_ahead = False
+        self._slots, self._stream = slots, stream
+        # By slot, indices of the samples whose gradients were in the accumulators when the current
+        # round began; and, for slots that are updated in the current round, of the samples of
+        # their following global batch.
+        self._accumulated: dict[int, list[int]] = {}
+        self._accumulated_ahead: dict[int, list[int]] = {}
+
+    def begin(self, live: Mapping[int, int]) -> RoundPlan:
+        """The current round, which is planned if there is none.
+
+        Args:
+          live: by slot, the next step of every live task.
+        """
+        self.current = self.current or self._stream.next(live, self._accumulated)
+        self.begun_ahead = False
+        return self.current
+
+    def plan_following(self) -> RoundPlan | None:
+        """The round after the current one, for the tasks that are live as far as is known; None if
+        there is none, or if it may not begin yet."""
+        if self._accumulated_ahead:
+            # A part of it has been trained before the current round was stopped.
+            return None
+        live = {
+            number: step + 1
+            for number, step in self.current.steps.items()
+            if self._slots[number].running and step + 1 < self._slots[number].prepared.steps
+        }
+        self.following = self._stream.next(live, {}) if live else None
+        return self.following
+
+    def stop(self, updates: tuple[Due, ...], ahead: Sequence[int]) -> None:
+        """Notes that the executor was stopped within the current round.
+
+        Args:
+          updates: the updates of the round that have not been dispatched.
+          ahead: indices of the microbatches of the following round that have been trained.
+        """
+        self.current = self.current._replace(updates=updates)
+        self._forget_following(ahead)
+
+    def end(self, ahead: Sequence[int]) -> None:
+        """Notes that all updates of the current round have been dispatched. The following round, if
+        there is one, becomes the current one.
+
+        Args:
+          ahead: indices of its microbatches that have been dispatched.
+        """
+        self.current, self.following = self.following, None
+        self.done, self.begun_ahead = list(ahead), self.current is not None
+        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
+
+    def settle(self, ended: Sequence[int]) -> None:
+        """Notes that what had begun ahead of the current round has ended. The rest of the round is
+        planned anew.
+
+        Args:
+          ended: indices of its microbatches that have been trained.
+        """
+        self.following, self.current = self.current, None
+        self._forget_following(ended)
+        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
+        self.done, self.begun_ahead = [], False
+
+    def begin_again(self) -> None:
+        """Forgets the current round and all gradients, which were lost."""
+        self.done, self._accumulated, self.current = [], {}, None
+        self._stream.close()
+
+    def discard_plans(self) -> None:
+        """Discards the rounds that are planned, because tasks change. No microbatch may have been
+        dispatched."""
+        self.current = None
+        self._stream.close()
+
+    def accumulated(self, number: int) -> list[int]:
+        """The samples of a slot's unfinished global batch whose gradients are accumulated,
+        ascending.
+
+        Args:
+          number: number of the slot.
+        """
+        plan, before = self.current, self._accumulated.get(number, ())
+        if plan is None:
+            return sorted(before)
+        if not any(number in due.slots for due in plan.updates):
+            # The global batch is complete, and its update is dispatched.
+            return sorted(self._accumulated_ahead.get(number, ()))
+        done = (plan.microbatches[i].samples.get(number, ()) for i in self.done)
+        return sorted([*before, *(sample for microbatch in done for sample in microbatch)])
+
+    def restore(self, number: int, accumulated: Sequence[int]) -> None:
+        """Sets the result of `accumulated` for a slot, between two rounds.
+
+        Args:
+          number: number of the slot.
+          accumulated: indices of samples; empty also for a slot whose task has left.
+        """
+        self._accumulated[number] = list(accumulated)
+
+    def _forget_following(self, ended: Sequence[int]) -> None:
+        """Forgets the following round, of which these microbatches have been trained."""
+        if self.following is None:
+            return
+        for i in ended:
+            samples: SampleIndices = self.following.microbatches[i].samples
+            for number, own in samples.items():
+                self._accumulated_ahead.setdefault(number, []).extend(own)
+        self.following = None
+        self._stream.close()
