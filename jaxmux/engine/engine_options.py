@@ -1,14 +1,17 @@
 """The settings of the engine."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.replicas import SequenceCosts
 
 from .rounds import Packing, pack_tightly
+
+if TYPE_CHECKING:
+    from jaxmux.planner.replicas import SequenceCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,7 @@ class EngineOptions:
     packing: Packing = pack_tightly
     schedule: str = "1f1b"
     replica_shapes: tuple[ShapeClass, ...] = ()
-    sequence_costs: SequenceCosts | None = None
+    sequence_costs: "SequenceCosts | None" = None
 
     def __post_init__(self):
         longest = max((shape.row_len for shape in self.replica_shapes), default=self.shape.row_len)

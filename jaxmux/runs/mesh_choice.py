@@ -14,7 +14,6 @@ from jaxmux.planner.numbers import numbered
 
 from .replica_fit import fit_replica
 from .run_options import RunOptions
-from .unlike_replicas import choose_unlike
 
 _log = logging.getLogger("jaxmux")
 # Layouts that the message names besides the chosen one.
@@ -94,9 +93,13 @@ def choose_mesh(
         every = numbered(devices, "device")
         raise PlanningError(f"mesh 'auto': no layout of {every} fits; {refusal}")
     single, best = min(zip(fits, found, strict=True), key=lambda pair: pair[1].seconds)
-    unlike = choose_unlike(tasks, config, options, devices, single) if devices > 1 else None
-    if unlike and unlike[1] < _CLEARLY_FASTER:
-        found.append(PricedMesh(unlike[0], unlike[1] * best.seconds))
+    if devices > 1:
+        # Other runs do without the solvers of deployments.
+        from .unlike_replicas import choose_unlike
+
+        unlike = choose_unlike(tasks, config, options, devices, single)
+        if unlike and unlike[1] < _CLEARLY_FASTER:
+            found.append(PricedMesh(unlike[0], unlike[1] * best.seconds))
     return MeshChoice(tuple(sorted(found, key=lambda mesh: mesh.seconds)))
 
 

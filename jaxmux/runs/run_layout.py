@@ -1,7 +1,7 @@
 """The devices of a training run, and the shape classes of the microbatches that they train."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.replicas import SequenceCosts, ShapeCosts
 from jaxmux.sharding import (
     PlacedBackbone,
     consecutive_parts,
@@ -36,6 +35,9 @@ from .mesh_choice import choose_mesh, fewer_devices
 from .replica_fit import ReplicaFit, fit_longest, fit_replica
 from .run_directory import RecordedShapes
 from .run_options import AUTO_MESH, RunOptions
+
+if TYPE_CHECKING:
+    from jaxmux.planner.replicas import SequenceCosts
 
 
 class RunLayout(NamedTuple):
@@ -54,7 +56,7 @@ class RunLayout(NamedTuple):
     deployment: Deployment
     shapes: tuple[ShapeClass, ...]
     admissions: tuple[Admission, ...]
-    costs: SequenceCosts | None
+    costs: "SequenceCosts | None"
     round_seconds: float | None
 
     @property
@@ -152,9 +154,8 @@ def choose_layout(
     first = fits[deployment.replicas[0]]
     admissions = tuple(fit.admission for fit in fits.values()) if known else ()
     seconds = first.round_seconds if first.measured and not several else None
-    costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}
-    dispatched = ShapeCosts(costs) if several else None
-    layout = RunLayout(deployment, shapes, admissions, dispatched, seconds)
+    costs = _dispatch_costs(fits) if several else None
+    layout = RunLayout(deployment, shapes, admissions, costs, seconds)
     for task in tasks:
         if task.longest > layout.shape.row_len:
             raise PlanningError(
@@ -163,6 +164,13 @@ def choose_layout(
                 f"{layout.shape.row_len}; a larger replica is needed"
             )
     return layout
+
+
+def _dispatch_costs(fits: Mapping[Replica, ReplicaFit]) -> "SequenceCosts":
+    # A single replica needs no dispatch and none of its solvers.
+    from jaxmux.planner.replicas import ShapeCosts
+
+    return ShapeCosts({replica: (fit.costs, fit.shape) for replica, fit in fits.items()})
 
 
 def load_on(
