@@ -10,7 +10,7 @@ travels in pieces, one for each pair of parts that have layers in common. A piec
 on all devices of a mesh: other transfers between meshes would wait for the host.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from jaxmux.peft import Layout, LeafSpec
 from jaxmux.sharding import StageMesh
 
 from .stored_state import StoredState
-from .train_state import TrainState
+from .train_state import TrainState, with_empty_accumulators
 
 # With at most this many slots, arrays always travel for all slots.
 _FEW = 4
@@ -67,6 +67,7 @@ class ReplicaState:
         """
         self.own, self._first = own, first
         self._version = first.version
+        self._common = tuple(_common_layers(own, first))
 
     def refresh(self) -> None:
         """Brings the copy up to date after slots of the train state have been changed.
@@ -93,15 +94,13 @@ class ReplicaState:
           slots: numbers of the slots.
         """
         own, first = self.own, self._first
-        pieces: dict[int, Any] = {}
+        pieces: list[tuple[int, Any]] = []
         for i, home in enumerate(own.homes):
-            cuts = tuple(c for c in _common_layers(own, first) if c.part == i)
+            cuts = tuple(c for c in self._common if c.part == i)
             layouts = own.layouts[i], own.summed[i]
             own.states[i], found = _taken(home, *layouts, cuts, own.states[i], slots)
-            for cut, piece in zip(cuts, found, strict=True):
-                arrived = first.homes[cut.first_part].put(piece, P())
-                pieces.setdefault(cut.first_part, []).append(arrived)
-        for j, arrived in pieces.items():
+            pieces += zip((c.first_part for c in cuts), found, strict=True)
+        for j, arrived in _arrived(pieces, first.homes).items():
             home, layout = first.homes[j], first.layouts[j]
             first.states[j] = _added(home, layout, first.states[j], arrived, slots)
 
@@ -112,13 +111,12 @@ class ReplicaState:
           slots: numbers of the slots.
         """
         own, first = self.own, self._first
-        pieces: dict[int, Any] = {}
+        pieces: list[tuple[int, Any]] = []
         for j, home in enumerate(first.homes):
-            cuts = tuple(c for c in _common_layers(own, first) if c.first_part == j)
+            cuts = tuple(c for c in self._common if c.first_part == j)
             found = _cut(home, first.layouts[j], cuts, first.states[j].adapters, slots)
-            for cut, piece in zip(cuts, found, strict=True):
-                pieces.setdefault(cut.part, []).append(own.homes[cut.part].put(piece, P()))
-        for i, arrived in pieces.items():
+            pieces += zip((c.part for c in cuts), found, strict=True)
+        for i, arrived in _arrived(pieces, own.homes).items():
             own.states[i] = _joined(own.homes[i], own.layouts[i], own.states[i], arrived, slots)
 
 
@@ -146,11 +144,23 @@ def _common_layers(own: StoredState, first: StoredState) -> Iterator[_Common]:
                 yield _Common(i, begin - part.first_layer, j, begin - other.first_layer, layers)
 
 
+def _arrived(pieces: Iterable[tuple[int, Any]], homes: Sequence[StageMesh]) -> dict[int, list[Any]]:
+    """By part, the pieces that are sent to it, on its mesh.
+
+    Args:
+      pieces: index of the part, and the piece.
+      homes: the mesh of each part.
+    """
+    arrived: dict[int, list[Any]] = {}
+    for part, piece in pieces:
+        arrived.setdefault(part, []).append(homes[part].put(piece, P()))
+    return arrived
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _emptied(home: StageMesh, layout: Layout, state: TrainState) -> TrainState:
     """The state without gradients and losses."""
-    accumulators, loss = jax.tree.map(jnp.zeros_like, (state.accumulators, state.loss))
-    return _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
+    return _like(home, layout, with_empty_accumulators(state))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)

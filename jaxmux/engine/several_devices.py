@@ -91,8 +91,8 @@ class SeveralDevices:
         # The round that has begun before the current one has ended, and its ended microbatches.
         self._ahead: RoundPlan | None = None
         self._ahead_done: list[int] = []
-        # The version of the state for which the programs of updates have run.
-        self._warm_for = 0
+        # The version of the state for which all programs are compiled.
+        self._compiled_for = 0
         # True if a round ended in an exception, with microbatches between two parts.
         self._broken = False
 
@@ -134,11 +134,12 @@ class SeveralDevices:
 
     def _run(self, plan, done, stop, due, following) -> RoundOutcome:
         self._refresh()
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda replica: replica.compile(plan.dropout), self._replicas))
-        if self._warm_for != self._stored.version:
+        # Every task that comes changes the version, and only tasks change what is compiled.
+        if self._compiled_for != self._stored.version:
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(lambda replica: replica.compile(plan.dropout), self._replicas))
             self._warm_up(due(()))
-            self._warm_for = self._stored.version
+            self._compiled_for = self._stored.version
         if self._ahead is plan:
             self._ahead = None
         else:

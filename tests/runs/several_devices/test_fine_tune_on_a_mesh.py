@@ -31,6 +31,20 @@ def losses(run_dir):
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
+def stop_at_pass(number, monkeypatch):
+    """Sends a signal when this forward pass of a part is dispatched, counted from 1."""
+    forward, calls = compiled_stages.forward, []
+
+    def forward_and_raise(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(*arguments)
+
+    forward_and_raise.lower = forward.lower
+    monkeypatch.setattr(compiled_stages, "forward", forward_and_raise)
+
+
 def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_bytes, capsys):
     """The losses, adapters and completions."""
     tasks = dataclasses.replace(tasks[0], sample_prompt="red"), tasks[1]
@@ -51,16 +65,7 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     tasks, train, tmp_path, adapter_bytes, monkeypatch
 ):
     train(tmp_path / "whole", *tasks, **OPTIONS)
-    forward, calls = compiled_stages.forward, []
-
-    def forward_and_raise(*arguments):
-        calls.append(1)
-        if len(calls) == 17:
-            signal.raise_signal(signal.SIGTERM)
-        return forward(*arguments)
-
-    forward_and_raise.lower = forward.lower
-    monkeypatch.setattr(compiled_stages, "forward", forward_and_raise)
+    stop_at_pass(17, monkeypatch)
     with pytest.raises(Interrupted):
         train(tmp_path / "moved", *tasks, mesh="pp2", **OPTIONS)
     (saved,) = (tmp_path / "moved" / "checkpoints").glob("*/run/metadata")
@@ -149,16 +154,7 @@ def test_unlike_replicas_are_close_to_one_device_also_after_a_stop_within_a_roun
     assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in printed
     assert "mesh pp1,tp1: microbatches of " in printed
     assert whole.tasks["a"]["eval_loss"] == pytest.approx(one.tasks["a"]["eval_loss"], rel=1e-4)
-    forward, calls = compiled_stages.forward, []
-
-    def forward_and_raise(*arguments):
-        calls.append(1)
-        if len(calls) == 14:
-            signal.raise_signal(signal.SIGTERM)
-        return forward(*arguments)
-
-    forward_and_raise.lower = forward.lower
-    monkeypatch.setattr(compiled_stages, "forward", forward_and_raise)
+    stop_at_pass(14, monkeypatch)
     with pytest.raises(Interrupted):
         train(tmp_path / "stopped", *tasks, mesh=mesh, **OPTIONS)
     monkeypatch.undo()
