@@ -1,7 +1,7 @@
 """Training throughput of meshes of several GPUs beside one GPU.
 
   NCCL_NVLS_ENABLE=0 python scripts/benchmark_sharding.py --out benchmarks/sharding_h200.json \
-      --meshes pp2 dp2 fsdp2 tp2
+      --meshes pp2 dp2 fsdp2 tp2 "2*(tp1)"
 
 The backbone has the shape of Llama-3.1-8B and random bf16 weights. The tasks have random tokens,
 LoRA of rank 16 on all linears, and AdamW. A round has `--microbatches` full microbatches of 8,192
@@ -26,6 +26,7 @@ import sys
 import time
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,16 +38,23 @@ from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone
-from jaxmux.planner.devices import ONE_DEVICE, Replica
+from jaxmux.planner.devices import ONE_DEVICE, Deployment
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
-from jaxmux.sharding import consecutive_parts, random_placed_backbone, stage_meshes
+from jaxmux.sharding import (
+    PlacedBackbone,
+    consecutive_parts,
+    random_placed_backbone,
+    stage_meshes,
+)
 
 # Rounds that are not measured: the first one compiles.
 WARM_UP_ROUNDS = 2
 # The share of perfect scaling that each axis should reach. Tensor parallelism and fully sharded
 # data parallelism are for backbones that do not fit otherwise; they should at least lose nothing.
+# Replicas side by side should reach what data parallelism does.
 LEAST_SHARE = {"pp": 3.3 / 4, "dp": 3.85 / 4, "fsdp": 0.5, "tp": 0.5}
+LEAST_SHARE_OF_REPLICAS = LEAST_SHARE["dp"]
 
 
 class Measured(NamedTuple):
@@ -71,26 +79,28 @@ class Measured(NamedTuple):
 
 def main() -> None:
     args = parse_arguments()
-    one = in_own_process(partial(measure, args, ONE_DEVICE))
+    one = in_own_process(partial(measure, args, Deployment((ONE_DEVICE,))))
     records = []
-    for replica in map(Replica.parse, args.meshes):
-        several = in_own_process(partial(measure, args, replica))
-        records.append(record(args, one, replica, several))
+    for mesh in args.meshes:
+        several = in_own_process(partial(measure, args, Deployment.parse(mesh)))
+        records.append(record(args, one, mesh, several))
         args.out.write_text(json.dumps(records, indent=1) + "\n")
         print(json.dumps(records[-1], indent=1), flush=True)
 
 
 def record(
-    args: argparse.Namespace, one: Measured, replica: Replica, several: Measured
+    args: argparse.Namespace, one: Measured, mesh: str, several: Measured
 ) -> dict[str, Any]:
     """The record of a mesh beside one GPU."""
-    sizes = replica.sizes
-    share = min(LEAST_SHARE[axis] for axis, size in sizes.items() if size > 1)
-    mesh = ",".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    deployment = Deployment.parse(mesh)
+    sizes = [replica.sizes for replica in deployment.replicas]
+    shares = [LEAST_SHARE[axis] for own in sizes for axis, size in own.items() if size > 1]
+    if len(sizes) > 1:
+        shares.append(LEAST_SHARE_OF_REPLICAS)
     return {
         "name": f"8B shape, {mesh}, {args.tasks} tasks, over one GPU",
         "value": one.seconds / several.seconds,
-        "bound": share * replica.devices,
+        "bound": min(shares) * deployment.devices,
         "sense": "at least",
         "unit": "ratio of tokens per second",
         "command": shlex.join(["python", *sys.argv]),
@@ -108,16 +118,19 @@ def record(
     }
 
 
-def measure(args: argparse.Namespace, replica: Replica) -> Measured:
+def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
     """Trains on one device, or on a mesh of several."""
     started = time.perf_counter()
-    config, devices = llama_config(args), jax.devices()[: replica.devices]
-    if replica == ONE_DEVICE:
+    config, devices = llama_config(args), jax.devices()[: deployment.devices]
+    backbone: Backbone | list[PlacedBackbone] = []
+    if deployment.devices == 1:
         backbone = Backbone.random(config, dtype=jnp.bfloat16)
     else:
-        homes = stage_meshes(replica, devices, config)
-        parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
-        backbone = random_placed_backbone(config, jnp.bfloat16, parts, homes)
+        left = iter(devices)
+        for replica in deployment.replicas:
+            homes = stage_meshes(replica, list(islice(left, replica.devices)), config)
+            parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
+            backbone.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
     shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
     microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
     rounds = WARM_UP_ROUNDS + args.rounds

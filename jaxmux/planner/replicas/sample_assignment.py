@@ -13,6 +13,9 @@ from .sample_dispatch import dispatch_samples
 
 # R, the most length bins of a round (LobRA takes 16).
 _BINS = 16
+# The solver is stopped by the size of its search and not by the clock, so that the division of a
+# round can be repeated. It hardly ever takes more than ten nodes and 0.03 seconds.
+_NODES, _SECONDS = 50, 60.0
 
 
 def round_bins(lengths: Sequence[int]) -> LengthBins:
@@ -35,7 +38,7 @@ def assign_samples(
     possible, by `dispatch_samples` (LobRA Eq. 3).
 
     Samples of one length bin are interchangeable. They are dealt evenly, so that the samples of a
-    task go to all replicas that serve their bin.
+    task go to all replicas that serve their bin. Equal calls have equal results.
 
     Args:
       replicas: the configuration of each replica.
@@ -51,7 +54,14 @@ def assign_samples(
     """
     every = [(length, task, i) for task, own in lengths.items() for i, length in enumerate(own)]
     bins = round_bins([length for length, *_ in every])
-    found = dispatch_samples(Counter(replicas), bins, costs, single_replicas=False)
+    found = dispatch_samples(
+        Counter(replicas),
+        bins,
+        costs,
+        time_limit=_SECONDS,
+        single_replicas=False,
+        node_limit=_NODES,
+    )
     rows = {configuration: iter(counts) for configuration, counts in found.counts.items()}
     # [replica, bin]: number of samples.
     shares = np.array([next(rows[configuration]) for configuration in replicas])

@@ -55,6 +55,7 @@ def dispatch_samples(
     gap: float = 0.01,
     time_limit: float = 0.05,
     single_replicas: bool = True,
+    node_limit: int | None = None,
 ) -> SampleDispatch:
     """Divides the whole sequences of one round among the deployed replicas (LobRA Eq. 3).
 
@@ -82,6 +83,8 @@ def dispatch_samples(
       single_replicas: whether a second program assigns at most 50 sequences to single replicas, for
         ten times as long, if the first one leaves a gap. It hardly ever finds a faster dispatch,
         but often a better bound.
+      node_limit: number of nodes of its search tree after which the solver stops; None for any
+        number. With it, and a time limit that is never reached, equal calls have equal results.
 
     Returns:
       The number of sequences of each bin that each replica serves, with the predicted time.
@@ -96,7 +99,10 @@ def dispatch_samples(
     costs = tabulate_costs(deployed, [bins.boundaries[j] for j in used], model)
     if len(used):
         require_service(costs, int(costs.devices @ number))
-        found = _dispatch(costs, number, demand, gap, time_limit, single_replicas)
+        limits = {"time_limit": time_limit, "mip_rel_gap": gap}
+        if node_limit is not None:
+            limits["node_limit"] = node_limit
+        found = _dispatch(costs, number, demand, limits, single_replicas)
     else:
         nothing = np.zeros((len(number), 0), np.int64)
         found = _assign_replicas(costs, number, nothing, enough=np.inf)
@@ -112,15 +118,15 @@ def _dispatch(
     costs: CostTable,
     number: np.ndarray,
     demand: np.ndarray,
-    gap: float,
-    time_limit: float,
+    limits: Mapping[str, float],
     single_replicas: bool,
 ) -> SampleDispatch:
+    gap = limits["mip_rel_gap"]
     bound = max(_busy_bound(costs, number, demand), _whole_bound(costs, number, demand))
     greedy = dispatch_greedily(costs, number, demand)
     found = _assign_replicas(costs, number, greedy, (1 + gap) * bound)
     if found.round_seconds > (1 + gap) * bound:
-        counts, proven = _solve(costs, number, demand, found.round_seconds, gap, time_limit)
+        counts, proven = _solve(costs, number, demand, found.round_seconds, limits)
         bound = max(bound, proven)
         if counts is not None:
             solved = _assign_replicas(costs, number, counts, (1 + gap) * bound)
@@ -129,8 +135,9 @@ def _dispatch(
     if few and found.round_seconds > (1 + gap) * bound:
         # Every replica is a configuration of its own, so that nothing is divided evenly.
         each = np.repeat(np.arange(len(number)), number)
-        given = costs.of(each), np.ones_like(each), demand, found.round_seconds, gap
-        counts, proven = _solve(*given, _MORE_TIME * time_limit)
+        given = costs.of(each), np.ones_like(each), demand, found.round_seconds
+        more_time = {**limits, "time_limit": _MORE_TIME * limits["time_limit"]}
+        counts, proven = _solve(*given, more_time)
         bound = max(bound, proven)
         if counts is not None:
             seconds = float((costs.constant[each] + given[0].seconds_of(counts)).max())
@@ -186,8 +193,7 @@ def _solve(
     number: np.ndarray,
     demand: np.ndarray,
     known: float,
-    gap: float,
-    time_limit: float,
+    limits: Mapping[str, float],
 ) -> tuple[np.ndarray | None, float]:
     """Solves Eq. 3 as an integer program.
 
@@ -196,9 +202,10 @@ def _solve(
 
     Args:
       known: seconds of a dispatch that is already found.
+      limits: options of the solver, which say when it stops.
 
     Returns:
-      Counts int64 [S, R], or None if the time ran out first; and a lower bound in seconds.
+      Counts int64 [S, R], or None if the solver stopped before it found any; and a lower bound in seconds.
     """
     row, column = np.nonzero(costs.alone <= known)
     variables = len(row) + 1
@@ -216,7 +223,7 @@ def _solve(
             LinearConstraint(busy, -np.inf, -costs.constant / known),
             LinearConstraint(served, demand, demand),
         ],
-        options={"time_limit": time_limit, "mip_rel_gap": gap},
+        options=dict(limits),
     )
     proven = answer.mip_dual_bound
     bound = known * proven if proven is not None and np.isfinite(proven) else 0.0
