@@ -17,6 +17,10 @@ class OutOfDeviceMemory(RuntimeError):
     says what would need less."""
 
 
+class ProcessFailed(RuntimeError):
+    """Another process of the same training run has failed. The message says which one and why."""
+
+
 def ran_out_of_memory(error: Exception) -> bool:
     """True if JAX raised this exception because a device's memory did not suffice."""
     return "RESOURCE_EXHAUSTED" in str(error)

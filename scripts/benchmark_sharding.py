@@ -88,9 +88,7 @@ def main() -> None:
         print(json.dumps(records[-1], indent=1), flush=True)
 
 
-def record(
-    args: argparse.Namespace, one: Measured, mesh: str, several: Measured
-) -> dict[str, Any]:
+def record(args: argparse.Namespace, one: Measured, mesh: str, several: Measured) -> dict[str, Any]:
     """The record of a mesh beside one GPU."""
     deployment = Deployment.parse(mesh)
     sizes = [replica.sizes for replica in deployment.replicas]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,8 @@ class PlacedBackbone:
       homes: the mesh of each part. A mesh that holds several parts occurs several times.
       weights: for each part, its weights like `Backbone.weights`: its own layers, stacked, and only
         those of embed_tokens, norm and lm_head that it uses. The last part also has embed_tokens if
-        the head is tied to it.
+        the head is tied to it. Parts on devices of other processes have shapes and dtypes in
+        place of arrays.
       name_or_path: where the model came from, as in `Backbone`.
       fingerprint: hash of the model's folder, as in `Backbone`.
     """
@@ -89,8 +91,8 @@ def load_placed_backbone(
 ) -> PlacedBackbone:
     """Loads a Hugging Face checkpoint folder, each part onto its devices.
 
-    Only what these devices keep is read, and of that only one parameter, stacked over the layers of
-    a part, is in the host's memory at a time.
+    Only what this process's devices keep is read, and of that only one parameter, stacked over the
+    layers of a part, is in the host's memory at a time.
 
     Args:
       folder: the folder, as for `load_backbone`.
@@ -107,7 +109,8 @@ def load_placed_backbone(
         for part, home in zip(parts, homes, strict=True):
             own = _own_weights(config, part, backbone_dtype(dtype))
             shardings = home.shardings(home.weight_specs(own))
-            weights.append(reader.read(own, part.first_layer, shardings))
+            read = partial(reader.read, own, part.first_layer, shardings)
+            weights.append(read() if home.is_local else own)
     fingerprint = backbone_fingerprint(folder)
     return PlacedBackbone(
         config, tuple(parts), tuple(homes), tuple(weights), str(folder), fingerprint
@@ -163,7 +166,8 @@ def random_placed_backbone(
             whole = random_weights(own_config, key, dtype)
             return {name: whole[name] for name in _names(whole, part)}
 
-        weights.append(jax.jit(make, out_shardings=shardings)(seed + part.first_layer))
+        program = jax.jit(make, out_shardings=shardings)
+        weights.append(home.run(program, seed + part.first_layer))
     name = f"random-{config.architecture}"
     return PlacedBackbone(config, tuple(parts), tuple(homes), tuple(weights), name)
 

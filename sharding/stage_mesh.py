@@ -1,7 +1,7 @@
 """The devices of a pipeline stage as a mesh, and how arrays are divided among them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +13,8 @@ from jaxmux.models import MODULES, Adapters, BackboneConfig, Weights, linear_siz
 from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import LeafSpec
+
+from .transfers import is_local, move, put, share
 
 if TYPE_CHECKING:
     from jaxmux.planner.devices import Replica, Stage
@@ -104,19 +106,47 @@ class StageMesh:
         """Number of data shards: dp · fsdp."""
         return self.mesh.shape[DP] * self.mesh.shape[FSDP]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether this process has devices of the mesh."""
+        return is_local(self.mesh)
+
     def put(self, tree: Any, specs: Any) -> Any:
         """Copies arrays to the devices.
 
         Args:
-          tree: the arrays.
+          tree: arrays of the host, or arrays that lie on these devices already.
           specs: a tree of `PartitionSpec`, or one for all arrays.
         """
-        if isinstance(specs, P):
-            return jax.device_put(tree, NamedSharding(self.mesh, specs))
-        return jax.device_put(tree, self.shardings(specs))
+        return put(tree, self.shardings(specs))
+
+    def move(self, tree: Any, target: "StageMesh", spec: P) -> Any:
+        """Copies arrays from this mesh to another one.
+
+        Args:
+          tree: the arrays.
+          target: the other mesh, which has no device of this one, or this one.
+          spec: how all arrays are divided on both meshes: P(), or P(DATA) for an axis of data
+            shards.
+        """
+        return move(tree, self.mesh, target.mesh, spec)
+
+    def share(self, tree: Any) -> Any:
+        """Lets every process read arrays that lie on this mesh; see `transfers.share`."""
+        return share(tree, self.mesh)
+
+    def run(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Dispatches a program, if this process has devices of the mesh. Otherwise the result has
+        shapes and dtypes (`jax.ShapeDtypeStruct`) in place of arrays.
+
+        Args:
+          program: a function from `jax.jit`.
+          *arguments: its arguments; arrays lie on this mesh, or on the host.
+        """
+        return program(*arguments) if self.is_local else program.eval_shape(*arguments)
 
     def shardings(self, specs: Any) -> Any:
-        """The tree of `NamedSharding` for a tree of `PartitionSpec`."""
+        """The `NamedSharding` of a `PartitionSpec`, or the tree of them for a tree."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def weight_specs(self, weights: Weights) -> Weights:
@@ -182,10 +212,28 @@ class StageMesh:
         return (divided, False) if divided in leaf.axes else (None, True)
 
 
-def on_one_device(tree: Any) -> Any:
-    """Shapes and dtypes of what one device holds of a tree of arrays."""
+def run_on(home: StageMesh | None, program: Callable[..., Any], *arguments: Any) -> Any:
+    """`StageMesh.run`, or a call of the program on the default device.
+
+    Args:
+      home: the mesh; None for the default device.
+      program: a function from `jax.jit`.
+      *arguments: its arguments.
+    """
+    return program(*arguments) if home is None else home.run(program, *arguments)
+
+
+def on_one_device(tree: Any, shardings: Any) -> Any:
+    """Shapes and dtypes of what one device holds of a tree of arrays.
+
+    Args:
+      tree: the arrays, or their shapes and dtypes.
+      shardings: a tree like `tree` with the sharding of every array.
+    """
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
+        lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype),
+        tree,
+        shardings,
     )
 
 

@@ -78,7 +78,45 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--restart", action="store_true", help="delete the files of earlier training first"
     )
-    return _parse_with_bindings(parser, arguments)
+    several = parser.add_argument_group(
+        "several processes",
+        "Every process runs the same command; fine_tune.mesh counts the devices of all.",
+    )
+    several.add_argument(
+        "--distributed",
+        action="store_true",
+        help="join the other processes of this Slurm, Open MPI or Kubernetes job",
+    )
+    several.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="without such a job: address of process 0, with --processes and --process",
+    )
+    several.add_argument("--processes", type=_count, metavar="N", help="number of processes")
+    several.add_argument(
+        "--process", type=_seed, metavar="I", help="number of this process, from 0"
+    )
+    options = _parse_with_bindings(parser, arguments)
+    _check_processes(parser, options)
+    return options
+
+
+def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exits with a message if the options of several processes do not belong together."""
+    given = [options.coordinator, options.processes, options.process]
+    if None in given and any(value is not None for value in given):
+        parser.error("--coordinator, --processes and --process belong together")
+    if options.coordinator is None:
+        return
+    if options.distributed:
+        parser.error("--distributed finds the coordinator by itself; leave one of the two out")
+    if not re.fullmatch(r".+:[0-9]{1,5}", options.coordinator):
+        parser.error(f"--coordinator should be HOST:PORT, found {options.coordinator!r}")
+    if options.process >= options.processes:
+        parser.error(
+            f"--process {options.process} of --processes {options.processes}: the last process is "
+            f"number {options.processes - 1}"
+        )
 
 
 def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:

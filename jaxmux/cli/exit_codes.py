@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory
+from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory, ProcessFailed
 
 TASK_FAILED, REFUSED, BROKE = 1, 2, 3
 
@@ -49,7 +49,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
         return _fail(BROKE, f"error: {e.filename or 'input or output'}: {e.strerror or e}")
     except MemoryError:
         return _fail(BROKE, "error: the host has no memory left")
-    except OutOfDeviceMemory as e:
+    except (OutOfDeviceMemory, ProcessFailed) as e:
         return _fail(BROKE, f"error: {e}")
     except Exception as e:
         if isinstance(e, ModuleNotFoundError) and not (e.name or "jaxmux").startswith("jaxmux"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from jaxmux.package_files import resolve_path
-from jaxmux.runs import fine_tune
+from jaxmux.runs import fine_tune, join_processes
 
 from . import gin_bindings
 from .arguments import DEMO_CONFIG
@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     """
     # Orbax logs warnings about its own metadata when training resumes.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    if options.distributed or options.coordinator:
+        join_processes(options.coordinator, options.processes, options.process)
     _keep_compiled_programs()
     files = options.gin_file
     if not files:

@@ -84,8 +84,10 @@ class CompiledStages:
         Returns:
           What is passed to the next part, and the residuals for `backward`.
         """
-        out, loss, residuals = forward(
-            self._programs[part], *self.forward_arguments(part, microbatch, slots, passed)
+        out, loss, residuals = self._backbone.homes[part].run(
+            forward,
+            self._programs[part],
+            *self.forward_arguments(part, microbatch, slots, passed),
         )
         self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
         return out, residuals
@@ -117,9 +119,8 @@ class CompiledStages:
     ) -> jax.Array | None:
         state = self._stored.states[part]
         weights = self._backbone.weights[part]
-        dx, accumulators = backward(
-            program, residuals, weights, state.adapters, state.accumulators, gradient
-        )
+        arrays = residuals, weights, state.adapters, state.accumulators, gradient
+        dx, accumulators = self._backbone.homes[part].run(backward, program, *arrays)
         self._stored.states[part] = state._replace(accumulators=accumulators)
         return dx
 
@@ -132,23 +133,20 @@ class CompiledStages:
         microbatches, table = self.empty_microbatches(), self.empty_table()
         policies = self.choose_remat(dropout)
         programs = [self.program(i, dropout, remat) for i, remat in enumerate(policies)]
-        shape, dtype = self._options.shape, backbone.compute_dtype
 
         def warm(part: int) -> None:
             home = backbone.homes[part]
             arrays = microbatches[part % len(microbatches)]
-            passed = None
-            if part > 0:
-                x = np.zeros((self.shards, shape.tokens, backbone.config.hidden_size), dtype)
-                passed = Passed(x, np.ones((self.shards, shape.chunks), bool))
-                passed = home.put(passed, P(DATA))
+            passed = home.put(self.empty_passed(), P(DATA)) if part > 0 else None
             arguments = self.forward_arguments(part, arrays, home.put(table, P()), passed)
             program = programs[part]
-            compiled(forward.lower(program, *arguments))
-            out, _, residuals = forward(program, *arguments)
+            if home.is_local:
+                compiled(forward.lower(program, *arguments))
+            out, _, residuals = home.run(forward, program, *arguments)
             state = self._stored.states[part]
             tasks = backbone.weights[part], state.adapters, state.accumulators
-            compiled(backward.lower(program, residuals, *tasks, out.x))
+            if home.is_local:
+                compiled(backward.lower(program, residuals, *tasks, out.x))
             # An empty microbatch adds nothing to the accumulators.
             jax.block_until_ready(self._backward(program, part, residuals, out.x))
             jax.block_until_ready(self._stored.states[part])
@@ -161,6 +159,15 @@ class CompiledStages:
         with ThreadPoolExecutor() as threads:
             list(threads.map(warm_stage, range(len(self.stages))))
         self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
+
+    def warm_moves(self) -> None:
+        """Moves empty arrays between neighbouring parts once. Between processes, programs do it,
+        and nothing may be compiled while stages exchange arrays."""
+        homes = self._backbone.homes
+        for one, other in zip(homes, homes[1:], strict=False):
+            passed = one.put(self.empty_passed(), P(DATA))
+            moved = one.move(passed, other, P(DATA))
+            jax.block_until_ready((moved, other.move(moved.x, one, P(DATA))))
 
     def program(
         self, part: int, dropout: bool, remat: str | tuple[str, ...] = "full"
@@ -196,8 +203,19 @@ class CompiledStages:
             self._options.schedule, stages, parts, [{0: (0,)}] * (4 * parts)
         ).schedule.peak_buffers()
         held = [
-            on_one_device((weights, state.adapters["lora"]))
-            for weights, state in zip(backbone.weights, self._stored.states, strict=True)
+            on_one_device(
+                (weights, state.adapters["lora"]),
+                home.shardings(
+                    (home.weight_specs(weights), home.leaf_specs(layout.tree.adapters["lora"]))
+                ),
+            )
+            for home, weights, layout, state in zip(
+                backbone.homes,
+                backbone.weights,
+                self._stored.layouts,
+                self._stored.states,
+                strict=True,
+            )
         ]
         microbatch, found = empty_microbatch(self._options.shape), []
         for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
@@ -218,6 +236,12 @@ class CompiledStages:
     def empty_microbatches(self) -> list[Microbatch]:
         """A microbatch without samples, for each stage."""
         return self.place([empty_microbatch(self._options.shape)] * self.shards)
+
+    def empty_passed(self) -> Passed:
+        """What a part passes to the next one, without values, on the host."""
+        shape, dtype = self._options.shape, self._backbone.compute_dtype
+        x = np.zeros((self.shards, shape.tokens, self._backbone.config.hidden_size), dtype)
+        return Passed(x, np.ones((self.shards, shape.chunks), bool))
 
     def empty_table(self) -> SlotTable:
         return slot_table({}, None, self.slots)

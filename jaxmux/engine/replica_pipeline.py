@@ -127,6 +127,10 @@ class ReplicaPipeline:
         """Compiles the programs, if that has not been done for the state as it is."""
         self._compiled.compile(dropout)
 
+    def warm_moves(self) -> None:
+        """Moves empty arrays between neighbouring stages once."""
+        self._compiled.warm_moves()
+
     def refuse_implementations(self, dropout: bool) -> None:
         """PlanningError if an implementation that the options name cannot serve the state."""
         compiled = self._compiled
@@ -207,11 +211,11 @@ class ReplicaPipeline:
             if part == len(homes) - 1:
                 self._gradients[at] = out.x
             else:
-                self._passed[part + 1, m] = homes[part + 1].put(out, P(DATA))
+                self._passed[part + 1, m] = homes[part].move(out, homes[part + 1], P(DATA))
         else:
             dx = self._compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
             if part > 0:
-                self._gradients[part - 1, m] = homes[part - 1].put(dx, P(DATA))
+                self._gradients[part - 1, m] = homes[part].move(dx, homes[part - 1], P(DATA))
 
     def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
         """Dispatches the forward passes of held-out samples.
@@ -221,7 +225,8 @@ class ReplicaPipeline:
           slots: scales of the slots, without dropout.
 
         Returns:
-          The losses by data shard and slot, float32 [D, T]; what counts is their sum over D.
+          The losses by data shard and slot, float32 [D, T], which every process can read; what
+          counts is their sum over D.
         """
         homes, stages = self._backbone.homes, len(self._stages)
         programs = [self._compiled.program(part, False) for part in range(len(homes))]
@@ -232,8 +237,9 @@ class ReplicaPipeline:
             arrays, passed = self._compiled.place(microbatch.arrays), None
             for part, program in enumerate(programs):
                 if part > 0:
-                    passed = homes[part].put(passed, P(DATA))
-                passed, losses[part] = evaluate(
+                    passed = homes[part - 1].move(passed, homes[part], P(DATA))
+                passed, losses[part] = homes[part].run(
+                    evaluate,
                     program,
                     self._backbone.weights[part],
                     self.state.states[part].adapters,
@@ -242,4 +248,4 @@ class ReplicaPipeline:
                     tables[part % stages],
                     passed,
                 )
-        return losses[-1]
+        return homes[-1].share(losses[-1])

@@ -48,6 +48,20 @@ class _Common(NamedTuple):
     layers: int
 
 
+class _Piece(NamedTuple):
+    """Arrays that travel to a part of another replica.
+
+    Attributes:
+      home: the mesh on which they lie, with the same values on all its devices.
+      part: index of the part to which they travel.
+      arrays: the tree of arrays.
+    """
+
+    home: StageMesh
+    part: int
+    arrays: Any
+
+
 class ReplicaState:
     """What a replica besides the first one keeps of the train state.
 
@@ -81,7 +95,7 @@ class ReplicaState:
         own = self.own
         own.make_room(self._first.layout.tree._replace(moments=()))
         own.states = [
-            _emptied(home, layout, state)
+            home.run(_emptied, home, layout, state)
             for home, layout, state in zip(own.homes, own.layouts, own.states, strict=True)
         ]
         slots = self._first.layout.tree.loss.shape[0]
@@ -94,15 +108,15 @@ class ReplicaState:
           slots: numbers of the slots.
         """
         own, first = self.own, self._first
-        pieces: list[tuple[int, Any]] = []
+        pieces: list[_Piece] = []
         for i, home in enumerate(own.homes):
             cuts = tuple(c for c in self._common if c.part == i)
-            layouts = own.layouts[i], own.summed[i]
-            own.states[i], found = _taken(home, *layouts, cuts, own.states[i], slots)
-            pieces += zip((c.first_part for c in cuts), found, strict=True)
+            arguments = home, own.layouts[i], own.summed[i], cuts, own.states[i], slots
+            own.states[i], found = home.run(_taken, *arguments)
+            pieces += (_Piece(home, c.first_part, x) for c, x in zip(cuts, found, strict=True))
         for j, arrived in _arrived(pieces, first.homes).items():
             home, layout = first.homes[j], first.layouts[j]
-            first.states[j] = _added(home, layout, first.states[j], arrived, slots)
+            first.states[j] = home.run(_added, home, layout, first.states[j], arrived, slots)
 
     def receive_adapters(self, slots: Int[np.ndarray, " K"]) -> None:
         """Replaces adapters by those of the first replica.
@@ -111,13 +125,15 @@ class ReplicaState:
           slots: numbers of the slots.
         """
         own, first = self.own, self._first
-        pieces: list[tuple[int, Any]] = []
+        pieces: list[_Piece] = []
         for j, home in enumerate(first.homes):
             cuts = tuple(c for c in self._common if c.first_part == j)
-            found = _cut(home, first.layouts[j], cuts, first.states[j].adapters, slots)
-            pieces += zip((c.part for c in cuts), found, strict=True)
+            arguments = home, first.layouts[j], cuts, first.states[j].adapters, slots
+            found = home.run(_cut, *arguments)
+            pieces += (_Piece(home, c.part, x) for c, x in zip(cuts, found, strict=True))
         for i, arrived in _arrived(pieces, own.homes).items():
-            own.states[i] = _joined(own.homes[i], own.layouts[i], own.states[i], arrived, slots)
+            home, layout = own.homes[i], own.layouts[i]
+            own.states[i] = home.run(_joined, home, layout, own.states[i], arrived, slots)
 
 
 def filled_up(slots: Sequence[int], capacity: int) -> Int[np.ndarray, " K"]:
@@ -144,16 +160,17 @@ def _common_layers(own: StoredState, first: StoredState) -> Iterator[_Common]:
                 yield _Common(i, begin - part.first_layer, j, begin - other.first_layer, layers)
 
 
-def _arrived(pieces: Iterable[tuple[int, Any]], homes: Sequence[StageMesh]) -> dict[int, list[Any]]:
-    """By part, the pieces that are sent to it, on its mesh.
+def _arrived(pieces: Iterable[_Piece], homes: Sequence[StageMesh]) -> dict[int, list[Any]]:
+    """By part, the arrays that are sent to it, on its mesh.
 
     Args:
-      pieces: index of the part, and the piece.
+      pieces: what is sent.
       homes: the mesh of each part.
     """
     arrived: dict[int, list[Any]] = {}
-    for part, piece in pieces:
-        arrived.setdefault(part, []).append(homes[part].put(piece, P()))
+    for piece in pieces:
+        moved = piece.home.move(piece.arrays, homes[piece.part], P())
+        arrived.setdefault(piece.part, []).append(moved)
     return arrived
 
 

@@ -138,6 +138,8 @@ class SeveralDevices:
         if self._compiled_for != self._stored.version:
             with ThreadPoolExecutor() as threads:
                 list(threads.map(lambda replica: replica.compile(plan.dropout), self._replicas))
+            for replica in self._replicas:
+                replica.warm_moves()
             self._warm_up(due(()))
             self._compiled_for = self._stored.version
         if self._ahead is plan:

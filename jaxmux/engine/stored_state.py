@@ -10,6 +10,7 @@ import numpy as np
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.sharding import Part, StageMesh
+from jaxmux.sharding.stage_mesh import run_on
 
 from .train_state import (
     SlotKind,
@@ -76,7 +77,7 @@ class StoredState:
         for i, own in enumerate(layouts):
             if self.layout is not None:
                 leaves, self.states[i] = named_leaves(self.states[i]), None
-                larger = grown(leaves, own.tree, _shardings(own, self.homes[i]))
+                larger = grown(leaves, own.tree, self.homes[i])
                 self.states[i] = _placed(larger, own, self.homes[i])
         self.layout, self.layouts = layout, layouts
         self.version += 1
@@ -123,14 +124,10 @@ class StoredState:
           slot: number of the slot.
           specs: the description of the slot.
         """
-        found = [
-            read_slot(state, layout, kind, slot)
-            for state, layout in zip(self.states, self.layouts, strict=True)
-        ]
-        found = [
-            jax.tree.map(_sum_of_copies, slot_specs(layout.tree, kind), own)
-            for layout, own in zip(self.layouts, found, strict=True)
-        ]
+        found = []
+        for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
+            own = run_on(home, read_slot, state, layout, kind, slot)
+            found.append(own if home is None else home.share(own))
 
         def joined(spec: LeafSpec, *leaves: jax.Array) -> np.ndarray | jax.Array:
             if len(leaves) == 1 or "layer" not in spec.axes:
@@ -149,7 +146,7 @@ class StoredState:
         self.version += 1
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
             value = () if own is None else (own(i),)
-            state = write(self.states[i], layout, *arguments, *value)
+            state = run_on(home, write, self.states[i], layout, *arguments, *value)
             self.states[i] = _placed(state, layout, home)
 
 
@@ -187,7 +184,8 @@ def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
 def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
     if home is None:
         return empty_state(layout.tree)
-    return jax.jit(lambda: empty_state(layout.tree), out_shardings=_shardings(layout, home))()
+    shardings = _shardings(layout, home)
+    return home.run(jax.jit(lambda: empty_state(layout.tree), out_shardings=shardings))
 
 
 def _shardings(layout: Layout, home: StageMesh | None) -> TrainState | None:
@@ -196,10 +194,6 @@ def _shardings(layout: Layout, home: StageMesh | None) -> TrainState | None:
 
 def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainState:
     return state if home is None else home.put(state, home.leaf_specs(layout.tree))
-
-
-def _sum_of_copies(spec: LeafSpec, value: jax.Array) -> jax.Array:
-    return value.sum(axis=0) if "copy" in spec.axes else value
 
 
 def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:

@@ -17,6 +17,8 @@ from jaxmux.models import BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS, optimizer_class
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves, trained
+from jaxmux.sharding import StageMesh
+from jaxmux.sharding.stage_mesh import run_on
 
 
 class TrainState(NamedTuple):
@@ -122,7 +124,7 @@ def empty_state(specs: TrainState) -> TrainState:
     return jax.tree.map(LeafSpec.empty, specs)
 
 
-def grown(leaves: dict[str, Array], specs: TrainState, shardings: Any = None) -> TrainState:
+def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = None) -> TrainState:
     """A larger state with the values of a smaller one; new places are empty.
 
     The state is made array by array, so that the device holds only one array twice at any time.
@@ -131,17 +133,18 @@ def grown(leaves: dict[str, Array], specs: TrainState, shardings: Any = None) ->
       leaves: the smaller state's arrays by path; they are removed from this dict one after the
         other.
       specs: the description of the larger state.
-      shardings: a tree like `specs` with the sharding of every array; None for one device.
+      home: the mesh of the state; None for the default device.
     """
+    shardings = None if home is None else home.shardings(home.leaf_specs(specs))
     places = named_leaves(shardings)
 
     def grow(name: str, spec: LeafSpec) -> Array:
         leaf = leaves.pop(name, None)
-        if leaf is None and name not in places:
+        if leaf is None and home is None:
             return spec.empty()
         if leaf is None:
-            return jax.jit(spec.empty, out_shardings=places[name])()
-        return leaf if leaf.shape == spec.shape else _pad(leaf, spec)
+            return home.run(jax.jit(spec.empty, out_shardings=places[name]))
+        return leaf if leaf.shape == spec.shape else run_on(home, _pad, leaf, spec)
 
     new = [grow(name, spec) for name, spec in named_leaves(specs).items()]
     return jax.tree.unflatten(jax.tree.structure(specs), new)
@@ -223,7 +226,7 @@ def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
 def read_slot(
     state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int
 ) -> SlotState:
-    """The arrays of one slot.
+    """The arrays of one slot; an array with an axis of copies is summed over them.
 
     Args:
       state: the train state.
@@ -233,7 +236,8 @@ def read_slot(
     """
 
     def take(spec: LeafSpec, leaf: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)
+        own = jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)
+        return own.sum(axis=0) if "copy" in spec.axes else own
 
     return jax.tree.map(take, slot_view(layout.tree, kind), slot_view(state, kind))
 

@@ -124,29 +124,37 @@ def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -
         updates the state keeps its bits.
 
     Returns:
-      The results of the update by slot, on the device of the last part.
+      The results of the update by slot, which every process can read.
     """
-    last, parts = stored.homes[-1], range(len(stored.parts))
+    homes, parts = stored.homes, range(len(stored.parts))
+    last = homes[-1]
 
     def gather(values: Sequence[Array]) -> list[Array]:
-        return [last.put(value, P()) for value in values]
+        pairs = zip(homes, values, strict=True)
+        return [home.move(value, last, P()) for home, value in pairs]
+
+    def scatter(value: Array) -> list[Array]:
+        return [last.move(value, home, P()) for home in homes]
 
     rates = [updates.rates[:, part.slice] for part in stored.parts]
     stats = no_stats(len(updates.due))
     for i in parts:
-        stored.states[i] = _sum_copies(stored.homes[i], stored.summed[i], stored.states[i], updates)
+        stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
     for kind, due, hyper in updates.by_kind(every=warm):
-        own = [(stored.homes[i], stored.summed[i], stored.states[i]) for i in parts]
-        squares = [_stage_squares(*each) for each in own]
-        norm = _norm(gather([each for each, _ in squares]))
-        norms = [home.put(norm, P()) for home, *_ in own]
-        finite = [_stage_finite(kind, *own[i], rates[i], hyper, norms[i]) for i in parts]
-        stats = _decide(stats, due, squares[-1][1], norm, gather(finite))
-        applied = [home.put(stats.applied, P()) for home, *_ in own]
-        stored.states = [
-            _stage_apply(kind, *own[i], due, applied[i], rates[i], hyper, norms[i]) for i in parts
+        own = [(homes[i], stored.summed[i], stored.states[i]) for i in parts]
+        squares = [home.run(_stage_squares, home, *rest) for home, *rest in own]
+        norm = last.run(_norm, gather([each for each, _ in squares]))
+        norms = scatter(norm)
+        finite = [
+            homes[i].run(_stage_finite, kind, *own[i], rates[i], hyper, norms[i]) for i in parts
         ]
-    return stats
+        stats = last.run(_decide, stats, due, squares[-1][1], norm, gather(finite))
+        applied = scatter(stats.applied)
+        stored.states = [
+            homes[i].run(_stage_apply, kind, *own[i], due, applied[i], rates[i], hyper, norms[i])
+            for i in parts
+        ]
+    return last.share(stats)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -355,7 +363,9 @@ def _sum_copies(
     home: StageMesh, summed: Layout, state: TrainState, updates: DueUpdates
 ) -> TrainState:
     """The state of a stage in which every copy of due slots' accumulators and losses is the sum."""
-    return state if home.mesh.size == 1 else _sum_due_copies(home, summed, state, updates.due)
+    if home.mesh.size == 1:
+        return state
+    return home.run(_sum_due_copies, home, summed, state, updates.due)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

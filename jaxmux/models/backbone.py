@@ -230,7 +230,7 @@ class CheckpointReader:
         """A part of a parameter of one layer, or of one that belongs to no layer."""
         name, transposed = _hf_name(path, layer), path[-1] == "kernel"
         tensor = self._owner[name].get_slice(name)
-        with jax.default_device(jax.devices("cpu")[0]):
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
             values = np.asarray(tensor[index[::-1] if transposed else index])
         return (values.T if transposed else values).astype(wanted.dtype)
 

@@ -4,6 +4,7 @@ checkpoints, metrics and reports in a run directory."""
 from jaxmux.errors import Interrupted
 
 from .checkpoints import read_task
+from .processes import join_processes
 from .run import fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names
@@ -19,6 +20,7 @@ __all__ = [
     "best_shape",
     "check_names",
     "fine_tune",
+    "join_processes",
     "read_record",
     "read_task",
 ]

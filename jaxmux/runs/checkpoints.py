@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
-from jaxmux.peft import SlotArrays, kind_of
+from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
 from .run_directory import RunDirectoryError
@@ -47,6 +47,44 @@ class RunPosition:
     train_seconds: float = 0.0
 
 
+class SavedRun(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      position: the position of the training run.
+      tasks: by name, the task's progress and accumulated samples, as JSON.
+      arrays: by name, the task's arrays by path.
+    """
+
+    position: RunPosition
+    tasks: dict[str, Any]
+    arrays: dict[str, SlotArrays]
+
+    def restore(self, engine: Engine) -> None:
+        """Puts every task of an engine, and the engine's counters, back to the checkpoint.
+
+        Args:
+          engine: an engine in which the tasks of the training run are registered.
+        """
+        for name in engine.names:
+            task = self.tasks[name]
+            progress = TaskProgress.from_json(task["progress"])
+            if progress.status == "succeeded" and progress.step < engine.prepared(name).steps:
+                progress.status = "running"  # The task has been extended.
+            engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
+        engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
+        engine.computed_tokens = self.position.computed_tokens
+
+
+def array_specs(engine: Engine) -> dict[str, dict[str, LeafSpec]]:
+    """By task, the descriptions of the arrays by path that its checkpoints hold.
+
+    Args:
+      engine: an engine in which the tasks are registered.
+    """
+    return {name: named_leaves(engine.task_specs(name)) for name in engine.names}
+
+
 class Checkpoints:
     """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
     that is not damaged.
@@ -68,7 +106,7 @@ class Checkpoints:
         self._folder, self._keep, self._say = folder, keep, say
         self._manager = self._open()
 
-    def save(self, engine: Engine, position: RunPosition) -> None:
+    def save(self, engine: Engine, position: RunPosition, arrays: Mapping[str, SlotArrays]) -> None:
         """Starts to save everything that the training run needs to continue from here.
 
         The number of the checkpoint is the number of rounds plus the number of microbatches so far.
@@ -77,39 +115,38 @@ class Checkpoints:
         Args:
           engine: the engine; its results must have been fetched (`Engine.drain`).
           position: the position of the training run.
+          arrays: by task, the result of `Engine.task_arrays`.
         """
         # Every microbatch and every update makes a new position.
         step = position.microbatches + position.rounds
         if step in self._manager.all_steps():
             return
-        arrays = {name: engine.task_arrays(name) for name in engine.names}
         with ThreadPoolExecutor() as threads:
             checksums = dict(zip(arrays, threads.map(_checksum, arrays.values()), strict=True))
         run: dict[str, Any] = {
             "format": FORMAT,
             "position": dataclasses.asdict(position),
-            "tasks": {name: _task_record(engine, name, checksums[name]) for name in engine.names},
+            "tasks": {name: _task_record(engine, name, checksums[name]) for name in arrays},
         }
         run["checksum"] = _record_checksum(run)
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
-        for name in engine.names:
-            items[_TASK + name] = ocp.args.StandardSave(arrays[name])
+        for name, own in arrays.items():
+            items[_TASK + name] = ocp.args.StandardSave(own)
         self._manager.save(step, args=ocp.args.Composite(**items))
 
-    def restore(self, engine: Engine) -> RunPosition | None:
-        """Restores every task of the engine from the newest checkpoint that is not damaged.
-        Damaged checkpoints that are newer are renamed to "damaged.NUMBER".
+    def newest(self, specs: Mapping[str, Mapping[str, LeafSpec]]) -> "SavedRun | None":
+        """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
+        renamed to "damaged.NUMBER".
 
         Args:
-          engine: an engine in which the tasks of the training run are registered.
+          specs: by task, the descriptions of its arrays by path (`array_specs`).
 
         Returns:
-          The position of the checkpoint; None if there is no checkpoint.
+          The checkpoint; None if there is none.
 
         Raises:
           RunDirectoryError: every checkpoint is damaged, or the newest has another format.
         """
-        specs = {name: named_leaves(engine.task_specs(name)) for name in engine.names}
         templates = {
             name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
             for name, leaves in specs.items()
@@ -119,16 +156,7 @@ class Checkpoints:
             return None
         step, run, arrays = found
         self._set_newer_aside(step)
-        for name in engine.names:
-            task = run["tasks"][name]
-            progress = TaskProgress.from_json(task["progress"])
-            if progress.status == "succeeded" and progress.step < engine.prepared(name).steps:
-                progress.status = "running"  # The task has been extended.
-            engine.restore_task(name, arrays[name], progress, task["accumulated"])
-        position = RunPosition(**run["position"])
-        engine.rounds, engine.microbatches = position.rounds, position.microbatches
-        engine.computed_tokens = position.computed_tokens
-        return position
+        return SavedRun(RunPosition(**run["position"]), run["tasks"], arrays)
 
     def wait(self) -> None:
         """Waits until all saves are on disk."""
@@ -139,7 +167,13 @@ class Checkpoints:
         self._manager.close()
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+        self._folder.mkdir(exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=False,
+            cleanup_tmp_directories=True,
+            multiprocessing_options=_alone(),
+        )
         return ocp.CheckpointManager(self._folder, options=options)
 
     def _set_newer_aside(self, step: int) -> None:
@@ -181,7 +215,7 @@ def read_task(
     empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
     if not folder.is_dir():
         raise empty
-    options = ocp.CheckpointManagerOptions(read_only=True)
+    options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone())
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         steps = {step: _rounds_of(manager, step) for step in manager.all_steps()}
         wanted = [step for step, found in steps.items() if rounds is None or found == rounds]
@@ -272,6 +306,13 @@ def _read(
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
     return run, arrays
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """Lets Orbax work in process 0 without the others."""
+    return ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
+    )
 
 
 def _task_record(engine: Engine, name: str, checksum: int) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class RunConsole:
         self._tokens: dict[str, int] = {}
         self._first_steps: dict[str, int] = {}
 
+    @classmethod
+    def silent(cls) -> "RunConsole":
+        """A console that prints nothing, for processes beside the one that prints."""
+        return cls(Console(file=open(os.devnull, "w")))
+
     def say(self, text: str) -> None:
         # Lines in a log are not wrapped.
         """Prints one line of text as it is."""

@@ -3,19 +3,17 @@
 import dataclasses
 import math
 import operator
-import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxmux.atomic_files import write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskUpdate, prepare_task
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import (
@@ -24,18 +22,20 @@ from jaxmux.models import (
     backbone_dtype,
     backbone_fingerprint,
     check_backbone,
+    device_memory,
     planned_remat,
 )
-from jaxmux.peft import export_adapter, is_adapter_folder, kind_of
+from jaxmux.peft import Adapter, is_adapter_folder, kind_of
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.tasks import Task, TaskError
 
-from .checkpoints import Checkpoints, RunPosition
+from .checkpoints import Checkpoints, RunPosition, array_specs
 from .console import RunConsole
-from .loss_plot import plot_losses
 from .metrics import MetricsWriter
+from .processes import Processes
+from .recorder import Recorder, RunFiles
 from .run_directory import FORMAT, RunDirectory
-from .run_layout import choose_layout, load_beside, load_on, refuse_mesh
+from .run_layout import RunLayout, choose_layout, load_beside, load_on, refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
 from .stop_signals import StopSignals
 from .summary import Summary
@@ -60,6 +60,10 @@ def fine_tune(
     its summary. In the folder of an earlier call, another backbone, other tasks (`sample_prompt`
     may change), or another dtype, tokens_per_microbatch, row_len, chunk_len or max_sequences are
     refused; all other options may change.
+
+    Several processes train one run if each has joined the others (`join_processes`) and makes the
+    same call. Process 0 alone reads and writes `run_dir` and prints; all need the backbone and the
+    data.
 
     A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The
     training of the other tasks continues.
@@ -90,7 +94,10 @@ def fine_tune(
       Interrupted: SIGINT or SIGTERM arrived during training; the state is saved. Signals are
         handled only if `fine_tune` runs in the main thread.
     """
+    processes = Processes()
     console = console or RunConsole(log_every=options.log_every)
+    if not processes.is_first:
+        console = RunConsole.silent()
     backbone = str(Path(resolve_backbone(backbone)).absolute())
     if not tasks:
         raise TaskError("no tasks to train")
@@ -106,35 +113,34 @@ def fine_tune(
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
-    with (
-        StopSignals() as stop,
-        closing(RunDirectory(run_dir, identity, restart=restart)) as directory,
-    ):
+    with StopSignals() as stop, ExitStack() as stack:
+        directory = processes.on_first(lambda: RunDirectory(run_dir, identity, restart=restart))
+        if directory:
+            stack.enter_context(closing(directory))
         # Everything is read and checked before the backbone is loaded.
-        config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
-        fingerprints = {"backbone": backbone_fingerprint(backbone)}
-        directory.refuse_changes(fingerprints)
-        check_backbone(backbone)
-        reserved = options.reserved(config)
-        if options.mesh != AUTO_MESH:
-            refuse_mesh(options.deployment, config)
-        prepared = [
-            prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks
-        ]
-        for task in prepared:
-            fingerprints |= task.fingerprints
-            if options.row_len is not None:
-                task.refuse_rows_of(options.row_len)
-        directory.refuse_changes(fingerprints)
-        if not restart and (finished := _finished_summary(directory, console)):
-            console.say(f"{directory.path}: this run has finished; --restart trains it anew")
-            console.summarise(finished, directory, config)
+        inputs = processes.together(lambda: _read_inputs(backbone, tasks, options, directory))
+        config, fingerprints, prepared = inputs.config, inputs.fingerprints, inputs.prepared
+        processes.refuse_differences(fingerprints)
+        processes.on_first(lambda: directory.refuse_changes(fingerprints))
+        finished = None if restart else _finished_summary(directory, console)
+        if finished := processes.agree(finished):
+            if directory:
+                console.say(f"{directory.path}: this run has finished; --restart trains it anew")
+                console.summarise(finished, directory, config)
             return finished
         console.announce(prepared, config)
-        layout = choose_layout(prepared, config, options, directory.shapes, console)
+        if processes.count > 1:
+            # What the devices keep has to be the same everywhere.
+            memory = options.memory or processes.least(device_memory())
+            options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
+        layout = processes.agree(
+            processes.on_first(
+                lambda: choose_layout(prepared, config, options, directory.shapes, console)
+            )
+        )
         engine_options = EngineOptions(
             layout.shape,
-            reserved,
+            options.reserved(config),
             options.remat,
             options.memory,
             options.attention,
@@ -145,40 +151,100 @@ def fine_tune(
         )
         dtype = backbone_dtype(options.dtype)
         console.say("compiling the training step; this can take a minute")
-        with ExitStack() as stack:
-            programs = None
-            if layout.deployment.devices == 1:
-                programs = ProgramsAhead(config, dtype, engine_options, prepared)
-                stack.enter_context(closing(programs))
-            model = load_on(layout.deployment, backbone, dtype, config)
-            admission, *others = layout.admissions or (None,)
-            engine = Engine(model, engine_options, admission, programs, others)
-            engine.register_tasks(prepared)
-            engine.refuse_implementations()
-            console.announce_restart(directory)
-            directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
-            checkpoints = Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
-            with closing(checkpoints), closing(engine):
-                position = _restore(engine, checkpoints, console)
-                with closing(MetricsWriter(directory, position, console.say)) as metrics:
-                    every = options.checkpoint_every
-                    seconds = _train(
-                        engine, directory, checkpoints, metrics, position, every, console, stop
-                    )
-                    predicted = {
-                        "predicted_memory_bytes": _predicted_memory(engine, admission),
-                        "predicted_round_seconds": layout.round_seconds,
-                    }
-                    summary = _finish(engine, directory, metrics, position, seconds, predicted)
-        if shown := _with_prompts(engine):
+        programs = None
+        if layout.deployment.devices == 1:
+            programs = ProgramsAhead(config, dtype, engine_options, prepared)
+            stack.enter_context(closing(programs))
+        model = processes.together(lambda: load_on(layout.deployment, backbone, dtype, config))
+        admission, *others = layout.admissions or (None,)
+        engine = Engine(model, engine_options, admission, programs, others)
+        stack.enter_context(closing(engine))
+        engine.register_tasks(prepared)
+        engine.refuse_implementations()
+        checkpoints = processes.on_first(
+            lambda: _begin(directory, fingerprints, layout, options, config_text, console)
+        )
+        if checkpoints:
+            stack.enter_context(closing(checkpoints))
+        position = _restore(engine, checkpoints, processes, console)
+        files = None
+        if checkpoints:
+            metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
+            files = RunFiles(directory, checkpoints, metrics)
+        recorder = Recorder(engine, files, position, console)
+        seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
+        succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
+        _evaluate(engine, succeeded, "eval_loss")
+        summary = recorder.finish(
+            succeeded,
+            seconds,
+            predicted_memory_bytes=_predicted_memory(engine, admission),
+            predicted_round_seconds=layout.round_seconds,
+        )
+        adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
+        engine.close()
+        if adapters and processes.is_first:
             if not isinstance(model, Backbone):
                 model = load_beside(backbone, dtype, config)
             if model is None:
                 console.say("sample_prompt: one device has no memory for the whole backbone")
             else:
-                _show_samples(shown, engine, model, tokenizer, options.sample_tokens, console)
-        console.summarise(summary, directory, config)
-        return summary
+                shown = [p for p in prepared if p.task.name in adapters]
+                _show_samples(shown, adapters, model, inputs.tokenizer, options, console)
+        if directory:
+            console.summarise(summary, directory, config)
+        return processes.agree(summary)
+
+
+class _Inputs(NamedTuple):
+    """What a training run reads before it begins.
+
+    Attributes:
+      config: configuration of the backbone.
+      tokenizer: the backbone's tokenizer.
+      prepared: the tasks.
+      fingerprints: hashes of the backbone and of the data, by what they describe.
+    """
+
+    config: BackboneConfig
+    tokenizer: Any
+    prepared: list[PreparedTask]
+    fingerprints: dict[str, str]
+
+
+def _read_inputs(
+    backbone: str, tasks: Sequence[Task], options: RunOptions, directory: RunDirectory | None
+) -> _Inputs:
+    """Reads and checks everything but the backbone's weights."""
+    config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+    fingerprints = {"backbone": backbone_fingerprint(backbone)}
+    if directory:
+        # Another backbone is said at once, before the data is read.
+        directory.refuse_changes(fingerprints)
+    check_backbone(backbone)
+    options.reserved(config)
+    if options.mesh != AUTO_MESH:
+        refuse_mesh(options.deployment, config)
+    prepared = [prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks]
+    for task in prepared:
+        fingerprints |= task.fingerprints
+        if options.row_len is not None:
+            task.refuse_rows_of(options.row_len)
+    return _Inputs(config, tokenizer, prepared, fingerprints)
+
+
+def _begin(
+    directory: RunDirectory,
+    fingerprints: Mapping[str, str],
+    layout: RunLayout,
+    options: RunOptions,
+    config_text: str | None,
+    console: RunConsole,
+) -> Checkpoints:
+    """Begins to write the run directory; returns its checkpoints."""
+    console.announce_restart(directory)
+    directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
+    return Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
 
 
 def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
@@ -192,9 +258,9 @@ def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) ->
             )
 
 
-def _finished_summary(directory: RunDirectory, console: RunConsole) -> Summary | None:
+def _finished_summary(directory: RunDirectory | None, console: RunConsole) -> Summary | None:
     """The summary of a finished training run whose results are all there; None otherwise."""
-    if directory.extended or not directory.summary.exists():
+    if directory is None or directory.extended or not directory.summary.exists():
         return None
     summary = Summary.load(directory.summary)
     if summary is None:
@@ -207,89 +273,64 @@ def _finished_summary(directory: RunDirectory, console: RunConsole) -> Summary |
     return summary
 
 
-def _restore(engine: Engine, checkpoints: Checkpoints, console: RunConsole) -> RunPosition:
+def _restore(
+    engine: Engine, checkpoints: Checkpoints | None, processes: Processes, console: RunConsole
+) -> RunPosition:
     """Restores the newest checkpoint; without one, measures the losses before training."""
-    position = checkpoints.restore(engine)
-    if position is None:
-        position = RunPosition()
+    specs = array_specs(engine)
+    found = processes.on_first(lambda: checkpoints.newest(specs))
+    # The arrays travel by themselves, task by task.
+    described = processes.agree(found and found._replace(arrays={}))
+    if described is None:
         _evaluate(engine, engine.names, "eval_loss_first")
-    elif not engine.finished:
-        console.say(f"going on from the checkpoint after round {position.rounds}")
-    return position
+        return RunPosition()
+    own = found.arrays if found else dict.fromkeys(specs)
+    arrays = {name: processes.share_arrays(own[name], specs[name]) for name in specs}
+    described._replace(arrays=arrays).restore(engine)
+    if not engine.finished:
+        console.say(f"going on from the checkpoint after round {engine.rounds}")
+    return described.position
 
 
 def _train(
     engine: Engine,
-    directory: RunDirectory,
-    checkpoints: Checkpoints,
-    metrics: MetricsWriter,
-    position: RunPosition,
+    recorder: Recorder,
     checkpoint_every: int,
+    processes: Processes,
     console: RunConsole,
     stop: StopSignals,
 ) -> float | None:
-    """Trains until every task has ended, and moves `position`. Writes checkpoints and metrics, and
-    exports an adapter as soon as its task has succeeded. Returns the median seconds from one round
-    to the next, in the later half of the rounds; None if there were too few."""
-
-    def record(updates: Sequence[TaskUpdate]) -> None:
-        metrics.write(updates)
-        console.show(engine, updates)
-        for update in updates:
-            if engine.progress(update.task).status == "succeeded":
-                _export(engine, update.task, directory)
-
-    def save() -> None:
-        record(engine.drain())
-        position.rounds, position.microbatches = engine.rounds, engine.microbatches
-        position.computed_tokens = engine.computed_tokens
-        position.train_seconds = seconds_before + time.monotonic() - started
-        position.metrics_bytes = metrics.position()
-        checkpoints.save(engine, position)
-
-    seconds_before, started = position.train_seconds, time.monotonic()
+    """Trains until every task has ended, and records the progress. Returns the median seconds from
+    one round to the next, in the later half of the rounds; None if there were too few."""
     ends: list[float] = []
+    # The number of the signal that stops all processes.
+    signal = 0
+
+    def stopped() -> bool:
+        nonlocal signal
+        signal = signal or processes.stop_number(stop.number)
+        return bool(signal)
+
     console.start(engine)
     try:
         with stop.deferred(console.say):
             while not engine.finished:
-                record(engine.train_round(lambda: stop.arrived))
+                recorder.record(engine.train_round(stopped))
                 ends.append(time.monotonic())
-                if stop.arrived:
-                    save()
-                    checkpoints.wait()
-                    raise Interrupted(stop.number, saved=True)
+                if stopped():
+                    recorder.save()
+                    recorder.wait()
+                    # No process leaves before the checkpoint is on disk.
+                    processes.gather(None)
+                    raise Interrupted(signal, saved=True)
                 if engine.rounds % checkpoint_every == 0:
-                    save()
-            save()
+                    recorder.save()
+                processes.end_round()
+            recorder.save()
     finally:
         console.stop()
     later = ends[len(ends) // 2 :]
     return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
-
-
-def _finish(
-    engine: Engine,
-    directory: RunDirectory,
-    metrics: MetricsWriter,
-    position: RunPosition,
-    round_seconds: float | None,
-    predicted: Mapping[str, float | None],
-) -> Summary:
-    succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
-    _evaluate(engine, succeeded, "eval_loss")
-    for name in succeeded:
-        if engine.progress(name).status == "succeeded":
-            _export(engine, name, directory)
-        else:
-            shutil.rmtree(directory.adapter(name), ignore_errors=True)
-    progress = {name: engine.progress(name) for name in engine.names}
-    metrics.write_held_out({name: p.eval_loss_first for name, p in progress.items()}, 0)
-    metrics.write_held_out({name: p.eval_loss for name, p in progress.items()}, position.rounds)
-    plot_losses(directory.metrics, directory.loss_plot)
-    summary = Summary.of(engine, position, round_seconds=round_seconds, **predicted)
-    write_atomically(directory.summary, summary.to_json())
-    return summary
 
 
 def _predicted_memory(engine: Engine, admission: Admission | None) -> int | None:
@@ -311,19 +352,6 @@ def _evaluate(engine: Engine, names: Sequence[str], field: str) -> None:
         progress.eval_target_tokens = sum(s.target_tokens for s in held_out)
 
 
-def _export(engine: Engine, name: str, directory: RunDirectory) -> None:
-    spec = engine.prepared(name).task.adapter
-    base = engine.backbone
-    export_adapter(
-        directory.adapter(name),
-        engine.adapter(name),
-        spec,
-        base.config,
-        base.name_or_path,
-        base_fingerprint=base.fingerprint,
-    )
-
-
 def _with_prompts(engine: Engine) -> list[PreparedTask]:
     """The tasks with a prompt that is completed after training, if they succeeded."""
     return [
@@ -335,17 +363,15 @@ def _with_prompts(engine: Engine) -> list[PreparedTask]:
 
 def _show_samples(
     shown: Sequence[PreparedTask],
-    engine: Engine,
+    adapters: Mapping[str, Adapter],
     model: Backbone,
     tokenizer: Any,
-    tokens: int,
+    options: RunOptions,
     console: RunConsole,
 ) -> None:
     before = [Request(p.task.sample_prompt) for p in shown]
-    after = [
-        Request(p.task.sample_prompt, p.task.adapter, engine.adapter(p.task.name)) for p in shown
-    ]
-    texts = complete(model, tokenizer, before + after, max_new_tokens=tokens)
+    after = [Request(p.task.sample_prompt, p.task.adapter, adapters[p.task.name]) for p in shown]
+    texts = complete(model, tokenizer, before + after, max_new_tokens=options.sample_tokens)
     for p, old, new in zip(shown, texts, texts[len(shown) :], strict=False):
         console.samples(p.task.name, p.task.sample_prompt, old, new)
 

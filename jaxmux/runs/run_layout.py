@@ -90,6 +90,7 @@ def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
     if deployment.devices <= (found := len(jax.devices())):
+        _refuse_idle_processes(deployment)
         return
     if len(deployment.replicas) == 1:
         fitting = fewer_devices(deployment.replicas[0], found, config)
@@ -99,6 +100,17 @@ def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
         f"mesh {deployment}: {numbered(deployment.devices, 'device')}, but there "
         f"{'is' if found == 1 else 'are'} {found}; it would fit with {fitting}"
     )
+
+
+def _refuse_idle_processes(deployment: Deployment) -> None:
+    """PlanningError if a process has none of the devices, which are the first ones."""
+    busy = {device.process_index for device in jax.devices()[: deployment.devices]}
+    if idle := set(range(jax.process_count())) - busy:
+        raise PlanningError(
+            f"mesh {deployment}: {numbered(deployment.devices, 'device')}, of which process "
+            f"{min(idle)} has none; take a mesh of all {len(jax.devices())} devices, or fewer "
+            "processes"
+        )
 
 
 def choose_layout(

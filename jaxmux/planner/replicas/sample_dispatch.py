@@ -205,7 +205,8 @@ def _solve(
       limits: options of the solver, which say when it stops.
 
     Returns:
-      Counts int64 [S, R], or None if the solver stopped before it found any; and a lower bound in seconds.
+      Counts int64 [S, R], or None if the solver stopped before it found any; and a lower bound in
+      seconds.
     """
     row, column = np.nonzero(costs.alone <= known)
     variables = len(row) + 1

@@ -1,0 +1,136 @@
+"""Writes what a training run produces: metrics, checkpoints, adapters and the summary."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxmux.atomic_files import write_atomically
+from jaxmux.engine import Engine, TaskUpdate
+from jaxmux.peft import export_adapter
+
+from .checkpoints import Checkpoints, RunPosition
+from .console import RunConsole
+from .loss_plot import plot_losses
+from .metrics import MetricsWriter
+from .run_directory import RunDirectory
+from .summary import Summary
+
+
+class RunFiles(NamedTuple):
+    """The open files of a run directory.
+
+    Attributes:
+      directory: the run directory.
+      checkpoints: its checkpoints.
+      metrics: its metrics.
+    """
+
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+
+
+class Recorder:
+    """Records the progress and the results of a training run.
+
+    Of several processes, one has the files. The others call the same methods, because arrays are
+    read from the devices of all of them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        files: RunFiles | None,
+        position: RunPosition,
+        console: RunConsole,
+    ):
+        """Creates a recorder at the position from which training continues.
+
+        Args:
+          engine: the engine with its tasks.
+          files: the files; None in a process that writes none.
+          position: the position, which `save` changes.
+          console: shows updates.
+        """
+        self._engine, self._files, self._console = engine, files, console
+        self._position, self._before = position, position.train_seconds
+        self._started = time.monotonic()
+
+    def record(self, updates: Sequence[TaskUpdate]) -> None:
+        """Writes and shows updates, and exports the adapters of the tasks that succeeded with them.
+
+        Args:
+          updates: the updates of a round.
+        """
+        if self._files:
+            self._files.metrics.write(updates)
+        self._console.show(self._engine, updates)
+        for update in updates:
+            if self._engine.progress(update.task).status == "succeeded":
+                self.export(update.task)
+
+    def save(self) -> None:
+        """Fetches all results, records them, and starts to save a checkpoint."""
+        engine, position = self._engine, self._position
+        self.record(engine.drain())
+        arrays = {name: engine.task_arrays(name) for name in engine.names}
+        position.rounds, position.microbatches = engine.rounds, engine.microbatches
+        position.computed_tokens = engine.computed_tokens
+        position.train_seconds = self._before + time.monotonic() - self._started
+        if self._files:
+            position.metrics_bytes = self._files.metrics.position()
+            self._files.checkpoints.save(engine, position, arrays)
+
+    def wait(self) -> None:
+        """Waits until all checkpoints are on disk."""
+        if self._files:
+            self._files.checkpoints.wait()
+
+    def export(self, name: str) -> None:
+        """Exports the current adapter of a task.
+
+        Args:
+          name: name of the task.
+        """
+        engine = self._engine
+        adapter, base = engine.adapter(name), engine.backbone
+        if self._files:
+            export_adapter(
+                self._files.directory.adapter(name),
+                adapter,
+                engine.prepared(name).task.adapter,
+                base.config,
+                base.name_or_path,
+                base_fingerprint=base.fingerprint,
+            )
+
+    def finish(
+        self, exported: Sequence[str], round_seconds: float | None, **predicted: float | None
+    ) -> Summary:
+        """Exports the adapters of the tasks that succeeded, and writes the losses of held-out data,
+        the plot and the summary.
+
+        Args:
+          exported: names of the tasks whose training succeeded. Some may have failed since, when
+            their held-out loss was measured; their adapters are removed.
+          round_seconds: as in `Summary`.
+          **predicted: the fields of `Summary` that begin with "predicted".
+        """
+        engine, files = self._engine, self._files
+        for name in exported:
+            if engine.progress(name).status == "succeeded":
+                self.export(name)
+            elif files:
+                shutil.rmtree(files.directory.adapter(name), ignore_errors=True)
+        numbers: Mapping[str, float | None] = {"round_seconds": round_seconds, **predicted}
+        summary = Summary.of(engine, self._position, **numbers)
+        if files:
+            progress = {name: engine.progress(name) for name in engine.names}
+            first = {name: p.eval_loss_first for name, p in progress.items()}
+            last = {name: p.eval_loss for name, p in progress.items()}
+            files.metrics.write_held_out(first, 0)
+            files.metrics.write_held_out(last, self._position.rounds)
+            plot_losses(files.directory.metrics, files.directory.loss_plot)
+            write_atomically(files.directory.summary, summary.to_json())
+        return summary

@@ -1,0 +1,177 @@
+"""Moves arrays between meshes, also where they belong to several processes.
+
+Every process runs the same program on the host. Of an array on devices of other processes it knows
+only the shape and dtype: `jax.ShapeDtypeStruct` takes the array's place, and `StageMesh.run`
+dispatches nothing there. So all processes make the same decisions, and each one works with its own
+devices.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+# The axes of a mesh of senders and receivers: what is sent separately, and the devices that have
+# the same part of it.
+_SHARD, _MEMBER = "shard", "member"
+_EVERY = P((_SHARD, _MEMBER))
+
+
+def is_local(mesh: Mesh) -> bool:
+    """Whether this process has devices of a mesh."""
+    return jax.process_index() in _processes(mesh)
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Copies arrays of the host to devices, or arrays of this process to others of its devices.
+
+    Args:
+      tree: the arrays, the same in every process.
+      shardings: a tree like `tree`, or one sharding for all arrays.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(value: Any, sharding: NamedSharding) -> Any:
+    if not is_local(sharding.mesh):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    lies_there = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if lies_there or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def move(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
+    """Copies arrays from one mesh to another one that shares no device with it, or to itself.
+
+    Between processes, the devices of both meshes run a program together that exchanges the arrays.
+    Its dispatch waits for nothing; a device that sends waits for the receiver.
+
+    Args:
+      tree: arrays that are divided among the devices of `source` as `spec` says.
+      source: mesh on which they lie.
+      target: mesh to which they are copied.
+      spec: how all arrays are divided on both meshes: whole on every device, or the first axis
+        divided among all axes but the last one, whose product is the same in both meshes.
+    """
+    processes = _processes(source) | _processes(target)
+    sharding = NamedSharding(target, spec)
+    if jax.process_index() not in processes:
+        return jax.tree.map(partial(_shape, sharding=sharding), tree)
+    if source == target or processes == {jax.process_index()}:
+        return jax.device_put(tree, sharding)
+    return _exchange(tree, source, target, spec)
+
+
+def share(tree: Any, mesh: Mesh) -> Any:
+    """Lets every process read arrays.
+
+    Args:
+      tree: arrays on a mesh, divided in any way. Where the mesh has no device of this process,
+        shapes and dtypes.
+      mesh: the mesh.
+
+    Returns:
+      The arrays; of several processes, each has copies on one of its devices.
+    """
+    if jax.process_count() == 1:
+        return tree
+    shapes = jax.tree.map(_shape, tree)
+    whole = _replicate(NamedSharding(mesh, P()))
+    tree = whole(tree) if is_local(mesh) else whole.eval_shape(shapes)
+    others = {d.process_index: d for d in reversed(jax.devices())}
+    others = [d for process, d in sorted(others.items()) if process not in _processes(mesh)]
+    if others:
+        readers = Mesh(np.array(others), (_MEMBER,))
+        moved = move(tree, mesh, readers, P())
+        tree = tree if is_local(mesh) else moved
+    return jax.tree.map(lambda x, own: x.addressable_data(0).reshape(own.shape), tree, shapes)
+
+
+def _processes(mesh: Mesh) -> set[int]:
+    return {device.process_index for device in mesh.devices.flat}
+
+
+def _shape(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+@cache
+def _replicate(whole: NamedSharding) -> Any:
+    # Scalars get an axis, because arrays are exchanged one below the other.
+    return jax.jit(partial(jax.tree.map, jnp.atleast_1d), out_shardings=whole)
+
+
+def _exchange(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
+    """`move` in a process that has devices of one of the meshes."""
+    shards = 1 if spec == P() else source.devices.size // source.devices.shape[-1]
+    devices = [mesh.devices.reshape(shards, -1) for mesh in (source, target)]
+    both = Mesh(np.concatenate(devices, axis=1), (_SHARD, _MEMBER))
+    before, after = NamedSharding(source, spec), NamedSharding(target, spec)
+
+    def stacked(x: Any) -> jax.Array:
+        # What every device has of the array, one below the other; the receivers have zeros.
+        first, *rest = before.shard_shape(x.shape)
+        own = {s.device: s.data for s in getattr(x, "addressable_shards", ())}
+        pieces = [
+            own[device] if device in own else jnp.zeros((first, *rest), x.dtype, device=device)
+            for device in both.local_devices
+        ]
+        shape = (both.size * first, *rest)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(both, _EVERY), pieces)
+
+    def arrived(x: Any, exchanged: jax.Array) -> Any:
+        if not is_local(target):
+            return _shape(x, after)
+        own = {s.device: s.data for s in exchanged.addressable_shards}
+        pieces = [own[device] for device in target.local_devices]
+        return jax.make_array_from_single_device_arrays(x.shape, after, pieces)
+
+    exchanged = _send(both, devices[0].shape[1], jax.tree.map(stacked, tree))
+    return jax.tree.map(arrived, tree, exchanged)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _send(both: Mesh, senders: int, tree: Any) -> Any:
+    """Replaces what the receivers have by what the senders have.
+
+    Args:
+      both: a mesh whose first members are senders.
+      senders: number of senders of each shard, which all have the same.
+      tree: arrays, divided among all devices.
+    """
+    pairs = [(i, senders + i) for i in range(senders)]
+
+    def on_device(x: Array) -> Array:
+        if both.shape[_MEMBER] == 2 * senders:
+            return jax.lax.ppermute(x, _MEMBER, pairs)
+        return _of_first(x)
+
+    return jax.shard_map(
+        partial(jax.tree.map, on_device),
+        mesh=both,
+        in_specs=_EVERY,
+        out_specs=_EVERY,
+        check_vma=False,
+    )(tree)
+
+
+def _of_first(x: Array) -> Array:
+    """What the first member has, with the same bits, on every member."""
+    if x.dtype == jnp.bool_:
+        return _of_first(x.astype(jnp.uint8)) > 0
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    # Not every library sums short integers.
+    wide = jnp.where(jax.lax.axis_index(_MEMBER) == 0, bits.astype(jnp.uint32), 0)
+    wide = jax.lax.psum(wide, _MEMBER)
+    return jax.lax.bitcast_convert_type(wide.astype(bits.dtype), x.dtype)
