@@ -8,6 +8,8 @@ LoRA of rank 16 on all linears, and AdamW. A round has `--microbatches` full mic
 tokens. One GPU and the meshes train the same tasks, one after the other, in processes of their own;
 a time is the median over rounds.
 
+With `--processes 2`, every mesh is also trained by two processes, each with its part of the GPUs.
+
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from.
 
@@ -20,10 +22,13 @@ For a dry run on CPU:
 
 import argparse
 import json
+import os
 import shlex
+import socket
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -65,7 +70,7 @@ class Measured(NamedTuple):
       tokens: tokens of a round.
       microbatches: microbatches of a round.
       first: seconds from the start of the process's work to the end of the first round.
-      peaks: peak memory of each device in bytes; None where it is unknown.
+      peaks: peak memory of each device of this process in bytes; None where it is unknown.
       device: kind of the devices.
     """
 
@@ -82,21 +87,53 @@ def main() -> None:
     one = in_own_process(partial(measure, args, Deployment((ONE_DEVICE,))))
     records = []
     for mesh in args.meshes:
-        several = in_own_process(partial(measure, args, Deployment.parse(mesh)))
-        records.append(record(args, one, mesh, several))
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
-        print(json.dumps(records[-1], indent=1), flush=True)
+        deployment = Deployment.parse(mesh)
+        for processes in sorted({1, args.processes}):
+            several = measure_in(processes, args, deployment)
+            records.append(record(args, one, mesh, processes, several))
+            args.out.write_text(json.dumps(records, indent=1) + "\n")
+            print(json.dumps(records[-1], indent=1), flush=True)
 
 
-def record(args: argparse.Namespace, one: Measured, mesh: str, several: Measured) -> dict[str, Any]:
+def measure_in(count: int, args: argparse.Namespace, deployment: Deployment) -> Measured:
+    """`measure` in new processes, which divide the devices among them."""
+    if count == 1:
+        return in_own_process(partial(measure, args, deployment))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    calls = [partial(measure_as, i, count, coordinator, args, deployment) for i in range(count)]
+    with ThreadPoolExecutor() as threads:
+        first, *_ = threads.map(in_own_process, calls)
+    return first
+
+
+def measure_as(
+    index: int, count: int, coordinator: str, args: argparse.Namespace, deployment: Deployment
+) -> Measured:
+    """`measure` in process `index` of `count`."""
+    each = deployment.devices // count
+    if jax.config.jax_platforms != "cpu":
+        own: list[int] | None = list(range(index * each, (index + 1) * each))
+    else:
+        own = None
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={each}"
+    jax.distributed.initialize(coordinator, count, index, local_device_ids=own)
+    return measure(args, deployment)
+
+
+def record(
+    args: argparse.Namespace, one: Measured, mesh: str, processes: int, several: Measured
+) -> dict[str, Any]:
     """The record of a mesh beside one GPU."""
     deployment = Deployment.parse(mesh)
     sizes = [replica.sizes for replica in deployment.replicas]
     shares = [LEAST_SHARE[axis] for own in sizes for axis, size in own.items() if size > 1]
+    beside = f" in {processes} processes" if processes > 1 else ""
     if len(sizes) > 1:
         shares.append(LEAST_SHARE_OF_REPLICAS)
     return {
-        "name": f"8B shape, {mesh}, {args.tasks} tasks, over one GPU",
+        "name": f"8B shape, {mesh}{beside}, {args.tasks} tasks, over one GPU",
         "value": one.seconds / several.seconds,
         "bound": min(shares) * deployment.devices,
         "sense": "at least",
@@ -150,7 +187,11 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
         microbatches * shape.tokens,
         microbatches,
         first,
-        [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices],
+        [
+            (device.memory_stats() or {}).get("peak_bytes_in_use")
+            for device in devices
+            if device in jax.local_devices()
+        ],
         devices[0].device_kind,
     )
 
@@ -159,6 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--meshes", nargs="+", default=["pp2"])
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--tasks", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)

@@ -149,6 +149,19 @@ class StageMesh:
         """The `NamedSharding` of a `PartitionSpec`, or the tree of them for a tree."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
+    def of_one_device(self, tree: Any, specs: Any) -> Any:
+        """Shapes and dtypes of what one device holds of a tree of arrays.
+
+        Args:
+          tree: the arrays, or their shapes and dtypes.
+          specs: a tree like `tree` with the `PartitionSpec` of every array.
+        """
+
+        def own(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+
+        return jax.tree.map(own, tree, self.shardings(specs))
+
     def weight_specs(self, weights: Weights) -> Weights:
         """A tree like `weights` with the `PartitionSpec` of every array.
 
@@ -221,20 +234,6 @@ def run_on(home: StageMesh | None, program: Callable[..., Any], *arguments: Any)
       *arguments: its arguments.
     """
     return program(*arguments) if home is None else home.run(program, *arguments)
-
-
-def on_one_device(tree: Any, shardings: Any) -> Any:
-    """Shapes and dtypes of what one device holds of a tree of arrays.
-
-    Args:
-      tree: the arrays, or their shapes and dtypes.
-      shardings: a tree like `tree` with the sharding of every array.
-    """
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype),
-        tree,
-        shardings,
-    )
 
 
 def stage_meshes(

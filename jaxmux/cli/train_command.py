@@ -27,7 +27,8 @@ def run(options: argparse.Namespace) -> int:
     _keep_compiled_programs()
     files = options.gin_file
     if not files:
-        print("no --gin_file: running the bundled demo (--help shows how to train your own tasks)")
+        if jax.process_index() == 0:
+            print("no --gin_file: running the bundled demo (--help shows how to train your own)")
         files = [DEMO_CONFIG]
     run_dir = options.run_dir or Path("runs") / Path(files[-1]).stem
     gin_bindings.parse([resolve_path(file) for file in files], options.bindings)

@@ -15,7 +15,7 @@ from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
 from jaxmux.sharding import Passed, PlacedBackbone, StageOptions, backward, forward
-from jaxmux.sharding.stage_mesh import DATA, on_one_device
+from jaxmux.sharding.stage_mesh import DATA
 
 from .compile import forward_options
 from .engine_options import EngineOptions
@@ -202,21 +202,7 @@ class CompiledStages:
         in_flight = round_table(
             self._options.schedule, stages, parts, [{0: (0,)}] * (4 * parts)
         ).schedule.peak_buffers()
-        held = [
-            on_one_device(
-                (weights, state.adapters["lora"]),
-                home.shardings(
-                    (home.weight_specs(weights), home.leaf_specs(layout.tree.adapters["lora"]))
-                ),
-            )
-            for home, weights, layout, state in zip(
-                backbone.homes,
-                backbone.weights,
-                self._stored.layouts,
-                self._stored.states,
-                strict=True,
-            )
-        ]
+        held = [self._held(i) for i in range(parts)]
         microbatch, found = empty_microbatch(self._options.shape), []
         for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
             weights, pools = zip(*held[i % stages :: stages], strict=True)
@@ -232,6 +218,13 @@ class CompiledStages:
             given = own, forward, adapters, microbatch, self.empty_table(), room
             found.append(choose_remat(*given, int(in_flight[i % stages])))
         return found
+
+    def _held(self, part: int) -> tuple[Any, Any]:
+        """Shapes and dtypes of a part's weights and pools on one device."""
+        home, weights = self._backbone.homes[part], self._backbone.weights[part]
+        pools, specs = self._stored.states[part].adapters["lora"], self._stored.layouts[part].tree
+        divided = home.weight_specs(weights), home.leaf_specs(specs.adapters["lora"])
+        return home.of_one_device((weights, pools), divided)
 
     def empty_microbatches(self) -> list[Microbatch]:
         """A microbatch without samples, for each stage."""

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from jaxmux.sharding.transfers import put, share
 
 T = TypeVar("T")
 
+# A process waits so many seconds for the others to begin.
+_JOIN_SECONDS = 300
 # A process that ends waits so many seconds for the others to end.
 _SHUTDOWN_SECONDS = 60
 # Seconds between two looks at what another process has said; signals are handled in between.
@@ -39,23 +42,44 @@ def join_processes(
     Raises:
       InputError: there is no such job, or the processes do not find each other.
     """
+    if index:
+        # JAX would abort this process, with a stack trace.
+        _wait_for(coordinator)
     try:
         jax.distributed.initialize(
             coordinator,
             count,
             index,
             cluster_detection_method=None if coordinator is None else "deactivate",
+            initialization_timeout=_JOIN_SECONDS,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as e:
         if coordinator is None:
             raise InputError(
-                f"this process finds no others ({_first_line(e)}); outside of a Slurm, Open MPI or "
-                "Kubernetes job, give --coordinator, --processes and --process"
+                "this is no Slurm, Open MPI or Kubernetes job that JAX knows "
+                f"({_first_line(e)}); give --coordinator, --processes and --process"
             ) from None
         raise InputError(
             f"process {index} of {count} cannot join the others at {coordinator}: {_first_line(e)}"
         ) from None
+
+
+def _wait_for(coordinator: str) -> None:
+    """Waits until process 0 can be reached. InputError if it cannot for a long time."""
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + _JOIN_SECONDS
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+            return
+        except (OSError, OverflowError) as e:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"process 0 does not answer at {coordinator} ({e}); is it running, and is this "
+                    "its address?"
+                ) from None
+        time.sleep(_PATIENCE)
 
 
 class Processes:

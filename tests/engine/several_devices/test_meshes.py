@@ -15,7 +15,6 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Stage
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.sharding import forward
-from jaxmux.sharding.stage_mesh import on_one_device
 
 # Rounding in another order changes gradients by this much, relative to their norm.
 GRADIENT_TOLERANCE = 1e-5
@@ -346,7 +345,11 @@ def test_the_backward_pass_is_given_no_weights_or_adapters(
         passed, _, residuals = jax.eval_shape(partial(forward, program), *arguments)
         kept = {leaf.shape[1:] for leaf in jax.tree.leaves(residuals)}
         state = replica.state.states[part]
-        own = on_one_device((backbone.weights[part], state.adapters))
+        home, tree = program.home, replica.state.layouts[part].tree
+        own = home.of_one_device(
+            (backbone.weights[part], state.adapters),
+            (home.weight_specs(backbone.weights[part]), home.leaf_specs(tree.adapters)),
+        )
         # A stack of two layers, a stack of one layer that was gathered, and one layer.
         shapes = {leaf.shape for leaf in jax.tree.leaves(own) if leaf.ndim > 1}
         config = program.home.device_config(backbone.config, 1)
