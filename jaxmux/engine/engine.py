@@ -244,7 +244,9 @@ class Engine:
         program is compiled; None before it is."""
         return self._executor.remat
 
-    def train_round(self, stop: Callable[[], bool] = lambda: False) -> list[TaskUpdate]:
+    def train_round(
+        self, stop: Callable[[], bool] = lambda: False, stream: bool = True
+    ) -> list[TaskUpdate]:
         """Dispatches a round (one global batch of every live task), and returns the results of the
         round before it.
 
@@ -257,6 +259,9 @@ class Engine:
             before and returns with this round unfinished. The next call continues with the
             remaining microbatches. If the fetched results end a task of this round, the round is
             finished all the same.
+          stream: whether a pipeline may begin the round after this one before this one has ended.
+            False leaves no gradients of that round behind, so that a checkpoint after this call is
+            restored to the same bits on the same devices.
 
         Returns:
           One `TaskUpdate` for each task of the round before, except tasks that had failed before
@@ -276,7 +281,11 @@ class Engine:
             done, before = position.done, len(position.done)
             try:
                 outcome = self._executor.run(
-                    current, done, stop, self._due, position.plan_following
+                    current,
+                    done,
+                    stop,
+                    self._due,
+                    position.plan_following if stream else lambda: None,
                 )
             finally:
                 self._count(current, done[before:])

@@ -1,10 +1,12 @@
 """Several processes that train one run: what they decide together."""
 
 import itertools
+import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +15,7 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.errors import InputError, ProcessFailed
+from jaxmux.errors import InputError, ProcessFailed, ran_out_of_memory
 from jaxmux.sharding.transfers import put, share
 
 T = TypeVar("T")
@@ -22,6 +24,8 @@ T = TypeVar("T")
 _JOIN_SECONDS = 300
 # A process that ends waits so many seconds for the others to end.
 _SHUTDOWN_SECONDS = 60
+# Least number of threads in XLA's pool.
+_THREADS = 64
 # Seconds between two looks at what another process has said; signals are handled in between.
 _PATIENCE = 1.0
 # Every decision has a number of its own, also of later runs in the same processes.
@@ -42,6 +46,9 @@ def join_processes(
     Raises:
       InputError: there is no such job, or the processes do not find each other.
     """
+    # On CPU, every collective that is under way blocks a thread of XLA's pool, which by default has
+    # a thread for each core. XLA reads this when the devices are first used.
+    os.environ.setdefault("NPROC", str(max(_THREADS, os.cpu_count() or 1)))
     if index:
         # JAX would abort this process, with a stack trace.
         _wait_for(coordinator)
@@ -233,6 +240,20 @@ class Processes:
             self._told_signal = True
             self._client.key_value_set(f"jaxmux/signals/{self.index}", str(number))
         return self.agree(number)
+
+    @contextmanager
+    def noticing_failures(self) -> Iterator[None]:
+        """Within this context, an exception of JAX that another process may have caused by its end
+        becomes a `ProcessFailed`."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as e:
+            if self.count == 1 or ran_out_of_memory(e):
+                raise
+            raise ProcessFailed(
+                f"another process has ended, or the devices failed ({_first_line(e)[:200]}); the "
+                "same command in all processes continues from the last checkpoint"
+            ) from e
 
     def end_round(self) -> None:
         """Deletes old decisions. Call it after every round: when process 0 has the results of a

@@ -113,7 +113,7 @@ def fine_tune(
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
-    with StopSignals() as stop, ExitStack() as stack:
+    with StopSignals() as stop, processes.noticing_failures(), ExitStack() as stack:
         directory = processes.on_first(lambda: RunDirectory(run_dir, identity, restart=restart))
         if directory:
             stack.enter_context(closing(directory))
@@ -315,7 +315,8 @@ def _train(
     try:
         with stop.deferred(console.say):
             while not engine.finished:
-                recorder.record(engine.train_round(stopped))
+                saves = (engine.rounds + 1) % checkpoint_every == 0
+                recorder.record(engine.train_round(stopped, stream=not saves))
                 ends.append(time.monotonic())
                 if stopped():
                     recorder.save()

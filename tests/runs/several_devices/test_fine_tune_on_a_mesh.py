@@ -102,6 +102,10 @@ def test_a_run_on_a_mesh_is_close_to_one_device_and_resumes_to_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "killed", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
     monkeypatch.undo()
+    # The sum of gradients would be divided otherwise among the devices that add to it.
+    for saved in (tmp_path / "killed" / "checkpoints").glob("*/run/metadata"):
+        found = json.loads(saved.read_text())["tasks"].values()
+        assert not any(task["accumulated"] for task in found)
     train(tmp_path / "killed", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     found = adapter_bytes(tmp_path / "killed" / "adapters")

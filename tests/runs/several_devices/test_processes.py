@@ -43,6 +43,8 @@ class Pair:
         devices = "--xla_force_host_platform_device_count="
         flags = os.environ["XLA_FLAGS"].replace(f"{devices}8", f"{devices}4")
         self.environment = os.environ | {"XLA_FLAGS": flags}
+        # The tests' setting would leave XLA too few threads.
+        del self.environment["NPROC"]
 
     def start(self, mesh: str, *of_second: str) -> list[subprocess.Popen]:
         """Starts both processes; `of_second` are arguments of the second one alone."""
