@@ -135,6 +135,12 @@ class StageMesh:
         """Lets every process read arrays that lie on this mesh; see `transfers.share`."""
         return share(tree, self.mesh)
 
+    def read(self, array: Any) -> np.ndarray | jax.Array:
+        """An array that lies on this mesh, for every process. Of several processes, each waits for
+        it, so that devices never hold more than one array as a whole."""
+        shared = self.share(array)
+        return shared if jax.process_count() == 1 else np.asarray(shared)
+
     def run(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Dispatches a program, if this process has devices of the mesh. Otherwise the result has
         shapes and dtypes (`jax.ShapeDtypeStruct`) in place of arrays.

@@ -28,10 +28,11 @@ def is_local(mesh: Mesh) -> bool:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Copies arrays of the host to devices, or arrays of this process to others of its devices.
+    """Copies arrays of the host to devices.
 
     Args:
-      tree: the arrays, the same in every process.
+      tree: arrays of the host, the same in every process, or arrays that lie on these devices
+        already, divided in another way.
       shardings: a tree like `tree`, or one sharding for all arrays.
     """
     if jax.process_count() == 1:

@@ -155,6 +155,18 @@ def test_parameters_of_the_config_count(flag, tmp_path):
     assert len(mood) == 5 * plan.rounds
 
 
+@pytest.mark.parametrize("mesh", ["dp3", "fsdp2,dp2,pp2"])
+def test_data_shards_divide_the_samples(mesh, tmp_path, capsys):
+    """The plan is that of the first shard, which has at least as many samples as any other."""
+    assert main([*QUICK, f"--mesh={mesh}", f"--out={tmp_path}"]) == 0
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    shards = plan.replica.shards
+    assert f"{shards} data shards train different samples" in capsys.readouterr().out
+    samples = [sample.slot for own in plan.microbatches for sample in own]
+    for slot, batch_size in enumerate([16, 8, 8, 6]):
+        assert samples.count(slot) == -(-batch_size // shards) * plan.rounds
+
+
 def test_dropped_records_are_shown(tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     records = [{"prompt": "a", "completion": "b" * n} for n in (5, 5, 500)]
@@ -242,7 +254,7 @@ def test_empty_plan_is_refused(refused, tmp_path):
 
 REFUSED = {
     "no such axis": (["--mesh=ep2"], "'ep2' is no axis"),
-    "data parallelism": (["--mesh=dp2,pp2"], "plans are for one data shard"),
+    "several replicas": (["--mesh=pp2 + tp1"], "a plan is for one replica; plan one alone"),
     "more stages than layers": (["--mesh=pp7"], "it would fit with pp6"),
     "heads that do not divide": (["--mesh=tp2"], "tp2 does not divide num_key_value_heads=3"),
     "a row too short": (["--gin.fine_tune.row_len=64"], "task 'record': its longest sample has 99"),

@@ -101,6 +101,15 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     return options
 
 
+def is_one_of_several(options: argparse.Namespace) -> bool:
+    """Whether the command is one of several processes.
+
+    Args:
+      options: the options of any command.
+    """
+    return bool(getattr(options, "distributed", False) or getattr(options, "coordinator", None))
+
+
 def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exits with a message if the options of several processes do not belong together."""
     given = [options.coordinator, options.processes, options.process]
@@ -110,7 +119,8 @@ def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespac
         return
     if options.distributed:
         parser.error("--distributed finds the coordinator by itself; leave one of the two out")
-    if not re.fullmatch(r".+:[0-9]{1,5}", options.coordinator):
+    port = options.coordinator.rpartition(":")[2]
+    if not re.fullmatch(r".+:[0-9]{1,5}", options.coordinator) or int(port) >= 2**16:
         parser.error(f"--coordinator should be HOST:PORT, found {options.coordinator!r}")
     if options.process >= options.processes:
         parser.error(
@@ -126,7 +136,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--mesh",
         default="pp1",
-        help="pipeline stages and tensor parallelism, e.g. pp4,tp2; default: one device",
+        help="devices of one replica, e.g. pp4,tp2 or dp2,pp2; default: one device",
     )
     parser.add_argument(
         "--profile",

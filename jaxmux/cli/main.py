@@ -4,11 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 
-from .arguments import COMMANDS
-from .exit_codes import BROKE, REFUSED, exit_code_of
+from .arguments import COMMANDS, is_one_of_several
+from .exit_codes import REFUSED, TASK_FAILED, exit_code_of
 from .similar_names import did_you_mean
 
 # With any of these, the user decides about the GPU's memory.
@@ -51,16 +52,12 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     if not _MEMORY_SETTINGS & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     code = exit_code_of(lambda: import_module(f".{command}_command", __package__).run(options))
-    if code == BROKE and _is_one_of_several(options):
-        # The others may be waiting for this process's devices. It does not wait for them in turn:
-        # JAX ends them when they find it gone.
-        sys.stdout.flush()
+    if code not in (0, TASK_FAILED) and is_one_of_several(options):
+        # Otherwise JAX would wait for the other processes, which may wait for this one.
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
         os._exit(code)
     return code
-
-
-def _is_one_of_several(options: argparse.Namespace) -> bool:
-    return bool(getattr(options, "distributed", False) or getattr(options, "coordinator", None))
 
 
 def _parser() -> argparse.ArgumentParser:

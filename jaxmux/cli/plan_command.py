@@ -27,7 +27,7 @@ from jaxmux.planner.costs import (
     measured_models,
 )
 from jaxmux.planner.costs.device_profile import ProfileError, read_profile
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.pipeline import (
     Plan,
     SmallerMicrobatches,
@@ -61,12 +61,13 @@ def run(options: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     if options.out:
         require_writable(options.out / _PLAN)
-    replica = Replica.parse(options.mesh)
-    if replica.shards > 1:
+    deployment = Deployment.parse(options.mesh)
+    if len(deployment.replicas) > 1:
         raise PlanningError(
-            f"mesh {replica}: plans are for one data shard; plan its devices alone, e.g. "
-            f"{Replica.uniform(replica.pp, replica.tp)}"
+            f"mesh {options.mesh!r}: a plan is for one replica; plan one alone, e.g. "
+            f"{deployment.replicas[0]}"
         )
+    (replica,) = deployment.replicas
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     config = gin_bindings.run_config()
     plan, smaller, dropped = _plan(config, replica, options.profile, options.rounds)
@@ -101,7 +102,7 @@ def _plan(
     replica.require(config.num_layers, mesh_sizes(config))
     models = _cost_models(run, config, replica, profile)
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
+    tasks = [_read_task(task, config, tokenizer, replica.shards) for task in run.tasks]
     rounds = _choose_rounds(rounds, tasks)
     request = run.shape_request(models.least_chunk_len)
     remat = planned_remat(run.remat)
@@ -138,8 +139,9 @@ def _cost_models(
     return measured_models(profile, size, run.memory, replica)
 
 
-def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
-    """Reads and tokenizes the task's data."""
+def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, shards: int) -> TaskLoad:
+    """Reads and tokenizes the task's data. Its batches are those of the first data shard, which has
+    at least as many samples as any other."""
     try:
         modules = tuple(resolve_targets(task.adapter.target_modules, config))
         data = read_data(task, config, tokenizer)
@@ -152,7 +154,7 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[sample.stream_length for sample in data.samples.samples],
-        batches=BatchLengths(data.batches, data.steps),
+        batches=BatchLengths(data.batches, data.steps, shards),
         held_out=[sample.stream_length for sample in data.eval_samples],
         dropped=data.samples.dropped,
     )

@@ -27,6 +27,11 @@ def plan_tables(
         f"costs are {plan.costs.kind}: {plan.costs.text}"
     )
     yield from plan.costs.notes
+    if (shards := plan.replica.shards) > 1:
+        yield (
+            f"{shards} data shards train different samples at the same time; microbatches and "
+            "their tokens are those of the first shard"
+        )
     yield _tasks(plan)
     yield from _dropped(plan, dropped)
     yield _buckets(plan)
@@ -106,7 +111,7 @@ def _predictions(plan: Plan) -> Table:
     # Headings of several lines leave room for the method on a terminal of 80 columns.
     columns = ["microbatches\nper round", "round\ntime", "tokens/s", "against\nthe plan"]
     table = number_table("method", *(["bubble\nratio"] if bubbles else []), *columns)
-    tokens = sum(plan.tokens_by_microbatch) / plan.rounds
+    tokens = plan.replica.shards * sum(plan.tokens_by_microbatch) / plan.rounds
     own = plan.prediction
     for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:
         table.add_row(

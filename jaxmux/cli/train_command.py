@@ -9,9 +9,10 @@ import jax
 
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import fine_tune, join_processes
+from jaxmux.runs.processes import leave, process_index
 
 from . import gin_bindings
-from .arguments import DEMO_CONFIG
+from .arguments import DEMO_CONFIG, is_one_of_several
 from .exit_codes import TASK_FAILED
 
 
@@ -22,12 +23,21 @@ def run(options: argparse.Namespace) -> int:
     """
     # Orbax logs warnings about its own metadata when training resumes.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    if options.distributed or options.coordinator:
-        join_processes(options.coordinator, options.processes, options.process)
+    if not is_one_of_several(options):
+        return _train(options)
+    join_processes(options.coordinator, options.processes, options.process)
+    try:
+        return _train(options)
+    except BaseException as e:
+        leave(e)
+        raise
+
+
+def _train(options: argparse.Namespace) -> int:
     _keep_compiled_programs()
     files = options.gin_file
     if not files:
-        if jax.process_index() == 0:
+        if process_index() == 0:
             print("no --gin_file: running the bundled demo (--help shows how to train your own)")
         files = [DEMO_CONFIG]
     run_dir = options.run_dir or Path("runs") / Path(files[-1]).stem

@@ -127,7 +127,7 @@ class StoredState:
         found = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
             own = run_on(home, read_slot, state, layout, kind, slot)
-            found.append(own if home is None else home.share(own))
+            found.append(own if home is None else jax.tree.map(home.read, own))
 
         def joined(spec: LeafSpec, *leaves: jax.Array) -> np.ndarray | jax.Array:
             if len(leaves) == 1 or "layer" not in spec.axes:

@@ -106,21 +106,22 @@ class Checkpoints:
         self._folder, self._keep, self._say = folder, keep, say
         self._manager = self._open()
 
+    def has(self, position: RunPosition) -> bool:
+        """Whether there is a checkpoint of this position.
+
+        Args:
+          position: the position of the training run.
+        """
+        return _step(position) in self._manager.all_steps()
+
     def save(self, engine: Engine, position: RunPosition, arrays: Mapping[str, SlotArrays]) -> None:
         """Starts to save everything that the training run needs to continue from here.
-
-        The number of the checkpoint is the number of rounds plus the number of microbatches so far.
-        Nothing is saved if this checkpoint exists already.
 
         Args:
           engine: the engine; its results must have been fetched (`Engine.drain`).
           position: the position of the training run.
           arrays: by task, the result of `Engine.task_arrays`.
         """
-        # Every microbatch and every update makes a new position.
-        step = position.microbatches + position.rounds
-        if step in self._manager.all_steps():
-            return
         with ThreadPoolExecutor() as threads:
             checksums = dict(zip(arrays, threads.map(_checksum, arrays.values()), strict=True))
         run: dict[str, Any] = {
@@ -132,7 +133,7 @@ class Checkpoints:
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
         for name, own in arrays.items():
             items[_TASK + name] = ocp.args.StandardSave(own)
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        self._manager.save(_step(position), args=ocp.args.Composite(**items))
 
     def newest(self, specs: Mapping[str, Mapping[str, LeafSpec]]) -> "SavedRun | None":
         """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
@@ -306,6 +307,11 @@ def _read(
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
     return run, arrays
+
+
+def _step(position: RunPosition) -> int:
+    """The number of a checkpoint: every microbatch and every update makes a new position."""
+    return position.microbatches + position.rounds
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:

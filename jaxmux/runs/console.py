@@ -51,7 +51,7 @@ class RunConsole:
     @classmethod
     def silent(cls) -> "RunConsole":
         """A console that prints nothing, for processes beside the one that prints."""
-        return cls(Console(file=open(os.devnull, "w")))
+        return cls(Console(quiet=True))
 
     def say(self, text: str) -> None:
         # Lines in a log are not wrapped.

@@ -1,13 +1,16 @@
 """Several processes that train one run: what they decide together."""
 
 import itertools
+import json
 import os
 import pickle
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from signal import SIGINT
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -15,21 +18,29 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.errors import InputError, ProcessFailed, ran_out_of_memory
+from jaxmux.errors import InputError, Interrupted, ProcessFailed, ran_out_of_memory
 from jaxmux.sharding.transfers import put, share
 
 T = TypeVar("T")
 
 # A process waits so many seconds for the others to begin.
 _JOIN_SECONDS = 300
-# A process that ends waits so many seconds for the others to end.
-_SHUTDOWN_SECONDS = 60
+# A process that ends waits so many seconds for the others to end: after success, and after an
+# error.
+_SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 10
 # Least number of threads in XLA's pool.
 _THREADS = 64
 # Seconds between two looks at what another process has said; signals are handled in between.
 _PATIENCE = 1.0
-# Every decision has a number of its own, also of later runs in the same processes.
-_numbers = itertools.count()
+# How errors of devices begin that JAX raises as ValueError.
+_DEVICE_ERROR = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
+# Where processes that leave say why: those that end, and those that leave a run.
+_ENDED = "jaxmux/ended/"
+# Decisions of so many rounds are kept. When process 0 has the results of a round, the others have
+# dispatched it; so they may still be at the end of the round before.
+_KEPT_ROUNDS = 4
+# Number of training runs in these processes.
+_runs = itertools.count()
 
 
 def join_processes(
@@ -44,7 +55,8 @@ def join_processes(
       index: number of this process, from 0.
 
     Raises:
-      InputError: there is no such job, or the processes do not find each other.
+      InputError: there is no such job, or process 0 does not answer. If another process does not
+        come, JAX aborts process 0 after five minutes.
     """
     # On CPU, every collective that is under way blocks a thread of XLA's pool, which by default has
     # a thread for each core. XLA reads this when the devices are first used.
@@ -52,6 +64,8 @@ def join_processes(
     if index:
         # JAX would abort this process, with a stack trace.
         _wait_for(coordinator)
+    # Signals are handled by `StopSignals`.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -62,14 +76,40 @@ def join_processes(
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as e:
-        if coordinator is None:
+        if coordinator is None and isinstance(e, ValueError):
             raise InputError(
-                "this is no Slurm, Open MPI or Kubernetes job that JAX knows "
-                f"({_first_line(e)}); give --coordinator, --processes and --process"
+                "this is no Slurm, Open MPI or Kubernetes job that JAX knows; give --coordinator, "
+                "--processes and --process"
             ) from None
-        raise InputError(
-            f"process {index} of {count} cannot join the others at {coordinator}: {_first_line(e)}"
-        ) from None
+        raise InputError(f"this process cannot join the others: {_first_line(e)}") from None
+    # Starting the devices waits for all processes, which nothing should interrupt later.
+    jax.devices()
+
+
+def process_index() -> int:
+    """Number of this process among those that have joined; 0 if there are no others. Unlike JAX's
+    own function, it does not start the devices."""
+    return distributed.global_state.process_id or 0
+
+
+def leave(error: BaseException) -> None:
+    """Tells the other processes that this one ends with an exception, so that none waits for it,
+    and waits for the others to say the same, but not long.
+
+    Args:
+      error: the exception.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return
+    _tell_end(state.client, _ENDED, state.process_id, error)
+    end = time.monotonic() + _LEAVE_SECONDS
+    while state.process_id == 0 and time.monotonic() < end:
+        all_know = len(state.client.key_value_dir_get(_ENDED)) == state.num_processes
+        # When process 0 ends, JAX ends the others, which may still have to say why they end.
+        time.sleep(_PATIENCE)
+        if all_know:
+            return
 
 
 def _wait_for(coordinator: str) -> None:
@@ -94,6 +134,8 @@ class Processes:
     what depends on it, on the time or on signals; the others follow.
 
     All methods are called by every process, in the same order. A single process agrees with itself.
+    A context manager: an exception that leaves the context is told to the other processes, which
+    then raise one too, as soon as they wait for a decision.
 
     Attributes:
       count: number of processes.
@@ -102,18 +144,26 @@ class Processes:
 
     def __init__(self):
         """Finds the processes that have joined (see `join_processes`)."""
-        self.count, self.index = jax.process_count(), jax.process_index()
         # The coordination service of JAX, which Orbax uses in the same way.
-        self._client: Any = distributed.global_state.client
-        self._told_signal = False
-        # Keys of decisions: of the current round, and of the one before it.
-        self._keys: list[str] = []
-        self._old_keys: list[str] = []
+        state = distributed.global_state
+        self.count, self.index = state.num_processes or 1, process_index()
+        self._client: Any = state.client
+        self._run = f"jaxmux/{next(_runs)}"
+        self._numbers = itertools.count()
+        # Keys of decisions, by round.
+        self._keys: list[list[str]] = [[]]
 
     @property
     def is_first(self) -> bool:
         """Whether this is process 0."""
         return self.index == 0
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.count > 1:
+            _tell_end(self._client, f"{self._run}/ended/", self.index, error)
 
     def agree(self, value: T) -> T:
         """The value of process 0.
@@ -150,7 +200,7 @@ class Processes:
         Returns:
           The result in process 0, and None in the others.
         """
-        return self._all_or_none(work if self.is_first else lambda: None)
+        return self.together(work if self.is_first else lambda: None)
 
     def together(self, work: Callable[[], T]) -> T:
         """Does something in every process. If one of them raises an exception, all raise one.
@@ -161,9 +211,6 @@ class Processes:
         Returns:
           The result in this process.
         """
-        return self._all_or_none(work)
-
-    def _all_or_none(self, work: Callable[[], T]) -> T:
         if self.count == 1:
             return work()
         result = error = None
@@ -171,30 +218,30 @@ class Processes:
             result = work()
         except Exception as e:
             error = e
-        found = self.gather(error and (isinstance(error, InputError), _first_line(error)))
+        found = self.gather(error and _End.of(error))
         if error:
             raise error
-        for i, problem in enumerate(found):
-            if problem:
-                refused, message = problem
-                raise (InputError if refused else ProcessFailed)(f"process {i}: {message}")
+        for i, end in enumerate(found):
+            if end:
+                raise end.exception(i)
         return result
 
-    def refuse_differences(self, fingerprints: Mapping[str, str]) -> None:
-        """Checks that all processes have read the same.
+    def refuse_differences(self, found: Mapping[str, str]) -> None:
+        """Checks that all processes have the same.
 
         Args:
-          fingerprints: hashes, by what they describe ("backbone").
+          found: texts, by what they describe ("backbone").
 
         Raises:
-          InputError: a process has another fingerprint than process 0.
+          InputError: a process has another text than process 0.
         """
-        first, *others = self.gather(dict(fingerprints))
+        first, *others = self.gather(dict(found))
         for i, own in enumerate(others, start=1):
-            if different := [what for what in first if own.get(what) != first[what]]:
+            names = [*first, *(name for name in own if name not in first)]
+            if different := [name for name in names if own.get(name) != first.get(name)]:
                 raise InputError(
-                    f"process {i} reads another {' and another '.join(different)} than process 0; "
-                    "all processes need the same files"
+                    f"process {i} differs from process 0 in the {' and the '.join(different)}; all "
+                    "processes need the same command, files and versions"
                 )
 
     def least(self, value: int | None) -> int | None:
@@ -209,7 +256,7 @@ class Processes:
     def share_arrays(
         self, arrays: Mapping[str, np.ndarray] | None, specs: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """The arrays of process 0, sent from device to device.
+        """The arrays of process 0, sent from device to device, one after the other.
 
         Args:
           arrays: arrays of the host by name; in other processes they are ignored.
@@ -219,11 +266,15 @@ class Processes:
             return dict(arrays)
         sender = next(device for device in jax.devices() if device.process_index == 0)
         mesh = Mesh(np.array([sender]), ("sender",))
-        if self.is_first:
-            tree = put(dict(arrays), NamedSharding(mesh, P()))
-        else:
-            tree = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in specs.items()}
-        return {name: np.asarray(array) for name, array in share(tree, mesh).items()}
+
+        def shared(name: str, spec: Any) -> np.ndarray:
+            if self.is_first:
+                array = put(np.asarray(arrays[name]), NamedSharding(mesh, P()))
+            else:
+                array = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+            return np.asarray(share(array, mesh))
+
+        return {name: shared(name, spec) for name, spec in specs.items()}
 
     def stop_number(self, number: int) -> int:
         """The number of a signal that has arrived in any process; 0 if none has.
@@ -233,12 +284,12 @@ class Processes:
         """
         if self.count == 1:
             return number
+        signals = f"{self._run}/signals/"
         if self.is_first:
-            told = [] if number else self._client.key_value_dir_get("jaxmux/signals/")
+            told = [] if number else self._client.key_value_dir_get(signals)
             return self.agree(int(told[0][1]) if told else number)
-        if number and not self._told_signal:
-            self._told_signal = True
-            self._client.key_value_set(f"jaxmux/signals/{self.index}", str(number))
+        if number:
+            self._client.key_value_set(f"{signals}{self.index}", str(number), True)
         return self.agree(number)
 
     @contextmanager
@@ -247,8 +298,10 @@ class Processes:
         becomes a `ProcessFailed`."""
         try:
             yield
-        except jax.errors.JaxRuntimeError as e:
-            if self.count == 1 or ran_out_of_memory(e):
+        except (jax.errors.JaxRuntimeError, ValueError) as e:
+            # JAX raises some errors of the devices as ValueError.
+            of_devices = isinstance(e, jax.errors.JaxRuntimeError) or _DEVICE_ERROR.match(str(e))
+            if self.count == 1 or not of_devices or ran_out_of_memory(e):
                 raise
             raise ProcessFailed(
                 f"another process has ended, or the devices failed ({_first_line(e)[:200]}); the "
@@ -256,16 +309,17 @@ class Processes:
             ) from e
 
     def end_round(self) -> None:
-        """Deletes old decisions. Call it after every round: when process 0 has the results of a
-        round, all processes have passed the one before."""
-        if self.is_first:
-            for key in self._old_keys:
-                self._client.key_value_delete(key)
-        self._old_keys, self._keys = self._keys, []
+        """Deletes the decisions of old rounds. Call it after every round."""
+        self._keys.append([])
+        if len(self._keys) > _KEPT_ROUNDS:
+            old = self._keys.pop(0)
+            if self.is_first:
+                for key in old:
+                    self._client.key_value_delete(key)
 
     def _next_key(self) -> str:
-        key = f"jaxmux/{next(_numbers)}"
-        self._keys.append(key)
+        key = f"{self._run}/{next(self._numbers)}"
+        self._keys[-1].append(key)
         return key
 
     def _tell(self, key: str, value: Any) -> None:
@@ -278,10 +332,54 @@ class Processes:
                 return pickle.loads(found)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
-                    # JAX is about to end this process, with an explanation.
-                    time.sleep(_PATIENCE)
-                    raise ProcessFailed("another process has ended") from None
+                    raise ProcessFailed(f"process 0 has ended ({_first_line(e)})") from None
+            for folder in (f"{self._run}/ended/", _ENDED):
+                for own, text in self._client.key_value_dir_get(folder):
+                    index = int(own.rpartition("/")[2])
+                    if index != self.index:
+                        raise _End(**json.loads(text)).exception(index)
 
 
-def _first_line(error: Exception) -> str:
+class _End(NamedTuple):
+    """Why a process leaves.
+
+    Attributes:
+      message: the first line of its exception.
+      refused: whether it has refused its input.
+      signal: number of the signal that has stopped it; 0 for none.
+      saved: whether the signal came after a checkpoint.
+    """
+
+    message: str
+    refused: bool
+    signal: int
+    saved: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_End":
+        signal = error.signal_number if isinstance(error, Interrupted) else 0
+        if isinstance(error, KeyboardInterrupt):
+            signal = SIGINT
+        saved = isinstance(error, Interrupted) and error.saved
+        return cls(_first_line(error), isinstance(error, InputError), signal, saved)
+
+    def exception(self, process: int) -> BaseException:
+        """The exception that another process raises.
+
+        Args:
+          process: number of the process that has left.
+        """
+        if self.signal:
+            return Interrupted(self.signal, self.saved)
+        kind = InputError if self.refused else ProcessFailed
+        return kind(f"process {process}: {self.message}")
+
+
+def _tell_end(client: Any, folder: str, index: int, error: BaseException) -> None:
+    # If process 0 is gone, nobody can be told.
+    with suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{folder}{index}", json.dumps(_End.of(error)._asdict()), True)
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

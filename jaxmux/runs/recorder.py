@@ -13,6 +13,7 @@ from .checkpoints import Checkpoints, RunPosition
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter
+from .processes import Processes
 from .run_directory import RunDirectory
 from .summary import Summary
 
@@ -43,6 +44,7 @@ class Recorder:
         engine: Engine,
         files: RunFiles | None,
         position: RunPosition,
+        processes: Processes,
         console: RunConsole,
     ):
         """Creates a recorder at the position from which training continues.
@@ -51,9 +53,11 @@ class Recorder:
           engine: the engine with its tasks.
           files: the files; None in a process that writes none.
           position: the position, which `save` changes.
+          processes: the processes of the training run.
           console: shows updates.
         """
-        self._engine, self._files, self._console = engine, files, console
+        self._engine, self._files = engine, files
+        self._processes, self._console = processes, console
         self._position, self._before = position, position.train_seconds
         self._started = time.monotonic()
 
@@ -71,16 +75,20 @@ class Recorder:
                 self.export(update.task)
 
     def save(self) -> None:
-        """Fetches all results, records them, and starts to save a checkpoint."""
-        engine, position = self._engine, self._position
+        """Fetches all results, records them, and starts to save a checkpoint, unless there is one
+        of this position."""
+        engine, position, files = self._engine, self._position, self._files
         self.record(engine.drain())
-        arrays = {name: engine.task_arrays(name) for name in engine.names}
         position.rounds, position.microbatches = engine.rounds, engine.microbatches
         position.computed_tokens = engine.computed_tokens
         position.train_seconds = self._before + time.monotonic() - self._started
-        if self._files:
-            position.metrics_bytes = self._files.metrics.position()
-            self._files.checkpoints.save(engine, position, arrays)
+        if files:
+            position.metrics_bytes = files.metrics.position()
+        if self._processes.agree(files is not None and files.checkpoints.has(position)):
+            return
+        arrays = {name: engine.task_arrays(name) for name in engine.names}
+        if files:
+            files.checkpoints.save(engine, position, arrays)
 
     def wait(self) -> None:
         """Waits until all checkpoints are on disk."""
@@ -106,19 +114,19 @@ class Recorder:
             )
 
     def finish(
-        self, exported: Sequence[str], round_seconds: float | None, **predicted: float | None
+        self, succeeded: Sequence[str], round_seconds: float | None, **predicted: float | None
     ) -> Summary:
         """Exports the adapters of the tasks that succeeded, and writes the losses of held-out data,
         the plot and the summary.
 
         Args:
-          exported: names of the tasks whose training succeeded. Some may have failed since, when
+          succeeded: names of the tasks whose training succeeded. Some may have failed since, when
             their held-out loss was measured; their adapters are removed.
           round_seconds: as in `Summary`.
           **predicted: the fields of `Summary` that begin with "predicted".
         """
         engine, files = self._engine, self._files
-        for name in exported:
+        for name in succeeded:
             if engine.progress(name).status == "succeeded":
                 self.export(name)
             elif files:

@@ -1,6 +1,7 @@
 """A training run, from a backbone's folder and tasks to exported adapters."""
 
 import dataclasses
+import json
 import math
 import operator
 import statistics
@@ -16,6 +17,7 @@ from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
+from jaxmux.installed_versions import installed_versions
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -27,6 +29,7 @@ from jaxmux.models import (
 )
 from jaxmux.peft import Adapter, is_adapter_folder, kind_of
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints, RunPosition, array_specs
@@ -61,9 +64,9 @@ def fine_tune(
     may change), or another dtype, tokens_per_microbatch, row_len, chunk_len or max_sequences are
     refused; all other options may change.
 
-    Several processes train one run if each has joined the others (`join_processes`) and makes the
-    same call. Process 0 alone reads and writes `run_dir` and prints; all need the backbone and the
-    data.
+    Several processes train one run if each has joined the others (`jax.distributed.initialize`)
+    and makes the same call. Process 0 alone reads and writes `run_dir` and prints progress; all
+    need the backbone and the data.
 
     A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The
     training of the other tasks continues.
@@ -80,7 +83,8 @@ def fine_tune(
       restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
         anew.
       config_text: text of a gin config that is kept as `run_dir/config.gin`; None keeps none.
-      console: object that prints progress and results; None prints them to standard output.
+      console: object that prints progress and results; None prints them to standard output. Of
+        several processes, only process 0 uses it.
 
     Returns:
       The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if every
@@ -91,6 +95,7 @@ def fine_tune(
         call.
       BackboneError, DataError, PlanningError, RunDirectoryError: the backbone, data, options or
         folder that the message names cannot be used. Nothing has been trained by this call.
+      ProcessFailed: another process of this run has failed or ended.
       Interrupted: SIGINT or SIGTERM arrived during training; the state is saved. Signals are
         handled only if `fine_tune` runs in the main thread.
     """
@@ -98,102 +103,66 @@ def fine_tune(
     console = console or RunConsole(log_every=options.log_every)
     if not processes.is_first:
         console = RunConsole.silent()
-    backbone = str(Path(resolve_backbone(backbone)).absolute())
-    if not tasks:
-        raise TaskError("no tasks to train")
-    check_names(tasks)
-    _refuse_own_adapters(tasks, Path(run_dir), restart)
-    identity = {
-        "format": FORMAT,
-        "backbone": backbone,
-        "dtype": options.dtype,
-        "tokens_per_microbatch": options.tokens_per_microbatch,
-        "row_len": options.row_len,
-        "chunk_len": options.chunk_len,
-        "max_sequences": options.max_sequences,
-        "tasks": {task.name: _identity(task) for task in tasks},
-    }
-    with StopSignals() as stop, processes.noticing_failures(), ExitStack() as stack:
+    with StopSignals() as stop, processes, processes.noticing_failures(), ExitStack() as stack:
+        backbone = processes.together(lambda: _check_arguments(backbone, tasks, run_dir, restart))
+        processes.refuse_differences(_described(tasks, options, restart))
+        identity = {
+            "format": FORMAT,
+            "backbone": backbone,
+            "dtype": options.dtype,
+            "tokens_per_microbatch": options.tokens_per_microbatch,
+            "row_len": options.row_len,
+            "chunk_len": options.chunk_len,
+            "max_sequences": options.max_sequences,
+            "tasks": {task.name: _identity(task) for task in tasks},
+        }
         directory = processes.on_first(lambda: RunDirectory(run_dir, identity, restart=restart))
         if directory:
             stack.enter_context(closing(directory))
         # Everything is read and checked before the backbone is loaded.
         inputs = processes.together(lambda: _read_inputs(backbone, tasks, options, directory))
-        config, fingerprints, prepared = inputs.config, inputs.fingerprints, inputs.prepared
-        processes.refuse_differences(fingerprints)
-        processes.on_first(lambda: directory.refuse_changes(fingerprints))
+        processes.refuse_differences(inputs.fingerprints)
+        processes.on_first(lambda: directory.refuse_changes(inputs.fingerprints))
         finished = None if restart else _finished_summary(directory, console)
         if finished := processes.agree(finished):
             if directory:
                 console.say(f"{directory.path}: this run has finished; --restart trains it anew")
-                console.summarise(finished, directory, config)
+                console.summarise(finished, directory, inputs.config)
             return finished
-        console.announce(prepared, config)
-        if processes.count > 1:
-            # What the devices keep has to be the same everywhere.
-            memory = options.memory or processes.least(device_memory())
-            options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
-        layout = processes.agree(
-            processes.on_first(
-                lambda: choose_layout(prepared, config, options, directory.shapes, console)
-            )
+        results = _train_tasks(
+            backbone, inputs, options, directory, config_text, processes, console, stop
         )
-        engine_options = EngineOptions(
-            layout.shape,
-            options.reserved(config),
-            options.remat,
-            options.memory,
-            options.attention,
-            options.grouped_lora,
-            max_bad_steps=options.max_bad_steps,
-            replica_shapes=layout.shapes if layout.costs else (),
-            sequence_costs=layout.costs,
-        )
-        dtype = backbone_dtype(options.dtype)
-        console.say("compiling the training step; this can take a minute")
-        programs = None
-        if layout.deployment.devices == 1:
-            programs = ProgramsAhead(config, dtype, engine_options, prepared)
-            stack.enter_context(closing(programs))
-        model = processes.together(lambda: load_on(layout.deployment, backbone, dtype, config))
-        admission, *others = layout.admissions or (None,)
-        engine = Engine(model, engine_options, admission, programs, others)
-        stack.enter_context(closing(engine))
-        engine.register_tasks(prepared)
-        engine.refuse_implementations()
-        checkpoints = processes.on_first(
-            lambda: _begin(directory, fingerprints, layout, options, config_text, console)
-        )
-        if checkpoints:
-            stack.enter_context(closing(checkpoints))
-        position = _restore(engine, checkpoints, processes, console)
-        files = None
-        if checkpoints:
-            metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
-            files = RunFiles(directory, checkpoints, metrics)
-        recorder = Recorder(engine, files, position, console)
-        seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
-        succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
-        _evaluate(engine, succeeded, "eval_loss")
-        summary = recorder.finish(
-            succeeded,
-            seconds,
-            predicted_memory_bytes=_predicted_memory(engine, admission),
-            predicted_round_seconds=layout.round_seconds,
-        )
-        adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
-        engine.close()
-        if adapters and processes.is_first:
-            if not isinstance(model, Backbone):
-                model = load_beside(backbone, dtype, config)
-            if model is None:
-                console.say("sample_prompt: one device has no memory for the whole backbone")
-            else:
-                shown = [p for p in prepared if p.task.name in adapters]
-                _show_samples(shown, adapters, model, inputs.tokenizer, options, console)
+        if results.adapters and processes.is_first:
+            _complete_prompts(backbone, inputs, results, options, console)
         if directory:
-            console.summarise(summary, directory, config)
-        return processes.agree(summary)
+            console.summarise(results.summary, directory, inputs.config)
+        return processes.agree(results.summary)
+
+
+def _check_arguments(
+    backbone: str | Path, tasks: Sequence[Task], run_dir: str | Path, restart: bool
+) -> str:
+    """Checks the arguments of `fine_tune`; returns the path of the backbone's folder."""
+    folder = str(Path(resolve_backbone(backbone)).absolute())
+    if not tasks:
+        raise TaskError("no tasks to train")
+    check_names(tasks)
+    _refuse_own_adapters(tasks, Path(run_dir), restart)
+    return folder
+
+
+def _described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict[str, str]:
+    """What all processes have to be given alike. Paths may differ, but not what lies there."""
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)}
+    described: dict[str, Any] = {
+        "options": settings | {"restart": restart},
+        "versions": installed_versions("jaxmux", "jax", "jaxlib"),
+    }
+    for task in tasks:
+        fields = _identity(task)
+        del fields["data"], fields["eval_data"]
+        described[f"settings of task {task.name!r}"] = fields
+    return {w: json.dumps(value, sort_keys=True, default=str) for w, value in described.items()}
 
 
 class _Inputs(NamedTuple):
@@ -231,6 +200,90 @@ def _read_inputs(
         if options.row_len is not None:
             task.refuse_rows_of(options.row_len)
     return _Inputs(config, tokenizer, prepared, fingerprints)
+
+
+class _Results(NamedTuple):
+    """What training gives.
+
+    Attributes:
+      summary: the summary.
+      adapters: by name, the adapters of the tasks that have a prompt and succeeded.
+      model: the backbone on the devices.
+    """
+
+    summary: Summary
+    adapters: dict[str, Adapter]
+    model: Backbone | list[PlacedBackbone]
+
+
+def _train_tasks(
+    backbone: str,
+    inputs: _Inputs,
+    options: RunOptions,
+    directory: RunDirectory | None,
+    config_text: str | None,
+    processes: Processes,
+    console: RunConsole,
+    stop: StopSignals,
+) -> _Results:
+    """Trains the tasks, from the choice of the devices to the exported adapters."""
+    config, prepared = inputs.config, inputs.prepared
+    console.announce(prepared, config)
+    if processes.count > 1:
+        # What the devices keep has to be the same everywhere.
+        memory = options.memory or processes.least(device_memory())
+        options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
+    layout = processes.agree(
+        processes.on_first(
+            lambda: choose_layout(prepared, config, options, directory.shapes, console)
+        )
+    )
+    engine_options = EngineOptions(
+        layout.shape,
+        options.reserved(config),
+        options.remat,
+        options.memory,
+        options.attention,
+        options.grouped_lora,
+        max_bad_steps=options.max_bad_steps,
+        replica_shapes=layout.shapes if layout.costs else (),
+        sequence_costs=layout.costs,
+    )
+    dtype = backbone_dtype(options.dtype)
+    console.say("compiling the training step; this can take a minute")
+    with ExitStack() as stack:
+        programs = None
+        if layout.deployment.devices == 1:
+            programs = ProgramsAhead(config, dtype, engine_options, prepared)
+            stack.enter_context(closing(programs))
+        model = processes.together(lambda: load_on(layout.deployment, backbone, dtype, config))
+        admission, *others = layout.admissions or (None,)
+        engine = Engine(model, engine_options, admission, programs, others)
+        engine.register_tasks(prepared)
+        engine.refuse_implementations()
+        checkpoints = processes.on_first(
+            lambda: _begin(directory, inputs.fingerprints, layout, options, config_text, console)
+        )
+        if checkpoints:
+            stack.enter_context(closing(checkpoints))
+        stack.enter_context(closing(engine))
+        position = _restore(engine, checkpoints, processes, console)
+        files = None
+        if checkpoints:
+            metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
+            files = RunFiles(directory, checkpoints, metrics)
+        recorder = Recorder(engine, files, position, processes, console)
+        seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
+        succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
+        _evaluate(engine, succeeded, "eval_loss")
+        summary = recorder.finish(
+            succeeded,
+            seconds,
+            predicted_memory_bytes=_predicted_memory(engine, admission),
+            predicted_round_seconds=layout.round_seconds,
+        )
+        adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
+    return _Results(summary, adapters, model)
 
 
 def _begin(
@@ -362,19 +415,22 @@ def _with_prompts(engine: Engine) -> list[PreparedTask]:
     ]
 
 
-def _show_samples(
-    shown: Sequence[PreparedTask],
-    adapters: Mapping[str, Adapter],
-    model: Backbone,
-    tokenizer: Any,
-    options: RunOptions,
-    console: RunConsole,
+def _complete_prompts(
+    backbone: str, inputs: _Inputs, results: _Results, options: RunOptions, console: RunConsole
 ) -> None:
-    before = [Request(p.task.sample_prompt) for p in shown]
-    after = [Request(p.task.sample_prompt, p.task.adapter, adapters[p.task.name]) for p in shown]
-    texts = complete(model, tokenizer, before + after, max_new_tokens=options.sample_tokens)
-    for p, old, new in zip(shown, texts, texts[len(shown) :], strict=False):
-        console.samples(p.task.name, p.task.sample_prompt, old, new)
+    """Completes the tasks' prompts with the bare backbone and with their adapters."""
+    model, adapters = results.model, results.adapters
+    if not isinstance(model, Backbone):
+        model = load_beside(backbone, backbone_dtype(options.dtype), inputs.config)
+    if model is None:
+        console.say("sample_prompt: one device has no memory for the whole backbone")
+        return
+    tasks = [p.task for p in inputs.prepared if p.task.name in adapters]
+    before = [Request(task.sample_prompt) for task in tasks]
+    after = [Request(task.sample_prompt, task.adapter, adapters[task.name]) for task in tasks]
+    texts = complete(model, inputs.tokenizer, before + after, max_new_tokens=options.sample_tokens)
+    for task, old, new in zip(tasks, texts, texts[len(tasks) :], strict=False):
+        console.samples(task.name, task.sample_prompt, old, new)
 
 
 def _identity(task: Task) -> dict[str, Any]:

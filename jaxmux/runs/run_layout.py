@@ -103,7 +103,7 @@ def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
 
 
 def _refuse_idle_processes(deployment: Deployment) -> None:
-    """PlanningError if a process has none of the devices, which are the first ones."""
+    """A mesh takes the first devices. PlanningError if a process has none of them."""
     busy = {device.process_index for device in jax.devices()[: deployment.devices]}
     if idle := set(range(jax.process_count())) - busy:
         raise PlanningError(

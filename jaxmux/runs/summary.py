@@ -38,8 +38,8 @@ class Summary(NamedTuple):
       wall_seconds: seconds spent training, summed over all calls that continued the training run.
         Compilation is included; loading and the evaluations are not.
       versions: versions of the packages jaxmux, jax, jaxlib, flax and optax.
-      peak_memory_bytes: most bytes of the device's memory in use at the same time in this process;
-        None if the device does not report it, as a CPU.
+      peak_memory_bytes: most bytes of a device's memory in use at the same time in this process,
+        of several processes in the first one; None if the device does not report it, as a CPU.
       predicted_memory_bytes: the peak that the memory model predicted before training; None if it
         is not known.
       round_seconds: median of the seconds from one round (one global batch of every task) to the

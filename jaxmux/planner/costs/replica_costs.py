@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,6 +68,10 @@ class ReplicaCosts:
     replica: Replica
     remat: str = AUTO
     in_flight: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process computes again what this one has computed before.
+        return {name: value for name, value in vars(self).items() if name != "_residuals"}
 
     @property
     def most_in_flight(self) -> int:

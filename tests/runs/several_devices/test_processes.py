@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from jaxmux.cli.main import run_command
 
 TASKS = """
 fine_tune.checkpoint_every = 4
+fine_tune.memory_gib = 4
+fine_tune.sample_tokens = 2
 fine_tune.tokens_per_microbatch = 64
 fine_tune.max_sequences = 4
 fine_tune.tasks = [@tiny/Task(), @other/Task()]
@@ -23,6 +26,7 @@ tiny/Task.batch_size = 14
 tiny/AdamW.learning_rate = 1e-3
 tiny/LoRA.dropout = 0.1
 tiny/LoRA.target_modules = ("q_proj", "down_proj")
+tiny/Task.sample_prompt = "red"
 other/Task.name = "other"
 other/Task.steps = 5
 other/Task.batch_size = 8
@@ -45,8 +49,9 @@ class Pair:
         self.environment = os.environ | {"XLA_FLAGS": flags}
         # The tests' setting would leave XLA too few threads.
         del self.environment["NPROC"]
+        self.processes: list[subprocess.Popen] = []
 
-    def start(self, mesh: str, *of_second: str) -> list[subprocess.Popen]:
+    def start(self, mesh: str, *of_second: str) -> None:
         """Starts both processes; `of_second` are arguments of the second one alone."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -55,20 +60,36 @@ class Pair:
         command = [sys.executable, "-m", "jaxmux.train", *self.arguments]
         command += [f"--gin.fine_tune.mesh={mesh!r}", f"--coordinator=localhost:{port}"]
         command += ["--processes=2"]
-        return [
+        self.processes = [
             subprocess.Popen([*command, f"--process={i}", *own], env=self.environment, **pipes)
             for i, own in enumerate([(), of_second])
         ]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
+            for process in self.processes:
+                assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def ended(self) -> list[tuple[int, str, str]]:
+        """The exit code and the output of each process."""
+        texts = [process.communicate(timeout=200) for process in self.processes]
+        return [(p.returncode, *own) for p, own in zip(self.processes, texts, strict=True)]
 
     def lines(self) -> int:
         metrics = self.run_dir / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """The exit code and the output of each process."""
-    texts = [process.communicate(timeout=240) for process in processes]
-    return [(p.returncode, *own) for p, own in zip(processes, texts, strict=True)]
+@pytest.fixture
+def pair(config, tmp_path):
+    """The run directory does not exist yet."""
+    pair = Pair(config, tmp_path / "pair")
+    yield pair
+    for process in pair.processes:
+        process.kill()
 
 
 def losses(run_dir: Path) -> dict[tuple[str, int], float]:
@@ -78,55 +99,74 @@ def losses(run_dir: Path) -> dict[tuple[str, int], float]:
 
 @pytest.fixture(scope="module")
 def config(write_config, data) -> str:
-    return write_config(TASKS, f"other/Task.data = {data['short']!r}")
+    own = [f"other/Task.data = {data['short']!r}", f"tiny/Task.eval_data = {data['short.eval']!r}"]
+    return write_config(TASKS, *own)
 
 
-def test_two_processes_stop_go_on_and_end_like_one_device(config, tmp_path):
-    """A signal reaches only the second process, within a round. The run goes on in two processes on
-    another mesh, whose stages each belong to both."""
-    pair = Pair(config, tmp_path / "pair")
-    processes = pair.start("pp2,dp2,tp2")
-    while pair.lines() < 4:
-        assert processes[0].poll() is None, processes[0].communicate()
-        time.sleep(0.01)
-    processes[1].send_signal(signal.SIGTERM)
-    for code, _, errors in ended(processes):
+def test_two_processes_stop_go_on_and_end_like_one_device(pair, config, tmp_path):
+    """A signal reaches only the second process, within a round. The run goes on with two replicas,
+    one in each process."""
+    pair.start("pp2,dp2,tp2")
+    pair.wait_until(lambda: pair.lines() >= 4)
+    pair.processes[1].send_signal(signal.SIGTERM)
+    for code, _, errors in pair.ended():
         assert code == 128 + signal.SIGTERM, errors
         assert "state saved, the same command continues from here" in errors
     assert 4 <= pair.lines() < LINES
-    (first, printed, errors), (second, silent, _) = ended(pair.start("dp4,tp2"))
+    pair.start("2*(dp2,tp2)")
+    (first, printed, errors), (second, silent, _) = pair.ended()
     assert (first, second) == (0, 0), errors
     assert "going on from the checkpoint after round" in printed
-    assert "task tiny" not in silent and "adapter" not in silent
+    assert "tiny: red" in printed
+    assert "tiny" not in silent
     one = [f"--gin_file={config}", f"--run_dir={tmp_path / 'one'}"]
     assert run_command("train", one, prog="jaxmux train") == 0
     expected, found = losses(tmp_path / "one"), losses(pair.run_dir)
     assert len(found) == LINES
     assert found == pytest.approx(expected, rel=1e-5)
+    summaries = [
+        json.loads((folder / "summary.json").read_text())["tasks"]["tiny"]["eval_loss"]
+        for folder in (tmp_path / "one", pair.run_dir)
+    ]
+    assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
     for name in ("tiny", "other"):
         assert (pair.run_dir / "adapters" / name / "adapter_model.safetensors").exists()
 
 
-def test_processes_that_read_other_data_are_refused(config, data, tmp_path):
-    pair = Pair(config, tmp_path / "run")
-    other = f"--gin.other/Task.data={data['long']!r}"
-    for code, _, errors in ended(pair.start("dp8", other)):
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--gin.other/Task.data={long!r}", "process 1 differs from process 0 in the data of task"),
+        (
+            "--gin.tiny/AdamW.learning_rate=1",
+            "process 1 differs from process 0 in the settings of task 'tiny'",
+        ),
+        ("--gin.other/Task.data='missing.jsonl'", "missing.jsonl"),
+        ("--gin.other/Task.data=", "process 1: "),
+    ],
+    ids=["data", "task", "file", "gin"],
+)
+def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
+    """The argument reaches only the second process."""
+    pair.start("dp8", argument.format(**data))
+    (first, _, of_first), (second, _, of_second) = pair.ended()
+    assert (first, second) == (2, 2), of_second
+    assert message in of_first
+    assert of_second.startswith("error: ")
+    assert not pair.run_dir.exists()
+
+
+def test_a_signal_that_ends_the_start_of_one_process_ends_all(pair):
+    pair.start("dp8")
+    pair.wait_until(lambda: (pair.run_dir / ".lock").exists())
+    pair.processes[1].send_signal(signal.SIGTERM)
+    for code, _, errors in pair.ended():
+        assert code == 128 + signal.SIGTERM, errors
+    assert not (pair.run_dir / "run.json").exists()
+
+
+def test_a_process_without_devices_of_the_mesh_is_refused(pair):
+    pair.start("pp2")
+    for code, _, errors in pair.ended():
         assert code == 2
-        assert "process 1 reads another data of task 'other' than process 0" in errors
-    assert not pair.run_dir.exists()
-
-
-def test_an_error_of_one_process_ends_all(config, tmp_path):
-    pair = Pair(config, tmp_path / "run")
-    missing = "--gin.other/Task.data='missing.jsonl'"
-    first, second = ended(pair.start("dp8", missing))
-    assert (first[0], second[0]) == (2, 2)
-    assert "error: process 1: " in first[2] and "missing.jsonl" in first[2]
-    assert "error: process" not in second[2] and "missing.jsonl" in second[2]
-    assert not pair.run_dir.exists()
-
-
-def test_a_process_without_devices_of_the_mesh_is_refused(config, tmp_path):
-    first, second = ended(Pair(config, tmp_path / "run").start("pp2"))
-    assert (first[0], second[0]) == (2, 2)
-    assert "2 devices, of which process 1 has none; take a mesh of all 8 devices" in first[2]
+        assert "2 devices, of which process 1 has none; take a mesh of all 8 devices" in errors
