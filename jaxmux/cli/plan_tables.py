@@ -7,7 +7,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jaxmux.planner.numbers import numbered
+from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
 
 
@@ -129,7 +129,7 @@ def _memory(plan: Plan) -> str:
     peak, memory = plan.prediction.memory_bytes, plan.costs.memory_bytes
     policies = ", ".join(f"{p!r} in {n} layers" for p, n in Counter(plan.remat).items())
     return (
-        f"memory per device ({plan.costs.kind}): {_size(peak)} of {_size(memory)}\n"
+        f"memory per device ({plan.costs.kind}): {size_text(peak)} of {size_text(memory)}\n"
         f"kept for the backward pass: {policies}"
     )
 
@@ -150,10 +150,6 @@ def _duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def bucket_labels(plan: Plan) -> dict[int, str]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxmux.engine import Engine, PreparedTask, TaskUpdate
 from jaxmux.models import BackboneConfig
-from jaxmux.planner.numbers import numbered
+from jaxmux.planner.numbers import numbered, size_text
 
 from .metrics import read_metrics
 from .run_directory import RunDirectory
@@ -164,8 +164,8 @@ class RunConsole:
             )
         if summary.peak_memory_bytes is not None:
             predicted = summary.predicted_memory_bytes
-            note = f" (predicted: {predicted / 2**30:.1f} GiB)" if predicted else ""
-            self.say(f"peak memory {summary.peak_memory_bytes / 2**30:.1f} GiB{note}")
+            note = f" (predicted: {size_text(predicted)})" if predicted else ""
+            self.say(f"peak memory {size_text(summary.peak_memory_bytes)}{note}")
         for name, task in summary.tasks.items():
             if task["status"] == "succeeded":
                 self.say(f"adapter {name}: {directory.adapter(name)}")

@@ -21,7 +21,7 @@ from jaxmux.models.modules import abstract_weights
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
-from jaxmux.planner.numbers import numbered
+from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.sharding import (
     PlacedBackbone,
@@ -161,6 +161,8 @@ def choose_layout(
             console.say(f"{place}{fit.choice}")
         if known:
             fit.require(tasks)
+        if replica != ONE_DEVICE:
+            console.say(f"mesh {replica}: {_device_bytes(fit, known)}")
         fits[replica] = fit
     shapes = tuple(fits[replica].shape for replica in deployment.replicas)
     first = fits[deployment.replicas[0]]
@@ -176,6 +178,22 @@ def choose_layout(
                 f"{layout.shape.row_len}; a larger replica is needed"
             )
     return layout
+
+
+def _device_bytes(fit: ReplicaFit, known: bool) -> str:
+    """What lies on a device of the stage that needs most, as a text.
+
+    Args:
+      fit: the microbatches of the replica.
+      known: whether the device's memory is known.
+    """
+    costs, shape = fit.costs, fit.shape
+    held = size_text(costs.memory.resident(costs.pool, costs.replica))
+    text = f"{held} a device for weights and tasks"
+    if not known:
+        return text
+    peak = costs.peak(shape, costs.policies(shape), costs.in_flight or costs.replica.pp)
+    return f"{text}, peak {size_text(peak)} (predicted)"
 
 
 def _dispatch_costs(fits: Mapping[Replica, ReplicaFit]) -> "SequenceCosts":

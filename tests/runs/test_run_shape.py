@@ -216,10 +216,10 @@ def test_a_continued_run_keeps_its_shape_class(
 
     train_round = Engine.train_round
 
-    def train_round_and_stop(engine, stop):
+    def train_round_and_stop(engine, *arguments, **options):
         if engine.rounds == 2:
             signal.raise_signal(signal.SIGTERM)
-        return train_round(engine, stop)
+        return train_round(engine, *arguments, **options)
 
     monkeypatch.setattr(Engine, "train_round", train_round_and_stop)
     with pytest.raises(Interrupted):

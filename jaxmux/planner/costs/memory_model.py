@@ -25,7 +25,7 @@ import numpy as np
 
 from ..devices import ONE_DEVICE, Replica
 from ..errors import PlanningError
-from ..numbers import numbered
+from ..numbers import numbered, size_text
 from ..packing.shape_class import ShapeClass
 from .device_profile import (
     AttentionPoint,
@@ -241,8 +241,8 @@ class MemoryModel:
         changes = " or ".join(self._changes(shape, pool, replica, more_stages))
         raise PlanningError(
             f"a step of {numbered(pool.slots, 'slot')} of rank {pool.rank} with {shape.tokens} "
-            f"tokens a microbatch needs {_shown(needed)}, usable are "
-            f"{_shown(USABLE * self.memory)} of {_shown(self.memory)}; it would fit with "
+            f"tokens a microbatch needs {size_text(needed)}, usable are "
+            f"{size_text(USABLE * self.memory)} of {size_text(self.memory)}; it would fit with "
             + (changes or "no single change of slots, rank or tokens")
         )
 
@@ -384,10 +384,6 @@ def _shortest_packed_rows(profile: Profile) -> float:
     shortest = min(row_len for row_len, took in taken.items() if took)
     without = [row_len for row_len in taken if row_len < shortest]
     return min(shortest, 2 * max(without)) if without else shortest
-
-
-def _shown(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def working_features(tokens: int, row_len: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..devices import Replica
 from ..errors import PlanningError
+from ..numbers import size_text
 from ..packing.shape_class import ShapeClass
 from .layer_policies import split_stages
 from .memory_model import USABLE, MemoryModel
@@ -105,8 +106,8 @@ class ReplicaCosts:
         self.memory.require(shape, self.pool, self.replica, more_stages)
         needed = self.peak(shape, self.remat, 1)
         raise PlanningError(
-            f"remat={self.remat!r} needs {needed / 2**30:.1f} GiB, usable are "
-            f"{USABLE * self.memory.memory / 2**30:.1f} GiB; it would fit with remat='auto'"
+            f"remat={self.remat!r} needs {size_text(needed)}, usable are "
+            f"{size_text(USABLE * self.memory.memory)}; it would fit with remat='auto'"
         )
 
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_
     two = train(tmp_path / "two", *tasks, mesh="pp2", **OPTIONS)
     printed_by_two = capsys.readouterr().out
     assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in printed_by_two
+    assert re.search(r"mesh pp2,tp1: 0\.\d MiB a device for weights and tasks\n", printed_by_two)
     completions = [re.search(r"a: red\n.*\n.*\n", text)[0] for text in (printed, printed_by_two)]
     assert completions[0] == completions[1]
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
