@@ -64,7 +64,7 @@ test-devices: .venv/installed ## run the tests of several devices, eight parts o
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300 \
 		tests/engine/several_devices tests/runs/several_devices
 
-test-meshes: .venv/installed ## the same on more meshes and backbones (about 5 minutes)
+test-meshes: .venv/installed ## the same on more meshes and backbones (about 9 minutes)
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 600 -m "not gpu" \
 		tests/engine/several_devices tests/runs/several_devices
 

@@ -133,6 +133,31 @@ def test_two_processes_stop_go_on_and_end_like_one_device(pair, config, tmp_path
         assert (pair.run_dir / "adapters" / name / "adapter_model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def left_alone(config, tmp_path_factory) -> Path:
+    """Folder of a run in two processes that nothing interrupted."""
+    pair = Pair(config, tmp_path_factory.mktemp("runs") / "pair")
+    pair.start("pp2,dp2,tp2")
+    assert [code for code, *_ in pair.ended()] == [0, 0]
+    return pair.run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone, adapter_bytes):
+    """The process that is left ends by itself, though JAX may have to abort it."""
+    pair.start("pp2,dp2,tp2")
+    pair.wait_until(lambda: pair.lines() >= 12)
+    pair.processes[killed].kill()
+    assert 0 not in [code for code, *_ in pair.ended()]
+    pair.start("pp2,dp2,tp2")
+    (code, printed, errors), _ = pair.ended()
+    assert code == 0, errors
+    assert "going on from the checkpoint after round" in printed
+    assert losses(pair.run_dir) == losses(left_alone)
+    assert adapter_bytes(pair.run_dir / "adapters") == adapter_bytes(left_alone / "adapters")
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -1,0 +1,153 @@
+"""What a training run is given: the checks of its arguments, and the tasks with their data."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmux.backbone_folder import resolve_backbone
+from jaxmux.data import load_tokenizer
+from jaxmux.engine import PreparedTask, prepare_task
+from jaxmux.installed_versions import installed_versions
+from jaxmux.models import BackboneConfig, backbone_fingerprint, check_backbone
+from jaxmux.peft import kind_of
+from jaxmux.tasks import Task, TaskError
+
+from .run_directory import FORMAT, RunDirectory
+from .run_layout import refuse_mesh
+from .run_options import AUTO_MESH, RunOptions, check_names
+
+
+class RunInputs(NamedTuple):
+    """What a training run reads before it begins.
+
+    Attributes:
+      config: configuration of the backbone.
+      tokenizer: the backbone's tokenizer.
+      prepared: the tasks.
+      fingerprints: hashes of the backbone and of the data, by what they describe.
+    """
+
+    config: BackboneConfig
+    tokenizer: Any
+    prepared: list[PreparedTask]
+    fingerprints: dict[str, str]
+
+
+def check_arguments(
+    backbone: str | Path, tasks: Sequence[Task], run_dir: str | Path, restart: bool
+) -> str:
+    """Checks arguments of `fine_tune`, and returns the path of the backbone's folder.
+
+    Args:
+      backbone: the backbone, as a path or with a prefix such as "jaxmux:".
+      tasks: the tasks.
+      run_dir: the run directory.
+      restart: whether the earlier training run in it is deleted.
+
+    Raises:
+      TaskError: there is no task, two have the same name, or one begins with an adapter that
+        `restart` deletes.
+      BackboneError: the folder cannot be found.
+    """
+    folder = str(Path(resolve_backbone(backbone)).absolute())
+    if not tasks:
+        raise TaskError("no tasks to train")
+    check_names(tasks)
+    _refuse_own_adapters(tasks, Path(run_dir), restart)
+    return folder
+
+
+def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
+    """TaskError if a task begins with an adapter that `restart` would delete."""
+    for task in tasks:
+        source = task.resume_from
+        if restart and source and Path(source).resolve().is_relative_to(run_dir.resolve()):
+            raise TaskError(
+                f"task {task.name!r}: restart would delete {source}, with which the task begins; "
+                "copy it to another place, or choose another run_dir"
+            )
+
+
+def described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict[str, str]:
+    """What all processes have to be given alike, as texts by what they describe. Paths may differ,
+    but not what lies there.
+
+    Args:
+      tasks: the tasks.
+      options: settings of the training run.
+      restart: as for `fine_tune`.
+    """
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)}
+    found: dict[str, Any] = {
+        "options": settings | {"restart": restart},
+        "versions": installed_versions("jaxmux", "jax", "jaxlib"),
+    }
+    for task in tasks:
+        fields = _identity(task)
+        del fields["data"], fields["eval_data"]
+        found[f"settings of task {task.name!r}"] = fields
+    return {w: json.dumps(value, sort_keys=True, default=str) for w, value in found.items()}
+
+
+def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
+    """What a run directory belongs to, as a JSON object.
+
+    Args:
+      backbone: the backbone's folder.
+      tasks: the tasks.
+      options: settings of the training run.
+    """
+    return {
+        "format": FORMAT,
+        "backbone": backbone,
+        "dtype": options.dtype,
+        "tokens_per_microbatch": options.tokens_per_microbatch,
+        "row_len": options.row_len,
+        "chunk_len": options.chunk_len,
+        "max_sequences": options.max_sequences,
+        "tasks": {task.name: _identity(task) for task in tasks},
+    }
+
+
+def _identity(task: Task) -> dict[str, Any]:
+    """The entry of a task in run.json."""
+    fields = dataclasses.asdict(task)
+    del fields["name"], fields["sample_prompt"]
+    adapter = {"kind": kind_of(task.adapter).name, **fields["adapter"]}
+    optimizer = {"kind": task.optimizer.kind, **fields["optimizer"]}
+    return fields | {"adapter": adapter, "optimizer": optimizer}
+
+
+def read_inputs(
+    backbone: str, tasks: Sequence[Task], options: RunOptions, directory: RunDirectory | None
+) -> RunInputs:
+    """Reads and checks everything but the backbone's weights.
+
+    Args:
+      backbone: the backbone's folder.
+      tasks: the tasks.
+      options: settings of the training run.
+      directory: refuses a backbone that has changed before the data is read; None in a process
+        that has no run directory.
+
+    Raises:
+      BackboneError, DataError, TaskError, PlanningError, RunDirectoryError: what the message names
+        cannot be used.
+    """
+    config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+    fingerprints = {"backbone": backbone_fingerprint(backbone)}
+    if directory:
+        # Another backbone is said at once, before the data is read.
+        directory.refuse_changes(fingerprints)
+    check_backbone(backbone)
+    options.reserved(config)
+    if options.mesh != AUTO_MESH:
+        refuse_mesh(options.deployment, config)
+    prepared = [prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks]
+    for task in prepared:
+        fingerprints |= task.fingerprints
+        if options.row_len is not None:
+            task.refuse_rows_of(options.row_len)
+    return RunInputs(config, tokenizer, prepared, fingerprints)

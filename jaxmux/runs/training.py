@@ -1,0 +1,233 @@
+"""The training of a run's tasks, from the choice of the devices to the exported adapters."""
+
+import dataclasses
+import math
+import operator
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import NamedTuple
+
+from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine.compile_ahead import ProgramsAhead
+from jaxmux.errors import Interrupted
+from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
+from jaxmux.peft import Adapter
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.sharding import PlacedBackbone
+
+from .checkpoints import Checkpoints, RunPosition, array_specs
+from .console import RunConsole
+from .metrics import MetricsWriter
+from .processes import Processes
+from .recorder import Recorder, RunFiles
+from .run_directory import RunDirectory
+from .run_inputs import RunInputs
+from .run_layout import RunLayout, choose_layout, load_on
+from .run_options import RunOptions
+from .stop_signals import StopSignals
+from .summary import Summary
+
+
+class Results(NamedTuple):
+    """What training gives.
+
+    Attributes:
+      summary: the summary.
+      adapters: by name, the adapters of the tasks that have a prompt and succeeded.
+      model: the backbone on the devices.
+    """
+
+    summary: Summary
+    adapters: dict[str, Adapter]
+    model: Backbone | list[PlacedBackbone]
+
+
+def train_tasks(
+    backbone: str,
+    inputs: RunInputs,
+    options: RunOptions,
+    directory: RunDirectory | None,
+    config_text: str | None,
+    processes: Processes,
+    console: RunConsole,
+    stop: StopSignals,
+) -> Results:
+    """Trains the tasks, from the choice of the devices to the exported adapters.
+
+    Args:
+      backbone: the backbone's folder.
+      inputs: the tasks with their data.
+      options: settings of the training run.
+      directory: the run directory; None in a process that writes nothing.
+      config_text: as for `fine_tune`.
+      processes: the processes of the training run.
+      console: prints progress.
+      stop: signals that stop training.
+
+    Raises:
+      BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
+        Nothing has been trained by this call.
+      Interrupted: a signal arrived; the state is saved.
+    """
+    config, prepared = inputs.config, inputs.prepared
+    console.announce(prepared, config)
+    if processes.count > 1:
+        # What the devices keep has to be the same everywhere.
+        memory = options.memory or processes.least(device_memory())
+        options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
+    layout = processes.agree(
+        processes.on_first(
+            lambda: choose_layout(prepared, config, options, directory.shapes, console)
+        )
+    )
+    engine_options = EngineOptions(
+        layout.shape,
+        options.reserved(config),
+        options.remat,
+        options.memory,
+        options.attention,
+        options.grouped_lora,
+        max_bad_steps=options.max_bad_steps,
+        replica_shapes=layout.shapes if layout.costs else (),
+        sequence_costs=layout.costs,
+    )
+    dtype = backbone_dtype(options.dtype)
+    console.say("compiling the training step; this can take a minute")
+    with ExitStack() as stack:
+        programs = None
+        if layout.deployment.devices == 1:
+            programs = ProgramsAhead(config, dtype, engine_options, prepared)
+            stack.enter_context(closing(programs))
+        model = processes.together(lambda: load_on(layout.deployment, backbone, dtype, config))
+        admission, *others = layout.admissions or (None,)
+        engine = Engine(model, engine_options, admission, programs, others)
+        engine.register_tasks(prepared)
+        engine.refuse_implementations()
+        checkpoints = processes.on_first(
+            lambda: _begin(directory, inputs.fingerprints, layout, options, config_text, console)
+        )
+        if checkpoints:
+            stack.enter_context(closing(checkpoints))
+        stack.enter_context(closing(engine))
+        position = _restore(engine, checkpoints, processes, console)
+        files = None
+        if checkpoints:
+            metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
+            files = RunFiles(directory, checkpoints, metrics)
+        recorder = Recorder(engine, files, position, processes, console)
+        seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
+        succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
+        _evaluate(engine, succeeded, "eval_loss")
+        summary = recorder.finish(
+            succeeded,
+            seconds,
+            predicted_memory_bytes=_predicted_memory(engine, admission),
+            predicted_round_seconds=layout.round_seconds,
+        )
+        adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
+    return Results(summary, adapters, model)
+
+
+def _begin(
+    directory: RunDirectory,
+    fingerprints: Mapping[str, str],
+    layout: RunLayout,
+    options: RunOptions,
+    config_text: str | None,
+    console: RunConsole,
+) -> Checkpoints:
+    """Begins to write the run directory; returns its checkpoints."""
+    console.announce_restart(directory)
+    directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
+    return Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
+
+
+def _restore(
+    engine: Engine, checkpoints: Checkpoints | None, processes: Processes, console: RunConsole
+) -> RunPosition:
+    """Restores the newest checkpoint; without one, measures the losses before training."""
+    specs = array_specs(engine)
+    found = processes.on_first(lambda: checkpoints.newest(specs))
+    # The arrays travel by themselves, task by task.
+    described = processes.agree(found and found._replace(arrays={}))
+    if described is None:
+        _evaluate(engine, engine.names, "eval_loss_first")
+        return RunPosition()
+    own = found.arrays if found else dict.fromkeys(specs)
+    arrays = {name: processes.share_arrays(own[name], specs[name]) for name in specs}
+    described._replace(arrays=arrays).restore(engine)
+    if not engine.finished:
+        console.say(f"going on from the checkpoint after round {engine.rounds}")
+    return described.position
+
+
+def _train(
+    engine: Engine,
+    recorder: Recorder,
+    checkpoint_every: int,
+    processes: Processes,
+    console: RunConsole,
+    stop: StopSignals,
+) -> float | None:
+    """Trains until every task has ended, and records the progress. Returns the median seconds from
+    one round to the next, in the later half of the rounds; None if there were too few."""
+    ends: list[float] = []
+    # The number of the signal that stops all processes.
+    signal = 0
+
+    def stopped() -> bool:
+        nonlocal signal
+        signal = signal or processes.stop_number(stop.number)
+        return bool(signal)
+
+    console.start(engine)
+    try:
+        with stop.deferred(console.say):
+            while not engine.finished:
+                saves = (engine.rounds + 1) % checkpoint_every == 0
+                recorder.record(engine.train_round(stopped, stream=not saves))
+                ends.append(time.monotonic())
+                if stopped():
+                    recorder.save()
+                    recorder.wait()
+                    # No process leaves before the checkpoint is on disk.
+                    processes.gather(None)
+                    raise Interrupted(signal, saved=True)
+                if engine.rounds % checkpoint_every == 0:
+                    recorder.save()
+                processes.end_round()
+            recorder.save()
+    finally:
+        console.stop()
+    later = ends[len(ends) // 2 :]
+    return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
+
+
+def _predicted_memory(engine: Engine, admission: Admission | None) -> int | None:
+    """The peak memory that was predicted before training, in bytes; None if it is not known."""
+    if admission is None or engine.remat is None:
+        return None
+    pools = [engine.prepared(name).pool for name in engine.names]
+    stages = admission.costs.replica.pp
+    return int(admission.peak(pools, planned_remat(engine.remat), in_flight=stages))
+
+
+def _evaluate(engine: Engine, names: Sequence[str], field: str) -> None:
+    for name, loss in engine.evaluate(names).items():
+        progress = engine.progress(name)
+        setattr(progress, field, loss if math.isfinite(loss) else None)
+        if field == "eval_loss" and not math.isfinite(loss):
+            progress.status, progress.error = "failed", "loss of the held-out data is not finite"
+        held_out = engine.prepared(name).eval_samples
+        progress.eval_target_tokens = sum(s.target_tokens for s in held_out)
+
+
+def _with_prompts(engine: Engine) -> list[PreparedTask]:
+    """The tasks with a prompt that is completed after training, if they succeeded."""
+    return [
+        p
+        for p in map(engine.prepared, engine.names)
+        if p.task.sample_prompt is not None and engine.progress(p.task.name).status == "succeeded"
+    ]
