@@ -206,6 +206,10 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
     # it is imported here so that a JAX version without it fails only for packed rows.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    # cuDNN writes neither the outputs nor the gradients of padding. Where the inputs are replaced,
+    # their gradients are zero.
+    is_padding = (segments.ids < 0)[..., None, None]
+    q, k, v = (jnp.where(is_padding, 0, x) for x in (q, k, v))
     padded = jnp.full_like(segments.starts[:, :1], -1)
     present = segments.lengths > 0
     offsets = jnp.concatenate([jnp.where(present, segments.starts, -1), padded], axis=1)
@@ -222,8 +226,7 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
         sliding_window_length=options.window,
     )
-    # cuDNN does not write the outputs of padding.
-    return jnp.where((segments.ids >= 0)[..., None, None], out, 0)
+    return jnp.where(is_padding, 0, out)
 
 
 def _hide_non_finite(x: Array) -> Array:

@@ -199,6 +199,34 @@ def test_finite_values_whose_products_overflow_change_no_bit_of_others(huge):
     assert_others_untouched(healthy, run(*inputs.values(), SHARED_ROW))
 
 
+def test_what_cudnn_leaves_unwritten_in_padding_reaches_nothing(monkeypatch):
+    """cuDNN writes neither outputs nor gradients of padding, so anything may be there. One row is
+    all padding, which has no sequence at all."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    ids = np.concatenate([row_of(128, {3: 40, 50: 60}), np.full((1, 128), -1, np.int32)])
+    written = (ids >= 0)[..., None, None]
+
+    @jax.custom_vjp
+    def unwritten(q, k, v):
+        return jnp.where(written, q, jnp.nan)
+
+    def backward(_, d_out):
+        by_keys = d_out[:, :, :KV_HEADS]
+        return tuple(jnp.where(written, d, jnp.nan) for d in (d_out, by_keys, by_keys))
+
+    unwritten.defvjp(lambda q, k, v: (unwritten(q, k, v), None), backward)
+    monkeypatch.setattr(cudnn, "dot_product_attention", lambda q, k, v, **_: unwritten(q, k, v))
+    q, k, v, d_out = (jnp.asarray(x) for x in tensors(2, 128))
+    d_out = jnp.where(written, d_out, 0)
+    segments, options = find_segments(jnp.asarray(ids), 2), AttentionOptions("cudnn", BLOCK, None)
+    out, vjp = jax.vjp(lambda *x: attend(*x, segments, options)[0], q, k, v)
+    for found in (out, *vjp(d_out)):
+        np.testing.assert_array_equal(np.where(written, 0, found), 0)
+    np.testing.assert_array_equal(out, np.where(written, q, 0))
+    np.testing.assert_array_equal(vjp(d_out)[0], d_out)
+
+
 def test_segments_are_found_with_starts_and_lengths():
     ids = np.concatenate([row_of(128, {0: 30, 30: 25, 64: 63}), row_of(128, {})])
     found = find_segments(jnp.asarray(ids), max_sequences=4)

@@ -61,6 +61,31 @@ def test_it_agrees_with_xla(implementation, row_len, window, lengths, most):
         assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want), name
 
 
+@pytest.mark.parametrize(("implementation", "row_len"), [("cudnn", 512), ("short", 128)])
+def test_padding_has_no_gradients(implementation, row_len):
+    """Also where a whole row is padding, and where the GPU's memory holds NaNs."""
+    rng = np.random.default_rng(2)
+    shapes = [(ROWS, row_len, h, SIZE) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    q, k, v, d_out = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    ids = _segment_ids(PACKED[row_len], row_len, gap=3)
+    ids[-1] = -1
+    padding = (ids < 0)[..., None, None]
+    segments, options = (
+        find_segments(jnp.asarray(ids), 32),
+        AttentionOptions(implementation, 64, None),
+    )
+
+    @jax.jit
+    def gradients(q, k, v, d_out):
+        return jax.vjp(lambda *x: attend(*x, segments, options)[0], q, k, v)[1](d_out)
+
+    junk = [jnp.full(2**26, jnp.nan) for _ in range(8)]
+    jax.block_until_ready(junk)
+    del junk
+    for name, found in zip("qkv", gradients(q, k, v, jnp.where(padding, 0, d_out)), strict=True):
+        np.testing.assert_array_equal(np.where(padding, found, 0), 0, err_msg=name)
+
+
 @pytest.mark.parametrize("broken", [jnp.nan, jnp.inf, 3e38], ids=["NaN", "inf", "huge"])
 @pytest.mark.parametrize(("implementation", "row_len"), [("cudnn", 512), ("short", 128)])
 def test_a_broken_segment_changes_no_bit_of_its_neighbours(implementation, row_len, broken):

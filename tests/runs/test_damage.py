@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmux import AdamW, Interrupted
 from jaxmux.errors import InputError
 from jaxmux.peft import is_adapter_folder
-from jaxmux.runs import checkpoints, run, run_layout
+from jaxmux.runs import checkpoints, run_layout, training
 
 STEPS = 8
 
@@ -315,7 +315,7 @@ def test_an_extended_run_that_is_interrupted_is_not_finished(
         raise Interrupted(signal.SIGTERM, saved=False)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "_restore", stop)
+        patch.setattr(training, "_restore", stop)
         with pytest.raises(Interrupted):
             train(tmp_path, make_task(steps=5))
     assert train(tmp_path, make_task(steps=5)).tasks["tiny"]["steps"] == 5
