@@ -21,6 +21,11 @@ class ProcessFailed(RuntimeError):
     """Another process of the same training run has failed. The message says which one and why."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or the name of its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def ran_out_of_memory(error: Exception) -> bool:
     """True if JAX raised this exception because a device's memory did not suffice."""
     return "RESOURCE_EXHAUSTED" in str(error)

@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
+from jaxmux.errors import first_line
 from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
@@ -269,7 +270,7 @@ def _newest_intact(
         except (RunDirectoryError, MemoryError):
             raise
         except Exception as e:  # orbax passes on the errors of many libraries
-            problems.append(f"the checkpoint of step {step} is damaged ({_first_line(e)})")
+            problems.append(f"the checkpoint of step {step} is damaged ({first_line(e)[:200]})")
             continue
         for problem in problems:
             say(f"{manager.directory}: {problem}; the one of step {step} takes its place")
@@ -344,8 +345,3 @@ def _record_checksum(run: Mapping[str, Any]) -> int:
     """A CRC-32 of the item `run` without its own checksum."""
     rest = {key: value for key, value in run.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -18,7 +18,13 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.errors import InputError, Interrupted, ProcessFailed, ran_out_of_memory
+from jaxmux.errors import (
+    InputError,
+    Interrupted,
+    ProcessFailed,
+    first_line,
+    ran_out_of_memory,
+)
 from jaxmux.sharding.transfers import put, share
 
 T = TypeVar("T")
@@ -81,7 +87,7 @@ def join_processes(
                 "this is no Slurm, Open MPI or Kubernetes job that JAX knows; give --coordinator, "
                 "--processes and --process"
             ) from None
-        raise InputError(f"this process cannot join the others: {_first_line(e)}") from None
+        raise InputError(f"this process cannot join the others: {first_line(e)}") from None
     # Starting the devices waits for all processes, which nothing should interrupt later.
     jax.devices()
 
@@ -304,7 +310,7 @@ class Processes:
             if self.count == 1 or not of_devices or ran_out_of_memory(e):
                 raise
             raise ProcessFailed(
-                f"another process has ended, or the devices failed ({_first_line(e)[:200]}); the "
+                f"another process has ended, or the devices failed ({first_line(e)[:200]}); the "
                 "same command in all processes continues from the last checkpoint"
             ) from e
 
@@ -332,7 +338,7 @@ class Processes:
                 return pickle.loads(found)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
-                    raise ProcessFailed(f"process 0 has ended ({_first_line(e)})") from None
+                    raise ProcessFailed(f"process 0 has ended ({first_line(e)})") from None
             for folder in (f"{self._run}/ended/", _ENDED):
                 for own, text in self._client.key_value_dir_get(folder):
                     index = int(own.rpartition("/")[2])
@@ -361,7 +367,7 @@ class _End(NamedTuple):
         if isinstance(error, KeyboardInterrupt):
             signal = SIGINT
         saved = isinstance(error, Interrupted) and error.saved
-        return cls(_first_line(error), isinstance(error, InputError), signal, saved)
+        return cls(first_line(error), isinstance(error, InputError), signal, saved)
 
     def exception(self, process: int) -> BaseException:
         """The exception that another process raises.
@@ -379,7 +385,3 @@ def _tell_end(client: Any, folder: str, index: int, error: BaseException) -> Non
     # If process 0 is gone, nobody can be told.
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{folder}{index}", json.dumps(_End.of(error)._asdict()), True)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
