@@ -66,6 +66,7 @@ from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.rounds import Packing, pack_tightly
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.packing import (
     Placement,
     RoundLengths,
@@ -216,7 +217,7 @@ def measure(backbone: Backbone, policy: Policy, tasks: Sequence[PreparedTask], a
     options = EngineOptions(
         policy.shape,
         # With this many slots, all mixes run the same programs.
-        slots=max(args.mixes),
+        PoolSpec(slots=max(args.mixes), rank=1, modules=()),
         remat=args.remat,
         memory=memory(args),
         grouped_lora=args.grouped_lora,

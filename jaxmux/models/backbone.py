@@ -147,7 +147,7 @@ class CheckpointReader:
         with ExitStack() as stack:
             for path in shards(self._folder):
                 try:
-                    shard = stack.enter_context(safe_open(path, framework="flax"))
+                    shard = stack.enter_context(safe_open(path, framework="numpy"))
                 except (SafetensorError, OSError) as e:
                     raise BackboneError(
                         f"{path}: cannot be read as safetensors ({e}); truncated download?"
@@ -229,9 +229,7 @@ class CheckpointReader:
     ) -> np.ndarray:
         """A part of a parameter of one layer, or of one that belongs to no layer."""
         name, transposed = _hf_name(path, layer), path[-1] == "kernel"
-        tensor = self._owner[name].get_slice(name)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            values = np.asarray(tensor[index[::-1] if transposed else index])
+        values = self._owner[name].get_slice(name)[index[::-1] if transposed else index]
         return (values.T if transposed else values).astype(wanted.dtype)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import load_file
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import InputError
@@ -206,7 +205,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], s
         found = json.loads(settings.read_text())
         if not isinstance(found, dict):
             raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
-        with safe_open(weights, framework="flax") as file:
+        with safe_open(weights, framework="numpy") as file:
             base = (file.metadata() or {}).get(_BASE, "")
         return found, load_file(weights), base
     except (ValueError, OSError, SafetensorError) as e:

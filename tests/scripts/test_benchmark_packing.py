@@ -3,13 +3,24 @@
 import json
 
 import benchmark_packing
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmark_packing import pack_padded, parse_arguments, policies, tasks_of_mix, with_ratio
+from benchmark_packing import (
+    ENGINE,
+    Policy,
+    pack_padded,
+    parse_arguments,
+    policies,
+    tasks_of_mix,
+    with_ratio,
+)
 from benchmark_records import make_record
 from benchmark_step import llama_config
 from benchmark_tables import packing_table
 
+from jaxmux.engine.rounds import pack_tightly
+from jaxmux.models import Backbone
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.runs.run_shape import run_costs
 
@@ -81,6 +92,19 @@ def test_predictions_are_printed_without_training(tmp_path, capsys, monkeypatch)
     assert "costs estimated for NVIDIA H200: a, b" in lines[0]
     assert [line.strip().partition(":")[0] for line in lines[1:]] == NAMES
     assert all("padding" in line and "ms a round" in line for line in lines[1:])
+
+
+def test_a_policy_is_measured_by_training(args):
+    """The engine accepts the options of the benchmark, and all tokens of the rounds are counted."""
+    small = ["--samples", "2", "--rounds", "1", "--max_length", "64", "--tokens", "128"]
+    sizes = ["--layers", "1", "--hidden", "256", "--vocab", "512", "--mixes", "1"]
+    args = parse_arguments(["--out", "unused.json", *small, *sizes])
+    (task,) = tasks = tasks_of_mix(llama_config(args), args, {"short": np.full(8, 30)}, 1)
+    backbone = Backbone.random(llama_config(args), dtype=jnp.float32)
+    policy = Policy(ENGINE, ShapeClass(2, 64, 64, max_sequences=2), pack_tightly)
+    record = benchmark_packing.measure(backbone, policy, tasks, args)
+    assert record["data"] == [task.task.name] and record["microbatches"] == 1
+    assert record["padding"] == pytest.approx(1 - 2 * 29 / 128)
 
 
 def test_lognormal_lengths_are_reproducible_and_their_parameters_are_printed(args, capsys):
