@@ -33,14 +33,12 @@ from pathlib import Path
 
 import numpy as np
 from benchmark_records import Record, RecordFile, make_record
-from benchmark_step import PEFT, llama_config, measured_peft, with_baseline
+from benchmark_step import PEFT, WARM_UP_ROUNDS, llama_config, measured_peft, with_baseline
 
 from jaxmux.installed_versions import installed_versions
 
 # Samples of a task's global batch, so that a round has two microbatches of 8,192 tokens.
 BATCH = 2
-# Rounds that are not measured: the first ones compile, and wait for the device before each update.
-WARM_UP_ROUNDS = 10
 
 _MAKE_BACKBONE = """
 import sys, json

@@ -53,9 +53,9 @@ from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
 
 PEFT = "Hugging Face PEFT"
-# The first round compiles. The second also compiles, because it is the first that follows another
-# round. During the third the host is not ahead of the device yet.
-WARM_UP_ROUNDS = 3
+# Rounds that are not measured: the first two compile, and in the eight rounds after that the host
+# waits for the device before each update, so it works ahead of the device only from then on.
+WARM_UP_ROUNDS = 10
 FEWEST_ROUNDS = 4
 # Four float32 values: the master weight, the two moments of AdamW, and the accumulated gradient.
 BYTES_PER_ADAPTER_PARAMETER = 16
