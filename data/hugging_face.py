@@ -1,7 +1,8 @@
 """Loads Hugging Face data sets: from the hub, from its local cache, or from a folder."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,11 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
       DataError: the package datasets is missing, the data set cannot be loaded, or the hub cannot
         be reached and the data set is not in the local cache.
     """
+    from huggingface_hub.constants import ENDPOINT
+
+    local = Path(name).exists()
+    # Importing datasets takes seconds, in which the hub can answer.
+    hub_answers = (lambda: True) if local else ask_hub(ENDPOINT)
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -39,7 +45,7 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
     try:
         if is_saved_data_set(Path(name)):
             return datasets.load_from_disk(name)
-        if Path(name).exists() or hub_answers(datasets.config.HF_ENDPOINT):
+        if local or hub_answers():
             return datasets.load_dataset(name, split=split)
     except Exception as error:  # datasets passes on any exception of its hub and file layers
         raise DataError(f"{where}: split {split!r} cannot be loaded: {error}") from error
@@ -49,7 +55,7 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
     except Exception as error:
         cause = "" if isinstance(error, ConnectionError) else f" ({str(error).partition('\n')[0]})"
         raise DataError(
-            f"{where}: the hub {datasets.config.HF_ENDPOINT} (HF_ENDPOINT) cannot be reached, and "
+            f"{where}: the hub {ENDPOINT} (HF_ENDPOINT) cannot be reached, and "
             f"split {split!r} cannot be loaded from the local cache{cause}; download the data set "
             "where the hub can be reached, write it to a folder with save_to_disk, and use "
             '"hf:FOLDER"'
@@ -61,12 +67,16 @@ def is_saved_data_set(folder: Path) -> bool:
     return any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 
-def hub_answers(endpoint: str) -> bool:
-    """True if a hub answers one request within a few seconds. False also if an environment variable
-    such as HF_HUB_OFFLINE keeps the library of the hub from asking.
+def ask_hub(endpoint: str) -> Callable[[], bool]:
+    """Sends one request to a hub.
 
     Args:
       endpoint: address of the hub, for example "https://huggingface.co".
+
+    Returns:
+      A function that returns True if the hub answers within a few seconds after the request, and
+      waits that long. It returns False also if an environment variable such as HF_HUB_OFFLINE keeps
+      the library of the hub from asking.
     """
     # The client of the hub's library uses the proxy and the certificates of later requests too.
     from huggingface_hub import get_session
@@ -81,10 +91,14 @@ def hub_answers(endpoint: str) -> bool:
         answered.set()
 
     # The time limit of the client does not hold while the name of the host is looked up.
-    asking = threading.Thread(target=ask, daemon=True)
+    asking, asked = threading.Thread(target=ask, daemon=True), time.monotonic()
     asking.start()
-    asking.join(_SECONDS)
-    return answered.is_set()
+
+    def answers() -> bool:
+        asking.join(max(0.0, asked + _SECONDS - time.monotonic()))
+        return answered.is_set()
+
+    return answers
 
 
 @contextmanager

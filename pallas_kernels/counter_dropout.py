@@ -15,8 +15,10 @@ after them.
 A feature is dropped with the task's rate rounded to a multiple of 2^-16; with rate 0, never.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -52,8 +54,12 @@ class Dropout(NamedTuple):
     first_column: Int[Array, ""] | int | None = None
 
 
+@jax.jit
 def token_counters(
-    dropout: Dropout, token_slot: Int[Array, " N"], layer: Int[Array, ""] | int, module: int
+    dropout: Dropout,
+    token_slot: Int[Array, " N"],
+    layer: Int[Array, ""] | int,
+    module: Int[Array, ""] | int,
 ) -> UInt32[Array, " N"]:
     """Hashes everything but the column into one counter for each token.
 
@@ -65,11 +71,12 @@ def token_counters(
     """
     in_model = jnp.asarray(layer + dropout.first_layer, jnp.uint32)
     h = _mix(dropout.key[token_slot] + jnp.uint32(_GOLDEN) * in_model)
-    h = _mix(h ^ jnp.uint32((module + 1) * 0x85EBCA77 & 0xFFFFFFFF))
+    h = _mix(h ^ (jnp.asarray(module, jnp.uint32) + 1) * jnp.uint32(0x85EBCA77))
     h = _mix(h ^ dropout.sample_id)
     return _mix(h + jnp.uint32(_GOLDEN) * dropout.position.astype(jnp.uint32))
 
 
+@partial(jax.jit, static_argnames="columns")
 def keep_mask(
     counters: UInt32[Array, " N"],
     rate: Float[Array, " N"],

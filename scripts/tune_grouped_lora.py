@@ -25,8 +25,32 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import tilings
 from jaxmux.pallas_kernels.grouped_lora.routed_matmul_sm90 import Term, Tiling, routed_matmul
 
-# Linears of Llama-3.1-8B: input width k, and output widths n of the linears that share the input.
-SHAPES = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
+
+def linears(d: int, kv: int, f: int, tp: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Input width k, and output widths n of the linears that share the input, for each input of a
+    layer of Llama, on one of `tp` tensor-parallel devices.
+
+    Args:
+      d: width of the model, and of the queries.
+      kv: width of the keys.
+      f: width of the MLP.
+      tp: number of the devices.
+    """
+    return [
+        (d, (d // tp, kv // tp, kv // tp)),
+        (d // tp, (d,)),
+        (d, (f // tp, f // tp)),
+        (f // tp, (d,)),
+    ]
+
+
+# Llama-3.1-8B and 70B, on one device and on several.
+SHAPES = [
+    shape
+    for model in ((4096, 1024, 14336), (8192, 1024, 28672))
+    for tp in (1, 2, 4)
+    for shape in linears(*model, tp)
+]
 
 
 def main() -> None:

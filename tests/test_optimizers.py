@@ -197,7 +197,9 @@ def test_a_new_optimizer_is_its_class_and_its_entry(monkeypatch):
     leaves = {"w": LeafSpec((2, 3, 4), ("layer", "slot", "output"))}
     specs = state_specs({"imagined": leaves}, 3, HeavyBall.kind)
     assert len(specs.moments) == 1
-    state = empty_state(specs)._replace(accumulators={"imagined": {"w": jnp.ones((2, 3, 4))}})
+    state = empty_state(Layout(specs))._replace(
+        accumulators={"imagined": {"w": jnp.ones((2, 3, 4))}}
+    )
     hyper = {name: np.float32([value]) for name, value in task.optimizer.hyperparameters().items()}
     due, rates = np.asarray([True, False, False]), np.full((1, 2, 3), 0.1, np.float32)
     after, _ = update(

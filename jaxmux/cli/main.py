@@ -1,12 +1,14 @@
 """The console command `jaxmux`, whose commands are also `python -m jaxmux.train` and so on."""
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 
 from .arguments import COMMANDS, is_one_of_several
 from .exit_codes import REFUSED, TASK_FAILED, exit_code_of
@@ -51,13 +53,25 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     # first uses the device.
     if not _MEMORY_SETTINGS & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
-    code = exit_code_of(lambda: import_module(f".{command}_command", __package__).run(options))
+    code = exit_code_of(lambda: _imported(command).run(options))
     if code not in (0, TASK_FAILED) and is_one_of_several(options):
         # Otherwise JAX would wait for the other processes, which may wait for this one.
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _imported(command: str) -> ModuleType:
+    """The module of a command. Most of what an import creates stays for good, so the garbage
+    collector neither runs meanwhile nor looks at it later; that saves a tenth of the time until
+    training begins."""
+    gc.disable()
+    try:
+        return import_module(f".{command}_command", __package__)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -51,7 +51,7 @@ class ProgramsAhead:
           tasks: the tasks that the engine will train.
         """
         self._on_gpu = jax.default_backend() == "gpu"
-        self._threads = ThreadPoolExecutor(1 if self._on_gpu else 3)
+        self._threads = ThreadPoolExecutor(1 if self._on_gpu else 2)
         backbone = Backbone(config, abstract_weights(config, dtype), "")
         programs = _Programs(backbone, options, tasks)
         self._evaluation: list[Future] = []

@@ -183,9 +183,9 @@ def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
 
 def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
     if home is None:
-        return empty_state(layout.tree)
+        return empty_state(layout)
     shardings = _shardings(layout, home)
-    return home.run(jax.jit(lambda: empty_state(layout.tree), out_shardings=shardings))
+    return home.run(jax.jit(lambda: empty_state(layout), out_shardings=shardings))
 
 
 def _shardings(layout: Layout, home: StageMesh | None) -> TrainState | None:

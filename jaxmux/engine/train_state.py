@@ -119,9 +119,14 @@ def with_empty_accumulators(state: TrainState) -> TrainState:
     return state._replace(accumulators=zeros(state.accumulators), loss=zeros(state.loss))
 
 
-def empty_state(specs: TrainState) -> TrainState:
-    """A state in which every slot is empty."""
-    return jax.tree.map(LeafSpec.empty, specs)
+@partial(jax.jit, static_argnums=0)
+def empty_state(layout: Layout) -> TrainState:
+    """A state in which every slot is empty.
+
+    Args:
+      layout: the description of the state.
+    """
+    return jax.tree.map(LeafSpec.empty, layout.tree)
 
 
 def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = None) -> TrainState:

@@ -206,7 +206,7 @@ class CheckpointReader:
                 return value
 
             if sharding is None:
-                return jnp.asarray(part((slice(None),) * len(leaf.shape)))
+                return jax.device_put(part((slice(None),) * len(leaf.shape)))
             # Devices that keep the same part share what was read.
             by_index = {}
             for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():

@@ -183,20 +183,18 @@ def _update(backbone: Backbone, point: UpdatePoint) -> Program:
     one = empty_pool(backbone.config, MODULES, point.slots, 1)
     rank = point.parameters // sum(leaf.size for leaf in jax.tree.leaves(one))
     slots, layers = point.slots, backbone.config.num_layers
-    specs = pool_specs(backbone.config, MODULES, slots, rank, point.optimizer)
+    layout = Layout(pool_specs(backbone.config, MODULES, slots, rank, point.optimizer))
     members = {point.optimizer: np.arange(slots, dtype=np.int32)}
     optimizer = OPTIMIZERS[point.optimizer]()
     hyper = {name: np.full(slots, v, np.float32) for name, v in optimizer.hyperparameters().items()}
-    leaves = len(jax.tree.leaves(specs.accumulators))
+    leaves = len(jax.tree.leaves(layout.tree.accumulators))
     rates = np.full((leaves, layers, slots), optimizer.learning_rate, np.float32)
 
     def run(state, inputs, constants):
         due = np.ones(slots, bool)
-        return update(
-            state, Layout(specs), DueUpdates(due, rates, {point.optimizer: hyper}, members)
-        )
+        return update(state, layout, DueUpdates(due, rates, {point.optimizer: hyper}, members))
 
-    return Program(jax.jit(run, donate_argnums=0), empty_state(specs), (), (), 1, point)
+    return Program(jax.jit(run, donate_argnums=0), empty_state(layout), (), (), 1, point)
 
 
 def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) -> jax.Array:

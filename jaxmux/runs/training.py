@@ -187,7 +187,11 @@ def _train(
         with stop.deferred(console.say):
             while not engine.finished:
                 saves = (engine.rounds + 1) % checkpoint_every == 0
-                recorder.record(engine.train_round(stopped, stream=not saves))
+                updates = engine.train_round(stopped, stream=bool(ends) and not saves)
+                if not ends:
+                    # The first results are shown at once, although the devices wait meanwhile.
+                    updates += engine.drain()
+                recorder.record(updates)
                 ends.append(time.monotonic())
                 if stopped():
                     recorder.save()

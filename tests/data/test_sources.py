@@ -129,7 +129,7 @@ def test_a_hub_that_accepts_but_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(hugging_face, "_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         started = time.monotonic()
-        assert not hugging_face.hub_answers(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert not hugging_face.ask_hub(f"http://127.0.0.1:{server.getsockname()[1]}")()
     assert time.monotonic() - started < 3
 
 
@@ -138,7 +138,7 @@ def test_a_hub_that_answers_is_in_reach():
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()
     with closing(server.socket):
-        assert hugging_face.hub_answers(f"http://127.0.0.1:{server.server_port}")
+        assert hugging_face.ask_hub(f"http://127.0.0.1:{server.server_port}")()
 
 
 @pytest.mark.parametrize(

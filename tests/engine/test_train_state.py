@@ -171,7 +171,7 @@ def test_a_cleared_slot_is_padding_and_the_others_keep_their_bits():
     layout, before = Layout(specs), jax.device_get(random_state(specs))
     after = jax.device_get(clear_slot(random_state(specs), layout, 0))
     assert_slots_unchanged(specs, before, after, [1, 2])
-    empty = jax.device_get(empty_state(specs))
+    empty = jax.device_get(empty_state(layout))
     for one, other in zip(
         bits(of_slot(specs, after, 0)), bits(of_slot(specs, empty, 0)), strict=True
     ):

@@ -76,8 +76,8 @@ def device_models(
 
     A profile is a JSON file of measurements. The function looks in `profiles` for one of this
     device, dtype and backbone. If there is one, the models are fitted to it (`measured_models`).
-    Otherwise they are estimates for an H200, whatever the device is. `source.kind` of the result
-    tells which.
+    Otherwise they are estimates for an H200, whatever the device is, except that attention on a CPU
+    is the one in plain XLA. `source.kind` of the result tells which.
 
     Args:
       size: sizes of the backbone, from `jaxmux.engine.backbone_size.size_of`. Its number of layers
@@ -100,21 +100,23 @@ def device_models(
         profile = read_profile(path)
         if (profile.device, profile.dtype) == (device, dtype) and not _differs(profile, size):
             return measured_models(path, size, memory, replica)
-    models = estimated_models(size, memory, replica)
+    models = estimated_models(size, memory, replica, on_cpu=device == "cpu")
     if dtype == "bfloat16":
         return models
     note = f"rates are those of bfloat16; {dtype} is slower"
     return models._replace(source=models.source._replace(notes=(note,)))
 
 
-def estimated_models(size: BackboneSize, memory: int | None, replica: Replica) -> CostModels:
+def estimated_models(
+    size: BackboneSize, memory: int | None, replica: Replica, on_cpu: bool = False
+) -> CostModels:
     """Returns cost models without a profile: those of an H200, from the backbone's FLOPs and bytes.
 
-    Arguments as in `device_models`.
+    Arguments as in `device_models`, and `on_cpu` as for `estimated_times`.
     """
-    model = estimated_memory(size, memory)
+    model = estimated_memory(size, memory, on_cpu)
     text = "the backbone's FLOPs and bytes at an H200's rates, without kernel launches"
-    times, _ = with_estimated_collectives(estimated_times(size), replica)
+    times, _ = with_estimated_collectives(estimated_times(size, on_cpu), replica)
     source = CostSource("estimated", text, h200.NAME, model.memory)
     return CostModels(times, model, source, _HOPPER_CHUNK)
 

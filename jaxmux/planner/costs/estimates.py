@@ -28,37 +28,44 @@ from .time_model import TimeModel
 _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)
+# Attention in plain XLA writes and reads its scores. For every query, key and number of a query,
+# this takes the time of so many FLOPs of a matrix product: 87 on two cores of a CPU for heads of 32
+# numbers, and fewer for larger heads.
+_PLAIN_FLOPS = 50
 # Weight of an estimate in the online fit; an observed round has weight 1.
 _WEIGHT = 1e-4
 
 
-def estimated_times(backbone: BackboneSize) -> TimeModel:
+def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
     """Returns the time model by the figures of `h200`.
 
     Elementwise operators move 10 d + 8 f values per token, forward and backward: norms read and
     write the stream of width d, and the gate reads and writes its activations of width f. Adapters
     of any rank take the time of rank 16, because reading the activations limits them. In rows that
     may hold several sequences, attention costs as much as in rows of one, plus the time to fill the
-    memory of every sequence that a row may hold. The update reads and writes masters, accumulators
-    and moments.
+    memory of every sequence that a row may hold; in plain XLA it costs as much more as it takes to
+    write and read the scores. The update reads and writes masters, accumulators and moments.
 
     Args:
       backbone: sizes of the backbone.
+      on_cpu: whether the device is a CPU. Attention is then in plain XLA, as it is on a GPU if the
+        stream is not in half precision.
     """
+    cudnn = _has_cudnn(backbone, on_cpu)
     weights = sum(k * n for k, n in backbone.linears.values())
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
     gate, up = _width(backbone, "gate_proj"), _width(backbone, "up_proj")
     moved = backbone.stream_bytes * (10 * backbone.hidden_size + 8 * gate)
 
     def base(tokens: int) -> float:
-        attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN))
+        attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN, cudnn))
         elementwise = tokens * moved / h200.BYTES_PER_SECOND
         return 2 * h200.linear_seconds(tokens, weights) + attention + elementwise
 
     head_weights = backbone.hidden_size * backbone.vocab_size
     row_lens = (_ROW_LEN, 2 * _ROW_LEN)
-    both = Curve.through((n, sum(_attention_of_token(backbone, n))) for n in row_lens)
-    forward = Curve.through((n, _attention_of_token(backbone, n)[0]) for n in row_lens)
+    both = Curve.through((n, sum(_attention_of_token(backbone, n, cudnn))) for n in row_lens)
+    forward = Curve.through((n, _attention_of_token(backbone, n, cudnn)[0]) for n in row_lens)
     norms = 4 * backbone.hidden_size * backbone.stream_bytes / h200.BYTES_PER_SECOND
     longest = _TOKENS[-1]
     # "lean" recomputes the products with the weights of gate and up.
@@ -72,7 +79,7 @@ def estimated_times(backbone: BackboneSize) -> TimeModel:
         backbone=backbone,
         base=Curve.through((n, base(n)) for n in _TOKENS),
         row_len=_ROW_LEN,
-        attention=AttentionTimes(both, both, _sequence(backbone) if _has_cudnn(backbone) else None),
+        attention=AttentionTimes(both, both, _sequence(backbone) if cudnn else None),
         attention_forward=AttentionTimes(forward, forward, sequence=None),
         adapters=AdapterTimes(floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token),
         empty_share=h200.EMPTY_SHARE,
@@ -112,7 +119,9 @@ def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[Time
     return dataclasses.replace(times, collectives={**times.collectives, **missing}), names
 
 
-def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> MemoryModel:
+def estimated_memory(
+    backbone: BackboneSize, memory: int | None = None, on_cpu: bool = False
+) -> MemoryModel:
     """Returns the memory model by counting, as the engine counts.
 
     Besides weights, train state and kept values, a round needs either the intermediates of one
@@ -121,6 +130,7 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
     Args:
       backbone: sizes of the backbone.
       memory: bytes of a device that may be used; None for an H200's.
+      on_cpu: as for `estimated_times`.
     """
     backbone = dataclasses.replace(backbone, kept=_kept(backbone))
     of_token = {policy: size for policy, (size, _) in backbone.kept.items()}
@@ -131,14 +141,14 @@ def estimated_memory(backbone: BackboneSize, memory: int | None = None) -> Memor
         # Row length does not matter: attention never stores a matrix of scores.
         for row_len in (_ROW_LEN, tokens):
             working = working.observe(working_features(tokens, row_len), needed, _WEIGHT)
-    packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone) else math.inf
+    packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone, on_cpu) else math.inf
     return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, packed_from)
 
 
-def _has_cudnn(backbone: BackboneSize) -> bool:
-    """Whether cuDNN's attention takes values of this width. Plain XLA's attention takes no memory
-    for sequences that are not there."""
-    return backbone.stream_bytes == 2
+def _has_cudnn(backbone: BackboneSize, on_cpu: bool = False) -> bool:
+    """Whether cuDNN's attention serves the device and takes values of this width. Plain XLA's
+    attention takes nothing for sequences that are not there."""
+    return backbone.stream_bytes == 2 and not on_cpu
 
 
 def _sequence(backbone: BackboneSize) -> Curve:
@@ -168,11 +178,15 @@ def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
     }
 
 
-def _attention_of_token(backbone: BackboneSize, row_len: int) -> tuple[float, float]:
+def _attention_of_token(backbone: BackboneSize, row_len: int, cudnn: bool) -> tuple[float, float]:
     """Forward and backward seconds of a token, in rows of one sequence."""
     width = _width(backbone, "q_proj")
     forward, backward = h200.attention_seconds(row_len, width) / row_len
-    return float(forward), float(backward)
+    if cudnn:
+        return float(forward), float(backward)
+    scores = _PLAIN_FLOPS * width * row_len / h200.FLOPS
+    # The backward pass computes the scores again, and their gradients.
+    return float(forward + scores / 3), float(backward + 2 * scores / 3)
 
 
 def _width(backbone: BackboneSize, module: str) -> int:
