@@ -81,15 +81,15 @@ def adapted_linears(
       modules: paths of the linears.
       implementation: implementation of the grouped LoRA linear; None picks the fastest.
       residual: added to the output; allowed only with a single module.
-      sharding: how the weights are divided among devices. The output of a row-parallel linear is
-        summed over them.
+      sharding: how the weights are divided among devices.
 
     Returns:
-      The output of each module, in the dtype of `x`, and the accumulators.
+      The output of each module, in the dtype of `x`, and the accumulators. Of a row-parallel
+      linear, it is this device's part of the output, for `joined`.
     """
-    # What is added once to a sum over devices is added after it.
     divided = sharding.divided_axis(modules[0]) == "input"
-    residual, added = (None, residual) if divided else (residual, None)
+    if divided:
+        residual = None
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
     outputs = {
@@ -121,13 +121,34 @@ def adapted_linears(
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
     if divided:
-        outputs = {module: leave(y, sharding) for module, y in outputs.items()}
-    if added is not None:
-        outputs = {module: added + y for module, y in outputs.items()}
+        return tuple(outputs[module] for module in modules), accumulators
     biased = (
         outputs[m] + w["bias"][layer] if "bias" in w else outputs[m] for m, w in weights.items()
     )
     return tuple(biased), accumulators
+
+
+def joined(
+    y: Float[Array, "N d"],
+    residual: Float[Array, "N d"],
+    linear: Weights,
+    layer: Int[Array, ""] | int,
+    sharding: WeightSharding,
+) -> Float[Array, "N d"]:
+    """The residual stream behind a linear that ends attention or the MLP.
+
+    Args:
+      y: what `adapted_linears` or `adapted_mlp` has returned.
+      residual: the residual stream before.
+      linear: weights of the linear, of all layers.
+      layer: index of the layer.
+      sharding: how the weights are divided among devices. If they are, the devices' parts are
+        summed up, and what is added once is added to the sum.
+    """
+    if sharding.tp == 1:
+        return y
+    x = residual + leave(y, sharding)
+    return x + linear["bias"][layer] if "bias" in linear else x
 
 
 def adapted_mlp(
@@ -141,7 +162,8 @@ def adapted_mlp(
     residual: Float[Array, "N d"],
     sharding: WeightSharding = UNDIVIDED,
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
-    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`.
+    """`residual + down(silu(gate(x)) * up(x))`, or this device's part of it, for `joined`; the
+    arguments are those of `adapted_linears`.
 
     It is computed by the fused op if that can serve the call, else linear by linear. The choice and
     its reason are logged once.
@@ -170,8 +192,6 @@ def adapted_mlp(
                 layer,
                 None if divided else residual,
             )
-        if divided:
-            out = residual + leave(out, sharding)
         return out, {**accumulators, **dict(zip(modules, of_modules, strict=True))}
 
     def linears():

@@ -170,7 +170,8 @@ def run_layers(
       ValueError: as `hidden_states`.
     """
     chunks = len(microbatch.chunk_slot)
-    stream = _stream(config, microbatch, slots, options, first_layer)
+    halves = _in_turns(microbatch, options.sharding)
+    streams = [_stream(config, half, slots, options, first_layer) for half in halves]
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(attention, options.grouped_lora, options.sharding)
@@ -184,17 +185,19 @@ def run_layers(
             function = jax.jit(function)
 
         def step(carry, layer):
-            x, accumulators = carry
-            x, accumulators, finite = function(layers, adapters, stream, x, accumulators, layer)
-            return (x, accumulators), finite.reshape(chunks, -1).all(axis=1)
+            xs, accumulators = carry
+            xs, accumulators, finite = function(layers, adapters, streams, xs, accumulators, layer)
+            of_chunks = jnp.concatenate(finite).reshape(chunks, -1).all(axis=1)
+            return (xs, accumulators), of_chunks
 
         return step
 
     policies = per_layer(options.remat, config.num_layers)
-    (x, accumulators), finite = _for_each_layer(
-        stepper, (x, accumulators), policies, options.unroll
+    xs = tuple(jnp.split(x, len(halves)))
+    (xs, accumulators), finite = _for_each_layer(
+        stepper, (xs, accumulators), policies, options.unroll
     )
-    return x, accumulators, finite
+    return jnp.concatenate(xs), accumulators, finite
 
 
 def finish(
@@ -280,6 +283,16 @@ def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> Froze
     if "lm_head" in weights:
         return gathered(weights["lm_head"]["kernel"], 0, sharding)
     return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)
+
+
+def _in_turns(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:
+    """The parts of a microbatch that take turns in every layer: where devices sum up their outputs,
+    two halves of its rows."""
+    even = len(microbatch.tokens) % 2 == len(microbatch.chunk_slot) % 2 == 0
+    if sharding.tp == 1 or not even:
+        return [microbatch]
+    halves = zip(*(jnp.split(leaf, 2) for leaf in microbatch), strict=True)
+    return [Microbatch(*half) for half in halves]
 
 
 def _stream(

@@ -1,12 +1,14 @@
 """One decoder layer as a pure function of weights, adapters and a stream of tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
-from .adapted_linears import Adapters, Dispatch, adapted_linears, adapted_mlp
+from .adapted_linears import Adapters, Dispatch, adapted_linears, adapted_mlp, joined
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, Segments, attend
 from .modules import Weights
@@ -50,32 +52,105 @@ def decoder_layer(
     options: LayerOptions,
     weights: Weights,
     adapters: Adapters,
-    stream: Stream,
-    x: Float[Array, "N d"],
+    streams: Sequence[Stream],
+    xs: Sequence[Float[Array, "n d"]],
     accumulators: Adapters | None,
     layer: Int[Array, ""] | int,
-) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, "rows row_len"]]:
+) -> tuple[tuple[Float[Array, "n d"], ...], Adapters | None, list[Bool[Array, "rows row_len"]]]:
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
+
+    Tokens may come in two streams, which do not depend on each other. They take turns, first with
+    their attention and then with their MLP. Where several devices sum up their outputs, the sum of
+    one stream then runs beside the products of the other (MuxTune 3.4.2).
 
     Args:
       config: configuration of the backbone.
       options: static choices.
       weights: weights of all layers.
       adapters: factors of all layers and slots.
-      stream: properties of the tokens.
-      x: the residual stream, in the compute dtype.
+      streams: properties of the tokens of each stream.
+      xs: the residual stream of each, in the compute dtype.
       accumulators: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
       layer: index of this layer.
 
     Returns:
-      The residual stream; the accumulators; and for every token whether its attention inputs were
-      finite (see `attention.attend`).
+      The residual streams; the accumulators; and of each stream, for every token, whether its
+      attention inputs were finite (see `attention.attend`).
     """
+    eps, sharding = config.rms_norm_eps, options.sharding
+    weights = layer_weights(weights, layer, sharding)
+    xs, finite = list(xs), []
+
+    def attention(stream, h, x, accumulators):
+        given = weights["self_attn"], adapters, accumulators, stream, layer
+        y, accumulators, of_tokens = _attention(config, options, *given, h, x)
+        finite.append(of_tokens)
+        return y, accumulators
+
+    def mlp(stream, h, x, accumulators):
+        given = weights["mlp"], adapters, accumulators, stream.dispatch, layer
+        return adapted_mlp(h, *given, options.grouped_lora, x, sharding)
+
+    def join(i: int, module: str, y: Float[Array, "n d"]) -> None:
+        block, linear = module.split(".")
+        x = joined(y, xs[i], weights[block][linear], layer, sharding)
+        xs[i] = checkpoint_name(x, MIDDLE) if block == "self_attn" else x
+
+    blocks = (
+        ("input_layernorm", attention, "self_attn.o_proj"),
+        ("post_attention_layernorm", mlp, "mlp.down_proj"),
+    )
+    # The stream whose turn was the last one, the last linear of this turn, and its output, of which
+    # every device has a part.
+    last: tuple[int, str, Array] | None = None
+    for norm, block, module in blocks:
+        for i, stream in enumerate(streams):
+            if last and last[0] == i:
+                join(*last)
+                last = None
+            xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps)
+            h = enter(checkpoint_name(h, NORMED), sharding)
+            if last:
+                # The products of this turn begin after those of the last one, and before its sum
+                # is needed. The gradients take their turns in the opposite order.
+                h, y = jax.lax.optimization_barrier((h, last[2]))
+                join(*last[:2], y)
+            y, accumulators = block(stream, h, xs[i], accumulators)
+            last = i, module, y
+    join(*last)
+    return tuple(xs), accumulators, finite
+
+
+def _attention(
+    config: BackboneConfig,
+    options: LayerOptions,
+    weights: Weights,
+    adapters: Adapters,
+    accumulators: Adapters | None,
+    stream: Stream,
+    layer: Int[Array, ""] | int,
+    h: Float[Array, "n d"],
+    x: Float[Array, "n d"],
+) -> tuple[Float[Array, "n d"], Adapters | None, Bool[Array, "rows row_len"]]:
+    """Attention with the linears before and after it.
+
+    Args:
+      config, options, adapters, accumulators, layer: as for `decoder_layer`.
+      weights: weights of the block, of all layers.
+      stream: properties of the tokens.
+      h: the normed residual stream.
+      x: the residual stream.
+
+    Returns:
+      The output for `joined`; the accumulators; and for every token whether the inputs of attention
+      were finite.
+    """
+    sharding = options.sharding
 
     def linears(h, accumulators, *names: str, residual=None):
         return adapted_linears(
             h,
-            weights["self_attn"],
+            weights,
             adapters,
             accumulators,
             stream.dispatch,
@@ -83,22 +158,21 @@ def decoder_layer(
             tuple(f"self_attn.{name}" for name in names),
             options.grouped_lora,
             residual,
-            options.sharding,
+            sharding,
         )
 
-    def heads(y: Float[Array, "N n"]) -> Float[Array, "rows row_len H D"]:
+    def heads(y: Float[Array, "n m"]) -> Float[Array, "rows row_len H D"]:
         return y.reshape(*stream.segments.ids.shape, -1, config.head_dim)
 
-    eps, sharding = config.rms_norm_eps, options.sharding
-    weights = layer_weights(weights, layer, sharding)
-    x, h = residual_norm(x, weights["input_layernorm"]["weight"][layer], eps)
-    h = enter(checkpoint_name(h, NORMED), sharding)
     projected, accumulators = linears(h, accumulators, "q_proj", "k_proj", "v_proj")
     q, k, v = map(heads, projected)
     if config.qk_norm:
         q, k = (
             residual_norm(
-                checkpoint_name(y, HEADS), weights["self_attn"][name]["weight"][layer], eps, "xla"
+                checkpoint_name(y, HEADS),
+                weights[name]["weight"][layer],
+                config.rms_norm_eps,
+                "xla",
             )[1]
             for y, name in ((q, "q_norm"), (k, "k_norm"))
         )
@@ -106,20 +180,5 @@ def decoder_layer(
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
     out = checkpoint_name(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
-    (x,), accumulators = linears(out, accumulators, "o_proj", residual=x)
-    x = checkpoint_name(x, MIDDLE)
-
-    x, h = residual_norm(x, weights["post_attention_layernorm"]["weight"][layer], eps)
-    h = enter(checkpoint_name(h, NORMED), sharding)
-    x, accumulators = adapted_mlp(
-        h,
-        weights["mlp"],
-        adapters,
-        accumulators,
-        stream.dispatch,
-        layer,
-        options.grouped_lora,
-        residual=x,
-        sharding=sharding,
-    )
-    return x, accumulators, finite
+    (y,), accumulators = linears(out, accumulators, "o_proj", residual=x)
+    return y, accumulators, finite

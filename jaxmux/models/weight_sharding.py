@@ -26,9 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmux.pallas_kernels.collectives import TP as TP
+
 from .modules import Weights
 
-TP, FSDP = "tp", "fsdp"
+FSDP = "fsdp"
 # Last components of the paths of the row-parallel linears. All others are column-parallel.
 ROW_PARALLEL = ("o_proj", "down_proj")
 _KEYS = ("k_proj", "v_proj")

@@ -98,7 +98,9 @@ def _layers(backbone: Backbone, point: LayerPoint) -> Program:
 
     def forward(x, accumulators, weights, adapters, stream):
         for i in range(point.layers):
-            x, accumulators, _ = layer(weights, adapters, stream, x, accumulators, jnp.int32(i))
+            (x,), accumulators, _ = layer(
+                weights, adapters, (stream,), (x,), accumulators, jnp.int32(i)
+            )
         return x, accumulators
 
     def forward_alone(state, inputs, constants):

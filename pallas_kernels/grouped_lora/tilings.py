@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from jax.extend import backend
 
+from ..collectives import COLLECTIVE_BLOCKS, TP
 from .routed_matmul_sm90 import PIECE, TILE_K, TILE_M, TILE_N, Tiling
 from .row_products_sm90 import RowOperands, RowTiling
 from .tiles_sm90 import SHARED_MEMORY
@@ -28,13 +29,16 @@ def is_hopper() -> bool:
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors of the device for which kernels are traced."""
+    """Number of multiprocessors that a kernel occupies, of the device for which it is traced. Where
+    devices sum up their outputs meanwhile, some are left to that."""
     device = _device()
+    summing = jax.sharding.get_abstract_mesh().shape.get(TP, 1) > 1
+    reserved = COLLECTIVE_BLOCKS if summing else 0
     if isinstance(device, jax.Device):
         # The interpreter runs on any device. Two thread blocks are the fewest that can race with
         # each other.
-        return device.core_count if device.platform == "gpu" else 2
-    return device.num_cores
+        return device.core_count - reserved if device.platform == "gpu" else 2
+    return device.num_cores - reserved
 
 
 def matmul_tiling(

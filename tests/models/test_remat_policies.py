@@ -1,4 +1,5 @@
-"""The remat policy changes the memory of a step, not its result."""
+"""The remat policy changes the memory of a step, not its result; neither do halves of a microbatch
+that take turns in every layer."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxmux.models import (
     head_kernel,
     hidden_states,
 )
+from jaxmux.models import forward as forward_module
 from jaxmux.peft import empty_pool
 
 CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 3, 4, 2, 8)
@@ -45,6 +47,10 @@ def inputs():
     return Backbone.random(CONFIG).weights, factors, microbatch, slots
 
 
+def halves_of(microbatch: Microbatch) -> list[Microbatch]:
+    return [Microbatch(*half) for half in zip(*(jnp.split(x, 2) for x in microbatch), strict=True)]
+
+
 @pytest.fixture(scope="module")
 def compiled(inputs):
     """The compiled gradient step, by remat policy."""
@@ -53,7 +59,7 @@ def compiled(inputs):
         options = ForwardOptions("xla", remat=remat, unroll=unroll, dropout=True, max_sequences=2)
 
         def gradients(weights, factors, microbatch, slots):
-            def forward(sums):
+            def losses_of(sums):
                 hidden, sums, _ = hidden_states(
                     CONFIG, weights, factors, sums, microbatch, slots, options
                 )
@@ -67,14 +73,18 @@ def compiled(inputs):
                 return losses, sums
 
             zeros = jax.tree.map(jnp.zeros_like, factors)
-            (losses, _), backward = jax.vjp(forward, zeros)
+            (losses, _), backward = jax.vjp(losses_of, zeros)
             return backward((jnp.ones_like(losses), zeros))[0], losses
 
         return jax.jit(gradients).lower(*inputs).compile()
 
     compiled = {remat: step(remat) for remat in REMAT_POLICIES}
     mixed = ("lean", "full", "full")
-    return compiled | {"dots, unrolled": step("dots", unroll=True), "mixed": step(mixed)}
+    compiled |= {"dots, unrolled": step("dots", unroll=True), "mixed": step(mixed)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_module, "_in_turns", lambda microbatch, _: halves_of(microbatch))
+        compiled["mixed, in turns"] = step(mixed)
+    return compiled
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +92,9 @@ def results(inputs, compiled):
     return {name: run(*inputs) for name, run in compiled.items()}
 
 
-@pytest.mark.parametrize("name", ["norms", "dots", "lean", "full", "dots, unrolled", "mixed"])
+@pytest.mark.parametrize(
+    "name", ["norms", "dots", "lean", "full", "dots, unrolled", "mixed", "mixed, in turns"]
+)
 def test_losses_and_gradients_do_not_depend_on_the_policy(name, results):
     gradients, losses = results[name]
     expected, expected_losses = results["none"]

@@ -1,0 +1,19 @@
+"""The multiprocessors that kernels occupy."""
+
+import jax
+import pytest
+
+from jaxmux.pallas_kernels.collectives import COLLECTIVE_BLOCKS, TP
+from jaxmux.pallas_kernels.grouped_lora.tilings import multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("axes", "left"),
+    [({"x": 1}, 0), ({TP: 1}, 0), ({"dp": 2, TP: 2}, COLLECTIVE_BLOCKS), ({"fsdp": 2, TP: 1}, 0)],
+    ids=str,
+)
+def test_kernels_leave_room_for_sums_over_devices(axes, left, h200):
+    device = h200.abstract_device
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert multiprocessors() == device.num_cores - left
