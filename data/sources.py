@@ -154,7 +154,9 @@ def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
         fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
-        return DataError(f"{where}: malformed JSON line: {error}{hint}")
+        # The position that json gives counts lines within this one.
+        problem = error.msg if isinstance(error, json.JSONDecodeError) else error
+        return DataError(f"{where}: malformed JSON line: {problem}{hint}")
     if not isinstance(fields, dict):
         return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
     return fields

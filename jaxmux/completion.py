@@ -79,7 +79,8 @@ def complete(
     Raises:
       DataError: a prompt has no tokens, or fills the backbone's context.
     """
-    prompts = [tokenizer(request.prompt)["input_ids"] for request in requests]
+    # Not verbose: the tokenizer would warn of long prompts, which are refused below.
+    prompts = [tokenizer(request.prompt, verbose=False)["input_ids"] for request in requests]
     if not all(prompts):
         raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
     lengths = np.array([len(ids) for ids in prompts], np.int32)

@@ -89,7 +89,9 @@ class Task:
         if not isinstance(self.eval_data, Source | None):
             raise self._error(f"eval_data should be a path or a Source, found {self.eval_data!r}")
         if not isinstance(self.adapter, LoRA):
-            raise self._error(f"adapter should be a LoRA, found {self.adapter!r}")
+            is_class = isinstance(self.adapter, type)
+            hint = "; in a config, write @NAME/LoRA() with parentheses" if is_class else ""
+            raise self._error(f"adapter should be a LoRA, found {self.adapter!r}{hint}")
         if not isinstance(self.optimizer, tuple(OPTIMIZERS.values())):
             known = ", ".join(o.__name__ for o in OPTIMIZERS.values())
             raise self._error(f"unknown optimizer {self.optimizer!r}; known: {known}")

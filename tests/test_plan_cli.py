@@ -167,6 +167,11 @@ def test_data_shards_divide_the_samples(mesh, tmp_path, capsys):
         assert samples.count(slot) == -(-batch_size // shards) * plan.rounds
 
 
+def test_a_plan_does_not_choose_the_devices(capsys):
+    assert main(["--mesh=auto"]) == 2
+    assert "name them, e.g. --mesh=pp4" in capsys.readouterr().err
+
+
 def test_dropped_records_are_shown(tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     records = [{"prompt": "a", "completion": "b" * n} for n in (5, 5, 500)]

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -310,9 +311,16 @@ def _parser(prog: str, description: str, epilog: str | None = None) -> argparse.
         prog=prog,
         description=description,
         epilog=epilog,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width),
+        formatter_class=lambda prog: _HelpFormatter(prog, width=width),
         allow_abbrev=False,
     )
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks lines at spaces only, not within an option such as --gin.NAME."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -45,6 +45,10 @@ _CONFIGURABLE = {"fine_tune": RunConfig} | {
 }
 
 
+# What the config refers to: "billing/LoRA" for @billing/LoRA(). Like gin's own state it is global.
+_REFERENCES: set[str] = set()
+
+
 class ConfigError(InputError):
     """A gin config cannot be used; the message names the file, the line or the parameter."""
 
@@ -56,6 +60,7 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
       ConfigError: a file is missing or malformed, sets an unknown name, or imports a module.
     """
     gin.clear_config()
+    _REFERENCES.clear()
     for name, configurable in _CONFIGURABLE.items():
         if f"jaxmux.{name}" not in gin.config._REGISTRY:
             gin.external_configurable(configurable, name=name, module="jaxmux")
@@ -105,12 +110,14 @@ def resolved_config() -> str:
 
 
 def _refuse_unknown_scopes() -> None:
-    """A binding in a scope in which nothing was built is a typo: `moood/LoRA.rank`."""
+    """A binding in a scope in which nothing was built is a typo: `moood/LoRA.rank`. It is none if
+    the config refers to the scope: then another binding replaces the reference."""
     built = {scope for scope, _ in gin.config._OPERATIVE_CONFIG}
+    referred = {reference.rpartition("/")[0] for reference in _REFERENCES}
     for (scope, selector), parameters in gin.config._CONFIG.items():
         if selector == "gin.macro":  # A macro's name stands where others have a scope.
             continue
-        if scope and not any(f"/{scope}/" in f"/{own}/" for own in built):
+        if scope and not any(f"/{scope}/" in f"/{own}/" for own in built | referred):
             name = f"{scope}/{selector.split('.')[-1]}"
             raise ConfigError(
                 f"{name} ({', '.join(parameters)}): nothing in the config uses the scope "
@@ -185,16 +192,19 @@ def _without_postscript(error: Exception) -> str:
         parameters = [field.name for field in dataclasses.fields(_CONFIGURABLE[unknown[1]])]
         hint = did_you_mean(unknown[2], parameters) or f"it has {', '.join(parameters)}."
         message = message.replace(".\n", f"; {hint}\n", 1)
+    if missing := re.match(r"(?:\w+\.)?__init__\(\) missing .*?: (.*)", message):
+        message = f"{missing[1]} is not set"
     if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
         return f"{found[2]}/{found[1]}: {message.strip()}"
     return message.strip()
 
 
 class _Ignore(config_parser.ParserDelegate):
-    """Takes references and macros for what they are: nothing is looked up yet."""
+    """Takes references and macros for what they are: nothing is looked up yet. References are noted
+    in `_REFERENCES`."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
-        return None
+        _REFERENCES.add(scoped_configurable_name)
 
     def macro(self, macro_name: str) -> None:
         return None

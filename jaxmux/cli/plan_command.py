@@ -37,6 +37,7 @@ from jaxmux.planner.pipeline import (
     try_smaller_microbatches,
 )
 from jaxmux.runs import check_names
+from jaxmux.runs.run_options import AUTO_MESH
 from jaxmux.runs.run_shape import BatchLengths
 from jaxmux.tasks import Task, TaskError
 
@@ -61,6 +62,10 @@ def run(options: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     if options.out:
         require_writable(options.out / _PLAN)
+    if options.mesh == AUTO_MESH:
+        raise PlanningError(
+            "--mesh=auto: a plan does not know your devices; name them, e.g. --mesh=pp4"
+        )
     deployment = Deployment.parse(options.mesh)
     if len(deployment.replicas) > 1:
         raise PlanningError(

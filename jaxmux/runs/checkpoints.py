@@ -278,7 +278,7 @@ def _newest_intact(
     if problems:
         raise RunDirectoryError(
             f"{manager.directory}: {problems[0]}, and no other can be read; restore the folder "
-            "from a backup, or begin anew with restart"
+            "from a backup, or begin anew with --restart"
         )
     return None
 
@@ -295,7 +295,7 @@ def _read(
         raise RunDirectoryError(
             f"{manager.directory}: the checkpoint of step {step} has format {found}, this version "
             f"of jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
-            "begin anew with restart"
+            "begin anew with --restart"
         )
     if missing := templates.keys() - run["tasks"].keys():
         raise RunDirectoryError(

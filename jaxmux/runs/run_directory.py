@@ -158,7 +158,7 @@ class RunDirectory:
         if changed:
             raise self._error(
                 f"the {' and the '.join(changed)} changed since the run began; restore what it "
-                "began with, choose another run_dir, or begin anew with restart"
+                "began with, choose another run_dir, or begin anew with --restart"
             )
 
     def begin(
@@ -242,7 +242,7 @@ class RunDirectory:
         if differences:
             raise self._error(
                 f"belongs to another config ({'; '.join(differences[:3])}). Choose another "
-                "run_dir, or begin anew with restart"
+                "run_dir, or begin anew with --restart"
             )
 
     def _clear(self) -> None:
@@ -274,7 +274,7 @@ def read_record(path: Path) -> dict[str, Any]:
     if (found := record.get("format", 1)) != FORMAT:
         raise RunDirectoryError(
             f"{path / 'run.json'}: has format {found}, this version of jaxmux reads format "
-            f"{FORMAT}; finish the run with the version that began it, or begin anew with restart"
+            f"{FORMAT}; finish the run with the version that began it, or begin anew with --restart"
         )
     try:
         RecordedShapes.from_json(record)

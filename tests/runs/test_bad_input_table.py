@@ -191,6 +191,7 @@ OTHER_SETTINGS = {
     "itself": (["fine_tune.tasks=@fine_tune()"], "refers to itself"),
     "unknown parameter": (["tiny/LoRA.rnak=8"], "rnak"),
     "unknown class": (["tiny/Task.optimizer=@Adafactor()"], "'@Adafactor()'; there are fine_tune"),
+    "class without parentheses": (["tiny/Task.adapter=@tiny/LoRA"], "with parentheses"),
     "unknown scope": (["tyni/LoRA.rank=8"], "nothing in the config uses the scope 'tyni'"),
     "import": (["import os"], "unknown argument --gin.import os"),
     "unclosed bracket": (["tiny/LoRA.target_modules=['q'"], ""),

@@ -176,6 +176,25 @@ def test_scope_that_nothing_uses_is_a_typo(write_config, tmp_path, capsys):
     assert "tinny/LoRA (rank): nothing in the config uses the scope" in capsys.readouterr().err
 
 
+def test_a_binding_may_replace_a_reference_whose_scope_then_stays_unused(write_config):
+    config = write_config(
+        "tiny/AdamW.schedule = @cosine/Schedule()", "cosine/Schedule.kind = 'cosine'"
+    )
+    gin_bindings.parse([config], ["tiny/AdamW.schedule='constant'"])
+    (task,) = gin_bindings.run_config().tasks
+    assert task.optimizer.schedule.kind == "constant"
+
+
+def test_a_parameter_that_is_not_set_is_named(tmp_path):
+    config = tmp_path / "config.gin"
+    config.write_text(
+        "fine_tune.backbone = 'b'\nfine_tune.tasks = [@tiny/Task()]\ntiny/Task.name = 'tiny'\n"
+    )
+    gin_bindings.parse([str(config)], [])
+    with pytest.raises(gin_bindings.ConfigError, match="^tiny/Task: 'data' is not set$"):
+        gin_bindings.run_config()
+
+
 def test_run_directory_of_another_config_is_refused_by_key(write_config, tmp_path, capsys):
     config = write_config()
     arguments = [f"--gin_file={config}", f"--run_dir={tmp_path}"]

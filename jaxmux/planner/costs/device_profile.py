@@ -328,7 +328,8 @@ def read_profile(path: Path) -> Profile:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ProfileError(
-            f"{path}: not found; `python -m jaxmux.profile --out={path}` makes one"
+            f"{path}: not found; `python -m jaxmux.profile --backbone=FOLDER "
+            f"--out={path}` makes one"
         ) from None
     except json.JSONDecodeError as e:
         raise ProfileError(f"{path}: not valid JSON: {e}") from None

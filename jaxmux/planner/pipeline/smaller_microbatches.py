@@ -62,6 +62,9 @@ def try_smaller_microbatches(
     tokens = request.tokens // 2
     while tokens >= max(task.longest for task in tasks):
         shape = choose_shape_class(tasks, request._replace(tokens=tokens), costs)
+        if shape.tokens >= 2 * tokens:
+            # Rounded up to whole rows and chunks, it is no smaller than with more tokens.
+            break
         simulation = choose_pipeline(lengths, shape, costs).best.simulation
         seconds = simulation.makespan / plan.rounds + own.update_seconds
         if seconds > best.round_seconds:
