@@ -151,11 +151,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError
 
 def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig").rstrip())
     except (ValueError, RecursionError) as error:
         hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
-        # The position that json gives counts lines within this one.
-        problem = error.msg if isinstance(error, json.JSONDecodeError) else error
+        problem = error
+        if isinstance(error, json.JSONDecodeError):
+            # Its own text would number lines within this one.
+            problem = f"{error.msg.removesuffix(' at')}, character {error.pos + 1}"
         return DataError(f"{where}: malformed JSON line: {problem}{hint}")
     if not isinstance(fields, dict):
         return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
