@@ -157,7 +157,7 @@ def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
         problem = error
         if isinstance(error, json.JSONDecodeError):
             # Its own text would number lines within this one.
-            problem = f"{error.msg.removesuffix(' at')}, character {error.pos + 1}"
+            problem = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         return DataError(f"{where}: malformed JSON line: {problem}{hint}")
     if not isinstance(fields, dict):
         return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")

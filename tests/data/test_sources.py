@@ -144,7 +144,7 @@ def test_a_hub_that_answers_is_in_reach():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"text": "cut', "malformed JSON line: Unterminated string starting, character 10$"),
+        ('{"text": "cut', "malformed JSON line: Unterminated string starting at character 10$"),
         ('["a", "b"]', "expected a JSON object, found list"),
         ("[" * 100_000, "malformed JSON line"),
         ("[", "not an array"),
