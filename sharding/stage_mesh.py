@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmux.models import MODULES, Adapters, BackboneConfig, Weights, linear_sizes
 from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
-from jaxmux.pallas_kernels.collectives import COLLECTIVE_BLOCKS
+from jaxmux.pallas_kernels.collectives import blocks_of_sums
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import LeafSpec
 
@@ -255,9 +255,9 @@ def stage_meshes(
       config: configuration of the backbone.
     """
     left = iter(devices)
-    if any(stage.tp > 1 for stage in replica.stages):
+    if blocks := max(blocks_of_sums(stage.tp) for stage in replica.stages):
         # NCCL reads this when devices first communicate.
-        os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
+        os.environ.setdefault("NCCL_MAX_CTAS", str(blocks))
     return [
         StageMesh.of(stage, [next(left) for _ in range(stage.devices)], config)
         for stage in replica.stages

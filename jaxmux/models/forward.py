@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxmux.data.microbatch import Microbatch
+from jaxmux.pallas_kernels.collectives import sums_run_beside_kernels
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Routing
@@ -286,10 +287,10 @@ def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> Froze
 
 
 def _in_turns(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:
-    """The parts of a microbatch that take turns in every layer: where devices sum up their outputs,
-    two halves of its rows."""
+    """The parts of a microbatch that take turns in every layer: where sums over devices run beside
+    kernels, two halves of its rows."""
     even = len(microbatch.tokens) % 2 == len(microbatch.chunk_slot) % 2 == 0
-    if sharding.tp == 1 or not even:
+    if not (even and sums_run_beside_kernels(sharding.tp)):
         return [microbatch]
     halves = zip(*(jnp.split(leaf, 2) for leaf in microbatch), strict=True)
     return [Microbatch(*half) for half in halves]

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from jax.extend import backend
 
-from ..collectives import COLLECTIVE_BLOCKS, TP
+from ..collectives import TP, blocks_of_sums
 from .routed_matmul_sm90 import PIECE, TILE_K, TILE_M, TILE_N, Tiling
 from .row_products_sm90 import RowOperands, RowTiling
 from .tiles_sm90 import SHARED_MEMORY
@@ -29,11 +29,10 @@ def is_hopper() -> bool:
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors that a kernel occupies, of the device for which it is traced. Where
-    devices sum up their outputs meanwhile, some are left to that."""
+    """Number of multiprocessors that a kernel occupies on the device for which it is traced. Where
+    sums over devices run beside it, it leaves some to them."""
     device = _device()
-    summing = jax.sharding.get_abstract_mesh().shape.get(TP, 1) > 1
-    reserved = COLLECTIVE_BLOCKS if summing else 0
+    reserved = blocks_of_sums(jax.sharding.get_abstract_mesh().shape.get(TP, 1))
     if isinstance(device, jax.Device):
         # The interpreter runs on any device. Two thread blocks are the fewest that can race with
         # each other.

@@ -130,6 +130,14 @@ def test_more_meshes_train_like_one_device(mesh, trained, make_backbone, make_en
     check_training(mesh, trained, make_backbone(), make_engine, tasks, train)
 
 
+def test_halves_that_take_turns_have_the_gradients_of_one_device(make_backbone, make_engine, tasks):
+    """With four tensor-parallel devices."""
+    model = make_backbone()
+    expected = gradients(make_engine(*tasks, model=model))
+    found = gradients(make_engine(*tasks, model=model, **MORE_MESHES["tp4"]))
+    assert_gradients_are_close(found, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", OTHER_BACKBONES.values(), ids=OTHER_BACKBONES)
 def test_other_backbones_have_the_gradients_of_one_device(
