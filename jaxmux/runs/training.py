@@ -5,7 +5,7 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
@@ -73,6 +73,9 @@ def train_tasks(
     """
     config, prepared = inputs.config, inputs.prepared
     console.announce(prepared, config)
+    if directory:
+        # Long before `_begin` deletes anything.
+        console.announce_restart(directory)
     if processes.count > 1:
         # What the devices keep has to be the same everywhere.
         memory = options.memory or processes.least(device_memory())
@@ -106,7 +109,9 @@ def train_tasks(
         engine.register_tasks(prepared)
         engine.refuse_implementations()
         checkpoints = processes.on_first(
-            lambda: _begin(directory, inputs.fingerprints, layout, options, config_text, console)
+            lambda: _begin(
+                directory, inputs.fingerprints, layout, options, config_text, console.say
+            )
         )
         if checkpoints:
             stack.enter_context(closing(checkpoints))
@@ -136,12 +141,11 @@ def _begin(
     layout: RunLayout,
     options: RunOptions,
     config_text: str | None,
-    console: RunConsole,
+    say: Callable[[str], None],
 ) -> Checkpoints:
     """Begins to write the run directory; returns its checkpoints."""
-    console.announce_restart(directory)
     directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
-    return Checkpoints(directory.checkpoints, options.keep_checkpoints, console.say)
+    return Checkpoints(directory.checkpoints, options.keep_checkpoints, say)
 
 
 def _restore(
