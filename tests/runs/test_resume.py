@@ -252,6 +252,6 @@ def test_records_of_an_older_format_are_refused(record, train, make_task, tmp_pa
     del fields["format"]
     fields.pop("checksum", None)
     path.write_text(json.dumps(fields))
-    with pytest.raises(RunDirectoryError, match="has format 1, .* reads format 3; .* restart"):
+    with pytest.raises(RunDirectoryError, match="has format 1, .* reads format 3; .* --restart"):
         train(tmp_path, make_task())
     assert train(tmp_path, make_task(), restart=True).succeeded
