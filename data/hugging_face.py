@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # The hub is out of reach if it does not answer one request in this time. Its own library tries for
 # half a minute.
 _SECONDS = 3.0
+_GRACE = 0.5
 
 
 def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | datasets.DatasetDict":
@@ -95,7 +96,8 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
     asking.start()
 
     def answers() -> bool:
-        asking.join(max(0.0, asked + _SECONDS - time.monotonic()))
+        # An import beside it may have kept the thread from its turn.
+        asking.join(max(_GRACE, asked + _SECONDS - time.monotonic()))
         return answered.is_set()
 
     return answers

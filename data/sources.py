@@ -151,7 +151,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError
 
 def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
     try:
-        fields = json.loads(line.decode("utf-8-sig").rstrip())
+        fields = json.loads(line.decode("utf-8-sig").rstrip(" \t\r\n"))
     except (ValueError, RecursionError) as error:
         hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
         problem = error

@@ -16,5 +16,6 @@ def sums_run_beside_kernels(devices: int) -> bool:
 
 
 def blocks_of_sums(devices: int) -> int:
-    """The multiprocessors that kernels leave to the sums of so many tensor-parallel devices."""
+    """The multiprocessors that kernels leave to the sums of so many tensor-parallel devices. They
+    leave them also in microbatches of a single row, of which no parts can take turns."""
     return _BLOCKS if sums_run_beside_kernels(devices) else 0

@@ -45,8 +45,10 @@ _CONFIGURABLE = {"fine_tune": RunConfig} | {
 }
 
 
-# What the config refers to: "billing/LoRA" for @billing/LoRA(). Like gin's own state it is global.
-_REFERENCES: set[str] = set()
+# By binding, the scopes that it refers to: "billing" for @billing/LoRA(); and the scopes to which
+# bindings have referred that later ones replaced. Like gin's own state, both are global.
+_REFERENCES: dict[tuple[str, str, str], set[str]] = {}
+_REPLACED: set[str] = set()
 
 
 class ConfigError(InputError):
@@ -61,6 +63,7 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
     """
     gin.clear_config()
     _REFERENCES.clear()
+    _REPLACED.clear()
     for name, configurable in _CONFIGURABLE.items():
         if f"jaxmux.{name}" not in gin.config._REGISTRY:
             gin.external_configurable(configurable, name=name, module="jaxmux")
@@ -110,14 +113,17 @@ def resolved_config() -> str:
 
 
 def _refuse_unknown_scopes() -> None:
-    """A binding in a scope in which nothing was built is a typo: `moood/LoRA.rank`. It is none if
-    the config refers to the scope: then another binding replaces the reference."""
+    """A binding in a scope in which nothing was built is a typo, `moood/LoRA.rank`, unless a later
+    binding has replaced the reference to the scope."""
     built = {scope for scope, _ in gin.config._OPERATIVE_CONFIG}
-    referred = {reference.rpartition("/")[0] for reference in _REFERENCES}
+    replaced, found = set(), set(_REPLACED)
+    while found - replaced:
+        replaced |= found
+        found = {s for (own, *_), scopes in _REFERENCES.items() if own in replaced for s in scopes}
     for (scope, selector), parameters in gin.config._CONFIG.items():
         if selector == "gin.macro":  # A macro's name stands where others have a scope.
             continue
-        if scope and not any(f"/{scope}/" in f"/{own}/" for own in built | referred):
+        if scope and not any(f"/{scope}/" in f"/{own}/" for own in built | replaced):
             name = f"{scope}/{selector.split('.')[-1]}"
             raise ConfigError(
                 f"{name} ({', '.join(parameters)}): nothing in the config uses the scope "
@@ -139,8 +145,13 @@ def _refuse_imports_of_file(file: Path, within: tuple[Path, ...]) -> None:
 
 
 def _refuse_imports(text: str, where: str, within: tuple[Path, ...]) -> None:
+    noted = _Noted()
     try:
-        for statement in config_parser.ConfigParser(text, _Ignore()):
+        for statement in config_parser.ConfigParser(text, noted):
+            if isinstance(statement, config_parser.BindingStatement):
+                binding = statement.scope, statement.selector, statement.arg_name
+                _REPLACED.update(_REFERENCES.get(binding, ()))
+                _REFERENCES[binding] = noted.take()
             if isinstance(statement, config_parser.ImportStatement):
                 line = statement.location.line_num
                 raise ConfigError(
@@ -192,19 +203,29 @@ def _without_postscript(error: Exception) -> str:
         parameters = [field.name for field in dataclasses.fields(_CONFIGURABLE[unknown[1]])]
         hint = did_you_mean(unknown[2], parameters) or f"it has {', '.join(parameters)}."
         message = message.replace(".\n", f"; {hint}\n", 1)
-    if missing := re.match(r"(?:\w+\.)?__init__\(\) missing .*?: (.*)", message):
-        message = f"{missing[1]} is not set"
+    if missing := re.match(r"(?:\w+\.)*?(\w+)\.__init__\(\) missing .*?: (.*)", message):
+        message = "not set: " + ", ".join(re.findall(r"'(\w+)'", missing[2]))
     if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
         return f"{found[2]}/{found[1]}: {message.strip()}"
+    if missing:
+        return f"{missing[1]}: {message}"
     return message.strip()
 
 
-class _Ignore(config_parser.ParserDelegate):
-    """Takes references and macros for what they are: nothing is looked up yet. References are noted
-    in `_REFERENCES`."""
+class _Noted(config_parser.ParserDelegate):
+    """Takes references and macros for what they are: nothing is looked up yet. The scopes of
+    references are noted."""
+
+    def __init__(self) -> None:
+        self._scopes: set[str] = set()
+
+    def take(self) -> set[str]:
+        """The scopes since the last call."""
+        scopes, self._scopes = self._scopes, set()
+        return scopes
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
-        _REFERENCES.add(scoped_configurable_name)
+        self._scopes.add(scoped_configurable_name.rpartition("/")[0])
 
     def macro(self, macro_name: str) -> None:
         return None

@@ -63,12 +63,14 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def _imported(command: str) -> ModuleType:
-    """The module of a command. Most of what an import creates stays for good, so the garbage
-    collector neither runs meanwhile nor looks at it later; that saves a tenth of the time until
-    training begins."""
+    """The module of a command. What the first import creates stays for good, so the garbage
+    collector neither runs meanwhile nor looks at it later."""
+    name = f"{__package__}.{command}_command"
+    if name in sys.modules or not gc.isenabled():
+        return import_module(name)
     gc.disable()
     try:
-        return import_module(f".{command}_command", __package__)
+        return import_module(name)
     finally:
         gc.freeze()
         gc.enable()

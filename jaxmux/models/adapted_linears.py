@@ -84,8 +84,8 @@ def adapted_linears(
       sharding: how the weights are divided among devices.
 
     Returns:
-      The output of each module, in the dtype of `x`, and the accumulators. Of a row-parallel
-      linear, it is this device's part of the output, for `joined`.
+      The output of each module, in the dtype of `x`, and the accumulators. A row-parallel linear
+      gives this device's part of its output, without bias and residual, for `joined`.
     """
     divided = sharding.divided_axis(modules[0]) == "input"
     if divided:
@@ -135,15 +135,17 @@ def joined(
     layer: Int[Array, ""] | int,
     sharding: WeightSharding,
 ) -> Float[Array, "N d"]:
-    """The residual stream behind a linear that ends attention or the MLP.
+    """The residual stream behind attention or the MLP.
+
+    On one tensor-parallel device this is `y`, which has residual and bias already. Otherwise the
+    devices' parts are summed up, and residual and bias are added to the sum.
 
     Args:
-      y: what `adapted_linears` or `adapted_mlp` has returned.
+      y: the output of `adapted_linears` or `adapted_mlp`.
       residual: the residual stream before.
-      linear: weights of the linear, of all layers.
+      linear: weights of the last linear, of all layers.
       layer: index of the layer.
-      sharding: how the weights are divided among devices. If they are, the devices' parts are
-        summed up, and what is added once is added to the sum.
+      sharding: how the weights are divided among devices.
     """
     if sharding.tp == 1:
         return y
@@ -162,8 +164,8 @@ def adapted_mlp(
     residual: Float[Array, "N d"],
     sharding: WeightSharding = UNDIVIDED,
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
-    """`residual + down(silu(gate(x)) * up(x))`, or this device's part of it, for `joined`; the
-    arguments are those of `adapted_linears`.
+    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`. Of
+    several tensor-parallel devices, each gives its part of the product, for `joined`.
 
     It is computed by the fused op if that can serve the call, else linear by linear. The choice and
     its reason are logged once.

@@ -1,6 +1,8 @@
 """The forward pass of the backbone over one microbatch: embedding, layers and final norm, together
 or in parts."""
 
+import itertools
+import math
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -171,8 +173,10 @@ def run_layers(
       ValueError: as `hidden_states`.
     """
     chunks = len(microbatch.chunk_slot)
-    halves = _in_turns(microbatch, options.sharding)
-    streams = [_stream(config, half, slots, options, first_layer) for half in halves]
+    # The last rows take the first turn: the backward pass takes turns in the opposite order, and
+    # gradients are to be added up in the order of the rows, wherever a task's rows lie.
+    parts = _parts(microbatch, options.sharding)
+    streams = [_stream(config, part, slots, options, first_layer) for part in reversed(parts)]
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(attention, options.grouped_lora, options.sharding)
@@ -188,17 +192,18 @@ def run_layers(
         def step(carry, layer):
             xs, accumulators = carry
             xs, accumulators, finite = function(layers, adapters, streams, xs, accumulators, layer)
-            of_chunks = jnp.concatenate(finite).reshape(chunks, -1).all(axis=1)
+            of_chunks = jnp.concatenate(finite[::-1]).reshape(chunks, -1).all(axis=1)
             return (xs, accumulators), of_chunks
 
         return step
 
     policies = per_layer(options.remat, config.num_layers)
-    xs = tuple(jnp.split(x, len(halves)))
+    cuts = list(itertools.accumulate(part.tokens.size for part in parts))[:-1]
+    xs = tuple(reversed(jnp.split(x, cuts)))
     (xs, accumulators), finite = _for_each_layer(
         stepper, (xs, accumulators), policies, options.unroll
     )
-    return jnp.concatenate(xs), accumulators, finite
+    return jnp.concatenate(xs[::-1]), accumulators, finite
 
 
 def finish(
@@ -286,14 +291,17 @@ def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> Froze
     return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)
 
 
-def _in_turns(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:
-    """The parts of a microbatch that take turns in every layer: where sums over devices run beside
-    kernels, two halves of its rows."""
-    even = len(microbatch.tokens) % 2 == len(microbatch.chunk_slot) % 2 == 0
-    if not (even and sums_run_beside_kernels(sharding.tp)):
+def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:
+    """The parts of a microbatch that take turns in every layer: two, about equal, where sums over
+    devices run beside kernels. Neither a row nor a chunk is divided."""
+    whole = math.gcd(len(microbatch.tokens), len(microbatch.chunk_slot))
+    if whole == 1 or not sums_run_beside_kernels(sharding.tp):
         return [microbatch]
-    halves = zip(*(jnp.split(leaf, 2) for leaf in microbatch), strict=True)
-    return [Microbatch(*half) for half in halves]
+
+    def cut(leaf: Array) -> list[Array]:
+        return jnp.split(leaf, [len(leaf) * (whole // 2) // whole])
+
+    return [Microbatch(*part) for part in zip(*map(cut, microbatch), strict=True)]
 
 
 def _stream(

@@ -47,6 +47,20 @@ class Stream(NamedTuple):
     dispatch: Dispatch
 
 
+class _Turn(NamedTuple):
+    """What a stream has computed in its turn.
+
+    Attributes:
+      stream: index of the stream.
+      module: path of the last linear.
+      output: the linear's output, for `joined`.
+    """
+
+    stream: int
+    module: str
+    output: Float[Array, "n d"]
+
+
 def decoder_layer(
     config: BackboneConfig,
     options: LayerOptions,
@@ -61,7 +75,9 @@ def decoder_layer(
 
     Tokens may come in two streams, which do not depend on each other. They take turns, first with
     their attention and then with their MLP. Where several devices sum up their outputs, the sum of
-    one stream then runs beside the products of the other (MuxTune 3.4.2).
+    one stream can then run beside the products of the other (MuxTune 3.4.2). The last sum of a
+    layer has such products beside it only if the compiler begins the next layer early; with
+    rematerialisation it does not do so in the backward pass.
 
     Args:
       config: configuration of the backbone.
@@ -91,33 +107,31 @@ def decoder_layer(
         given = weights["mlp"], adapters, accumulators, stream.dispatch, layer
         return adapted_mlp(h, *given, options.grouped_lora, x, sharding)
 
-    def join(i: int, module: str, y: Float[Array, "n d"]) -> None:
-        block, linear = module.split(".")
-        x = joined(y, xs[i], weights[block][linear], layer, sharding)
-        xs[i] = checkpoint_name(x, MIDDLE) if block == "self_attn" else x
+    def join(turn: _Turn) -> None:
+        block, linear = turn.module.split(".")
+        x = joined(turn.output, xs[turn.stream], weights[block][linear], layer, sharding)
+        xs[turn.stream] = checkpoint_name(x, MIDDLE) if block == "self_attn" else x
 
     blocks = (
         ("input_layernorm", attention, "self_attn.o_proj"),
         ("post_attention_layernorm", mlp, "mlp.down_proj"),
     )
-    # The stream whose turn was the last one, the last linear of this turn, and its output, of which
-    # every device has a part.
-    last: tuple[int, str, Array] | None = None
-    for norm, block, module in blocks:
+    last: _Turn | None = None
+    for norm, compute, module in blocks:
         for i, stream in enumerate(streams):
-            if last and last[0] == i:
-                join(*last)
+            if last and last.stream == i:
+                join(last)
                 last = None
             xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps)
             h = enter(checkpoint_name(h, NORMED), sharding)
             if last:
                 # The products of this turn begin after those of the last one, and before its sum
                 # is needed. The gradients take their turns in the opposite order.
-                h, y = jax.lax.optimization_barrier((h, last[2]))
-                join(*last[:2], y)
-            y, accumulators = block(stream, h, xs[i], accumulators)
-            last = i, module, y
-    join(*last)
+                h, output = jax.lax.optimization_barrier((h, last.output))
+                join(last._replace(output=output))
+            output, accumulators = compute(stream, h, xs[i], accumulators)
+            last = _Turn(i, module, output)
+    join(last)
     return tuple(xs), accumulators, finite
 
 

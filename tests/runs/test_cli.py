@@ -185,13 +185,23 @@ def test_a_binding_may_replace_a_reference_whose_scope_then_stays_unused(write_c
     assert task.optimizer.schedule.kind == "constant"
 
 
+def test_a_task_that_no_list_names_is_refused_though_it_refers_to_itself(write_config):
+    config = write_config("other/Task.adapter = @other/LoRA()", "other/LoRA.rank = 4")
+    gin_bindings.parse([config], [])
+    with pytest.raises(gin_bindings.ConfigError, match="uses the scope 'other'"):
+        gin_bindings.run_config()
+
+
 def test_a_parameter_that_is_not_set_is_named(tmp_path):
     config = tmp_path / "config.gin"
     config.write_text(
         "fine_tune.backbone = 'b'\nfine_tune.tasks = [@tiny/Task()]\ntiny/Task.name = 'tiny'\n"
     )
     gin_bindings.parse([str(config)], [])
-    with pytest.raises(gin_bindings.ConfigError, match="^tiny/Task: 'data' is not set$"):
+    with pytest.raises(gin_bindings.ConfigError, match="^tiny/Task: not set: data$"):
+        gin_bindings.run_config()
+    gin_bindings.parse([str(config)], ["fine_tune.tasks=[@Task()]"])
+    with pytest.raises(gin_bindings.ConfigError, match="^Task: not set: name, data$"):
         gin_bindings.run_config()
 
 

@@ -28,10 +28,10 @@ from .time_model import TimeModel
 _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)
-# Attention in plain XLA writes and reads its scores. For every query, key and number of a query,
-# this takes the time of so many FLOPs of a matrix product: 87 on two cores of a CPU for heads of 32
+# On a CPU, attention writes and reads the scores of whole rows. For every query, key and number of
+# a query, this takes the time of so many FLOPs of a matrix product: 87 on two cores for heads of 32
 # numbers, and fewer for larger heads.
-_PLAIN_FLOPS = 50
+_CPU_SCORE_FLOPS = 50
 # Weight of an estimate in the online fit; an observed round has weight 1.
 _WEIGHT = 1e-4
 
@@ -43,29 +43,27 @@ def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
     write the stream of width d, and the gate reads and writes its activations of width f. Adapters
     of any rank take the time of rank 16, because reading the activations limits them. In rows that
     may hold several sequences, attention costs as much as in rows of one, plus the time to fill the
-    memory of every sequence that a row may hold; in plain XLA it costs as much more as it takes to
-    write and read the scores. The update reads and writes masters, accumulators and moments.
+    memory of every sequence that a row may hold; on a CPU, plus the time to write and read scores.
+    The update reads and writes masters, accumulators and moments.
 
     Args:
       backbone: sizes of the backbone.
-      on_cpu: whether the device is a CPU. Attention is then in plain XLA, as it is on a GPU if the
-        stream is not in half precision.
+      on_cpu: whether the device is a CPU.
     """
-    cudnn = _has_cudnn(backbone, on_cpu)
     weights = sum(k * n for k, n in backbone.linears.values())
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
     gate, up = _width(backbone, "gate_proj"), _width(backbone, "up_proj")
     moved = backbone.stream_bytes * (10 * backbone.hidden_size + 8 * gate)
 
     def base(tokens: int) -> float:
-        attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN, cudnn))
+        attention = tokens * sum(_attention_of_token(backbone, _ROW_LEN, on_cpu))
         elementwise = tokens * moved / h200.BYTES_PER_SECOND
         return 2 * h200.linear_seconds(tokens, weights) + attention + elementwise
 
     head_weights = backbone.hidden_size * backbone.vocab_size
     row_lens = (_ROW_LEN, 2 * _ROW_LEN)
-    both = Curve.through((n, sum(_attention_of_token(backbone, n, cudnn))) for n in row_lens)
-    forward = Curve.through((n, _attention_of_token(backbone, n, cudnn)[0]) for n in row_lens)
+    both = Curve.through((n, sum(_attention_of_token(backbone, n, on_cpu))) for n in row_lens)
+    forward = Curve.through((n, _attention_of_token(backbone, n, on_cpu)[0]) for n in row_lens)
     norms = 4 * backbone.hidden_size * backbone.stream_bytes / h200.BYTES_PER_SECOND
     longest = _TOKENS[-1]
     # "lean" recomputes the products with the weights of gate and up.
@@ -79,7 +77,9 @@ def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
         backbone=backbone,
         base=Curve.through((n, base(n)) for n in _TOKENS),
         row_len=_ROW_LEN,
-        attention=AttentionTimes(both, both, _sequence(backbone) if cudnn else None),
+        attention=AttentionTimes(
+            both, both, _sequence(backbone) if _has_cudnn(backbone, on_cpu) else None
+        ),
         attention_forward=AttentionTimes(forward, forward, sequence=None),
         adapters=AdapterTimes(floor=h200.EXTRA_TOKENS * adapter_token, per_token=adapter_token),
         empty_share=h200.EMPTY_SHARE,
@@ -178,13 +178,13 @@ def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
     }
 
 
-def _attention_of_token(backbone: BackboneSize, row_len: int, cudnn: bool) -> tuple[float, float]:
+def _attention_of_token(backbone: BackboneSize, row_len: int, on_cpu: bool) -> tuple[float, float]:
     """Forward and backward seconds of a token, in rows of one sequence."""
     width = _width(backbone, "q_proj")
     forward, backward = h200.attention_seconds(row_len, width) / row_len
-    if cudnn:
+    if not on_cpu:
         return float(forward), float(backward)
-    scores = _PLAIN_FLOPS * width * row_len / h200.FLOPS
+    scores = _CPU_SCORE_FLOPS * width * row_len / h200.FLOPS
     # The backward pass computes the scores again, and their gradients.
     return float(forward + scores / 3), float(backward + 2 * scores / 3)
 

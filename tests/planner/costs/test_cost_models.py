@@ -111,14 +111,13 @@ def test_estimates_for_another_dtype_say_so(tmp_path):
     assert found.source.notes == ("rates are those of bfloat16; float32 is slower",)
 
 
-def test_long_rows_cost_more_where_attention_is_plain(tmp_path):
-    """On a CPU, or in float32, attention writes and reads the scores of whole rows."""
+def test_long_rows_cost_more_on_a_cpu(tmp_path):
+    """Attention writes and reads the scores of whole rows there."""
     shapes = ShapeClass(4, 512, 128, 1), ShapeClass(16, 128, 128, 1)
 
-    def ratio(size: BackboneSize, device: str) -> float:
-        times = device_models(size, None, Replica(), device, profiles=tmp_path).times
+    def ratio(device: str) -> float:
+        times = device_models(SIZE, None, Replica(), device, profiles=tmp_path).times
         long, short = (times.layer(s, (), PoolSpec(1, 8), total=2048).total for s in shapes)
         return long / short
 
-    single = dataclasses.replace(SIZE, stream_bytes=4)
-    assert min(ratio(SIZE, "cpu"), ratio(single, DEVICE)) > 1.5 * ratio(SIZE, DEVICE)
+    assert ratio("cpu") > 1.5 * ratio(DEVICE)
