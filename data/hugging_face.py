@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The hub is out of reach if it does not answer one request in this time. Its own library tries for
 # half a minute.
-_SECONDS = 3.0
+_SECONDS = 2.0
 _GRACE = 0.5
 
 

@@ -10,11 +10,12 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxmux.engine import Engine, TaskProgress
 from jaxmux.errors import first_line
@@ -22,6 +23,9 @@ from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
 from .run_directory import RunDirectoryError
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 # The format of a checkpoint's contents. Checkpoints of older versions have no format number.
 FORMAT = 3
@@ -105,7 +109,7 @@ class Checkpoints:
           say: function that prints one line; it is told of damaged checkpoints.
         """
         self._folder, self._keep, self._say = folder, keep, say
-        self._manager = self._open()
+        folder.mkdir(exist_ok=True)
 
     def has(self, position: RunPosition) -> bool:
         """Whether there is a checkpoint of this position.
@@ -131,6 +135,7 @@ class Checkpoints:
             "tasks": {name: _task_record(engine, name, checksums[name]) for name in arrays},
         }
         run["checksum"] = _record_checksum(run)
+        ocp = _orbax()
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
         for name, own in arrays.items():
             items[_TASK + name] = ocp.args.StandardSave(own)
@@ -149,6 +154,8 @@ class Checkpoints:
         Raises:
           RunDirectoryError: every checkpoint is damaged, or the newest has another format.
         """
+        if not any(self._folder.iterdir()):
+            return None
         templates = {
             name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
             for name, leaves in specs.items()
@@ -162,14 +169,21 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until all saves are on disk."""
-        self._manager.wait_until_finished()
+        if self._is_open:
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Releases the folder."""
-        self._manager.close()
+        if self._is_open:
+            self._manager.close()
 
-    def _open(self) -> ocp.CheckpointManager:
-        self._folder.mkdir(exist_ok=True)
+    @property
+    def _is_open(self) -> bool:
+        return "_manager" in vars(self)
+
+    @cached_property
+    def _manager(self) -> "ocp.CheckpointManager":
+        ocp = _orbax()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             create=False,
@@ -182,11 +196,11 @@ class Checkpoints:
         newer = [other for other in self._manager.all_steps() if other > step]
         if newer:
             self._manager.close()
+            del self._manager
             for other in newer:
                 aside = self._folder / f"damaged.{other}"
                 shutil.rmtree(aside, ignore_errors=True)
                 (self._folder / str(other)).rename(aside)
-            self._manager = self._open()
 
 
 def read_task(
@@ -217,6 +231,7 @@ def read_task(
     empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
     if not folder.is_dir():
         raise empty
+    ocp = _orbax()
     options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone())
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         steps = {step: _rounds_of(manager, step) for step in manager.all_steps()}
@@ -234,8 +249,9 @@ def read_task(
         return run["position"]["rounds"], progress, arrays[name]
 
 
-def _rounds_of(manager: ocp.CheckpointManager, step: int) -> int | None:
+def _rounds_of(manager: "ocp.CheckpointManager", step: int) -> int | None:
     """The rounds completed before a checkpoint; None if it is damaged."""
+    ocp = _orbax()
     try:
         restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
         return restored["run"]["position"]["rounds"]
@@ -246,7 +262,7 @@ def _rounds_of(manager: ocp.CheckpointManager, step: int) -> int | None:
 
 
 def _newest_intact(
-    manager: ocp.CheckpointManager,
+    manager: "ocp.CheckpointManager",
     templates: Mapping[str, Any],
     say: Callable[[str], None],
     steps: Iterable[int],
@@ -284,9 +300,10 @@ def _newest_intact(
 
 
 def _read(
-    manager: ocp.CheckpointManager, step: int, templates: Mapping[str, Any]
+    manager: "ocp.CheckpointManager", step: int, templates: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, SlotArrays]]:
     """Reads a checkpoint. Any exception but RunDirectoryError means that it is damaged."""
+    ocp = _orbax()
     restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
     run = restored["run"]
     if "checksum" in run and run["checksum"] != _record_checksum(run):
@@ -315,9 +332,16 @@ def _step(position: RunPosition) -> int:
     return position.microbatches + position.rounds
 
 
-def _alone() -> ocp.options.MultiprocessingOptions:
+def _orbax() -> ModuleType:
+    """The package `orbax.checkpoint`. Importing it takes a while, so training begins without it."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
+def _alone() -> "ocp.options.MultiprocessingOptions":
     """Lets Orbax work in process 0 without the others."""
-    return ocp.options.MultiprocessingOptions(
+    return _orbax().options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
     )
 
