@@ -33,9 +33,8 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
     """
     from huggingface_hub.constants import ENDPOINT
 
-    local = Path(name).exists()
-    # Importing datasets takes seconds, in which the hub can answer.
-    hub_answers = (lambda: True) if local else ask_hub(ENDPOINT)
+    # Importing datasets takes seconds, in which the hub can answer. A folder needs no hub.
+    hub_answers = (lambda: True) if Path(name).exists() else ask_hub(ENDPOINT)
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -46,7 +45,7 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
     try:
         if is_saved_data_set(Path(name)):
             return datasets.load_from_disk(name)
-        if local or hub_answers():
+        if hub_answers():
             return datasets.load_dataset(name, split=split)
     except Exception as error:  # datasets passes on any exception of its hub and file layers
         raise DataError(f"{where}: split {split!r} cannot be loaded: {error}") from error

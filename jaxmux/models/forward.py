@@ -1,10 +1,9 @@
 """The forward pass of the backbone over one microbatch: embedding, layers and final norm, together
 or in parts."""
 
-import itertools
 import math
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import jax
@@ -198,7 +197,7 @@ def run_layers(
         return step
 
     policies = per_layer(options.remat, config.num_layers)
-    cuts = list(itertools.accumulate(part.tokens.size for part in parts))[:-1]
+    cuts = list(accumulate(part.tokens.size for part in parts))[:-1]
     xs = tuple(reversed(jnp.split(x, cuts)))
     (xs, accumulators), finite = _for_each_layer(
         stepper, (xs, accumulators), policies, options.unroll

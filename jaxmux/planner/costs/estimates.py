@@ -145,7 +145,7 @@ def estimated_memory(
     return MemoryModel(backbone, memory or h200.MEMORY_BYTES, working, packed_from)
 
 
-def _has_cudnn(backbone: BackboneSize, on_cpu: bool = False) -> bool:
+def _has_cudnn(backbone: BackboneSize, on_cpu: bool) -> bool:
     """Whether cuDNN's attention serves the device and takes values of this width. Plain XLA's
     attention takes nothing for sequences that are not there."""
     return backbone.stream_bytes == 2 and not on_cpu
