@@ -20,6 +20,8 @@ _MEMORY_SETTINGS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 }
+# New objects after which the garbage collector looks at them.
+_NEW_OBJECTS = 20_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +65,12 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def _imported(command: str) -> ModuleType:
-    """The module of a command. What the first import creates stays for good, so the garbage
-    collector neither runs meanwhile nor looks at it later."""
+    """The module of a command.
+
+    What the first import creates stays for good, so the garbage collector neither runs meanwhile
+    nor looks at it later. Afterwards it runs less often than by default, because tracing programs
+    creates many objects that live on.
+    """
     name = f"{__package__}.{command}_command"
     if name in sys.modules or not gc.isenabled():
         return import_module(name)
@@ -73,6 +79,7 @@ def _imported(command: str) -> ModuleType:
         return import_module(name)
     finally:
         gc.freeze()
+        gc.set_threshold(_NEW_OBJECTS)
         gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""Compiles the programs of a training run in threads, while the backbone is being loaded."""
+"""Compiles the programs of a training run in a thread, beside what comes before training."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,14 +25,16 @@ from .updates import no_stats, update_kind
 
 
 class ProgramsAhead:
-    """The programs that an engine will need for given tasks, compiled in threads.
+    """The programs that an engine will need for given tasks, compiled in a thread.
 
     JAX keeps compiled programs by the shapes and dtypes of their arguments, so the engine finds
     them although they are compiled without any array. Errors are not reported here: the engine
     meets them again.
 
-    On a GPU the programs are compiled one after another, and nothing should run beside them: XLA
-    chooses among implementations of a product by timing them.
+    The programs are compiled one after another. On a GPU nothing should run beside them, because
+    XLA chooses among implementations of a product by timing them. On a CPU loading is short, and
+    what traces programs would only slow it down; there the training programs are compiled while
+    held-out samples are evaluated.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class ProgramsAhead:
         options: EngineOptions,
         tasks: Sequence[PreparedTask],
     ):
-        """Starts the threads.
+        """Starts the thread.
 
         Args:
           config: configuration of the backbone.
@@ -51,22 +53,28 @@ class ProgramsAhead:
           tasks: the tasks that the engine will train.
         """
         self._on_gpu = jax.default_backend() == "gpu"
-        self._threads = ThreadPoolExecutor(1 if self._on_gpu else 2)
+        self._thread = ThreadPoolExecutor(1)
         backbone = Backbone(config, abstract_weights(config, dtype), "")
-        programs = _Programs(backbone, options, tasks)
+        self._programs = _Programs(backbone, options, tasks)
         self._evaluation: list[Future] = []
         if any(task.eval_samples for task in tasks):
-            self._evaluation.append(self._threads.submit(programs.compile_evaluate))
-        self._accumulate = self._threads.submit(programs.compile_accumulate)
-        self._updates = [
-            self._threads.submit(programs.compile_update, kind)
-            for kind in dict.fromkeys(task.task.optimizer.kind for task in tasks)
-        ]
-        self._layout, self._dropout = programs.layout, programs.pool.dropout
+            self._evaluation.append(self._thread.submit(self._programs.compile_evaluate))
+        self._training: list[Future] = []
+        if self._on_gpu or not self._evaluation:
+            self._compile_training()
+
+    def _compile_training(self) -> None:
+        """Begins to compile the programs of a round; the first result is that of
+        `compile_accumulate`."""
+        if not self._training:
+            programs, submit = self._programs, self._thread.submit
+            self._training.append(submit(programs.compile_accumulate))
+            self._training += [submit(programs.compile_update, kind) for kind in programs.kinds]
 
     def wait_for_evaluation(self) -> None:
         """Returns when held-out samples can be evaluated."""
-        wait([*self._evaluation, *([self._accumulate, *self._updates] if self._on_gpu else ())])
+        wait([*self._evaluation, *self._training] if self._on_gpu else self._evaluation)
+        self._compile_training()
 
     def forward_options(self, layout: Layout, dropout: bool) -> ForwardOptions | None:
         """The options of the forward pass for which the training step is compiled.
@@ -81,14 +89,16 @@ class ProgramsAhead:
           The options; None if the training step is compiled for another layout or could not be
           compiled.
         """
-        wait([*self._evaluation, self._accumulate, *self._updates])
-        if (layout, dropout) != (self._layout, self._dropout) or self._accumulate.exception():
+        self._compile_training()
+        wait([*self._evaluation, *self._training])
+        compiled_for = self._programs.layout, self._programs.pool.dropout
+        if (layout, dropout) != compiled_for or self._training[0].exception():
             return None
-        return self._accumulate.result()
+        return self._training[0].result()
 
     def close(self) -> None:
         """Compiles no further program."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Programs:
@@ -96,6 +106,7 @@ class _Programs:
 
     def __init__(self, backbone: Backbone, options: EngineOptions, tasks: Sequence[PreparedTask]):
         self.backbone, self.options = backbone, options
+        self.kinds = list(dict.fromkeys(task.task.optimizer.kind for task in tasks))
         self.pool, specs = pool_of(backbone.config, [task.pool for task in tasks], options.reserved)
         self.layout = Layout(specs)
         self.state: TrainState = jax.tree.map(

@@ -32,7 +32,6 @@ from jaxmux.planner.packing import (
     ShapeClass,
     ShapeRequest,
     choose_shape,
-    plain_shape,
     sample_rounds,
 )
 
@@ -92,36 +91,23 @@ class RunCosts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen shape class and, for comparison, the shape class of the plain rule.
-
-    The plain rule takes the shortest row that holds the longest sample, the shortest chunk, and N
-    tokens.
+    """The chosen shape class.
 
     Attributes:
-      alignment: the chosen shape class, with its predicted cost over a sample of the rounds.
-      plain: the shape class of the plain rule, with its predicted cost over the same rounds.
+      alignment: the shape class, with its predicted cost over a sample of the rounds.
       source: origin of the costs, as in `RunCosts`.
       rounds: number of the rounds.
     """
 
     alignment: PricedShape
-    plain: PricedShape
     source: str
     rounds: int
 
     def __str__(self) -> str:
-        return f"microbatches of {_described(self.alignment)}"
-
-    @property
-    def comparison(self) -> str:
-        """Origin of the costs, and the shape class of the plain rule, for the log."""
-        several, one = (
-            f"{numbered(priced.shape.max_sequences, 'sequence')} a row at most"
-            for priced in (self.alignment, self.plain)
-        )
+        shape, padding = self.alignment.shape, self.alignment.padding
         return (
-            f"{self}, {several}, the fastest by costs {self.source}; the plain rule: "
-            f"{_described(self.plain)}, {one}"
+            f"microbatches of {numbered(shape.rows, 'row')} of {shape.row_len} tokens, chunks of "
+            f"{shape.chunk_len} ({padding:.0%} padding)"
         )
 
 
@@ -172,7 +158,7 @@ def choose_run_shape(
     shares: int = 1,
 ) -> Choice:
     """Chooses the shape class in which the tasks' rounds are predicted to take the least time, and
-    logs how it compares with the shape class of the plain rule.
+    logs the costs that it is chosen by.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -192,9 +178,10 @@ def choose_run_shape(
     )
     if longest is not None:
         rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
-    given = (rounds, request, costs.replica.microbatch, lengths)
-    choice = Choice(choose_shape(*given), plain_shape(*given), costs.source, len(rounds))
-    _log.info(choice.comparison)
+    alignment = choose_shape(rounds, request, costs.replica.microbatch, lengths)
+    choice = Choice(alignment, costs.source, len(rounds))
+    sequences = numbered(alignment.shape.max_sequences, "sequence")
+    _log.info("%s, %s a row at most, the fastest by costs %s", choice, sequences, choice.source)
     return choice
 
 
@@ -235,11 +222,3 @@ def best_shape(
 
 def _at_most(longest: int | None, lengths: list[int]) -> list[int]:
     return lengths if longest is None else [length for length in lengths if length <= longest]
-
-
-def _described(priced: PricedShape) -> str:
-    shape = priced.shape
-    return (
-        f"{numbered(shape.rows, 'row')} of {shape.row_len} tokens, chunks of {shape.chunk_len} "
-        f"({priced.padding:.0%} padding)"
-    )

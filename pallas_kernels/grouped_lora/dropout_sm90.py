@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from .. import plgpu
 from ..counter_dropout import KEEP_ALL, counters_from, draws, keep_threshold, salts
 from .tiles_sm90 import load_unoptimized
 

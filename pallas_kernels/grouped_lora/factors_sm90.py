@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from .. import plgpu
 from ..compilation import traced_once
 from .tiles_sm90 import compiler_params, flat, load_unoptimized, smem_tiles, store_rank_major
 

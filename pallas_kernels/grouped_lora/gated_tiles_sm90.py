@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
+
+from .. import plgpu
 
 # Rows or columns of one computing warpgroup's part of a tile; two of them share a tile.
 PART = 64

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from .. import plgpu
 from ..compilation import traced_once
 from ..frozen_weight import FrozenWeight
 from .dropout_sm90 import Masks, drop, load_counters, mask_operands

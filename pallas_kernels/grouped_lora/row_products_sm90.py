@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from .. import plgpu
 from ..compilation import traced_once
 from .dropout_sm90 import Masks, dropped_tiles, load_counters, mask_operands
 from .tiles_sm90 import (

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
+
+from .. import plgpu
 
 # Bytes that a thread block may use; Hopper's limit minus the bytes for barriers and alignment.
 SHARED_MEMORY = 224 * 1024
 
 
-def compiler_params(approx_math: bool = False) -> plgpu.CompilerParams:
+def compiler_params(approx_math: bool = False) -> "plgpu.CompilerParams":
     """How all kernels are compiled: warpgroups, not threads, execute their operations. If
     `approx_math`, exponentials and logarithms are approximate."""
     semantics = plgpu.LoweringSemantics.Warpgroup

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from .. import plgpu
 from ..compilation import traced_once
 
 WARPGROUP = 128

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from .. import plgpu
 from ..compilation import traced_once
 from ..grouped_lora.tiles_sm90 import load_unoptimized, product, smem_tiles, warpgroups
 
 BLOCK = 64
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Number of query heads in flight.
 _STAGES = 2
 
@@ -419,7 +418,7 @@ def _attention_mask(shape, query: int, first, key: int = 0):
 
 def _load_rows(ref):
     """Loads one value for each of a warpgroup's rows."""
-    return load_unoptimized(ref, _ROWS)
+    return load_unoptimized(ref, plgpu.Layout.WGMMA.reduce(1))
 
 
 def _stage(i):

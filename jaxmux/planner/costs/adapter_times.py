@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 _MOST_FITS = 10
 
@@ -85,7 +85,7 @@ def fit_adapter_times(
         features = weights * np.array(rows)
         size = np.linalg.norm(features, axis=0)
         size[size == 0] = 1
-        times = AdapterTimes(*map(float, nnls(features / size, target)[0] / size))
+        times = AdapterTimes(*map(float, scipy.optimize.nnls(features / size, target)[0] / size))
         sides = np.array([_is_bound_by_one(times, load) for load in loads])
         if (sides == bound_by_one).all():
             break

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import isotonic_regression
+import scipy
 
 from ..errors import PlanningError
 
@@ -38,7 +38,8 @@ class Curve(NamedTuple):
             raise PlanningError("a curve needs at least one point")
         x, index = np.unique([float(x) for x, _ in points], return_inverse=True)
         y = np.bincount(index, [y for _, y in points]) / np.bincount(index)
-        return cls(x, isotonic_regression(y).x if rising else y)
+        falls = (np.diff(y) < 0).any()
+        return cls(x, scipy.optimize.isotonic_regression(y).x if rising and falls else y)
 
     def __call__(self, x: float) -> float:
         """Returns the value at `x`, never negative.

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 # Ridge penalty of the first coefficient; each later coefficient is penalised ten times as much. It
 # decides between features that the observations cannot tell apart and is negligible elsewhere.
@@ -47,4 +47,4 @@ class OnlineFit(NamedTuple):
         size[size == 0] = 1
         tie_break = np.diag(_TIE_BREAK * 10.0 ** np.arange(len(size)))
         rows = np.vstack([features / size, tie_break])
-        return nnls(rows, np.append(target, np.zeros(len(size))))[0] / size
+        return scipy.optimize.nnls(rows, np.append(target, np.zeros(len(size))))[0] / size
