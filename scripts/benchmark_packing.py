@@ -63,6 +63,7 @@ from benchmark_step import WARM_UP_ROUNDS, llama_config
 
 from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.rounds import Packing, pack_tightly
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
@@ -77,7 +78,7 @@ from jaxmux.planner.packing import (
     smallest_shape_class,
 )
 from jaxmux.profiling import random_samples, random_task
-from jaxmux.runs.run_shape import BatchLengths, RunCosts, choose_run_shape, run_costs
+from jaxmux.runs.run_shape import RunCosts, choose_run_shape, run_costs
 
 ZERO_PADDING, PADDING_PER_TASK = "zero-padding", "zero-padding per task"
 FIRST_FIT, ENGINE = "first-fit packing", "jaxmux"

@@ -20,6 +20,7 @@ from jaxmux.planner.pipeline.bubble_lemma import schedule_turns
 from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,
     PipelinePlan,
+    choose_grouping,
     plan_pipeline,
     stream_workload,
 )
@@ -31,7 +32,6 @@ from jaxmux.planner.pipeline.schedules import (
     lorapp,
     one_forward_one_backward,
     simulate_asynchronous,
-    simulate_lockstep,
     validate,
 )
 
@@ -58,20 +58,18 @@ HEAD_SPLIT: Scale = (1 + 0.2 / STAGES,) * STAGES
 
 
 class Result(NamedTuple):
-    """The simulated times of a method for all rounds.
+    """The simulated times of a method for all rounds, with stages that run at their own pace.
 
     Attributes:
-      lockstep: bubble ratio in lockstep.
-      free: bubble ratio with stages that run at their own pace.
-      steady: bubble ratio in lockstep without warm-up and drain.
-      seconds: makespan, in lockstep for jaxmux and at the stages' own pace for all others.
+      ratio: bubble ratio.
+      steady: bubble ratio without warm-up and drain.
+      seconds: makespan.
       microbatches: number of microbatches.
       floor: least bubble ratio of any schedule of the same microbatches, given the times of the
         stages and the updates that tasks wait for.
     """
 
-    lockstep: float
-    free: float
+    ratio: float
     steady: float
     seconds: float
     microbatches: int
@@ -129,7 +127,8 @@ def shape_of(rounds: Sequence[RoundLengths], tokens: int) -> ShapeClass:
 def jaxmux_plan(rounds: Sequence[RoundLengths], shape: ShapeClass, scale: Scale) -> PipelinePlan:
     """Returns jaxmux's plan after validating its schedule."""
     cost = partial(stage_seconds, tokens=shape.tokens, scale=scale)
-    plan = plan_pipeline(rounds, PipelineCosts(shape, cost, permute_seconds(shape.tokens)))
+    costs = PipelineCosts(shape, cost, permute_seconds(shape.tokens))
+    plan = plan_pipeline(rounds, choose_grouping(rounds, shape, STAGES), costs)
     validate(plan.schedule)
     return plan
 
@@ -138,8 +137,7 @@ def jaxmux_result(plan: PipelinePlan) -> Result:
     """Returns the simulated times of jaxmux's plan."""
     simulation = plan.simulation
     return Result(
-        lockstep=simulation.bubble_ratio(),
-        free=simulate_asynchronous(plan.schedule, plan.workload).bubble_ratio(),
+        ratio=simulation.bubble_ratio(),
         steady=simulation.bubble_ratio(simulation.steady_window()),
         seconds=simulation.makespan,
         microbatches=len(plan.microbatches),
@@ -203,13 +201,11 @@ def _simulate(parts: Sequence[tuple[PipelineSchedule, Workload]]) -> Result:
     """The times of schedules that run one after another."""
     for schedule, _ in parts:
         validate(schedule)
-    lockstep = [simulate_lockstep(schedule, workload) for schedule, workload in parts]
     free = [simulate_asynchronous(schedule, workload) for schedule, workload in parts]
     work = sum(_work(workload) for _, workload in parts)
     return Result(
-        lockstep=_bubble_ratio([(simulation, None) for simulation in lockstep]),
-        free=_bubble_ratio([(simulation, None) for simulation in free]),
-        steady=_bubble_ratio([(part, part.steady_window()) for part in lockstep]),
+        ratio=_bubble_ratio([(simulation, None) for simulation in free]),
+        steady=_bubble_ratio([(part, part.steady_window()) for part in free]),
         seconds=sum(simulation.makespan for simulation in free),
         microbatches=sum(len(workload.microbatches) for _, workload in parts),
         floor=1 - work / (STAGES * sum(least_makespan(workload) for _, workload in parts)),

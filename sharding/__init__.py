@@ -10,13 +10,11 @@ from .placed_backbone import (
     place_backbone,
     random_placed_backbone,
 )
-from .schedule_walk import Pass, walk
 from .stage_mesh import StageMesh, stage_meshes
 from .stage_programs import Passed, StageOptions, backward, evaluate, forward
 
 __all__ = [
     "Part",
-    "Pass",
     "Passed",
     "PlacedBackbone",
     "StageMesh",
@@ -29,5 +27,4 @@ __all__ = [
     "place_backbone",
     "random_placed_backbone",
     "stage_meshes",
-    "walk",
 ]

@@ -14,6 +14,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
 
 from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory, ProcessFailed
 
@@ -70,6 +72,17 @@ def exit_code_of(run: Callable[[], int]) -> int:
             )
         traceback.print_exc()
         return BROKE
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Ends the process without waiting for threads or other processes.
+
+    Args:
+      code: the exit code.
+    """
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _fail(code: int, message: str) -> int:

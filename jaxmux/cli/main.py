@@ -5,13 +5,12 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 
 from .arguments import COMMANDS, is_one_of_several
-from .exit_codes import REFUSED, TASK_FAILED, exit_code_of
+from .exit_codes import REFUSED, TASK_FAILED, exit_at_once, exit_code_of
 from .similar_names import did_you_mean
 
 # With any of these, the user decides about the GPU's memory.
@@ -58,9 +57,7 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     code = exit_code_of(lambda: _imported(command).run(options))
     if code not in (0, TASK_FAILED) and is_one_of_several(options):
         # Otherwise JAX would wait for the other processes, which may wait for this one.
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os._exit(code)
+        exit_at_once(code)
     return code
 
 

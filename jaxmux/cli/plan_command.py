@@ -14,6 +14,7 @@ from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
+from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.prepared_task import read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
@@ -38,7 +39,6 @@ from jaxmux.planner.pipeline import (
 )
 from jaxmux.runs import check_names
 from jaxmux.runs.run_options import AUTO_MESH
-from jaxmux.runs.run_shape import BatchLengths
 from jaxmux.tasks import Task, TaskError
 
 from . import gin_bindings

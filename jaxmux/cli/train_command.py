@@ -9,11 +9,11 @@ import jax
 
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import fine_tune, join_processes
-from jaxmux.runs.processes import leave, process_index
+from jaxmux.runs.processes import leave, process_index, watching_others
 
 from . import gin_bindings
 from .arguments import DEMO_CONFIG, is_one_of_several
-from .exit_codes import TASK_FAILED
+from .exit_codes import TASK_FAILED, exit_at_once, exit_code_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,10 +27,18 @@ def run(options: argparse.Namespace) -> int:
         return _train(options)
     join_processes(options.coordinator, options.processes, options.process)
     try:
-        return _train(options)
+        with watching_others(_end_at_once):
+            return _train(options)
     except BaseException as e:
         leave(e)
         raise
+
+
+def _end_at_once(reason: BaseException) -> None:
+    def fail() -> int:
+        raise reason
+
+    exit_at_once(exit_code_of(fail))
 
 
 def _train(options: argparse.Namespace) -> int:

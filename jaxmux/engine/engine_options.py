@@ -8,7 +8,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
 
-from .rounds import Packing, pack_tightly
+from .rounds import Packing
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
@@ -52,7 +52,8 @@ class EngineOptions:
         a GPU. False compiles one layer and loops over it. None means True on a GPU, else False.
       max_bad_steps: number of consecutive skipped updates after which a task has failed. An update
         is skipped if the task's loss, gradient or new parameters are not finite.
-      packing: function that lays out the samples of a round. It takes two arguments: by slot number
+      packing: function that lays out the samples of tasks that share microbatches; None for
+        `planner.packing.pack_round`. It takes two arguments: by slot number
         of the task, the lengths of its samples (number of tokens minus 1, because the last token is
         only predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
         row, offset) for each of its samples. Benchmarks compare the default with others, for
@@ -83,7 +84,7 @@ class EngineOptions:
     grouped_lora: str | None = None
     unroll: bool | None = None
     max_bad_steps: int = 10
-    packing: Packing = pack_tightly
+    packing: Packing | None = None
     schedule: str = "1f1b"
     replica_shapes: tuple[ShapeClass, ...] = ()
     sequence_costs: "SequenceCosts | None" = None

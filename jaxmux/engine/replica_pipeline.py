@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from jaxmux.models import SlotTable
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Replica, Stage
-from jaxmux.sharding import Pass, Passed, PlacedBackbone, evaluate, forward, walk
+from jaxmux.planner.pipeline.schedules import Pass, StreamOrder, walk
+from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
 from jaxmux.sharding.stage_mesh import DATA
-from jaxmux.sharding.stream_order import StreamOrder
 
 from .compiled_stages import CompiledStages
 from .engine_options import EngineOptions

@@ -1,6 +1,7 @@
 """Rounds: one global batch of every live task, packed while the device trains earlier rounds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -13,10 +14,14 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
+from .batch_lengths import BatchLengths
 from .prepared_task import PreparedTask
 
-# A function from the stream lengths of a round's samples, by slot, and the shape class to the
-# placements of the samples in each microbatch.
+# For each group, the slots of its tasks.
+Groups = Sequence[tuple[int, ...]]
+
+# A function from the stream lengths of samples, by slot, and the shape class to the placements of
+# the samples in each microbatch.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
 
 # By slot, indices of samples in the task's global batch.
@@ -103,7 +108,7 @@ class RoundPlan(NamedTuple):
 
 
 def pack_tightly(
-    lengths: Mapping[int, Sequence[int]], shape: ShapeClass
+    lengths: Mapping[int, Sequence[int]], shape: ShapeClass, groups: Groups = ()
 ) -> Sequence[Sequence[Placement]]:
     """Packs a round into few microbatches. The engine uses this packing unless its options name
     another.
@@ -111,11 +116,17 @@ def pack_tightly(
     Args:
       lengths: by slot, the stream lengths in tokens of the samples in the task's global batch.
       shape: shape class of the microbatches.
+      groups: groups of tasks that follow each other and share no more than the microbatch in which
+        one group ends and the next begins; empty if all tasks share microbatches.
 
     Returns:
       For each microbatch, the placements of its samples.
     """
-    return pack_round(lengths, shape).microbatches()
+    if len(groups) < 2:
+        return pack_round(lengths, shape).microbatches()
+    from jaxmux.planner.pipeline import pack_in_groups
+
+    return [packed.placements(shape) for packed in pack_in_groups(lengths, groups, shape)]
 
 
 def training_rounds(
@@ -123,7 +134,7 @@ def training_rounds(
     steps: Mapping[int, int],
     pool: PoolSpec,
     replicas: Sequence[ReplicaInput],
-    packing: Packing = pack_tightly,
+    packing: Packing | None = None,
     dispatch: Dispatch | None = None,
     accumulated: SampleIndices | None = None,
 ) -> Iterator[RoundPlan]:
@@ -134,31 +145,31 @@ def training_rounds(
       steps: by slot, index of the task's next global batch, from 0.
       pool: sizes of the pool.
       replicas: the replicas. If one of them is a pipeline in which rounds follow each other, the
-        tasks of a round may form two groups with microbatches and updates of their own, see
-        `update_groups`.
-      packing: lays out the samples of a round.
+        tasks of a round may form groups that are updated one after another, see `TaskGroups`.
+      packing: lays out the samples of a group of tasks; None for `pack_tightly`, by which groups
+        may share a microbatch.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
       accumulated: by slot, indices of samples in the first round whose gradients are in the
         accumulators already. The whole round is packed, so that the other samples keep their
         places; then these samples are left out.
     """
-    steps, done = dict(steps), accumulated or {}
+    steps, done, groups_of = dict(steps), accumulated or {}, TaskGroups(replicas)
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
         shares = shares_of_replicas(batches, dispatch)
-        microbatches, updates = [], []
-        for group in update_groups(batches, replicas, shares, packing):
-            own = _of(group, batches)
+        groups, microbatches = groups_of(live), []
+        # Groups that share no microbatch are packed by themselves.
+        apart = groups_of.task_by_task or packing
+        for own in [[group] for group in groups] if apart else [groups]:
+            samples = {slot: batches[slot] for group in own for slot in group}
             microbatches += [
                 microbatch._replace(arrays=replicas[microbatch.replica].place(microbatch.arrays))
-                for microbatch in fill_microbatches(own, replicas, shares, packing, done)
+                for microbatch in fill_microbatches(samples, replicas, shares, packing, done, own)
             ]
-            # One program updates all slots of the group, so it is cheapest at the group's end.
-            updates.append(Due(len(microbatches) - 1, group))
         yield RoundPlan(
             {slot: steps[slot] for slot in live},
             microbatches,
-            tuple(updates),
+            _updates(groups, microbatches),
             slot_table(live, steps, pool.slots),
             pool.dropout,
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
@@ -183,59 +194,69 @@ def shares_of_replicas(
     return dispatch({slot: [s.stream_length for s in batch] for slot, batch in batches.items()})
 
 
-def update_groups(
-    batches: Mapping[int, Sequence[Sample]],
-    replicas: Sequence[ReplicaInput],
-    shares: Sequence[SampleIndices],
-    packing: Packing = pack_tightly,
-) -> list[tuple[int, ...]]:
-    """Divides the tasks of a round into groups that do not share microbatches.
+def _updates(groups: Groups, microbatches: Sequence[PackedMicrobatch]) -> tuple[Due, ...]:
+    """The updates of a round. One program updates all slots of a group, so it is cheapest at the
+    group's end."""
+    last = {slot: i for i, microbatch in enumerate(microbatches) for slot in microbatch.samples}
+    due = (Due(max(last.get(slot, -1) for slot in group), group) for group in groups)
+    return tuple(sorted(due, key=lambda update: update.after))
 
-    While the first group is updated, the second one keeps a pipeline busy. For that it needs at
-    least S - 1 microbatches, with S stages (the bubble lemma, LoRAFusion 5.2). The groups are two,
-    unless the microbatches that are partly empty for it take more time than they save. A replica
-    that trains task by task makes every task a group.
 
-    Args:
-      batches: by slot, the samples of the task's global batch.
-      replicas: the replicas; those whose rounds do not follow each other gain nothing.
-      shares: the samples of each replica.
-      packing: lays out the samples.
+class TaskGroups:
+    """Divides the tasks of a round into groups, whose microbatches follow each other.
 
-    Returns:
-      The slots of each group.
+    While one group is updated, the others keep a pipeline busy. The groups depend only on which
+    tasks are live, so a training run that goes on has the same.
+
+    Attributes:
+      task_by_task: whether every task is a group, which shares no microbatch with others.
     """
-    together = tuple(batches)
-    if any(replica.task_by_task for replica in replicas):
-        return [(slot,) for slot in together]
-    if not any(replica.streams for replica in replicas) or len(together) == 1:
-        return [together]
-    tokens = [sum(s.stream_length for s in batches[slot]) for slot in together]
-    cuts = range(1, len(together))
-    cut = min(cuts, key=lambda cut: abs(2 * sum(tokens[:cut]) - sum(tokens)))
-    groups = [together[:cut], together[cut:]]
-    # The time of each replica with two groups and with one, as tokens of a device.
-    apart, joint = [], []
-    for replica, share in zip(replicas, shares, strict=True):
-        ramp = replica.replica.pp - 1 if replica.streams else 0
-        time = replica.tokens * replica.replica.pp / replica.replica.devices
-        counts = [
-            max(len(own) for own in _pack_shards(_of(group, batches), replica, share, packing))
-            for group in (*groups, together)
+
+    def __init__(self, replicas: Sequence[ReplicaInput]):
+        """Chooses no groups yet.
+
+        Args:
+          replicas: the replicas. The groups are those that suit the longest pipeline of them, with
+            its share of the samples.
+        """
+        self.task_by_task = any(replica.task_by_task for replica in replicas)
+        # Only where rounds follow each other is a pipeline busy during an update.
+        streams = [replica for replica in replicas if replica.streams]
+        self._longest = max(streams, key=lambda own: own.replica.pp, default=None)
+        self._devices = sum(replica.replica.devices for replica in replicas)
+        self._known: dict[tuple[int, ...], Groups] = {}
+
+    def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
+        """The groups of live tasks, by slot."""
+        slots = tuple(tasks)
+        if slots not in self._known:
+            self._known[slots] = self._choose(tasks)
+        return self._known[slots]
+
+    def _choose(self, tasks: Mapping[int, PreparedTask]) -> Groups:
+        if self.task_by_task:
+            return [(slot,) for slot in tasks]
+        if self._longest is None or self._longest.replica.pp == 1 or len(tasks) == 1:
+            return [tuple(tasks)]
+        from jaxmux.planner.pipeline import grouping_of_tasks
+
+        replica, shape, slots = self._longest.replica, self._longest.shape, list(tasks)
+        shares = replica.shards * round(self._devices / replica.devices)
+        lengths = [
+            BatchLengths(task.batches, task.steps, shares, longest=shape.row_len)
+            for task in tasks.values()
         ]
-        # With two groups the pipeline waits at the border of a round only for a short group.
-        waits = sum(max(0, ramp - count) for count in counts[:2])
-        apart.append(time * (sum(counts[:2]) + waits))
-        joint.append(time * (counts[2] + ramp))
-    return groups if max(apart) < max(joint) else [together]
+        groups = grouping_of_tasks(lengths, shape, replica.pp).groups
+        return [tuple(slots[i] for i in group) for group in groups]
 
 
 def fill_microbatches(
     batches: Mapping[int, Sequence[Sample]],
     replicas: Sequence[ReplicaInput],
     shares: Sequence[SampleIndices],
-    packing: Packing = pack_tightly,
+    packing: Packing | None = None,
     left_out: SampleIndices | None = None,
+    groups: Groups = (),
 ) -> Iterator[PackedMicrobatch]:
     """Packs global batches and yields their microbatches, those of one replica after those of
     another: in `arrays`, a list with one `Microbatch` of NumPy arrays for each data shard. Every
@@ -248,9 +269,10 @@ def fill_microbatches(
       batches: by slot, the samples of the task's global batch.
       replicas: the replicas.
       shares: the samples of each replica.
-      packing: lays out the samples.
+      packing: as for `training_rounds`.
       left_out: by slot, indices of samples that are packed like the others but left out of the
         arrays. A microbatch that holds only such samples is skipped.
+      groups: the groups in which the tasks follow each other, as for `pack_tightly`.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
@@ -262,7 +284,7 @@ def fill_microbatches(
                 for own in shard
                 if (kept := [p for p in own if (p.slot, p.sample) not in absent])
             ]
-            for shard in _pack_shards(batches, replica, share, packing)
+            for shard in _pack_shards(batches, replica, share, packing, groups)
         ]
         # A shard that has fewer microbatches than another one gets empty ones.
         for of_shards in zip_longest(*packed, fillvalue=()):
@@ -277,10 +299,11 @@ def _pack_shards(
     batches: Mapping[int, Sequence[Sample]],
     replica: ReplicaInput,
     share: SampleIndices,
-    packing: Packing,
+    packing: Packing | None,
+    groups: Groups,
 ) -> Iterator[list[list[Placement]]]:
     """For each data shard of a replica, the placements of its samples in each microbatch."""
-    shards = replica.replica.shards
+    shards, packing = replica.replica.shards, packing or partial(pack_tightly, groups=groups)
     for shard in range(shards):
         own = {slot: share.get(slot, ())[shard::shards] for slot in batches}
         lengths = {
@@ -292,10 +315,6 @@ def _pack_shards(
             [p._replace(sample=own[p.slot][p.sample]) for p in placements]
             for placements in packing(lengths, replica.shape)
         ]
-
-
-def _of(slots: Sequence[int], batches: Mapping[int, Sequence[Sample]]) -> dict[int, Any]:
-    return {slot: batches[slot] for slot in slots}
 
 
 def empty_microbatch(shape: ShapeClass) -> Microbatch:

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +35,10 @@ _JOIN_SECONDS = 300
 # A process that ends waits so many seconds for the others to end: after success, and after an
 # error.
 _SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 10
+# A process that another one has left, and that goes on for so many seconds, hangs.
+_HANGING_SECONDS = 15
+# A process of which nothing is heard for so many seconds has died: JAX ends the others.
+_HEARTBEAT_SECONDS = 30
 # Least number of threads in XLA's pool.
 _THREADS = 64
 # Seconds between two looks at what another process has said; signals are handled in between.
@@ -79,6 +84,7 @@ def join_processes(
             index,
             cluster_detection_method=None if coordinator is None else "deactivate",
             initialization_timeout=_JOIN_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as e:
@@ -116,6 +122,36 @@ def leave(error: BaseException) -> None:
         time.sleep(_PATIENCE)
         if all_know:
             return
+
+
+@contextmanager
+def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
+    """Within this context, ends this process if another one has ended and this one hangs.
+
+    A process that waits for the devices of another one cannot be interrupted.
+
+    Args:
+      end: function that ends this process at once; a thread calls it with the exception that tells
+        why.
+    """
+    state, over = distributed.global_state, threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_PATIENCE):
+            try:
+                reason = _first_end(state.client, _ENDED, state.process_id)
+            except jax.errors.JaxRuntimeError as e:
+                reason = ProcessFailed(f"process 0 has ended ({first_line(e)})")
+            if reason:
+                if not over.wait(_HANGING_SECONDS):
+                    end(reason)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _wait_for(coordinator: str) -> None:
@@ -340,10 +376,8 @@ class Processes:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise ProcessFailed(f"process 0 has ended ({first_line(e)})") from None
             for folder in (f"{self._run}/ended/", _ENDED):
-                for own, text in self._client.key_value_dir_get(folder):
-                    index = int(own.rpartition("/")[2])
-                    if index != self.index:
-                        raise _End(**json.loads(text)).exception(index)
+                if reason := _first_end(self._client, folder, self.index):
+                    raise reason
 
 
 class _End(NamedTuple):
@@ -385,3 +419,12 @@ def _tell_end(client: Any, folder: str, index: int, error: BaseException) -> Non
     # If process 0 is gone, nobody can be told.
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{folder}{index}", json.dumps(_End.of(error)._asdict()), True)
+
+
+def _first_end(client: Any, folder: str, index: int) -> BaseException | None:
+    """Why another process than this one has ended, as an exception; None if none has."""
+    for key, text in client.key_value_dir_get(folder):
+        other = int(key.rpartition("/")[2])
+        if other != index:
+            return _End(**json.loads(text)).exception(other)
+    return None

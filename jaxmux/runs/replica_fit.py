@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxmux.engine import PreparedTask
+from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import BackboneConfig, backbone_dtype
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import ReplicaCosts
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import power_of_two
-from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass
+from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, sample_rounds
 
 from .run_options import RunOptions
 from .run_shape import Choice, choose_run_shape, run_costs
@@ -25,6 +26,7 @@ class ReplicaFit(NamedTuple):
       shape: shape class of the microbatches.
       choice: how the shape class was chosen; None if it was given.
       admission: predicts whether tasks fit into memory.
+      lengths: by task and step, the lengths of the samples that a data shard of the replica trains.
     """
 
     costs: ReplicaCosts
@@ -32,17 +34,24 @@ class ReplicaFit(NamedTuple):
     shape: ShapeClass
     choice: Choice | None
     admission: Admission
+    lengths: Sequence[BatchLengths]
 
     @property
     def round_seconds(self) -> float | None:
         """Predicted seconds of a round (one global batch of every task), on average: its
-        microbatches, an empty pipeline at its beginning and its end, and the updates. None if the
-        shape class was given."""
+        microbatches, the time in which stages of a pipeline have nothing to do, and the updates.
+        None if the shape class was given."""
         if self.choice is None:
             return None
-        best = self.choice.alignment
-        fill = (self.costs.replica.pp - 1) * best.seconds / best.microbatches
-        return best.seconds / self.choice.rounds + fill + self.costs.update()
+        stages, seconds = self.costs.replica.pp, self.choice.alignment.seconds
+        if stages > 1:
+            # Training on one device does not need the planner of pipelines.
+            from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
+
+            grouping = grouping_of_tasks(self.lengths, self.shape, stages)
+            rounds = sample_rounds(self.lengths)
+            seconds = plan_with(grouping, rounds, self.shape, self.costs).simulation.makespan
+        return seconds / self.choice.rounds + self.costs.update()
 
     def require(self, tasks: Sequence[PreparedTask]) -> None:
         """Raises PlanningError if the tasks do not fit into the replica's memory."""
@@ -90,7 +99,9 @@ def fit_replica(
         shape = choice.alignment.shape
     asked, reserved = options.tokens_per_microbatch, options.reserved(config)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
-    return ReplicaFit(costs.replica, costs.measured, shape, choice, admission)
+    parts = replica.shards * shares
+    lengths = [BatchLengths(task.batches, task.steps, parts, longest) for task in tasks]
+    return ReplicaFit(costs.replica, costs.measured, shape, choice, admission, lengths)
 
 
 def fit_longest(

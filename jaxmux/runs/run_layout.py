@@ -192,7 +192,7 @@ def _device_bytes(fit: ReplicaFit, known: bool) -> str:
     text = f"{held} a device for weights and tasks"
     if not known:
         return text
-    peak = costs.peak(shape, costs.policies(shape), costs.in_flight or costs.replica.pp)
+    peak = costs.peak(shape, costs.policies(shape), costs.replica.pp)
     return f"{text}, peak {size_text(peak)} (predicted)"
 
 

@@ -13,14 +13,13 @@ compiling a second program.
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 
-from jaxmux.data import GlobalBatches
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.batch_lengths import BatchLengths, at_most
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, device_models
@@ -36,41 +35,6 @@ from jaxmux.planner.packing import (
 )
 
 _log = logging.getLogger("jaxmux")
-# The lengths of global batches that have been read, by step.
-_LENGTHS: WeakKeyDictionary[GlobalBatches, dict[int, list[int]]] = WeakKeyDictionary()
-
-
-class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths in tokens of the samples of a task's global batch that one data
-    shard trains.
-
-    The stream length of a sample is its number of tokens minus 1, because the model does not read
-    the last token. A global batch is read only when its lengths are requested.
-
-    Attributes:
-      batches: global batches of the task.
-      steps: number of steps that the task trains.
-      shards: number of data shards, among which the samples are divided. The first one stands for
-        all.
-      longest: most tokens of the samples that count; None for all samples.
-    """
-
-    def __init__(
-        self, batches: GlobalBatches, steps: int, shards: int = 1, longest: int | None = None
-    ):
-        self.batches, self.steps, self.shards, self.longest = batches, steps, shards, longest
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, step: int) -> list[int]:
-        if not 0 <= step < self.steps:
-            raise IndexError(f"step {step} of {self.steps}")
-        # The choice of a mesh asks for the same steps again and again.
-        known = _LENGTHS.setdefault(self.batches, {})
-        if step not in known:
-            known[step] = [sample.stream_length for sample in self.batches[step]]
-        return _at_most(self.longest, known[step][:: self.shards])
 
 
 class RunCosts(NamedTuple):
@@ -171,7 +135,7 @@ def choose_run_shape(
       PlanningError: a sample is longer than `request.row_len`, or a given length is not a power of
         two.
     """
-    lengths = _at_most(longest, [length for task in tasks for length in task.lengths])
+    lengths = at_most(longest, [length for task in tasks for length in task.lengths])
     shards = costs.replica.replica.shards * shares
     rounds = sample_rounds(
         [BatchLengths(task.batches, task.steps, shards, longest) for task in tasks]
@@ -218,7 +182,3 @@ def best_shape(
     costs = run_costs(tasks, backbone.config, backbone.compute_dtype, remat, memory)
     request = ShapeRequest(tokens_per_microbatch, least_chunk_len=costs.least_chunk_len)
     return choose_run_shape(tasks, costs, request).alignment.shape
-
-
-def _at_most(longest: int | None, lengths: list[int]) -> list[int]:
-    return lengths if longest is None else [length for length in lengths if length <= longest]

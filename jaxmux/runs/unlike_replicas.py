@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes
+from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Deployment, Replica
@@ -20,7 +21,6 @@ from jaxmux.planner.replicas import (
 
 from .replica_fit import ReplicaFit, fit_longest
 from .run_options import RunOptions
-from .run_shape import BatchLengths
 
 _log = logging.getLogger("jaxmux")
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 
@@ -236,8 +237,8 @@ def test_a_round_packed_otherwise_is_taken_up_in_its_middle(
 
 def defaults_with(packing):
     """The defaults of `EngineOptions` with another packing."""
-    defaults = EngineOptions.__init__.__defaults__
-    return tuple(packing if default is pack_tightly else default for default in defaults)
+    options = [field for field in fields(EngineOptions) if field.default is not MISSING]
+    return tuple(packing if own.name == "packing" else own.default for own in options)
 
 
 @pytest.mark.parametrize("record", ["checkpoint", "run.json"])

@@ -11,11 +11,14 @@ from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.batch_lengths import BatchLengths
+from jaxmux.engine.rounds import ReplicaInput, training_rounds
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs import CostSource
+from jaxmux.planner.costs import CostSource, PoolSpec
 from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, write_profile
 from jaxmux.planner.costs.estimates import estimated_memory
+from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import (
     PricedShape,
     ShapeClass,
@@ -26,7 +29,7 @@ from jaxmux.planner.packing import (
 from jaxmux.planner.pipeline import TaskLoad, make_plan
 from jaxmux.runs import replica_fit
 from jaxmux.runs import run_shape as shape
-from jaxmux.runs.run_shape import BatchLengths, best_shape, choose_run_shape, run_costs
+from jaxmux.runs.run_shape import best_shape, choose_run_shape, run_costs
 
 CONFIG = BackboneConfig(
     architecture="LlamaForCausalLM",
@@ -138,6 +141,36 @@ def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size
     source = CostSource("estimated", "a test", "cpu", 2**34)
     plan = make_plan([load(task) for task in tasks], request, costs.replica, source, rounds=2)
     assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
+
+
+def test_plan_of_a_pipeline_has_the_microbatches_that_training_runs():
+    """Round by round, with the same samples in the same order."""
+    rng, replica = np.random.default_rng(5), Replica.uniform(pp=2, tp=1)
+    tasks = [
+        prepared(name, rng.integers(*sizes, 400), batch_size, steps=6)
+        for name, sizes, batch_size in (
+            ("short", (40, 64), 24),
+            ("middle", (60, 200), 16),
+            ("long", (200, 500), 12),
+            ("few", (100, 400), 4),
+        )
+    ]
+    costs = run_costs(tasks, CONFIG, jnp.float32, replica=replica)
+    request = ShapeRequest(2048)
+    source = CostSource("estimated", "a test", "cpu", 2**34)
+    plan = make_plan([load(task) for task in tasks], request, costs.replica, source, rounds=6)
+    assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
+    assert len(plan.groups) > 1
+
+    pipeline = ReplicaInput(plan.shape, replica, streams=True)
+    pool = PoolSpec(slots=4, rank=4)
+    rounds = training_rounds(dict(enumerate(tasks)), dict.fromkeys(range(4), 0), pool, [pipeline])
+    trained = [
+        {(slot, step, i) for slot, own in microbatch.samples.items() for i in own}
+        for step, a_round in enumerate(rounds)
+        for microbatch in a_round.microbatches
+    ]
+    assert trained == [{(s.slot, s.step, s.sample) for s in own} for own in plan.microbatches]
 
 
 def test_three_given_lengths_leave_nothing_to_choose(tasks):

@@ -59,8 +59,6 @@ class ReplicaCosts:
       remat: remat policy of all layers, which tells the values that they keep for the backward
         pass: "norms", "dots", "lean" or "full", in the order of increasing recomputation. "auto"
         stands for the policies that the engine picks by the free memory.
-      in_flight: the number of microbatches in flight for which a stage needs room; None for the
-        number of stages, as in the 1F1B schedule.
     """
 
     times: TimeModel
@@ -68,22 +66,16 @@ class ReplicaCosts:
     pool: PoolSpec
     replica: Replica
     remat: str = AUTO
-    in_flight: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process computes again what this one has computed before.
         return {name: value for name, value in vars(self).items() if name != "_residuals"}
 
-    @property
-    def most_in_flight(self) -> int:
-        """The most microbatches in flight that can speed up a stage: 2 · (number of stages) - 1."""
-        return 2 * self.replica.pp - 1
-
     def depth(self, shape: ShapeClass) -> int:
         """Returns the most microbatches in flight on a stage that fit into memory under `policies`.
 
-        The result is at most `most_in_flight` (2 · stages - 1), and 0 if not even one microbatch
-        fits.
+        The result is at most the number of stages, of which 1F1B makes use, and 0 if not even one
+        microbatch fits.
 
         Args:
           shape: shape class of the microbatches.
@@ -156,11 +148,9 @@ class ReplicaCosts:
         return float(sum(self.stages(shape, owned)).max()) if self.depth(shape) else np.inf
 
     def permute(self, shape: ShapeClass) -> float:
-        """Returns the seconds in which every stage sends a microbatch's hidden states to the next
-        stage.
+        """Returns the seconds in which a stage sends a microbatch's hidden states to the next one.
 
-        It is 0 for a single stage. Simulations in lockstep add this time to each tick, that is,
-        after each pass that all stages run together.
+        It is 0 for a single stage.
 
         Args:
           shape: shape class of the microbatch.
@@ -203,17 +193,10 @@ class ReplicaCosts:
         return functools.cache(self._choose_residuals)
 
     def _choose_residuals(self, shape: ShapeClass) -> _Residuals:
-        """Chooses the least recomputation with which the wanted number of microbatches in flight
-        fits.
-
-        If the wanted number does not fit at all, the choice is for as many as fit. The depth is the
-        number that fits without further recomputation.
-        """
-        deepest = next((k for k in range(self.most_in_flight, 0, -1) if self._fits(shape, k)), 0)
-        needed = min(self.in_flight or self.replica.pp, deepest)
-        policies = self._fill(shape, needed)
-        alike = [k for k in range(needed, deepest + 1) if self._fill(shape, k) == policies]
-        return _Residuals(alike[-1], policies)
+        """Chooses the least recomputation with which as many microbatches fit as there are stages,
+        or else with which most fit."""
+        depth = next((k for k in range(self.replica.pp, 0, -1) if self._fits(shape, k)), 0)
+        return _Residuals(depth, self._fill(shape, depth))
 
     def _fill(self, shape: ShapeClass, in_flight: int) -> tuple[str, ...]:
         if self.remat != AUTO:

@@ -8,16 +8,18 @@ The parts, in the order in which `make_plan` uses them:
 
 - `groupings` lists ways to group the tasks; it uses `fusion` (hTasks), `buckets` and
   `adapter_groups`. `grouping_estimates` chooses those that are worth simulating.
-- `bubble_lemma` puts the packed microbatches of all groups in a row such that every task waits for
-  its updates; `schedules` makes, checks and simulates the schedule.
-- `pipeline_plan` does both for several groupings, and `pipeline_choice` also with more
-  recomputation.
+- `bubble_lemma` puts the packed microbatches of the groups in a row; `schedules` makes, checks and
+  simulates the schedule.
+- `pipeline_plan` does both for several groupings, and takes the fastest. Training groups and packs
+  by it too. `pipeline_choice` adds the costs of a replica.
 - `smaller_microbatches` tries whether fewer tokens per microbatch would be faster.
 
 `subgraphs` and `interleaving` order the operators of a bucket's hTasks within a stage.
 """
 
 from .make_plan import TaskLoad, make_plan, shared_pool
+from .pipeline_choice import plan_with
+from .pipeline_plan import grouping_of_tasks, pack_in_groups
 from .plan_value import Plan
 from .smaller_microbatches import SmallerMicrobatches, try_smaller_microbatches
 
@@ -25,7 +27,10 @@ __all__ = [
     "Plan",
     "SmallerMicrobatches",
     "TaskLoad",
+    "grouping_of_tasks",
     "make_plan",
+    "pack_in_groups",
+    "plan_with",
     "shared_pool",
     "try_smaller_microbatches",
 ]

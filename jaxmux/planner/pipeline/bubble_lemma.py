@@ -10,7 +10,8 @@ LoRAFusion requires the distance S - 1: its backward pass ends in the same clock
 forward pass begins. Here the update must come between the two as well.
 
 A *turn* is the part of a round that belongs to one group of tasks (see
-`adapter_groups.take_turns`).
+`adapter_groups.take_turns`). Within one round no task occurs twice, so nothing waits, and only the
+filling up of each turn's last microbatch remains.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from ..packing.microbatches import PackedRound, Placement, place, rows_of_microb
 from ..packing.rows import RowShape, fill_rows, fill_rows_greedily, fullest_row
 from ..packing.shape_class import ShapeClass
 from ..packing.spans import Span
-from .schedules import TickRule
 
 
 class PlacedSpan(NamedTuple):
@@ -51,6 +51,11 @@ class PackedMicrobatch(NamedTuple):
         """Whether the microbatch holds no samples."""
         return not any(self.rows)
 
+    def after(self, turns: int) -> "PackedMicrobatch":
+        """The microbatch behind this many turns: the turns of its spans count from there."""
+        rows = [[placed._replace(turn=placed.turn + turns) for placed in row] for row in self.rows]
+        return PackedMicrobatch(tuple(map(tuple, rows)))
+
     def turns(self) -> dict[int, int]:
         """By slot, the turn whose samples it holds; the lemma forbids two turns of one task."""
         return {placed.slot: placed.turn for row in self.rows for placed in row}
@@ -58,16 +63,6 @@ class PackedMicrobatch(NamedTuple):
     def placements(self, shape: ShapeClass) -> tuple[Placement, ...]:
         """The placement of each sample; its index is within its task's global batch."""
         return place([[(placed.slot, placed.span) for placed in row] for row in self.rows], shape)
-
-
-def lemma_distance(stages: int, rule: TickRule = "single") -> int:
-    """Returns the least distance of a task's global batches in the stream, in microbatches.
-
-    It is counted from the last microbatch of one global batch to the first of the next one. It is
-    the number of microbatches that are launched while one is in flight (see
-    `schedules.tick_layout`).
-    """
-    return {"single": stages, "paired": 2 * stages, "alternating": 2 * stages - 1}[rule]
 
 
 def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
@@ -81,7 +76,7 @@ def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicr
     Args:
       turns: packed turns in the order of execution. Turns of groups that alternate (see
         `adapter_groups.take_turns`) need few no-ops.
-      stages: least distance of a task's global batches: S, or `lemma_distance`.
+      stages: S, the least distance of a task's global batches.
     """
     schedules = []
     for packed in (turns, [_repack_greedily(turn) for turn in turns]):

@@ -18,7 +18,7 @@ from .balanced_partition import (
 Buckets = tuple[tuple[int, ...], ...]
 
 # The exact search looks at all subsets of the hTasks, so it is used for at most this many.
-_EXACT_HTASKS = 16
+_EXACT_HTASKS = 12
 # Buckets of least variance are a candidate if their largest bucket is at most this fraction above
 # the smallest possible largest bucket.
 _LARGEST_ABOVE_LEAST = 0.01
@@ -30,7 +30,7 @@ def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> li
     """Returns, for each number P of buckets, one or two balanced choices of buckets.
 
     A clock of the pipeline takes as long as its largest bucket, but the buckets of least variance
-    (Eq. 7) do not always have the smallest largest bucket. For up to 16 hTasks the candidates are:
+    (Eq. 7) do not always have the smallest largest bucket. For up to 12 hTasks the candidates are:
 
     - the buckets of least variance, if their largest bucket is at most 1% above the smallest
       possible one;
@@ -61,7 +61,7 @@ def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> li
 def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
     """Returns, for each P = 1 ... N, the P buckets of least variance (Eq. 7).
 
-    The result is exact for up to 16 hTasks. For more, hTasks are dealt to buckets in descending
+    The result is exact for up to 12 hTasks. For more, hTasks are dealt to buckets in descending
     order; then pairs of buckets are divided again, each as evenly as possible, until no pair
     improves. Arguments and errors are those of `candidate_buckets`.
     """

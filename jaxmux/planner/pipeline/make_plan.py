@@ -13,9 +13,8 @@ from ..packing.microbatches import RoundLengths
 from ..packing.sampled_rounds import Batches, sample_rounds
 from ..packing.shape_choice import ShapeRequest, choose_shape
 from ..packing.shape_class import ShapeClass, smallest_shape_class
-from .adapter_groups import take_turns
-from .pipeline_choice import baselines, choose_pipeline
-from .pipeline_plan import PipelinePlan
+from .pipeline_choice import baselines, plan_with
+from .pipeline_plan import PipelinePlan, grouping_of_tasks
 from .plan_value import PlacedSample, Plan, PlannedTask, Prediction
 from .schedules import validate
 
@@ -89,8 +88,7 @@ def make_plan(
       tasks: the tasks to train. The slot of a task (its place in the pool of adapters) is its index
         here.
       request: limits of the shape class, for example `ShapeRequest(tokens=8192)` for microbatches
-        of 8192 tokens. `fewer_tokens` is ignored: one stage allows fewer tokens, several stages do
-        not.
+        of at most 8192 tokens.
       costs: times and memory on the replica: `ReplicaCosts(times, memory, shared_pool(tasks),
         replica)` with the models of `costs.cost_models.device_models`.
       source: where the costs come from, copied into the plan for reports; the field `source` of the
@@ -113,36 +111,35 @@ def make_plan(
     shape = choose_shape_class(tasks, request, costs)
     pools = {task.name: task.pool for task in tasks}
     Admission(costs, shape, request.tokens).require(pools)
-    pipeline, together, own_costs = choose_pipeline(lengths, shape, costs)
+    grouping = grouping_of_tasks([task.batches for task in tasks], shape, costs.replica.pp)
+    pipeline = plan_with(grouping, lengths, shape, costs)
     validate(pipeline.schedule)
-    forward, backward = own_costs.stages(shape)
+    forward, backward = costs.stages(shape)
     in_flight = int(pipeline.simulation.peak_buffers.max())
     update = costs.update()
-    grouping = pipeline.grouping
-    bucket_order = [grouping.groups.index(group) for group in pipeline.groups]
     return Plan(
         costs=source,
         backbone=costs.times.backbone.name,
         replica=costs.replica,
         tasks=tuple(_planned_task(task) for task in tasks),
         shape=shape,
-        remat=own_costs.policies(shape),
+        remat=costs.policies(shape),
         rounds=rounds,
         htasks=grouping.htasks,
-        buckets=tuple(grouping.buckets[i] for i in bucket_order),
+        buckets=grouping.buckets,
         microbatches=_placed_samples(pipeline, lengths, shape),
         forward_seconds=tuple(forward.tolist()),
         backward_seconds=tuple(backward.tolist()),
-        permute_seconds=costs.permute(shape),
+        hop_seconds=costs.permute(shape),
         schedule=pipeline.schedule,
         prediction=Prediction(
             round_seconds=pipeline.simulation.makespan / rounds + update,
             update_seconds=update,
             bubble_ratio=pipeline.simulation.bubble_ratio(),
             microbatches=len(pipeline.microbatches) / rounds,
-            memory_bytes=own_costs.peak(shape, own_costs.policies(shape), in_flight),
+            memory_bytes=costs.peak(shape, costs.policies(shape), in_flight),
         ),
-        baselines=baselines(lengths, together, shape, costs),
+        baselines=baselines(lengths, shape, costs),
     )
 
 
@@ -164,8 +161,8 @@ def choose_shape_class(
 ) -> ShapeClass:
     """Returns the shape class in which rounds of the whole training run take the least time.
 
-    On several pipeline stages microbatches have at least `request.tokens` tokens, although smaller
-    ones might fill the pipeline better (see `smaller_microbatches`).
+    The choice leaves out that smaller microbatches may fill a pipeline better (see
+    `smaller_microbatches`).
 
     Raises:
       PlanningError: `request.row_len` is no possible row length, or shorter than a sample.
@@ -173,7 +170,6 @@ def choose_shape_class(
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     if request.row_len is not None:
         _require_rows(tasks, request)
-    request = request._replace(fewer_tokens=costs.replica.pp == 1)
     rounds = sample_rounds([task.batches for task in tasks])
     return choose_shape(rounds, request, costs.microbatch, lengths).shape
 
@@ -202,18 +198,10 @@ def _placed_samples(
     pipeline: PipelinePlan, rounds: Sequence[RoundLengths], shape: ShapeClass
 ) -> tuple[tuple[PlacedSample, ...], ...]:
     """For each microbatch, its samples."""
-    # Every group has a turn in every round, so the number of a turn tells the step.
-    turns_per_round = len(take_turns(rounds, pipeline.groups)) // len(rounds)
-    placed = []
-    for microbatch in pipeline.microbatches:
-        steps = {slot: turn // turns_per_round for slot, turn in microbatch.turns().items()}
-        placed.append(
-            tuple(
-                PlacedSample(
-                    *(p.slot, steps[p.slot], p.sample, p.row, p.offset),
-                    tokens=rounds[steps[p.slot]][p.slot][p.sample],
-                )
-                for p in microbatch.placements(shape)
-            )
+    return tuple(
+        tuple(
+            PlacedSample(p.slot, i, p.sample, p.row, p.offset, rounds[i][p.slot][p.sample])
+            for p in microbatch.placements(shape)
         )
-    return tuple(placed)
+        for i, microbatch in zip(pipeline.rounds, pipeline.microbatches, strict=True)
+    )

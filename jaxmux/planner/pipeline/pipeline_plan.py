@@ -1,49 +1,46 @@
-"""Plans a stream of rounds for a pipeline: groups of tasks, microbatches, their order and ticks.
+"""Plans a stream of rounds for a pipeline: groups of tasks, microbatches, their order and times.
 
-In lockstep a tick takes as long as its slowest stage. Three choices keep the other stages busy:
+While a task waits for its update, microbatches of other groups of tasks keep the stages busy. The
+tasks of a group are packed together, and groups take turns. Within a round, the last microbatch of
+a turn is filled up with samples of the next one. More groups provide more microbatches for the time
+of an update, fewer groups fill microbatches better; what is best depends on the lengths of the
+samples. A quick estimate chooses the most promising groupings, and the simulator compares these.
 
-- **The order of the groups.** All microbatches have N tokens, so only attention makes their times
-  differ. The tasks of a group are packed together, and groups take turns in descending order of
-  time (rule 1 of MuxTune's template, 3.4.1), so that microbatches of similar time follow each
-  other.
-- **The tick rule.** A backward pass takes longer than a forward pass. With paired or alternating
-  ticks (see `schedules.tick_layout`) a microbatch takes F + B of every stage's time instead of
-  2 max(F, B), where F and B are the times of its forward and backward pass. But on S stages a
-  task's next global batch begins 2S (paired) or 2S - 1 (alternating) microbatches after its
-  current one ends. Single ticks need S.
-- **The number of groups.** While a task waits for its update, microbatches of other groups fill the
-  distance. More groups provide more of them, fewer groups fill microbatches better.
-
-The best choice depends on the lengths of the samples. A quick estimate chooses the most promising
-groupings, and the simulator compares these.
+Training makes the same choice by the same function, packs each round in the same way and runs the
+passes in the same order, so a plan shows what runs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
 from ..packing.microbatches import PackedRound, RoundLengths, cut_batches, pack_cut
+from ..packing.sampled_rounds import Batches, sample_rounds
 from ..packing.shape_class import ShapeClass
 from .adapter_groups import take_turns
-from .bubble_lemma import PackedMicrobatch, lemma_distance, schedule_turns
+from .bubble_lemma import PackedMicrobatch, schedule_turns
 from .grouping_estimates import most_promising
 from .groupings import CutRound, Grouping, Groups, candidate_groupings
 from .schedules import (
     PipelineSchedule,
     ScheduledMicrobatch,
     Simulation,
-    TickRule,
     Workload,
-    one_forward_one_backward,
-    simulate_lockstep,
+    simulate_asynchronous,
+    streaming,
 )
 
 # Takes the lengths in tokens of the sequences of a microbatch; returns its forward and its backward
 # seconds on each stage, float64 [S] each.
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
+
+# Groupings are compared by as many rounds as have this many microbatches per stage, with at least
+# two, and with passes that take these times on every stage.
+_MICROBATCHES_PER_STAGE = 16
+_FORWARD, _BACKWARD = 1.0, 2.0
 
 
 class PipelinePlan(NamedTuple):
@@ -51,74 +48,131 @@ class PipelinePlan(NamedTuple):
 
     Attributes:
       grouping: the hTasks and buckets that the groups come from.
-      groups: for each group, the slots of its tasks, in the order of the turns.
-      rule: the tick rule of the schedule.
       microbatches: in the order of the schedule. Their spans refer by index to the turns of
-        `take_turns(rounds, groups)`.
+        `take_turns(rounds, grouping.groups)`.
+      rounds: for each microbatch, the index of its round.
       workload: the same microbatches with their times.
-      schedule: what each stage runs in each tick.
-      simulation: the times of the schedule in lockstep.
+      schedule: what each stage runs.
+      simulation: the times of the schedule, with stages that run at their own pace.
     """
 
     grouping: Grouping
-    groups: Groups
-    rule: TickRule
     microbatches: list[PackedMicrobatch]
+    rounds: list[int]
     workload: Workload
     schedule: PipelineSchedule
     simulation: Simulation
 
 
 class PipelineCosts(NamedTuple):
-    """The time that microbatches take in a pipeline, and the memory that it has for them.
+    """The time that microbatches take in a pipeline.
 
     Attributes:
       shape: shape class of the microbatches.
       stage_seconds: returns the time of a microbatch on each stage.
-      permute_seconds: time of the messages at the end of a tick.
-      buffer_limit: number of buffers for residuals on each stage; None for no limit.
+      hop_seconds: time in which the output of a pass gets to the next stage.
     """
 
     shape: ShapeClass
     stage_seconds: StageSeconds
-    permute_seconds: float = 0.0
-    buffer_limit: tuple[int, ...] | None = None
+    hop_seconds: float = 0.0
 
 
-def plan_pipeline(rounds: Sequence[RoundLengths], costs: PipelineCosts) -> PipelinePlan:
-    """Returns the plan of least lockstep makespan among the most promising groupings.
-
-    As long as the tasks stay the same, the grouping suits later rounds too (see `plan_grouping`).
+def grouping_of_tasks(tasks: Sequence[Batches], shape: ShapeClass, stages: int) -> Grouping:
+    """Returns the grouping with which tasks train in the least time as long as all of them train.
 
     Args:
-      rounds: global batches of every task, round after round; there is no flush between them.
-      costs: times and memory of the pipeline.
+      tasks: for each task and step, the stream lengths in tokens of the samples of its global
+        batch. The slot of a task is its index.
+      shape: shape class of the microbatches.
+      stages: S, number of stages of the pipeline.
+    """
+    together = one_htask(range(len(tasks)))
+    if stages == 1 or len(tasks) == 1:
+        return together
+    steps = min(map(len, tasks))
+    rounds = sample_rounds([_First(batches, steps) for batches in tasks])
+    rounds = [{slot: own for slot, own in batches.items() if own} for batches in rounds]
+    # A task that these rounds know nothing of may be in any group.
+    if set().union(*rounds) < set(range(len(tasks))):
+        return together
+    return choose_grouping(rounds, shape, stages)
+
+
+class _First(Sequence):
+    """The first steps of a task, which are read only when they are requested."""
+
+    def __init__(self, batches: Batches, steps: int):
+        self._batches, self._steps = batches, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> Sequence[int]:
+        return self._batches[step]
+
+
+def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: int) -> Grouping:
+    """Returns the grouping of least makespan among the most promising ones.
+
+    The passes of all microbatches are taken to be equally long on all stages. As long as the tasks
+    stay the same, the grouping suits later rounds too.
+
+    Args:
+      rounds: global batches of every task, round after round.
+      shape: shape class of the microbatches.
+      stages: S, number of stages of the pipeline.
 
     Raises:
       PlanningError: there are no samples, or one is longer than a row.
     """
-    packings = _Packings(rounds, costs.shape)
-    everything = tuple(sorted({slot for batches in rounds for slot in batches}))
-    forward, backward = packings.mean_seconds(everything, costs.stage_seconds)
-    candidates = candidate_groupings(packings.cut, costs.shape, (forward + backward) / 2)
-    depth = costs.buffer_limit[0] if costs.buffer_limit else None
-    found = most_promising(
-        candidates, packings.cut, costs.shape, forward, backward, costs.permute_seconds, depth
-    )
-    plans = (_plan(packings, grouping, rule, costs) for _, grouping, rule in found)
-    return min(plans, key=lambda plan: plan.simulation.makespan)
+    microbatches = max(1, sum(map(sum, rounds[0].values())) // shape.tokens)
+    rounds = rounds[: max(2, -(-_MICROBATCHES_PER_STAGE * stages // microbatches))]
+    packings = _Packings(rounds, shape)
+    forward, backward = (np.full(stages, seconds) for seconds in (_FORWARD, _BACKWARD))
+    costs = PipelineCosts(shape, lambda lengths: (forward, backward))
+    together = one_htask(sorted({slot for batches in rounds for slot in batches}))
+    candidates = candidate_groupings(packings.cut, shape, (forward + backward) / 2)
+    found = [together]
+    for grouping in most_promising(candidates, packings.cut, shape, stages):
+        # Which turn fills up the last microbatch of which other one depends on the order.
+        found += [grouping, grouping._replace(buckets=grouping.buckets[::-1])]
+    return min(found, key=lambda grouping: _plan(packings, grouping, costs).simulation.makespan)
 
 
-def plan_grouping(
+def one_htask(slots: Sequence[int]) -> Grouping:
+    """Returns the grouping in which all tasks are one hTask."""
+    return Grouping((tuple(slots),), ((0,),))
+
+
+def plan_pipeline(
     rounds: Sequence[RoundLengths], grouping: Grouping, costs: PipelineCosts
 ) -> PipelinePlan:
-    """Returns the plan with this grouping and the tick rule of least lockstep makespan.
+    """Returns the plan of a stream of rounds.
 
-    The other arguments, and errors, are those of `plan_pipeline`.
+    Args:
+      rounds: global batches of every task, round after round; there is no flush between them.
+      grouping: the groups of tasks, for example from `choose_grouping`.
+      costs: times of the pipeline.
+
+    Raises:
+      PlanningError: there are no samples, or one is longer than a row.
     """
-    packings = _Packings(rounds, costs.shape)
-    plans = [_plan(packings, grouping, rule, costs) for rule in get_args(TickRule)]
-    return min(plans, key=lambda plan: plan.simulation.makespan)
+    return _plan(_Packings(rounds, costs.shape), grouping, costs)
+
+
+def pack_in_groups(
+    batches: RoundLengths, groups: Groups, shape: ShapeClass
+) -> list[PackedMicrobatch]:
+    """Packs a round: the groups one after another, each filling up the last microbatch of the one
+    before.
+
+    Args:
+      batches: by slot, the stream lengths in tokens of the samples of the task's global batch.
+      groups: the groups, with all these slots.
+      shape: shape class of the microbatches.
+    """
+    return next(_Packings([batches], shape).in_groups(groups))[1]
 
 
 class _Packings:
@@ -128,60 +182,41 @@ class _Packings:
         self.rounds = rounds
         self.cut: list[CutRound] = [cut_batches(batches, shape) for batches in rounds]
         self._shape = shape
-        self.of_group = cache(self._pack_group)
-        self.mean_seconds = cache(self._mean_seconds)
+        self._of_group = cache(self._pack_group)
 
-    def _pack_group(self, group: tuple[int, ...]) -> list[PackedRound]:
-        """The group's packed turns, for each round in which it has one."""
-        return [pack_cut(turn, self._shape) for turn in take_turns(self.cut, [group])]
+    def _pack_group(self, group: tuple[int, ...]) -> dict[int, PackedRound]:
+        """By round, the group's packed turn, if it has one."""
+        packed = {}
+        for i, batches in enumerate(self.cut):
+            if turn := {slot: batches[slot] for slot in group if slot in batches}:
+                packed[i] = pack_cut(turn, self._shape)
+        return packed
 
-    def take_turns(self, groups: Groups) -> list[PackedRound]:
-        """The packed turns in the order of `adapter_groups.take_turns`."""
-        following = {group: iter(self.of_group(group)) for group in groups}
-        return [
-            next(following[group])
-            for batches in self.rounds
-            for group in groups
-            if any(slot in batches for slot in group)
-        ]
-
-    def _mean_seconds(self, group: tuple[int, ...], stage_seconds: StageSeconds) -> np.ndarray:
-        """Mean forward and backward seconds of the microbatches of the group's first turn.
-
-        Returns:
-          float64 [2, S].
-        """
-        (lengths, *_) = take_turns(self.rounds, [group])
-        seconds = [
-            stage_seconds([lengths[p.slot][p.sample] for p in placements])
-            for placements in self.of_group(group)[0].microbatches()
-        ]
-        return np.mean(seconds or [stage_seconds([])], axis=0)
+    def in_groups(self, groups: Groups) -> Iterator[tuple[int, list[PackedMicrobatch]]]:
+        """For each round, the number of its turns and its microbatches. Their spans count turns
+        from the first of the round."""
+        for i in range(len(self.rounds)):
+            turns = [packed[i] for packed in map(self._of_group, groups) if i in packed]
+            yield len(turns), schedule_turns(turns, stages=1)
 
 
-def _plan(
-    packings: _Packings, grouping: Grouping, rule: TickRule, costs: PipelineCosts
-) -> PipelinePlan:
-    def forward_seconds(group: tuple[int, ...]) -> float:
-        return float(packings.mean_seconds(group, costs.stage_seconds)[0].mean())
-
-    groups = tuple(sorted(grouping.groups, key=forward_seconds, reverse=True))
-    turns, packed = take_turns(packings.rounds, groups), packings.take_turns(groups)
-    stages = len(costs.stage_seconds([costs.shape.row_len])[0])
-    stream = schedule_turns(packed, lemma_distance(stages, rule))
-    # The schedule itself makes a task wait where the stream has a no-op.
-    microbatches = [microbatch for microbatch in stream if not microbatch.is_noop]
-    workload = stream_workload(microbatches, turns, costs.stage_seconds, costs.buffer_limit)
-    schedule = one_forward_one_backward(workload, rule)
-    simulation = simulate_lockstep(schedule, workload, costs.permute_seconds)
-    return PipelinePlan(grouping, groups, rule, microbatches, workload, schedule, simulation)
+def _plan(packings: _Packings, grouping: Grouping, costs: PipelineCosts) -> PipelinePlan:
+    turns = take_turns(packings.rounds, grouping.groups)
+    microbatches, rounds, first_turn = [], [], 0
+    for i, (count, own) in enumerate(packings.in_groups(grouping.groups)):
+        microbatches += [microbatch.after(first_turn) for microbatch in own]
+        rounds += [i] * len(own)
+        first_turn += count
+    workload = stream_workload(microbatches, turns, costs.stage_seconds)
+    schedule = streaming(workload)
+    simulation = simulate_asynchronous(schedule, workload, costs.hop_seconds)
+    return PipelinePlan(grouping, microbatches, rounds, workload, schedule, simulation)
 
 
 def stream_workload(
     microbatches: Sequence[PackedMicrobatch],
     turns: Sequence[RoundLengths],
     stage_seconds: StageSeconds,
-    buffer_limit: tuple[int, ...] | None = None,
 ) -> Workload:
     """Returns microbatches with their times as a workload for schedule generators.
 
@@ -190,7 +225,6 @@ def stream_workload(
       turns: for each turn, by slot, the lengths in tokens of the global batches that were packed. A
         span's `turn` is an index of it. The n-th turn of a task is its step n.
       stage_seconds: returns the time of a microbatch on each stage.
-      buffer_limit: number of buffers for residuals on each stage; None for no limit.
     """
     steps = _steps(turns)
     groups = dict.fromkeys(tuple(sorted(turn)) for turn in turns)
@@ -208,7 +242,7 @@ def stream_workload(
         )
         seconds.append(stage_seconds(sequence_lengths(microbatch, turns)))
     forward, backward = (np.array(times) for times in zip(*seconds, strict=True))
-    return Workload(tuple(scheduled), forward, backward, buffer_limit)
+    return Workload(tuple(scheduled), forward, backward)
 
 
 def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:

@@ -3,7 +3,7 @@
 `Plan.to_json` returns the content of `plan.json`, with a key for each attribute of the classes
 below:
 
-  {"format": "jaxmux.plan/2",
+  {"format": "jaxmux.plan/3",
    "costs": {"kind": "estimated" or "measured", "text": "…", "device": "NVIDIA H200",
              "memory_bytes": 150754820096, "notes": ["…"]},
    "backbone": "LlamaForCausalLM",
@@ -16,7 +16,7 @@ below:
    "htasks": [[0, 1], …], "buckets": [[0], …],
    "microbatches": [[[slot, step, sample, row, offset, tokens], …], …],
    "forward_seconds": [0.01, …], "backward_seconds": [0.01, …],
-   "permute_seconds": 0.0,
+   "hop_seconds": 0.0,
    "schedule": {"format": "jaxmux.schedule/2", …},
    "prediction": {"round_seconds": 0.1, "update_seconds": 0.001, "bubble_ratio": 0.04,
                   "microbatches": 3.5, "memory_bytes": 1e9},
@@ -34,10 +34,10 @@ from ..devices import Replica
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
 from .groupings import Grouping, Groups
-from .schedules import PipelineSchedule, Simulation, Workload, simulate_lockstep
+from .schedules import PipelineSchedule, Simulation, Workload, simulate_asynchronous
 from .schedules.schedule import as_lists
 
-FORMAT = "jaxmux.plan/2"
+FORMAT = "jaxmux.plan/3"
 
 
 class PlannedTask(NamedTuple):
@@ -153,9 +153,8 @@ class Plan:
       forward_seconds: for each stage, seconds of one microbatch's forward pass. All microbatches
         have one shape and count as equally long.
       backward_seconds: for each stage, seconds of one microbatch's backward pass.
-      permute_seconds: seconds of the messages between stages at the end of a tick (a column of the
-        schedule).
-      schedule: the microbatches that each stage runs in each tick.
+      hop_seconds: seconds from the end of a pass until its output is at the next stage.
+      schedule: the passes of every stage, in order.
       prediction: the predicted costs of one round: seconds, bubble ratio, microbatches and peak
         memory.
       baselines: the predicted costs of simpler methods for these rounds, such as one task after
@@ -174,7 +173,7 @@ class Plan:
     microbatches: tuple[tuple[PlacedSample, ...], ...]
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
-    permute_seconds: float
+    hop_seconds: float
     schedule: PipelineSchedule
     prediction: Prediction
     baselines: tuple[Baseline, ...]
@@ -190,9 +189,9 @@ class Plan:
         return tuple(sum(sample.tokens for sample in placed) for placed in self.microbatches)
 
     def simulate(self, unit: float = 1.0) -> Simulation:
-        """Returns the predicted start and end of every forward and backward pass, in lockstep.
+        """Returns the predicted start and end of every forward and backward pass.
 
-        In lockstep all stages start a tick (a column of the schedule) together. The optimizer
+        A stage starts a pass as soon as it is free and the pass's input is there. The optimizer
         updates take no time here.
 
         Args:
@@ -204,7 +203,7 @@ class Plan:
             for seconds in (self.forward_seconds, self.backward_seconds)
         )
         workload = Workload(self.schedule.microbatches, forward, backward)
-        return simulate_lockstep(self.schedule, workload, self.permute_seconds / unit)
+        return simulate_asynchronous(self.schedule, workload, self.hop_seconds / unit)
 
     def to_json(self) -> dict[str, Any]:
         """Returns a plain dict for `json.dump`, the content of plan.json.

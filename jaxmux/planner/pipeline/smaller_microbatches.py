@@ -6,7 +6,8 @@ from typing import NamedTuple
 from ..costs.replica_costs import ReplicaCosts
 from ..packing.shape_choice import ShapeRequest
 from .make_plan import TaskLoad, choose_shape_class, round_lengths
-from .pipeline_choice import choose_pipeline
+from .pipeline_choice import plan_with
+from .pipeline_plan import grouping_of_tasks
 from .plan_value import Plan
 
 # Smaller microbatches are tried if less than this share of all devices' time is useful, and
@@ -65,7 +66,8 @@ def try_smaller_microbatches(
         if shape.tokens >= 2 * tokens:
             # Rounded up to whole rows and chunks, it is no smaller than with more tokens.
             break
-        simulation = choose_pipeline(lengths, shape, costs).best.simulation
+        grouping = grouping_of_tasks([task.batches for task in tasks], shape, plan.replica.pp)
+        simulation = plan_with(grouping, lengths, shape, costs).simulation
         seconds = simulation.makespan / plan.rounds + own.update_seconds
         if seconds > best.round_seconds:
             break

@@ -54,7 +54,7 @@ def test_candidates_are_within_1_percent_of_the_least_largest_bucket_of_all(htas
     assert (smallest[1:] <= 1.001 * least[1:]).all()
 
 
-@pytest.mark.parametrize("htasks", [10, 12, 14, 16])
+@pytest.mark.parametrize("htasks", [8, 10, 12])
 def test_largest_bucket_is_within_1_percent_of_the_least_possible(htasks):
     latencies = random_latencies(htasks, seed=htasks + 1)
     choices = candidate_buckets(latencies)

@@ -7,8 +7,7 @@ import pytest
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica
-from jaxmux.planner.pipeline import TaskLoad, pipeline_choice
-from jaxmux.planner.pipeline.groupings import Grouping
+from jaxmux.planner.pipeline import TaskLoad
 from jaxmux.planner.pipeline.schedules import validate
 
 
@@ -56,24 +55,6 @@ def test_plan_is_at_least_as_fast_as_its_baselines(plan):
     assert plan.prediction.bubble_ratio < names["1F1B per task"].bubble_ratio
 
 
-def test_all_tasks_are_one_group_where_that_is_faster_over_all_rounds(
-    plan_of, draw_tasks, request_4096, monkeypatch
-):
-    """None of the tasks here fills a microbatch alone."""
-
-    def choose_separate(rounds, shape, costs):
-        slots = tuple(rounds[0])
-        alone = Grouping(tuple((s,) for s in slots), tuple((i,) for i in range(len(slots))))
-        return pipeline_choice._plan_with(alone, rounds, shape, costs)
-
-    monkeypatch.setattr(pipeline_choice, "_choose_grouping", choose_separate)
-    request = request_4096._replace(tokens=16384)
-    plan = plan_of(draw_tasks(tasks=8, samples=4), Replica.uniform(2, 1), request)
-    assert plan.groups == (tuple(range(8)),)
-    (together,) = [b for b in plan.baselines if b.name == "batch everything"]
-    assert plan.prediction.round_seconds == together.round_seconds
-
-
 def test_tasks_on_one_device_are_one_htask(plan_of_one_device, tasks):
     plan = plan_of_one_device
     assert plan.htasks == (tuple(range(len(tasks))),) and plan.buckets == ((0,),)
@@ -110,15 +91,3 @@ def test_32_tasks_are_planned_in_seconds(plan_of, draw_tasks):
 
 def test_held_out_samples_fit_a_row_too(plan_of, tasks):
     assert plan_of([tasks[0]._replace(held_out=[4000])]).shape.row_len >= 4000
-
-
-def test_recomputing_more_for_room_in_the_pipeline_is_tried(plan_of, tasks, monkeypatch):
-    memory = 13 * 2**30
-    plan = plan_of(tasks, Replica.uniform(2, 1), memory=memory)
-    monkeypatch.setattr(pipeline_choice, "_depths", lambda shape, costs: [costs])
-    shallow = plan_of(tasks, Replica.uniform(2, 1), memory=memory)
-    assert plan.remat.count("full") > shallow.remat.count("full")
-    assert plan.prediction.round_seconds < 0.9 * shallow.prediction.round_seconds
-    assert plan.prediction.memory_bytes <= memory
-    # The baselines do not depend on it.
-    assert plan.baselines == shallow.baselines

@@ -1,16 +1,22 @@
 """Plans of a pipeline are complete and legal and have few bubbles."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from jaxmux.planner.errors import PlanningError
 from jaxmux.planner.packing.microbatches import cut_batches
 from jaxmux.planner.packing.shape_class import ShapeClass
-from jaxmux.planner.pipeline.grouping_estimates import most_promising
-from jaxmux.planner.pipeline.groupings import Grouping, candidate_groupings
+from jaxmux.planner.pipeline.grouping_estimates import most_promising, stream_length
+from jaxmux.planner.pipeline.groupings import Grouping, candidate_groupings, chunks_of
 from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,
-    plan_grouping,
+    PipelinePlan,
+    choose_grouping,
+    grouping_of_tasks,
+    one_htask,
+    pack_in_groups,
     plan_pipeline,
     sequence_lengths,
 )
@@ -28,6 +34,12 @@ def seconds_of(lengths, scale=(1.0,) * STAGES):
 
 
 COSTS = PipelineCosts(SHAPE, seconds_of)
+EQUAL = PipelineCosts(SHAPE, lambda lengths: (np.ones(STAGES), np.full(STAGES, 2.0)))
+
+
+def plan_of(rounds, costs=COSTS) -> PipelinePlan:
+    """The plan with the grouping that is found for these rounds."""
+    return plan_pipeline(rounds, choose_grouping(rounds, SHAPE, STAGES), costs)
 
 
 def grouping_of(*groups) -> Grouping:
@@ -58,7 +70,7 @@ def rounds():
 
 @pytest.fixture(scope="module")
 def plan(rounds):
-    return plan_pipeline(rounds, COSTS)
+    return plan_of(rounds)
 
 
 def turns_of(rounds, groups):
@@ -69,11 +81,11 @@ def test_the_plan_is_legal(plan):
     validate(plan.schedule)
     counts = [len(plan.workload.microbatches), len(plan.schedule.microbatches)]
     assert counts == [len(plan.microbatches)] * 2
-    assert sorted(slot for group in plan.groups for slot in group) == [0, 1, 2, 3]
+    assert sorted(slot for group in plan.grouping.groups for slot in group) == [0, 1, 2, 3]
 
 
 def test_every_sample_of_every_round_is_trained_once(plan, rounds):
-    turns = turns_of(rounds, plan.groups)
+    turns = turns_of(rounds, plan.grouping.groups)
     seen = [
         (placed.turn, placed.slot, sample)
         for microbatch in plan.microbatches
@@ -90,8 +102,8 @@ def test_every_sample_of_every_round_is_trained_once(plan, rounds):
 
 
 def test_microbatches_have_the_steps_of_their_tasks_and_the_time_of_their_sequences(plan, rounds):
-    turns = turns_of(rounds, plan.groups)
-    groups, workload = len(plan.groups), plan.workload
+    turns = turns_of(rounds, plan.grouping.groups)
+    groups, workload = len(plan.grouping.groups), plan.workload
     for scheduled, microbatch, forward in zip(
         workload.microbatches, plan.microbatches, workload.forward, strict=True
     ):
@@ -103,18 +115,31 @@ def test_microbatches_have_the_steps_of_their_tasks_and_the_time_of_their_sequen
     }
 
 
-def test_groups_come_in_descending_order_of_their_microbatches(rounds):
-    plan = plan_grouping(rounds, grouping_of((0, 1), (3,), (2,)), COSTS)
-    assert plan.groups == ((3,), (2,), (0, 1))
-    first_round = [m.bucket for m in plan.workload.microbatches if set(m.steps) == {0}]
-    assert first_round == sorted(first_round)
+def test_groups_come_in_their_order_and_share_one_microbatch_at_most(rounds):
+    groups = ((3,), (2,), (0, 1))
+    plan = plan_pipeline(rounds, grouping_of(*groups), COSTS)
+    order = {slot: i for i, group in enumerate(groups) for slot in group}
+    for i in range(len(rounds)):
+        own = [m for at, m in zip(plan.rounds, plan.workload.microbatches, strict=True) if at == i]
+        held = [sorted({order[task] for task in m.tasks}) for m in own]
+        assert [i for i, _ in itertools.groupby(group for some in held for group in some)] == [
+            *range(3)
+        ]
+        assert sum(len(some) > 1 for some in held) <= 2
 
 
-def test_the_plan_is_no_slower_than_with_one_group_and_its_grouping_makes_it_again(rounds, plan):
-    fixed = plan_grouping(rounds, plan.grouping, COSTS)
-    assert fixed.schedule == plan.schedule
-    together = plan_grouping(rounds, grouping_of((0, 1, 2, 3)), COSTS)
-    assert plan.simulation.makespan <= together.simulation.makespan
+def test_a_round_is_packed_by_itself(rounds, plan):
+    """What training packs, round by round, is what the plan shows."""
+    for i, batches in enumerate(rounds):
+        planned = [m for at, m in zip(plan.rounds, plan.microbatches, strict=True) if at == i]
+        packed = pack_in_groups(batches, plan.grouping.groups, SHAPE)
+        assert [m.placements(SHAPE) for m in planned] == [m.placements(SHAPE) for m in packed]
+
+
+def test_the_grouping_is_no_slower_than_one_group(rounds):
+    found = plan_of(rounds, EQUAL)
+    together = plan_pipeline(rounds, one_htask(range(4)), EQUAL)
+    assert found.simulation.makespan <= together.simulation.makespan
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -123,12 +148,12 @@ def test_a_stream_of_100_microbatches_has_few_bubbles(seed):
     rounds = draw(seed, rounds=4, samples=64)
 
     def on_last(lengths):
-        return seconds_of(lengths, head_on_last)
+        return tuple(seconds * np.array(head_on_last) for seconds in EQUAL.stage_seconds(lengths))
 
-    equal = plan_pipeline(rounds, COSTS)
+    equal = plan_of(rounds, EQUAL)
     assert len(equal.microbatches) >= 100
     assert equal.simulation.bubble_ratio() <= 0.05
-    with_head = plan_pipeline(rounds, PipelineCosts(SHAPE, on_last))
+    with_head = plan_of(rounds, PipelineCosts(SHAPE, on_last))
     floor = 1 - sum(head_on_last) / (STAGES * max(head_on_last))
     assert floor == pytest.approx(0.125)
     assert floor <= with_head.simulation.bubble_ratio() <= 0.15
@@ -136,29 +161,23 @@ def test_a_stream_of_100_microbatches_has_few_bubbles(seed):
 
 def test_one_task_alone_waits_for_its_updates():
     rounds = draw(seed=1, tasks=1, rounds=3)
-    plan = plan_pipeline(rounds, COSTS)
-    assert plan.groups == ((0,),)
+    plan = plan_of(rounds)
+    assert plan.grouping.groups == ((0,),)
     assert plan.simulation.bubble_ratio() > 0.2
 
 
 def test_a_task_that_ends_early_leaves_the_others_in_turn():
     rounds = draw(seed=2, tasks=3)
     del rounds[-1][1]
-    plan = plan_pipeline(rounds, COSTS)
+    plan = plan_of(rounds)
     validate(plan.schedule)
     steps = {pair for m in plan.workload.microbatches for pair in m.global_batches}
     assert steps == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)}
 
 
-def test_buffers_stay_within_their_limit(rounds):
-    limit = (3, 3, 2, 1)
-    plan = plan_pipeline(rounds, COSTS._replace(buffer_limit=limit))
-    validate(plan.schedule, limit)
-
-
 def test_no_samples_are_refused():
     with pytest.raises(PlanningError, match="no samples"):
-        plan_pipeline([{0: []}], COSTS)
+        choose_grouping([{0: []}], SHAPE, STAGES)
 
 
 def cut(rounds):
@@ -202,36 +221,36 @@ def test_search_finds_the_best_of_all_divisions_to_a_percent(samples):
     for seed in range(2):
         rounds = draw(seed, rounds=4, samples=samples)
         everything = [
-            plan_grouping(rounds, grouping_of(*groups), COSTS) for groups in divisions([0, 1, 2, 3])
+            plan_pipeline(rounds, grouping_of(*groups), EQUAL) for groups in divisions([0, 1, 2, 3])
         ]
         best = min(plan.simulation.makespan for plan in everything)
-        found = plan_pipeline(rounds, COSTS)
+        found = plan_of(rounds, EQUAL)
         assert best * (1 - 1e-9) <= found.simulation.makespan <= 1.01 * best
 
 
-def test_estimates_are_near_the_simulated_time():
-    """All microbatches take the same time here."""
-    forward, backward = np.array([1.0] * STAGES), np.array([1.2] * STAGES)
-    costs = PipelineCosts(SHAPE, lambda lengths: (forward, backward))
+def test_estimated_lengths_of_streams_are_near_the_simulated_time():
     rounds = draw(seed=4, rounds=6, samples=20)
-    candidates = candidate_groupings(cut(rounds), SHAPE, forward)
-    found = most_promising(candidates, cut(rounds), SHAPE, forward, backward)
-    assert 0 < len(found) <= 3 * 2 * STAGES
-    for estimate in found:
-        plan = plan_grouping(rounds, estimate.grouping, costs)
-        assert estimate.seconds == pytest.approx(plan.simulation.makespan, rel=0.15)
+    candidates = candidate_groupings(cut(rounds), SHAPE, [1.5] * STAGES)
+    found = most_promising(candidates, cut(rounds), SHAPE, STAGES)
+    assert 0 < len(found) <= 2 * STAGES
+    for grouping in found:
+        plan = plan_pipeline(rounds, grouping, EQUAL)
+        shares = [
+            [sum(map(chunks_of, (own[slot] for slot in group))) / SHAPE.chunks for group in groups]
+            for groups in [grouping.groups]
+            for own in cut(rounds)
+        ]
+        estimate = 3.0 * (stream_length(shares, STAGES) + STAGES - 1)
+        assert estimate == pytest.approx(plan.simulation.makespan, rel=0.15)
 
 
-def test_estimates_depend_on_how_many_microbatches_fit():
-    """A microbatch takes F + B with paired ticks and 2B with single ones, but 2S - 1 instead of S
-    microbatches are in flight."""
-    rounds = [{0: [200] * 40}]
-    forward, backward = [1.0] * 4, [3.0] * 4
-    candidates = candidate_groupings(cut(rounds), SHAPE, np.full(4, 2.0))
-
-    def fastest(depth: int | None) -> str:
-        found = most_promising(candidates, cut(rounds), SHAPE, forward, backward, 0.0, depth)
-        return min(found, key=lambda estimate: estimate.seconds).rule
-
-    assert {fastest(None), fastest(7)} <= {"paired", "alternating"}
-    assert fastest(4) == "single"
+def test_tasks_are_grouped_by_the_rounds_in_which_all_of_them_train():
+    batches = [[own[slot] for own in draw(seed=5, rounds=6)] for slot in range(4)]
+    ends_early = [*batches[:3], batches[3][:2]]
+    grouping = grouping_of_tasks(ends_early, SHAPE, STAGES)
+    assert grouping == grouping_of_tasks([own[:2] for own in ends_early], SHAPE, STAGES)
+    assert len(grouping.groups) > 1
+    assert grouping_of_tasks(batches, SHAPE, 1) == one_htask(range(4))
+    assert grouping_of_tasks(batches[:1], SHAPE, STAGES) == one_htask([0])
+    # Nothing is known of a task whose samples train elsewhere.
+    assert grouping_of_tasks([*batches[:3], [[]] * 6], SHAPE, STAGES) == one_htask(range(4))

@@ -23,16 +23,3 @@ def test_they_are_proposed_where_a_pipeline_has_many_bubbles(
 def test_they_are_not_proposed_on_one_device(plan_of_one_device, costs_of, tasks, request_4096):
     costs = costs_of(tasks)
     assert try_smaller_microbatches(plan_of_one_device, tasks, request_4096, costs) is None
-
-
-def test_they_are_proposed_where_padding_is_high(plan_of, costs_of, draw_tasks, request_4096):
-    """They are halves of the requested N, whatever N is rounded up to."""
-    loads, replica = draw_tasks(samples=8), Replica.uniform(2, 1)
-    request, costs = request_4096._replace(tokens=6000), costs_of(loads, replica)
-    padded = plan_of(loads, replica, request)
-    assert padded.prediction.bubble_ratio < 0.15
-    smaller = try_smaller_microbatches(padded, loads, request, costs)
-    assert smaller.tokens in (3000, 1500)
-    found = plan_of(loads, replica, request._replace(tokens=smaller.tokens)).prediction
-    assert found.round_seconds == pytest.approx(smaller.round_seconds)
-    assert found.round_seconds < 0.95 * padded.prediction.round_seconds

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -39,6 +40,12 @@ other/SGD.learning_rate = 1e-2
 LINES = 12 + 5
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 class Pair:
     """The command of a training run in two processes."""
 
@@ -53,10 +60,8 @@ class Pair:
 
     def start(self, mesh: str, *of_second: str) -> None:
         """Starts both processes; `of_second` are arguments of the second one alone."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        port = free_port()
+        pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
         command = [sys.executable, "-m", "jaxmux.train", *self.arguments]
         command += [f"--gin.fine_tune.mesh={mesh!r}", f"--coordinator=localhost:{port}"]
         command += ["--processes=2"]
@@ -197,3 +202,35 @@ def test_a_process_without_devices_of_the_mesh_is_refused(pair):
     for code, _, errors in pair.ended():
         assert code == 2
         assert "2 devices, of which process 1 has none; take a mesh of all 8 devices" in errors
+
+
+HANGS = """
+import sys, time
+from jaxmux.cli import train_command
+from jaxmux.runs import join_processes, processes
+processes._HANGING_SECONDS = 1
+port, index = sys.argv[1], int(sys.argv[2])
+join_processes(f"localhost:{port}", 2, index)
+if index:
+    processes.leave(OSError("no room"))
+with processes.watching_others(train_command._end_at_once):
+    time.sleep(100)
+"""
+
+
+def test_a_process_that_hangs_ends_when_another_one_has_ended(pair):
+    """As one does that waits for the devices of the other."""
+    port = str(free_port())
+    found = [
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS, port, str(i)],
+            env=pair.environment,
+            stderr=PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    pair.processes = found
+    _, errors = found[0].communicate(timeout=60)
+    assert found[0].returncode == 3
+    assert errors.splitlines()[-1] == "error: process 1: no room"

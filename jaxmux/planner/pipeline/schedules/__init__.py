@@ -14,16 +14,20 @@ from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_b
 from .lorapp import lorapp
 from .muxtune_template import template, template_order
 from .schedule import PipelineSchedule, Update
+from .schedule_walk import Pass, walk
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
+from .stream_order import StreamOrder, streaming
 from .tick_layout import TickRule
 from .validate import IllegalSchedule, validate
 from .workload import ScheduledMicrobatch, Workload, round_robin_microbatches, uniform_workload
 
 __all__ = [
     "IllegalSchedule",
+    "Pass",
     "PipelineSchedule",
     "ScheduledMicrobatch",
     "Simulation",
+    "StreamOrder",
     "TickRule",
     "Update",
     "Workload",
@@ -35,8 +39,10 @@ __all__ = [
     "round_robin_microbatches",
     "simulate_asynchronous",
     "simulate_lockstep",
+    "streaming",
     "template",
     "template_order",
     "uniform_workload",
     "validate",
+    "walk",
 ]

@@ -2,10 +2,9 @@
 them."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from jaxmux.planner.pipeline.schedules import PipelineSchedule
+from .schedule import PipelineSchedule
 
 
 class Pass(NamedTuple):
@@ -22,7 +21,7 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-def walk(schedule: "PipelineSchedule") -> Iterator[Pass]:
+def walk(schedule: PipelineSchedule) -> Iterator[Pass]:
     """Yields the passes of a schedule, tick by tick; within a tick a stage's backward pass comes
     first.
 

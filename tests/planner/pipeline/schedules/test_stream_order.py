@@ -8,11 +8,15 @@ import pytest
 
 from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,
+    StreamOrder,
     one_forward_one_backward,
+    round_robin_microbatches,
+    simulate_asynchronous,
+    streaming,
     uniform_workload,
+    validate,
+    walk,
 )
-from jaxmux.sharding import walk
-from jaxmux.sharding.stream_order import StreamOrder
 
 
 def drained(order, allowed):
@@ -71,3 +75,24 @@ def test_a_stream_never_empties_while_microbatches_may_begin():
         passes.append(order.next(8))
     passes += drained(order, 16)
     assert rows(passes, 4) == whole
+
+
+def test_no_microbatch_begins_that_may_no_longer_begin():
+    order = StreamOrder(3)
+    for _ in range(4):
+        order.next(9)
+    begun = order.begun
+    assert all(p.virtual_stage > 0 or not p.forward for p in drained(order, 0))
+    assert order.begun == order.ended == begun
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_stream_that_waits_for_updates_is_as_fast_as_greedy_stages(stages, tasks, microbatches):
+    rounds = round_robin_microbatches(tasks, 5, microbatches)
+    workload = uniform_workload(rounds, [1] * stages, [2] * stages)
+    schedule = streaming(workload)
+    validate(schedule)
+    greedy = simulate_asynchronous(one_forward_one_backward(workload), workload).makespan
+    assert simulate_asynchronous(schedule, workload).makespan <= greedy

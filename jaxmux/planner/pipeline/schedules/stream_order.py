@@ -1,0 +1,123 @@
+"""The order of the passes of an endless 1F1B pipeline, whose microbatches become known one round at
+a time."""
+
+from collections import deque
+from collections.abc import Iterator
+from operator import itemgetter
+
+from .greedy_orders import Op
+from .schedule import PipelineSchedule
+from .schedule_walk import Pass
+from .tick_layout import lay_out
+from .workload import Workload
+
+# Times of the clock by which the order is decided.
+_FORWARD, _BACKWARD = 1.0, 2.0
+
+
+class StreamOrder:
+    """Decides which pass of which stage is dispatched next in an endless 1F1B pipeline.
+
+    Stage s of S has at most S - s microbatches between their forward and their backward pass
+    (PipeDream-Flush, Narayanan et al. 2021, without the flush). A clock runs along, on which a
+    backward pass takes twice as long as a forward pass: the next pass is the one that can start
+    first, and of two on a stage the backward pass. So the order is good also where microbatches
+    wait for updates, although the host dispatches passes long before they run. Backward passes come
+    in the order of the microbatches.
+
+    Microbatches are numbered from 0, without end. The pipeline empties only if no further
+    microbatch may begin.
+
+    Attributes:
+      begun: number of microbatches whose first forward pass has been dispatched.
+      ended: number of microbatches whose last backward pass has been dispatched.
+    """
+
+    def __init__(self, stages: int):
+        """Creates the order of an empty pipeline.
+
+        Args:
+          stages: S, number of stages.
+        """
+        self._forwards = [0] * stages
+        self._backwards = [0] * stages
+        # For each stage, the time at which it has run what it was given; and the times at which the
+        # inputs of its next forward and backward passes are there.
+        self._free = [0.0] * stages
+        self._forward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
+        self._backward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
+
+    @property
+    def begun(self) -> int:
+        return self._forwards[0]
+
+    @property
+    def ended(self) -> int:
+        return self._backwards[0]
+
+    def next(self, allowed: int) -> Pass | None:
+        """The next pass, which counts as dispatched from now on; None if there is nothing to do.
+
+        Args:
+          allowed: number of microbatches that may begin so far, those included that have begun.
+        """
+        self._forward_inputs[0] = deque([0.0] * (self.begun < allowed))
+        # Of passes that could start together, those of late stages go first, because other stages
+        # wait for them.
+        stages = reversed(range(len(self._free)))
+        possible = [(*start, stage) for stage in stages for start in self._starts(stage)]
+        if not possible:
+            return None
+        _, forward, stage = min(possible, key=itemgetter(0, 1))
+        return self._forward(stage) if forward else self._backward(stage)
+
+    def _starts(self, stage: int) -> Iterator[tuple[float, bool]]:
+        """When the stage's next backward and forward passes could start, and which is which."""
+        free, in_flight = self._free[stage], self._forwards[stage] - self._backwards[stage]
+        if self._backward_inputs[stage]:
+            yield max(free, self._backward_inputs[stage][0]), False
+        if self._forward_inputs[stage] and in_flight < len(self._free) - stage:
+            yield max(free, self._forward_inputs[stage][0]), True
+
+    def _forward(self, stage: int) -> Pass:
+        end = max(self._free[stage], self._forward_inputs[stage].popleft()) + _FORWARD
+        is_last = stage + 1 == len(self._free)
+        following = self._backward_inputs[stage] if is_last else self._forward_inputs[stage + 1]
+        following.append(end)
+        self._free[stage] = end
+        self._forwards[stage] += 1
+        return Pass(True, stage, self._forwards[stage] - 1)
+
+    def _backward(self, stage: int) -> Pass:
+        end = max(self._free[stage], self._backward_inputs[stage].popleft()) + _BACKWARD
+        if stage:
+            self._backward_inputs[stage - 1].append(end)
+        self._free[stage] = end
+        self._backwards[stage] += 1
+        return Pass(False, stage, self._backwards[stage] - 1)
+
+
+def streaming(workload: Workload) -> PipelineSchedule:
+    """Returns the 1F1B schedule of a stream of rounds, in the order in which training runs it.
+
+    A microbatch begins when all microbatches before it have begun and each of its tasks has been
+    updated after its previous global batch; stages follow `StreamOrder`. The pipeline is not
+    drained between rounds.
+
+    Args:
+      workload: the microbatches in order, with one virtual stage per stage. Its times and buffer
+        limits make no difference.
+    """
+    stages, count = workload.stages, len(workload.microbatches)
+    # For each microbatch, the number of microbatches that end before it begins.
+    needed, last = [], {}
+    for index, microbatch in enumerate(workload.microbatches):
+        before = (last[task, step - 1] for task, step in microbatch.global_batches if step)
+        needed.append(1 + max(before, default=-1))
+        last |= dict.fromkeys(microbatch.global_batches, index)
+    order, rows = StreamOrder(stages), [[] for _ in range(stages)]
+    while order.ended < count:
+        begun = order.begun
+        step = order.next(begun + (begun < count and order.ended >= needed[begun]))
+        rows[step.virtual_stage].append(Op(not step.forward, step.virtual_stage, step.microbatch))
+    return lay_out(workload, rows)
