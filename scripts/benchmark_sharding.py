@@ -168,7 +168,8 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
             backbone.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
     shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
     microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
-    rounds = WARM_UP_ROUNDS + args.rounds
+    # Every run takes equally long, because a GPU slows down when it reaches its power limit.
+    rounds = WARM_UP_ROUNDS + args.rounds * deployment.devices
     task = random_task(config, "task0", [args.length] * 2 * batch, batch, rounds + 1, args.rank)
     options = EngineOptions(shape, remat=args.remat, schedule=args.schedule)
     with closing(Engine(backbone, options)) as engine:

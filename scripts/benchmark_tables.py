@@ -114,19 +114,20 @@ def command_table(records: Sequence[Record]) -> str:
 
 
 def sharding_table(records: Sequence[Record]) -> str:
-    """Several devices beside one: the figures with their bounds, and what they were made from."""
-    text = commands(records)
+    """Meshes of several devices beside one device, which was measured in the same run."""
+    rows = []
     for r in records:
-        versions = ", ".join(f"{name} {version}" for name, version in r["versions"].items())
-        rows = [[r["name"], f"**{r['value']:.3f}**", f"{r['sense']} {r['bound']:g}"]]
-        rows += [[name, _several(value), ""] for name, value in r["baselines"].items()]
-        text += f"{r['device']}, {versions}.\n\n" + markdown(["figure", "value", "bound"], rows)
-    return text
-
-
-def _several(value: float | Sequence[float]) -> str:
-    values = value if isinstance(value, list) else [value]
-    return ", ".join(f"{v:,.0f}" if v >= 1000 else f"{v:.4g}" for v in values)
+        of = r["baselines"]
+        mesh = r["name"].split(", ")[1]
+        cells = [f"{of['one GPU, tokens/s']:,.0f}", f"{of['mesh, tokens/s']:,.0f}"]
+        first = of["seconds to the end of the first round, mesh"]
+        peaks = ", ".join(f"{peak:.1f}" for peak in of["peak memory of each device, GiB"])
+        bound = f"{r['sense']} {r['bound']:g}"
+        rows.append([mesh, f"**{r['value']:.3f}**", bound, *cells, f"{first:.0f}", peaks])
+    head = ["mesh", "over one GPU", "bound", "one GPU, tokens/s", "mesh, tokens/s"]
+    head += ["s to the end of the first round", "peak memory, GiB"]
+    versions = ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items())
+    return f"{commands(records)}{records[0]['device']}, {versions}.\n\n" + markdown(head, rows)
 
 
 def rank_table(records: Sequence[Record]) -> str:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmux.models import SlotTable
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Replica, Stage
-from jaxmux.planner.pipeline.schedules import Pass, StreamOrder, walk
+from jaxmux.planner.pipeline.schedules import Ended, Pass, StreamOrder, walk
 from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
 from jaxmux.sharding.stage_mesh import DATA
 
@@ -165,28 +165,29 @@ class ReplicaPipeline:
         self._running.clear()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
-        """Dispatches the next pass, if there is one.
+        """Dispatches the next pass, or ends a microbatch, if there is one.
 
         Args:
           may_begin: function that tells whether a microbatch may begin.
 
         Returns:
-          Whether a pass was dispatched; and the microbatch that has ended with it, None if none
-          has.
+          Whether there was one; and the microbatch that has ended, None if none has.
         """
         step = self._next(may_begin)
         if step is None:
             return False, None
+        if isinstance(step, Ended):
+            return True, self._running.pop(step.microbatch)
         self._run_pass(step)
-        ends = not step.forward and step.virtual_stage == 0
+        ends = self._order is None and not step.forward and step.virtual_stage == 0
         return True, self._running.pop(step.microbatch) if ends else None
 
-    def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | None:
+    def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | Ended | None:
         if self._order:
             candidates = self._waiting if self._options.schedule == "lorapp" else self._waiting[:1]
             first = next((i for i, own in enumerate(candidates) if may_begin(own)), None)
             step = self._order.next(self._order.begun + (first is not None))
-            if step and step.forward and step.virtual_stage == 0:
+            if isinstance(step, Pass) and step.forward and step.virtual_stage == 0:
                 self._running[step.microbatch] = self._waiting.pop(first)
             return step
         for step in self._tabled:

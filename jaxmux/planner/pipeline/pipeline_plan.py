@@ -63,6 +63,11 @@ class PipelinePlan(NamedTuple):
     schedule: PipelineSchedule
     simulation: Simulation
 
+    @property
+    def buckets(self) -> int:
+        """Number of groups that have microbatches of their own."""
+        return len({microbatch.bucket for microbatch in self.workload.microbatches})
+
 
 class PipelineCosts(NamedTuple):
     """The time that microbatches take in a pipeline.
@@ -133,11 +138,16 @@ def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: i
     costs = PipelineCosts(shape, lambda lengths: (forward, backward))
     together = one_htask(sorted({slot for batches in rounds for slot in batches}))
     candidates = candidate_groupings(packings.cut, shape, (forward + backward) / 2)
-    found = [together]
+    found = []
     for grouping in most_promising(candidates, packings.cut, shape, stages):
         # Which turn fills up the last microbatch of which other one depends on the order.
         found += [grouping, grouping._replace(buckets=grouping.buckets[::-1])]
-    return min(found, key=lambda grouping: _plan(packings, grouping, costs).simulation.makespan)
+    plans = [_plan(packings, grouping, costs) for grouping in (*found, together)]
+    # A group without a microbatch of its own is of no use, and one group always has one. Of equally
+    # fast plans the first is taken, because several groups hide the time of updates, which the
+    # simulation leaves out.
+    useful = (plan for plan in plans if plan.buckets == len(plan.grouping.groups))
+    return min(useful, key=lambda plan: plan.simulation.makespan).grouping
 
 
 def one_htask(slots: Sequence[int]) -> Grouping:
@@ -231,13 +241,14 @@ def stream_workload(
     bucket_of = {slots: i for i, slots in enumerate(groups)}
     scheduled, seconds = [], []
     for microbatch in microbatches:
-        turn_of = microbatch.turns()
-        first = min(turn_of.values())
+        own = sorted(set(microbatch.turns().values()))
+        # All tasks of a turn are updated together.
+        batches = [(slot, steps[turn][slot]) for turn in own for slot in turns[turn]]
         scheduled.append(
             ScheduledMicrobatch(
-                tasks=tuple(turn_of),
-                steps=tuple(steps[turn][slot] for slot, turn in turn_of.items()),
-                bucket=bucket_of[tuple(sorted(turns[first]))],
+                tasks=tuple(slot for slot, _ in batches),
+                steps=tuple(step for _, step in batches),
+                bucket=bucket_of[tuple(sorted(turns[own[0]]))],
             )
         )
         seconds.append(stage_seconds(sequence_lengths(microbatch, turns)))

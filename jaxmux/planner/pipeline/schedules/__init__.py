@@ -16,12 +16,13 @@ from .muxtune_template import template, template_order
 from .schedule import PipelineSchedule, Update
 from .schedule_walk import Pass, walk
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
-from .stream_order import StreamOrder, streaming
+from .stream_order import Ended, StreamOrder, streaming
 from .tick_layout import TickRule
 from .validate import IllegalSchedule, validate
 from .workload import ScheduledMicrobatch, Workload, round_robin_microbatches, uniform_workload
 
 __all__ = [
+    "Ended",
     "IllegalSchedule",
     "Pass",
     "PipelineSchedule",

@@ -1,9 +1,11 @@
 """The order of the passes of an endless 1F1B pipeline, whose microbatches become known one round at
 a time."""
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import NamedTuple
 
 from .greedy_orders import Op
 from .schedule import PipelineSchedule
@@ -15,22 +17,33 @@ from .workload import Workload
 _FORWARD, _BACKWARD = 1.0, 2.0
 
 
+class Ended(NamedTuple):
+    """A microbatch has ended, and tasks whose global batches are complete can be updated.
+
+    Attributes:
+      microbatch: number of the microbatch.
+    """
+
+    microbatch: int
+
+
 class StreamOrder:
     """Decides which pass of which stage is dispatched next in an endless 1F1B pipeline.
 
     Stage s of S has at most S - s microbatches between their forward and their backward pass
     (PipeDream-Flush, Narayanan et al. 2021, without the flush). A clock runs along, on which a
     backward pass takes twice as long as a forward pass: the next pass is the one that can start
-    first, and of two on a stage the backward pass. So the order is good also where microbatches
-    wait for updates, although the host dispatches passes long before they run. Backward passes come
-    in the order of the microbatches.
+    first, and of two on a stage the backward pass. A microbatch ends when its last backward pass
+    has ended on this clock: its update is then dispatched behind the passes that late stages run
+    meanwhile. So the order is good although the host dispatches all of it long before it runs.
+    Backward passes come in the order of the microbatches.
 
     Microbatches are numbered from 0, without end. The pipeline empties only if no further
     microbatch may begin.
 
     Attributes:
       begun: number of microbatches whose first forward pass has been dispatched.
-      ended: number of microbatches whose last backward pass has been dispatched.
+      ended: number of microbatches that have ended.
     """
 
     def __init__(self, stages: int):
@@ -46,6 +59,8 @@ class StreamOrder:
         self._free = [0.0] * stages
         self._forward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
         self._backward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
+        # When the microbatches end whose last backward pass has been dispatched.
+        self._ends: deque[float] = deque()
 
     @property
     def begun(self) -> int:
@@ -53,10 +68,11 @@ class StreamOrder:
 
     @property
     def ended(self) -> int:
-        return self._backwards[0]
+        return self._backwards[0] - len(self._ends)
 
-    def next(self, allowed: int) -> Pass | None:
-        """The next pass, which counts as dispatched from now on; None if there is nothing to do.
+    def next(self, allowed: int) -> Pass | Ended | None:
+        """The next pass, which counts as dispatched from now on, or the next end of a microbatch;
+        None if there is nothing to do.
 
         Args:
           allowed: number of microbatches that may begin so far, those included that have begun.
@@ -66,9 +82,12 @@ class StreamOrder:
         # wait for them.
         stages = reversed(range(len(self._free)))
         possible = [(*start, stage) for stage in stages for start in self._starts(stage)]
+        start, forward, stage = min(possible, key=itemgetter(0), default=(math.inf, True, 0))
+        if self._ends and self._ends[0] < start:
+            self._ends.popleft()
+            return Ended(self.ended - 1)
         if not possible:
             return None
-        _, forward, stage = min(possible, key=itemgetter(0, 1))
         return self._forward(stage) if forward else self._backward(stage)
 
     def _starts(self, stage: int) -> Iterator[tuple[float, bool]]:
@@ -90,8 +109,8 @@ class StreamOrder:
 
     def _backward(self, stage: int) -> Pass:
         end = max(self._free[stage], self._backward_inputs[stage].popleft()) + _BACKWARD
-        if stage:
-            self._backward_inputs[stage - 1].append(end)
+        following = self._backward_inputs[stage - 1] if stage else self._ends
+        following.append(end)
         self._free[stage] = end
         self._backwards[stage] += 1
         return Pass(False, stage, self._backwards[stage] - 1)
@@ -109,15 +128,22 @@ def streaming(workload: Workload) -> PipelineSchedule:
         limits make no difference.
     """
     stages, count = workload.stages, len(workload.microbatches)
-    # For each microbatch, the number of microbatches that end before it begins.
-    needed, last = [], {}
+    # For each microbatch, the number of microbatches that end before it begins; and for each task,
+    # the step and the index of its last microbatch so far, and the last one of its step before.
+    needed, current, before = [], {}, {}
     for index, microbatch in enumerate(workload.microbatches):
-        before = (last[task, step - 1] for task, step in microbatch.global_batches if step)
-        needed.append(1 + max(before, default=-1))
-        last |= dict.fromkeys(microbatch.global_batches, index)
+        for task, step in microbatch.global_batches:
+            known, last = current.get(task, (step, -1))
+            if known != step:
+                before[task] = last
+            current[task] = step, index
+        tasks = (task for task, _ in microbatch.global_batches)
+        needed.append(1 + max((before.get(task, -1) for task in tasks), default=-1))
     order, rows = StreamOrder(stages), [[] for _ in range(stages)]
     while order.ended < count:
         begun = order.begun
         step = order.next(begun + (begun < count and order.ended >= needed[begun]))
-        rows[step.virtual_stage].append(Op(not step.forward, step.virtual_stage, step.microbatch))
+        if isinstance(step, Pass):
+            op = Op(not step.forward, step.virtual_stage, step.microbatch)
+            rows[step.virtual_stage].append(op)
     return lay_out(workload, rows)

@@ -17,8 +17,8 @@ class ScheduledMicrobatch(NamedTuple):
     need not start at 0.
 
     Attributes:
-      tasks: indices of the tasks that have samples in the microbatch; empty for a no-op microbatch,
-        which holds no samples.
+      tasks: indices of the tasks that have samples in the microbatch, and of those that are updated
+        together with them; empty for a no-op microbatch, which holds no samples.
       steps: for each entry of `tasks`, the step of this task. All microbatches that name one (task,
         step) together make up its global batch.
       bucket: index of the bucket (a group of tasks that are packed together) that the microbatch

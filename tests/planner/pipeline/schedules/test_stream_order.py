@@ -7,6 +7,8 @@ import random
 import pytest
 
 from jaxmux.planner.pipeline.schedules import (
+    Ended,
+    Pass,
     ScheduledMicrobatch,
     StreamOrder,
     one_forward_one_backward,
@@ -20,7 +22,8 @@ from jaxmux.planner.pipeline.schedules import (
 
 
 def drained(order, allowed):
-    return list(iter(lambda: order.next(allowed), None))
+    """The passes that are left."""
+    return [p for p in iter(lambda: order.next(allowed), None) if isinstance(p, Pass)]
 
 
 def rows(passes, stages):
@@ -49,7 +52,8 @@ def test_every_order_is_legal_however_microbatches_become_known(seed):
         if rng.random() < 0.3 or not (found := order.next(allowed)):
             allowed = min(total, allowed + rng.randint(0, 3))
             continue
-        passes.append(found)
+        if isinstance(found, Pass):
+            passes.append(found)
     place = {p: i for i, p in enumerate(passes)}
     assert len(place) == len(passes) == 2 * stages * total
     for p in passes:
@@ -70,11 +74,11 @@ def test_a_stream_never_empties_while_microbatches_may_begin():
     """Two rounds of eight microbatches, the second known when the first has begun: each stage runs
     the same passes as for one round of sixteen."""
     whole = rows(drained(StreamOrder(4), 16), 4)
-    order, passes = StreamOrder(4), []
+    order, steps = StreamOrder(4), []
     while order.begun < 8:
-        passes.append(order.next(8))
-    passes += drained(order, 16)
-    assert rows(passes, 4) == whole
+        steps.append(order.next(8))
+    passes = [step for step in steps if isinstance(step, Pass)]
+    assert rows(passes + drained(order, 16), 4) == whole
 
 
 def test_no_microbatch_begins_that_may_no_longer_begin():
@@ -96,3 +100,17 @@ def test_a_stream_that_waits_for_updates_is_as_fast_as_greedy_stages(stages, tas
     validate(schedule)
     greedy = simulate_asynchronous(one_forward_one_backward(workload), workload).makespan
     assert simulate_asynchronous(schedule, workload).makespan <= greedy
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_microbatch_ends_behind_the_passes_that_run_during_its_last_one(stages):
+    """An update waits for the last backward pass on the first stage; meanwhile others run on."""
+    order, steps = StreamOrder(stages), []
+    while order.ended < 6:
+        steps.append(order.next(12))
+    ends = [i for i, step in enumerate(steps) if isinstance(step, Ended)]
+    assert [steps[i].microbatch for i in ends] == list(range(6))
+    for number, end in enumerate(ends):
+        last = steps.index(Pass(False, 0, number))
+        meanwhile = {p.virtual_stage for p in steps[last + 1 : end] if isinstance(p, Pass)}
+        assert meanwhile >= set(range(1, stages))
