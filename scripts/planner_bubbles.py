@@ -151,10 +151,11 @@ def lorafusion(rounds: Sequence[RoundLengths], shape: ShapeClass, scale: Scale) 
     A microbatch takes the time of its own tokens, without padding.
     """
     lengths = {slot: [s for batches in rounds for s in batches[slot]] for slot in rounds[0]}
-    turns = take_turns(rounds, pair_head_with_tail(lengths, groups=2))
+    groups = pair_head_with_tail(lengths, groups=2)
+    turns = take_turns(rounds, groups)
     stream = schedule_turns(pack_rounds(turns, shape), STAGES)
     microbatches = [microbatch for microbatch in stream if not microbatch.is_noop]
-    workload = stream_workload(microbatches, turns, partial(_unpadded_seconds, scale=scale))
+    workload = stream_workload(microbatches, turns, groups, partial(_unpadded_seconds, scale=scale))
     return _simulate([(one_forward_one_backward(workload), workload)])
 
 

@@ -52,10 +52,11 @@ class EngineOptions:
         a GPU. False compiles one layer and loops over it. None means True on a GPU, else False.
       max_bad_steps: number of consecutive skipped updates after which a task has failed. An update
         is skipped if the task's loss, gradient or new parameters are not finite.
-      packing: function that lays out the samples of tasks that share microbatches; None for
-        `planner.packing.pack_round`. It takes two arguments: by slot number
-        of the task, the lengths of its samples (number of tokens minus 1, because the last token is
-        only predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
+      packing: function that lays out the samples of tasks that share microbatches; None packs them
+        with `planner.packing.pack_round`, and lets groups of tasks that follow each other in a
+        pipeline share the microbatch between them. It takes two arguments: by slot number of the
+        task, the lengths of its samples (number of tokens minus 1, because the last token is only
+        predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
         row, offset) for each of its samples. Benchmarks compare the default with others, for
         example `planner.packing.pack_first_fit`.
       schedule: order of the passes in a pipeline of several devices: "1f1b" (the fastest, unless

@@ -228,9 +228,9 @@ class TaskGroups:
 
     def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
         """The groups of live tasks, by slot."""
-        slots = tuple(tasks)
+        slots = tuple(sorted(tasks))
         if slots not in self._known:
-            self._known[slots] = self._choose(tasks)
+            self._known[slots] = self._choose({slot: tasks[slot] for slot in slots})
         return self._known[slots]
 
     def _choose(self, tasks: Mapping[int, PreparedTask]) -> Groups:

@@ -84,7 +84,7 @@ def choose_mesh(
         try:
             fit = fit_replica(tasks, config, options, replica)
             fit.require(tasks)
-            found.append(PricedMesh(Deployment((replica,)), fit.round_seconds))
+            found.append(PricedMesh(Deployment((replica,)), fit.round_seconds()))
             fits.append(fit)
         except PlanningError as e:
             _log.info("mesh %s: %s", replica, e)

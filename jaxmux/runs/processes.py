@@ -34,8 +34,9 @@ T = TypeVar("T")
 _JOIN_SECONDS = 300
 # A process that ends waits so many seconds for the others to end: after success, and after an
 # error.
-_SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 10
-# A process that another one has left, and that goes on for so many seconds, hangs.
+_SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 20
+# A process is ended if it still runs so many seconds after another one has ended. Process 0 waits
+# longer, so that the others can say why they end.
 _HANGING_SECONDS = 15
 # A process of which nothing is heard for so many seconds has died: JAX ends the others.
 _HEARTBEAT_SECONDS = 30
@@ -126,9 +127,11 @@ def leave(error: BaseException) -> None:
 
 @contextmanager
 def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
-    """Within this context, ends this process if another one has ended and this one hangs.
+    """Within this context, ends this process if it still runs some seconds after another one has
+    ended with an error.
 
-    A process that waits for the devices of another one cannot be interrupted.
+    It may wait for the devices of the other one, which nothing can interrupt. If it does something
+    else, for example export adapters, the same command does that again.
 
     Args:
       end: function that ends this process at once; a thread calls it with the exception that tells
@@ -144,6 +147,7 @@ def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
                 reason = ProcessFailed(f"process 0 has ended ({first_line(e)})")
             if reason:
                 if not over.wait(_HANGING_SECONDS):
+                    _tell_end(state.client, _ENDED, state.process_id, reason)
                     end(reason)
                 return
 

@@ -36,20 +36,19 @@ class ReplicaFit(NamedTuple):
     admission: Admission
     lengths: Sequence[BatchLengths]
 
-    @property
     def round_seconds(self) -> float | None:
-        """Predicted seconds of a round (one global batch of every task), on average: its
+        """The predicted seconds of a round (one global batch of every task), on average: its
         microbatches, the time in which stages of a pipeline have nothing to do, and the updates.
         None if the shape class was given."""
         if self.choice is None:
             return None
         stages, seconds = self.costs.replica.pp, self.choice.alignment.seconds
-        if stages > 1:
+        if stages > 1 and any(map(len, self.lengths)):
             # Training on one device does not need the planner of pipelines.
             from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
 
             grouping = grouping_of_tasks(self.lengths, self.shape, stages)
-            rounds = sample_rounds(self.lengths)
+            rounds = [batches for batches in sample_rounds(self.lengths) if any(batches.values())]
             seconds = plan_with(grouping, rounds, self.shape, self.costs).simulation.makespan
         return seconds / self.choice.rounds + self.costs.update()
 

@@ -167,7 +167,7 @@ def choose_layout(
     shapes = tuple(fits[replica].shape for replica in deployment.replicas)
     first = fits[deployment.replicas[0]]
     admissions = tuple(fit.admission for fit in fits.values()) if known else ()
-    seconds = first.round_seconds if first.measured and not several else None
+    seconds = first.round_seconds() if first.measured and not several else None
     costs = _dispatch_costs(fits) if several else None
     layout = RunLayout(deployment, shapes, admissions, costs, seconds)
     for task in tasks:

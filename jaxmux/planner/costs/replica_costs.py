@@ -46,10 +46,9 @@ class ReplicaCosts:
     task owns is empty and takes less time. A microbatch is in flight on a stage from its forward
     pass to its backward pass; the stage keeps its values during this time.
 
-    With `remat="auto"`, the layers recompute as little as possible such that `in_flight`
-    microbatches fit into memory. `depth` is then larger than `in_flight` if further microbatches
-    fit with the same policies. It is smaller only if `in_flight` microbatches do not fit even with
-    the most recomputation.
+    With `remat="auto"`, the layers recompute as little as possible such that as many microbatches
+    fit into memory as there are stages, of which 1F1B makes use. `depth` is smaller only if so many
+    do not fit even with the most recomputation.
 
     Attributes:
       times: time model of the backbone and the device, from `device_models`.

@@ -10,8 +10,9 @@ LoRAFusion requires the distance S - 1: its backward pass ends in the same clock
 forward pass begins. Here the update must come between the two as well.
 
 A *turn* is the part of a round that belongs to one group of tasks (see
-`adapter_groups.take_turns`). Within one round no task occurs twice, so nothing waits, and only the
-filling up of each turn's last microbatch remains.
+`adapter_groups.take_turns`). Plans and training put the turns of one round in a row; there no task
+occurs twice, so nothing waits, and only the filling up of each turn's last microbatch remains. A
+row of several rounds, with no-ops, is LoRAFusion's own order, with which plans are compared.
 """
 
 from collections.abc import Sequence

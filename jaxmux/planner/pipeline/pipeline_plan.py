@@ -98,8 +98,9 @@ def grouping_of_tasks(tasks: Sequence[Batches], shape: ShapeClass, stages: int) 
     steps = min(map(len, tasks))
     rounds = sample_rounds([_First(batches, steps) for batches in tasks])
     rounds = [{slot: own for slot, own in batches.items() if own} for batches in rounds]
-    # A task that these rounds know nothing of may be in any group.
-    if set().union(*rounds) < set(range(len(tasks))):
+    rounds = _enough([batches for batches in rounds if batches], shape, stages)
+    # A task of which these rounds have no samples could be in any group.
+    if len(set().union(*rounds)) < len(tasks):
         return together
     return choose_grouping(rounds, shape, stages)
 
@@ -124,15 +125,13 @@ def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: i
     stay the same, the grouping suits later rounds too.
 
     Args:
-      rounds: global batches of every task, round after round.
+      rounds: global batches of every task, round after round; they are all packed and simulated.
       shape: shape class of the microbatches.
       stages: S, number of stages of the pipeline.
 
     Raises:
       PlanningError: there are no samples, or one is longer than a row.
     """
-    microbatches = max(1, sum(map(sum, rounds[0].values())) // shape.tokens)
-    rounds = rounds[: max(2, -(-_MICROBATCHES_PER_STAGE * stages // microbatches))]
     packings = _Packings(rounds, shape)
     forward, backward = (np.full(stages, seconds) for seconds in (_FORWARD, _BACKWARD))
     costs = PipelineCosts(shape, lambda lengths: (forward, backward))
@@ -148,6 +147,14 @@ def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: i
     # simulation leaves out.
     useful = (plan for plan in plans if plan.buckets == len(plan.grouping.groups))
     return min(useful, key=lambda plan: plan.simulation.makespan).grouping
+
+
+def _enough(rounds: list[RoundLengths], shape: ShapeClass, stages: int) -> list[RoundLengths]:
+    """As many of the first rounds as suffice to compare groupings."""
+    if not rounds:
+        return []
+    microbatches = max(1, sum(map(sum, rounds[0].values())) // shape.tokens)
+    return rounds[: max(2, -(-_MICROBATCHES_PER_STAGE * stages // microbatches))]
 
 
 def one_htask(slots: Sequence[int]) -> Grouping:
@@ -217,7 +224,7 @@ def _plan(packings: _Packings, grouping: Grouping, costs: PipelineCosts) -> Pipe
         microbatches += [microbatch.after(first_turn) for microbatch in own]
         rounds += [i] * len(own)
         first_turn += count
-    workload = stream_workload(microbatches, turns, costs.stage_seconds)
+    workload = stream_workload(microbatches, turns, grouping.groups, costs.stage_seconds)
     schedule = streaming(workload)
     simulation = simulate_asynchronous(schedule, workload, costs.hop_seconds)
     return PipelinePlan(grouping, microbatches, rounds, workload, schedule, simulation)
@@ -226,6 +233,7 @@ def _plan(packings: _Packings, grouping: Grouping, costs: PipelineCosts) -> Pipe
 def stream_workload(
     microbatches: Sequence[PackedMicrobatch],
     turns: Sequence[RoundLengths],
+    groups: Groups,
     stage_seconds: StageSeconds,
 ) -> Workload:
     """Returns microbatches with their times as a workload for schedule generators.
@@ -234,11 +242,11 @@ def stream_workload(
       microbatches: the stream, without no-ops.
       turns: for each turn, by slot, the lengths in tokens of the global batches that were packed. A
         span's `turn` is an index of it. The n-th turn of a task is its step n.
+      groups: the groups of the turns; a microbatch's bucket is the group of its first turn.
       stage_seconds: returns the time of a microbatch on each stage.
     """
     steps = _steps(turns)
-    groups = dict.fromkeys(tuple(sorted(turn)) for turn in turns)
-    bucket_of = {slots: i for i, slots in enumerate(groups)}
+    bucket_of = {slot: i for i, group in enumerate(groups) for slot in group}
     scheduled, seconds = [], []
     for microbatch in microbatches:
         own = sorted(set(microbatch.turns().values()))
@@ -248,7 +256,7 @@ def stream_workload(
             ScheduledMicrobatch(
                 tasks=tuple(slot for slot, _ in batches),
                 steps=tuple(step for _, step in batches),
-                bucket=bucket_of[tuple(sorted(turns[own[0]]))],
+                bucket=bucket_of[next(iter(turns[own[0]]))],
             )
         )
         seconds.append(stage_seconds(sequence_lengths(microbatch, turns)))

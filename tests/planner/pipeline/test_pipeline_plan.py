@@ -257,5 +257,18 @@ def test_tasks_are_grouped_by_the_rounds_in_which_all_of_them_train():
     assert len(grouping.groups) > 1
     assert grouping_of_tasks(batches, SHAPE, 1) == one_htask(range(4))
     assert grouping_of_tasks(batches[:1], SHAPE, STAGES) == one_htask([0])
-    # Nothing is known of a task whose samples train elsewhere.
-    assert grouping_of_tasks([*batches[:3], [[]] * 6], SHAPE, STAGES) == one_htask(range(4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tasks_whose_samples_train_elsewhere_in_some_rounds_are_in_one_group_each(seed):
+    rng = np.random.default_rng(seed)
+    tasks, steps = int(rng.integers(2, 6)), 12
+    batches = [
+        [own[slot] if rng.random() < 0.6 else [] for own in draw(seed, tasks, steps, samples=60)]
+        for slot in range(tasks)
+    ]
+    # Of the first task, nothing is known before the last rounds.
+    batches[0][: steps - 2] = [[]] * (steps - 2)
+    for known in (batches, [[[]] * steps] * tasks):
+        groups = grouping_of_tasks(known, SHAPE, STAGES).groups
+        assert sorted(slot for group in groups for slot in group) == list(range(tasks))

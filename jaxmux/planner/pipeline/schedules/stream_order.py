@@ -32,11 +32,11 @@ class StreamOrder:
 
     Stage s of S has at most S - s microbatches between their forward and their backward pass
     (PipeDream-Flush, Narayanan et al. 2021, without the flush). A clock runs along, on which a
-    backward pass takes twice as long as a forward pass: the next pass is the one that can start
-    first, and of two on a stage the backward pass. A microbatch ends when its last backward pass
-    has ended on this clock: its update is then dispatched behind the passes that late stages run
-    meanwhile. So the order is good although the host dispatches all of it long before it runs.
-    Backward passes come in the order of the microbatches.
+    backward pass takes twice as long as a forward pass. The next pass is the one that can start
+    first, and of two that could start together the backward pass. A microbatch ends when its last
+    backward pass has ended on this clock: its update is then dispatched behind the passes that late
+    stages run meanwhile. So the order is good although the host dispatches all of it long before it
+    runs. Backward passes come in the order of the microbatches.
 
     Microbatches are numbered from 0, without end. The pipeline empties only if no further
     microbatch may begin.
