@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmux.planner.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
     PipelineSchedule,
     ScheduledMicrobatch,
     gpipe,
@@ -20,9 +22,6 @@ SCHEDULES = ("1f1b", "lorapp", "template", "gpipe", "interleaved")
 STREAMING = ("1f1b", "lorapp")
 # Schedules for which every task has microbatches of its own and is updated by itself.
 TASK_BY_TASK = ("lorapp", "template")
-
-# A backward pass takes about twice as long as a forward pass.
-_FORWARD, _BACKWARD = 1.0, 2.0
 
 
 class RoundTable(NamedTuple):
@@ -55,7 +54,7 @@ def round_table(
     ]
     # With the template, a stage has room for as many microbatches as can make it faster.
     limit = [2 * stages - 1] * stages if schedule == "template" else None
-    workload = uniform_workload(microbatches, [_FORWARD] * stages, [_BACKWARD] * stages, limit)
+    workload = uniform_workload(microbatches, [FORWARD] * stages, [BACKWARD] * stages, limit)
     order = range(len(microbatches))
     if schedule == "gpipe":
         table = gpipe(workload)

@@ -43,7 +43,7 @@ class ReplicaFit(NamedTuple):
         if self.choice is None:
             return None
         stages, seconds = self.costs.replica.pp, self.choice.alignment.seconds
-        if stages > 1 and any(map(len, self.lengths)):
+        if stages > 1:
             # Training on one device does not need the planner of pipelines.
             from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
 

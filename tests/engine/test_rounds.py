@@ -6,14 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxmux import AdamW, LoRA, Task
-from jaxmux.data import GlobalBatches, Sample, Samples
-from jaxmux.engine import PreparedTask
 from jaxmux.engine.rounds import ReplicaInput, training_rounds
+from jaxmux.models import BackboneConfig
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.replicas import TokenCosts, assign_samples
+from jaxmux.profiling import random_task
 
 # Samples that do not fit the pipeline's rows go to the other replica.
 SHAPES = {
@@ -22,29 +21,29 @@ SHAPES = {
 }
 
 
-def task(name: str, lengths: np.ndarray, batch_size: int, steps: int) -> PreparedTask:
-    ids = [np.zeros(length + 1, np.int32) for length in lengths]
-    samples = [Sample(tokens, np.arange(len(tokens)) > 0, i) for i, tokens in enumerate(ids)]
-    return PreparedTask(
-        task=Task(name, "none", LoRA(4), AdamW(), batch_size=batch_size, steps=steps),
-        targets={"self_attn.q_proj": np.ones(4, bool)},
-        make_adapter=dict,
-        samples=Samples(samples, len(samples), 0, 0),
-        batches=GlobalBatches(samples, batch_size, seed=0),
-        steps=steps,
-        eval_samples=[],
-    )
+CONFIG = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_unlike_replicas_train_every_sample_once_and_update_every_task_once_a_round(seed):
     rng = np.random.default_rng(seed)
     tasks = {
-        slot: task(
+        slot: random_task(
+            CONFIG,
             f"task{slot}",
-            rng.integers(40, rng.choice([120, 160, 300]), 200),
-            batch_size=int(rng.choice([2, 4, 8, 64])),
+            rng.integers(40, rng.choice([120, 160, 300]), 200).tolist(),
+            batch=int(rng.choice([2, 4, 8, 64])),
             steps=int(rng.integers(4, 9)),
+            rank=4,
         )
         for slot in range(int(rng.integers(3, 7)))
     }

@@ -25,6 +25,8 @@ from .bubble_lemma import PackedMicrobatch, schedule_turns
 from .grouping_estimates import most_promising
 from .groupings import CutRound, Grouping, Groups, candidate_groupings
 from .schedules import (
+    BACKWARD,
+    FORWARD,
     PipelineSchedule,
     ScheduledMicrobatch,
     Simulation,
@@ -38,9 +40,8 @@ from .schedules import (
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
 # Groupings are compared by as many rounds as have this many microbatches per stage, with at least
-# two, and with passes that take these times on every stage.
+# two.
 _MICROBATCHES_PER_STAGE = 16
-_FORWARD, _BACKWARD = 1.0, 2.0
 
 
 class PipelinePlan(NamedTuple):
@@ -133,7 +134,7 @@ def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: i
       PlanningError: there are no samples, or one is longer than a row.
     """
     packings = _Packings(rounds, shape)
-    forward, backward = (np.full(stages, seconds) for seconds in (_FORWARD, _BACKWARD))
+    forward, backward = (np.full(stages, seconds) for seconds in (FORWARD, BACKWARD))
     costs = PipelineCosts(shape, lambda lengths: (forward, backward))
     together = one_htask(sorted({slot for batches in rounds for slot in batches}))
     candidates = candidate_groupings(packings.cut, shape, (forward + backward) / 2)

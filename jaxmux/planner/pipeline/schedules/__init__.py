@@ -19,10 +19,19 @@ from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
 from .stream_order import Ended, StreamOrder, streaming
 from .tick_layout import TickRule
 from .validate import IllegalSchedule, validate
-from .workload import ScheduledMicrobatch, Workload, round_robin_microbatches, uniform_workload
+from .workload import (
+    BACKWARD,
+    FORWARD,
+    ScheduledMicrobatch,
+    Workload,
+    round_robin_microbatches,
+    uniform_workload,
+)
 
 __all__ = [
+    "BACKWARD",
     "Ended",
+    "FORWARD",
     "IllegalSchedule",
     "Pass",
     "PipelineSchedule",

@@ -11,10 +11,7 @@ from .greedy_orders import Op
 from .schedule import PipelineSchedule
 from .schedule_walk import Pass
 from .tick_layout import lay_out
-from .workload import Workload
-
-# Times of the clock by which the order is decided.
-_FORWARD, _BACKWARD = 1.0, 2.0
+from .workload import BACKWARD, FORWARD, Workload
 
 
 class Ended(NamedTuple):
@@ -99,7 +96,7 @@ class StreamOrder:
             yield max(free, self._forward_inputs[stage][0]), True
 
     def _forward(self, stage: int) -> Pass:
-        end = max(self._free[stage], self._forward_inputs[stage].popleft()) + _FORWARD
+        end = max(self._free[stage], self._forward_inputs[stage].popleft()) + FORWARD
         is_last = stage + 1 == len(self._free)
         following = self._backward_inputs[stage] if is_last else self._forward_inputs[stage + 1]
         following.append(end)
@@ -108,7 +105,7 @@ class StreamOrder:
         return Pass(True, stage, self._forwards[stage] - 1)
 
     def _backward(self, stage: int) -> Pass:
-        end = max(self._free[stage], self._backward_inputs[stage].popleft()) + _BACKWARD
+        end = max(self._free[stage], self._backward_inputs[stage].popleft()) + BACKWARD
         following = self._backward_inputs[stage - 1] if stage else self._ends
         following.append(end)
         self._free[stage] = end

@@ -8,6 +8,10 @@ import numpy as np
 
 from ...errors import PlanningError
 
+# Times of the passes where none are given: a backward pass takes about twice as long as a forward
+# pass.
+FORWARD, BACKWARD = 1.0, 2.0
+
 
 class ScheduledMicrobatch(NamedTuple):
     """The facts about one microbatch that its order in the pipeline depends on.
