@@ -10,6 +10,10 @@ a time is the median over rounds.
 
 With `--processes 2`, every mesh is also trained by two processes, each with its part of the GPUs.
 
+The rounds of a mesh and its peak memory are compared with the predictions by which `jaxmux train`
+chooses meshes. For a pipeline, a trace of two more rounds tells in which share of the time a stage
+runs no kernel.
+
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from.
 
@@ -27,7 +31,9 @@ import shlex
 import socket
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -38,14 +44,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from benchmark_step import in_own_process, llama_config, round_size
+from gpu_trace import idle_shares, read_launches, trace_file
 
-from jaxmux.engine import Engine, EngineOptions
+from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.installed_versions import installed_versions
-from jaxmux.models import Backbone
+from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
-from jaxmux.planner.packing import smallest_shape_class
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
 from jaxmux.profiling import in_other_names, random_task
+from jaxmux.runs import RunOptions
+from jaxmux.runs.replica_fit import fit_replica
 from jaxmux.sharding import (
     PlacedBackbone,
     consecutive_parts,
@@ -60,6 +70,29 @@ WARM_UP_ROUNDS = 2
 # Replicas side by side should reach what data parallelism does.
 LEAST_SHARE = {"pp": 3.3 / 4, "dp": 3.85 / 4, "fsdp": 0.5, "tp": 0.5}
 LEAST_SHARE_OF_REPLICAS = LEAST_SHARE["dp"]
+# The most by which rounds and peaks may differ from their predictions, and the most of the time in
+# which a stage may run no kernel: in total, and more than in the plan.
+STEP_ERROR, PEAK_ERROR, IDLE, MORE_IDLE = 0.08, 0.05, 0.09, 0.03
+# Rounds of the pipeline whose idle share is predicted: so many that its beginning and its end do
+# not count, because rounds stream.
+STREAMED_ROUNDS = 50
+TRACED_ROUNDS = 2
+
+
+class Prediction(NamedTuple):
+    """What the planner predicts of a training run.
+
+    Attributes:
+      shape: shape class of the microbatches.
+      seconds: seconds of a round.
+      peak: bytes of a device of the stage that needs most.
+      idle: share of the time in which stages have nothing to do, in an endless stream of rounds.
+    """
+
+    shape: ShapeClass
+    seconds: float
+    peak: float
+    idle: float
 
 
 class Measured(NamedTuple):
@@ -72,6 +105,9 @@ class Measured(NamedTuple):
       first: seconds from the start of the process's work to the end of the first round.
       peaks: peak memory of each device of this process in bytes; None where it is unknown.
       device: kind of the devices.
+      idle: for each stage of a pipeline, the share of the time in which it ran no kernel; empty
+        where no GPU was traced.
+      prediction: what the planner predicts.
     """
 
     seconds: float
@@ -80,6 +116,8 @@ class Measured(NamedTuple):
     first: float
     peaks: list[int | None]
     device: str
+    idle: list[float]
+    prediction: Prediction
 
 
 def main() -> None:
@@ -90,9 +128,10 @@ def main() -> None:
         deployment = Deployment.parse(mesh)
         for processes in sorted({1, args.processes}):
             several = measure_in(processes, args, deployment)
-            records.append(record(args, one, mesh, processes, several))
+            made = make_records(args, one, mesh, processes, several)
+            records += made
             args.out.write_text(json.dumps(records, indent=1) + "\n")
-            print(json.dumps(records[-1], indent=1), flush=True)
+            print(json.dumps(made, indent=1), flush=True)
 
 
 def measure_in(count: int, args: argparse.Namespace, deployment: Deployment) -> Measured:
@@ -122,25 +161,29 @@ def measure_as(
     return measure(args, deployment)
 
 
-def record(
+def make_records(
     args: argparse.Namespace, one: Measured, mesh: str, processes: int, several: Measured
-) -> dict[str, Any]:
-    """The record of a mesh beside one GPU."""
-    deployment = Deployment.parse(mesh)
+) -> list[dict[str, Any]]:
+    """The records of a mesh: its speed beside one GPU, and how well it was predicted."""
+    deployment, predicted = Deployment.parse(mesh), several.prediction
     sizes = [replica.sizes for replica in deployment.replicas]
     shares = [LEAST_SHARE[axis] for own in sizes for axis, size in own.items() if size > 1]
     beside = f" in {processes} processes" if processes > 1 else ""
     if len(sizes) > 1:
         shares.append(LEAST_SHARE_OF_REPLICAS)
-    return {
-        "name": f"8B shape, {mesh}{beside}, {args.tasks} tasks, over one GPU",
+    name = f"8B shape, {mesh}{beside}, {args.tasks} tasks"
+    common = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": several.device,
+        "versions": installed_versions("jax", "jaxlib"),
+    }
+    speed = {
+        "name": f"{name}, over one GPU",
         "value": one.seconds / several.seconds,
         "bound": min(shares) * deployment.devices,
         "sense": "at least",
         "unit": "ratio of tokens per second",
-        "command": shlex.join(["python", *sys.argv]),
-        "device": several.device,
-        "versions": installed_versions("jax", "jaxlib"),
+        **common,
         "baselines": {
             "one GPU, tokens/s": one.tokens / one.seconds,
             "mesh, tokens/s": several.tokens / several.seconds,
@@ -151,12 +194,51 @@ def record(
             "peak memory of one GPU, GiB": [p and p / 2**30 for p in one.peaks],
         },
     }
+    if len(sizes) > 1:
+        return [speed]
+
+    def error(quantity: str, unit: str, measured: float, of: float, bound: float) -> dict[str, Any]:
+        return {
+            "name": f"{name}, {quantity} beside its prediction",
+            "value": abs(measured / of - 1),
+            "bound": bound,
+            "sense": "at most",
+            "unit": "relative error",
+            **common,
+            "baselines": {f"measured, {unit}": measured, f"predicted, {unit}": of},
+        }
+
+    records = [speed, error("round", "s", several.seconds, predicted.seconds, STEP_ERROR)]
+    if all(several.peaks):
+        peak = max(several.peaks) / 2**30
+        records.append(error("peak memory", "GiB", peak, predicted.peak / 2**30, PEAK_ERROR))
+    if several.idle:
+        idle = statistics.mean(several.idle)
+        records.append(
+            {
+                "name": f"{name}, idle share of stage time",
+                "value": idle,
+                "bound": min(IDLE, predicted.idle + MORE_IDLE),
+                "sense": "at most",
+                "unit": "share of the time",
+                **common,
+                "baselines": {"of each stage": several.idle, "in the plan": predicted.idle},
+            }
+        )
+    return records
 
 
 def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
     """Trains on one device, or on a mesh of several."""
     started = time.perf_counter()
     config, devices = llama_config(args), jax.devices()[: deployment.devices]
+    microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
+    # Every run takes equally long, because a GPU slows down when it reaches its power limit.
+    rounds = WARM_UP_ROUNDS + args.rounds * deployment.devices
+    steps = rounds + 1 + TRACED_ROUNDS
+    task = random_task(config, "task0", [args.length] * 2 * batch, batch, steps, args.rank)
+    tasks = in_other_names(task, args.tasks)
+    prediction = predict(args, tasks, config, deployment)
     backbone: Backbone | list[PlacedBackbone] = []
     if deployment.devices == 1:
         backbone = Backbone.random(config, dtype=jnp.bfloat16)
@@ -166,14 +248,9 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
             homes = stage_meshes(replica, list(islice(left, replica.devices)), config)
             parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
             backbone.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
-    shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
-    microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
-    # Every run takes equally long, because a GPU slows down when it reaches its power limit.
-    rounds = WARM_UP_ROUNDS + args.rounds * deployment.devices
-    task = random_task(config, "task0", [args.length] * 2 * batch, batch, rounds + 1, args.rank)
-    options = EngineOptions(shape, remat=args.remat, schedule=args.schedule)
+    options = EngineOptions(prediction.shape, remat=args.remat, schedule=args.schedule)
     with closing(Engine(backbone, options)) as engine:
-        engine.register_tasks(in_other_names(task, args.tasks))
+        engine.register_tasks(tasks)
         engine.train_round()
         engine.drain()
         first, ends = time.perf_counter() - started, []
@@ -181,11 +258,12 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
             # Returns when the devices have finished the previous round.
             engine.train_round()
             ends.append(time.perf_counter())
+        idle = trace_idle_shares(engine) if deployment.replicas[0].pp > 1 else []
         engine.drain()
         times = [after - before for before, after in zip(ends, ends[1:], strict=False)]
     return Measured(
         statistics.median(times[WARM_UP_ROUNDS - 1 :]),
-        microbatches * shape.tokens,
+        microbatches * prediction.shape.tokens,
         microbatches,
         first,
         [
@@ -194,7 +272,45 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
             if device in jax.local_devices()
         ],
         devices[0].device_kind,
+        idle,
+        prediction,
     )
+
+
+def predict(
+    args: argparse.Namespace,
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    deployment: Deployment,
+) -> Prediction:
+    """What a training run would predict for the first replica."""
+    options = RunOptions(
+        dtype="bfloat16",
+        tokens_per_microbatch=args.tokens,
+        row_len=args.length,
+        chunk_len=args.chunk_len,
+        remat=args.remat,
+    )
+    replica = deployment.replicas[0]
+    fit = fit_replica(tasks, config, options, replica, shares=len(deployment.replicas))
+    shape, costs = fit.shape, fit.costs
+    peak = costs.peak(shape, costs.policies(shape), replica.pp)
+    grouping = grouping_of_tasks(fit.lengths, shape, replica.pp)
+    rounds = [{i: own[0] for i, own in enumerate(fit.lengths)}] * STREAMED_ROUNDS
+    stream = plan_with(grouping, rounds, shape, costs).simulation
+    idle = 1 - float(stream.busy().sum()) / (replica.pp * stream.makespan)
+    return Prediction(shape, fit.round_seconds(), peak, idle)
+
+
+def trace_idle_shares(engine: Engine) -> list[float]:
+    """The share of the time in which each GPU runs no kernel, while rounds stream."""
+    if jax.default_backend() != "gpu" or jax.process_count() > 1:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED_ROUNDS):
+                engine.train_round()
+        return idle_shares(read_launches(trace_file(Path(folder))))
 
 
 def parse_arguments() -> argparse.Namespace:

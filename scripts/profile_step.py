@@ -6,20 +6,18 @@ The trace opens in https://ui.perfetto.dev.
 """
 
 import argparse
-import gzip
-import json
-import math
 import re
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import benchmark_step
 import jax
 from benchmark_records import RecordFile, make_record
+from gpu_trace import Launch, pauses, read_launches, trace_file
 
 from jaxmux.installed_versions import installed_versions
 
@@ -60,11 +58,11 @@ def main() -> None:
         with jax.profiler.trace(folder):
             ready.engine.train_round()
             jax.block_until_ready(ready.engine.state)
-        (trace,) = Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.open(trace).read())["traceEvents"]
+        trace = trace_file(Path(folder))
+        (launches,) = read_launches(trace).values()
         if args.trace:
             shutil.copy(trace, args.trace)
-    kernels, idle = summarise(events)
+    kernels, idle = summarise(launches)
     records = RecordFile(args.out)
     for purpose, members in by_purpose(kernels).items():
         records.add(
@@ -86,43 +84,23 @@ def main() -> None:
         )
 
 
-def summarise(events: Sequence[dict[str, Any]]) -> tuple[list[Kernel], float]:
-    """Sums the durations of the kernels in a Chrome trace of JAX's profiler.
+def summarise(launches: Sequence[Launch]) -> tuple[list[Kernel], float]:
+    """Sums the durations of a GPU's kernels.
+
+    Args:
+      launches: the launches in the order of their start.
 
     Returns:
       The kernels in descending order of their time, and the microseconds in which no kernel ran.
       The longest pause is not counted, because in it the host starts the round's first program,
       which it does during the previous round in training.
-
-    Raises:
-      ValueError: the trace has no GPU stream.
     """
-    processes, threads = {}, {}
-    for event in events:
-        if event.get("name") == "process_name":
-            processes[event["pid"]] = event["args"]["name"]
-        elif event.get("name") == "thread_name":
-            threads[event["pid"], event["tid"]] = event["args"]["name"]
-
     found: dict[str, list[float]] = defaultdict(list)
-    busy: list[tuple[float, float]] = []
-    for event in events:
-        where = (
-            processes.get(event.get("pid"), ""),
-            threads.get((event.get("pid"), event.get("tid")), ""),
-        )
-        if event.get("ph") == "X" and "GPU" in where[0] and "Stream" in where[1]:
-            found[short_name(event["name"])].append(event["dur"])
-            busy.append((event["ts"], event["ts"] + event["dur"]))
-    if not found:
-        raise ValueError("no GPU stream is in the trace")
+    for launch in launches:
+        found[short_name(launch.name)].append(launch.stop - launch.start)
     kernels = [Kernel(name, len(durations), sum(durations)) for name, durations in found.items()]
-    pauses, end = [0.0], math.inf
-    for start, stop in sorted(busy):
-        pauses.append(max(0.0, start - end))
-        end = stop if end == math.inf else max(end, stop)
-    idle = sum(pauses) - max(pauses)
-    return sorted(kernels, key=lambda k: -k.microseconds), idle
+    between = pauses(launches)
+    return sorted(kernels, key=lambda k: -k.microseconds), sum(between) - max(between)
 
 
 def short_name(kernel: str) -> str:

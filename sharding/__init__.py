@@ -11,7 +11,7 @@ from .placed_backbone import (
     random_placed_backbone,
 )
 from .stage_mesh import StageMesh, stage_meshes
-from .stage_programs import Passed, StageOptions, backward, evaluate, forward
+from .stage_programs import Passed, StageOptions, backward, evaluate, forward, forward_into
 
 __all__ = [
     "Part",
@@ -23,6 +23,7 @@ __all__ = [
     "consecutive_parts",
     "evaluate",
     "forward",
+    "forward_into",
     "load_placed_backbone",
     "place_backbone",
     "random_placed_backbone",

@@ -11,7 +11,7 @@ shards, and N the number of tokens of one shard.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,6 +129,24 @@ def forward(
         stacked=(2, 3, 4, 6),
     )
     return program(weights, adapters, accumulators, loss, microbatch, slots, passed)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1, keep_unused=True)
+def forward_into(
+    options: StageOptions, spent: Sequence[Array], *arguments: Any
+) -> tuple[Passed, Float[Array, "D T"], Any]:
+    """`forward`, which writes the residuals into the memory of others.
+
+    Residuals are many arrays of different sizes. If those of every microbatch were allocated anew,
+    the allocator would leave gaps between them, of several GiB for a model of 8B parameters.
+
+    Args:
+      options: static choices.
+      spent: residuals of a microbatch whose backward pass has been dispatched, or other arrays of
+        these shapes and dtypes; donated.
+      *arguments: the arguments of `forward` after the options.
+    """
+    return forward(options, *arguments)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)

@@ -16,12 +16,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # default, and on a small machine no thread would be left to unblock the others.
 os.environ.setdefault("NPROC", "8")
 # Compilation takes most of the suite's time, and the compiled programs run only briefly: compile
-# them without LLVM's optimizations. To test with them, set XLA_FLAGS, for example to "".
+# them without LLVM's optimizations, and fused operations with XLA's older emitters, which need less
+# than half of the time. To test without these options, set XLA_FLAGS, for example to "".
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
         "--xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
         # `make test-devices` sets the number of devices into which JAX divides the CPU.
         f"--xla_force_host_platform_device_count={os.environ.get('JAXMUX_TEST_DEVICES', '1')}",
     )

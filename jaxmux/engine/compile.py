@@ -3,7 +3,6 @@
 import jax
 
 from jaxmux.data.microbatch import Microbatch
-from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models import (
     Backbone,
     ForwardOptions,
@@ -17,6 +16,7 @@ from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.planner import PlanningError
 
 from .engine_options import EngineOptions
+from .out_of_memory import microbatch_too_large
 from .programs import accumulate, accumulate_arguments
 from .remat_choice import choose_remat, step_room
 from .rounds import empty_microbatch, slot_table
@@ -114,12 +114,7 @@ def compile_accumulate(
     for _ in range(leaner_by):
         remat = leaner(per_layer(remat, backbone.config.num_layers))
         if remat is None:
-            tokens = options.shape.tokens
-            raise OutOfDeviceMemory(
-                f"a microbatch of {tokens} tokens does not fit into the device's memory, even if "
-                f"all values are computed again; try tokens_per_microbatch={tokens // 2}, or fewer "
-                "or smaller tasks"
-            )
+            raise microbatch_too_large(options.shape.tokens)
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
     compiled(accumulate.lower(*arguments))

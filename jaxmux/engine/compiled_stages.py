@@ -1,28 +1,41 @@
 """The compiled programs of all pipeline stages, and the arrays that they work on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import Backbone, SlotTable, device_memory
 from jaxmux.models.modules import abstract_weights
+from jaxmux.models.remat_policies import leaner, per_layer
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
-from jaxmux.sharding import Passed, PlacedBackbone, StageOptions, backward, forward
-from jaxmux.sharding.stage_mesh import DATA
+from jaxmux.sharding import (
+    Passed,
+    PlacedBackbone,
+    StageMesh,
+    StageOptions,
+    backward,
+    forward,
+    forward_into,
+)
+from jaxmux.sharding.stage_mesh import AXES, DATA
 
 from .compile import forward_options
 from .engine_options import EngineOptions
+from .out_of_memory import microbatch_too_large
 from .remat_choice import bytes_of, choose_remat, step_room
 from .round_table import round_table
 from .rounds import empty_microbatch, slot_table
 from .stored_state import StoredState
+from .train_state import with_empty_accumulators
 
 
 class CompiledStages:
@@ -44,6 +57,11 @@ class CompiledStages:
         self._backbone, self._options, self._stored = backbone, options, stored
         self._programs: list[StageOptions] = []
         self._compiled_for: tuple[Layout, bool] | None = None
+        # How often a device ran out of memory.
+        self._leaner_by = 0
+        # For each part, residuals that no pass will read, and a function that makes others.
+        self._spent: list[list[list[jax.Array]]] = []
+        self._empty_residuals: list[Callable[[], list[jax.Array]]] = []
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
@@ -84,9 +102,11 @@ class CompiledStages:
         Returns:
           What is passed to the next part, and the residuals for `backward`.
         """
+        spent = self._spent[part].pop() if self._spent[part] else self._empty_residuals[part]()
         out, loss, residuals = self._backbone.homes[part].run(
-            forward,
+            forward_into,
             self._programs[part],
+            spent,
             *self.forward_arguments(part, microbatch, slots, passed),
         )
         self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
@@ -122,27 +142,49 @@ class CompiledStages:
         arrays = residuals, weights, state.adapters, state.accumulators, gradient
         dx, accumulators = self._backbone.homes[part].run(backward, program, *arrays)
         self._stored.states[part] = state._replace(accumulators=accumulators)
+        self._spent[part].append(jax.tree.leaves(residuals))
         return dx
+
+    def release(self) -> None:
+        """Frees the memory of residuals. No microbatch may be between its passes."""
+        for spent in self._spent:
+            spent.clear()
 
     def compile(self, dropout: bool) -> None:
         """Compiles the programs of all parts, and runs each once on its stage, in threads, so that
-        no stage waits for another one's compilation."""
+        no stage waits for another one's compilation.
+
+        The memory of residuals is allocated first, for as many microbatches as are in flight. So a
+        device that has too little of it fails here, before a round begins.
+
+        Args:
+          dropout: whether any task has dropout.
+
+        Raises:
+          OutOfDeviceMemory: all layers recompute everything, and it was not enough.
+          jax.errors.JaxRuntimeError: a device ran out of memory (see `recover`).
+        """
         if self._compiled_for == (self._stored.layout, dropout):
             return
-        backbone = self._backbone
+        backbone, in_flight = self._backbone, self._in_flight()
+        self._compiled_for, self._spent = None, [[] for _ in backbone.parts]
         microbatches, table = self.empty_microbatches(), self.empty_table()
         policies = self.choose_remat(dropout)
         programs = [self.program(i, dropout, remat) for i, remat in enumerate(policies)]
 
-        def warm(part: int) -> None:
+        def warm(part: int) -> Callable[[], list[jax.Array]]:
             home = backbone.homes[part]
             arrays = microbatches[part % len(microbatches)]
             passed = home.put(self.empty_passed(), P(DATA)) if part > 0 else None
             arguments = self.forward_arguments(part, arrays, home.put(table, P()), passed)
             program = programs[part]
+            empty = _zeros_like(forward.eval_shape(program, *arguments)[2], home)
+            self._spent[part] = [empty() for _ in range(in_flight[part])]
+            jax.block_until_ready(self._spent[part])
+            spent = self._spent[part].pop()
             if home.is_local:
-                compiled(forward.lower(program, *arguments))
-            out, _, residuals = home.run(forward, program, *arguments)
+                compiled(forward_into.lower(program, spent, *arguments))
+            out, _, residuals = home.run(forward_into, program, spent, *arguments)
             state = self._stored.states[part]
             tasks = backbone.weights[part], state.adapters, state.accumulators
             if home.is_local:
@@ -150,14 +192,16 @@ class CompiledStages:
             # An empty microbatch adds nothing to the accumulators.
             jax.block_until_ready(self._backward(program, part, residuals, out.x))
             jax.block_until_ready(self._stored.states[part])
+            return empty
 
-        def warm_stage(stage: int) -> None:
+        def warm_stage(stage: int) -> list[Callable[[], list[jax.Array]]]:
             # The collectives of one mesh are always dispatched in one order.
-            for part in range(stage, len(programs), len(self.stages)):
-                warm(part)
+            return [warm(part) for part in range(stage, len(programs), len(self.stages))]
 
         with ThreadPoolExecutor() as threads:
-            list(threads.map(warm_stage, range(len(self.stages))))
+            of_stages = list(threads.map(warm_stage, range(len(self.stages))))
+        # The stages take the parts in turn.
+        self._empty_residuals = [empty for parts in zip(*of_stages, strict=True) for empty in parts]
         self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
 
     def warm_moves(self) -> None:
@@ -183,8 +227,42 @@ class CompiledStages:
             self._stored.layouts[part],
         )
 
+    def recover(self) -> None:
+        """Prepares for another call of `compile` after a device ran out of memory in one: layers
+        recompute more, and the accumulators, which may be lost, become empty."""
+        self._leaner_by += 1
+        self.release()
+        self._stored.states = [with_empty_accumulators(state) for state in self._stored.states]
+
+    def _in_flight(self) -> list[int]:
+        """For each part, the most microbatches between their passes in a long round. With GPipe
+        that is all of a round, of which one counts here."""
+        parts, schedule = len(self._backbone.parts), self._options.schedule
+        if schedule == "gpipe":
+            return [1] * parts
+        table = round_table(schedule, len(self.stages), parts, [{0: (0,)}] * (4 * parts))
+        return table.schedule.virtual_peak_buffers().tolist()
+
     def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
-        """The remat policy of each part."""
+        """The remat policy of each part.
+
+        Args:
+          dropout: whether any task has dropout.
+
+        Raises:
+          OutOfDeviceMemory: all layers recompute everything, and it was not enough.
+        """
+        found = self._first_choice(dropout)
+        for _ in range(self._leaner_by):
+            layers = [part.layers for part in self._backbone.parts]
+            before = [per_layer(own, count) for own, count in zip(found, layers, strict=True)]
+            found = [leaner(own) or own for own in before]
+            if found == before:
+                raise microbatch_too_large(self._options.shape.tokens)
+        return found
+
+    def _first_choice(self, dropout: bool) -> list[str | tuple[str, ...]]:
+        """The remat policy of each part, as long as no device has run out of memory."""
         backbone, remat = self._backbone, self._options.remat
         memory = self._options.memory or device_memory()
         if remat != "auto":
@@ -197,11 +275,7 @@ class CompiledStages:
                 "cannot know how much fits; name a remat policy"
             )
         forward = forward_options(backbone, self._options, dropout)
-        stages, parts = len(self.stages), len(backbone.parts)
-        # Residuals of a part that are on each stage at the same time, in a long round.
-        in_flight = round_table(
-            self._options.schedule, stages, parts, [{0: (0,)}] * (4 * parts)
-        ).schedule.peak_buffers()
+        stages, parts, in_flight = len(self.stages), len(backbone.parts), self._in_flight()
         held = [self._held(i) for i in range(parts)]
         microbatch, found = empty_microbatch(self._options.shape), []
         for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
@@ -216,7 +290,7 @@ class CompiledStages:
                 room -= max(2 * layer, head * part.is_last)
             adapters = home.device_factors(held[i][1], config)
             given = own, forward, adapters, microbatch, self.empty_table(), room
-            found.append(choose_remat(*given, int(in_flight[i % stages])))
+            found.append(choose_remat(*given, sum(in_flight[i % stages :: stages])))
         return found
 
     def _held(self, part: int) -> tuple[Any, Any]:
@@ -238,3 +312,15 @@ class CompiledStages:
 
     def empty_table(self) -> SlotTable:
         return slot_table({}, None, self.slots)
+
+
+def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]]:
+    """A function that makes arrays of zeros with the shapes and dtypes of residuals, on the
+    devices of a stage."""
+    shapes = jax.tree.leaves(residuals)
+
+    @partial(jax.jit, out_shardings=home.shardings([P(AXES)] * len(shapes)))
+    def zeros() -> list[jax.Array]:
+        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+
+    return partial(home.run, zeros)

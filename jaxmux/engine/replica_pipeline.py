@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmux.models import SlotTable
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Replica, Stage
-from jaxmux.planner.pipeline.schedules import Ended, Pass, StreamOrder, walk
+from jaxmux.planner.pipeline.schedules import Ended, Pass, Sent, StreamOrder, walk
 from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
 from jaxmux.sharding.stage_mesh import DATA
 
@@ -85,8 +85,9 @@ class ReplicaPipeline:
         self._numbered = 0
         # The order of passes: an endless one, or that of a table for a round.
         self._order = StreamOrder(len(self._stages)) if self.input.streams else None
-        self._tabled: Iterator[Pass] = iter(())
-        # What travels between passes, by part and number of the microbatch.
+        self._tabled: Iterator[Pass | Sent] = iter(())
+        # What is to be sent; and what passes use, by part and number of the microbatch.
+        self._results: dict[Pass, Any] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
         self._residuals: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], jax.Array] = {}
@@ -127,6 +128,10 @@ class ReplicaPipeline:
         """Compiles the programs, if that has not been done for the state as it is."""
         self._compiled.compile(dropout)
 
+    def recover(self) -> None:
+        """Prepares for another call of `compile` after a device ran out of memory in one."""
+        self._compiled.recover()
+
     def warm_moves(self) -> None:
         """Moves empty arrays between neighbouring stages once."""
         self._compiled.warm_moves()
@@ -157,15 +162,16 @@ class ReplicaPipeline:
             table, order = round_table(self._options.schedule, stages, parts, samples)
             self._running = {first + number: own[i] for number, i in enumerate(order)}
             self._numbered += len(own)
-            self._tabled = (p._replace(microbatch=first + p.microbatch) for p in walk(table))
+            self._tabled = (_renumbered(step, first) for step in walk(table))
 
     def forget(self) -> None:
         """Forgets the microbatches that have not begun. All others must have ended."""
         self._waiting.clear()
         self._running.clear()
+        self._compiled.release()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
-        """Dispatches the next pass, or ends a microbatch, if there is one.
+        """Dispatches the next pass, or sends a result, or ends a microbatch, if there is one.
 
         Args:
           may_begin: function that tells whether a microbatch may begin.
@@ -178,11 +184,14 @@ class ReplicaPipeline:
             return False, None
         if isinstance(step, Ended):
             return True, self._running.pop(step.microbatch)
+        if isinstance(step, Sent):
+            self._send(step.result_of)
+            return True, None
         self._run_pass(step)
         ends = self._order is None and not step.forward and step.virtual_stage == 0
         return True, self._running.pop(step.microbatch) if ends else None
 
-    def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | Ended | None:
+    def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | Sent | Ended | None:
         if self._order:
             candidates = self._waiting if self._options.schedule == "lorapp" else self._waiting[:1]
             first = next((i for i, own in enumerate(candidates) if may_begin(own)), None)
@@ -191,6 +200,10 @@ class ReplicaPipeline:
                 self._running[step.microbatch] = self._waiting.pop(first)
             return step
         for step in self._tabled:
+            if isinstance(step, Sent):
+                if step.result_of in self._results:
+                    return step
+                continue
             at = step.virtual_stage, step.microbatch
             if step.forward and step.virtual_stage == 0:
                 if may_begin(self._running[step.microbatch]):
@@ -200,23 +213,29 @@ class ReplicaPipeline:
         return None
 
     def _run_pass(self, step: Pass) -> None:
-        """Dispatches a pass, and sends its result to the next stage or the one before."""
-        part, m = step.virtual_stage, step.microbatch
-        at, homes = (part, m), self._backbone.homes
+        """Dispatches a pass."""
+        part, m = at = step.virtual_stage, step.microbatch
         if step.forward:
             queued, stage = self._running[m], part % len(self._stages)
             arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
             out, self._residuals[at] = self._compiled.forward(
                 part, arrays, queued.tables[stage], passed
             )
-            if part == len(homes) - 1:
+            if part == len(self._backbone.parts) - 1:
                 self._gradients[at] = out.x
             else:
-                self._passed[part + 1, m] = homes[part].move(out, homes[part + 1], P(DATA))
+                self._results[step] = out
         else:
             dx = self._compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
             if part > 0:
-                self._gradients[part - 1, m] = homes[part].move(dx, homes[part - 1], P(DATA))
+                self._results[step] = dx
+
+    def _send(self, step: Pass) -> None:
+        """Sends the result of a pass to the next part or the one before."""
+        part, homes = step.virtual_stage, self._backbone.homes
+        target, arrived = (part + 1, self._passed) if step.forward else (part - 1, self._gradients)
+        result = self._results.pop(step)
+        arrived[target, step.microbatch] = homes[part].move(result, homes[target], P(DATA))
 
     def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
         """Dispatches the forward passes of held-out samples.
@@ -250,3 +269,10 @@ class ReplicaPipeline:
                     passed,
                 )
         return homes[-1].share(losses[-1])
+
+
+def _renumbered(step: Pass | Sent, first: int) -> Pass | Sent:
+    """A step with the numbers of microbatches `first` larger."""
+    if isinstance(step, Sent):
+        return Sent(_renumbered(step.result_of, first))
+    return step._replace(microbatch=first + step.microbatch)

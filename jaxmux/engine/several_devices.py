@@ -15,6 +15,7 @@ from jaxmux.sharding import PlacedBackbone
 
 from .engine_options import EngineOptions
 from .executor import RoundOutcome
+from .out_of_memory import fits
 from .prepared_task import PreparedTask
 from .replica_pipeline import Queued, ReplicaPipeline
 from .replica_state import ReplicaState, filled_up
@@ -93,6 +94,8 @@ class SeveralDevices:
         self._ahead_done: list[int] = []
         # The version of the state for which all programs are compiled.
         self._compiled_for = 0
+        # Replicas whose devices have run out of memory.
+        self._full: list[ReplicaPipeline] = []
         # True if a round ended in an exception, with microbatches between two parts.
         self._broken = False
 
@@ -136,8 +139,8 @@ class SeveralDevices:
         self._refresh()
         # Every task that comes changes the version, and only tasks change what is compiled.
         if self._compiled_for != self._stored.version:
-            with ThreadPoolExecutor() as threads:
-                list(threads.map(lambda replica: replica.compile(plan.dropout), self._replicas))
+            if not self._compile(plan.dropout):
+                return RoundOutcome({}, lost=True)
             for replica in self._replicas:
                 replica.warm_moves()
             self._warm_up(due(()))
@@ -185,6 +188,21 @@ class SeveralDevices:
             self._forget()
         return RoundOutcome(updates, ahead=ahead)
 
+    def _compile(self, dropout: bool) -> bool:
+        """Compiles the programs of all replicas; returns whether they fit into memory. Several
+        processes cannot tell each other so, and the exception of one ends them all."""
+
+        def compiled(replica: ReplicaPipeline) -> bool:
+            if jax.process_count() == 1:
+                return fits(replica.compile, dropout)
+            replica.compile(dropout)
+            return True
+
+        with ThreadPoolExecutor() as threads:
+            pairs = zip(self._replicas, threads.map(compiled, self._replicas), strict=True)
+            self._full = [replica for replica, fit in pairs if not fit]
+        return not self._full
+
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:
             return ()
@@ -200,7 +218,8 @@ class SeveralDevices:
         return ahead
 
     def recover(self) -> None:
-        raise RuntimeError("several devices never report that a round is lost")
+        for replica in self._full:
+            replica.recover()
 
     def _refresh(self) -> None:
         for copy in self._copies:

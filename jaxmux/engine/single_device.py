@@ -1,15 +1,12 @@
 """The executor of one device."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data.microbatch import Microbatch
-from jaxmux.errors import ran_out_of_memory
 from jaxmux.models import (
     Backbone,
     ForwardOptions,
@@ -23,6 +20,7 @@ from .compile import compile_accumulate, forward_options, refuse_implementations
 from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .executor import RoundOutcome
+from .out_of_memory import fits
 from .prepared_task import PreparedTask
 from .programs import accumulate, accumulate_arguments, evaluate
 from .rounds import (
@@ -36,7 +34,6 @@ from .stored_state import StoredState
 from .train_state import TrainState, with_empty_accumulators
 from .updates import DueUpdates, update
 
-_log = logging.getLogger("jaxmux")
 # Rounds after a compilation in which the host waits for the device before each update.
 _TRIAL_ROUNDS = 8
 
@@ -113,14 +110,14 @@ class SingleDevice:
                 numbers = due(left[0].slots)
                 # A GPU says only afterwards that it ran out of memory. Before the update it is not
                 # too late.
-                if self._trial_rounds and not _fits(jax.block_until_ready, self._state.loss):
+                if self._trial_rounds and not fits(jax.block_until_ready, self._state.loss):
                     return outcome._replace(lost=True)
                 state, stats = update(self._state, self._stored.layout, numbers)
                 self._stored.states = [state]
                 outcome.updates[left.pop(0).slots] = stats
             if i == len(plan.microbatches):
                 break
-            if not _fits(self._accumulate, plan.microbatches[i].arrays, slots, plan.dropout):
+            if not fits(self._accumulate, plan.microbatches[i].arrays, slots, plan.dropout):
                 return outcome._replace(lost=True)
             done.append(i)
             if stop():
@@ -196,15 +193,3 @@ class SingleDevice:
 def _placed(microbatches: Sequence[Microbatch]) -> Microbatch:
     (microbatch,) = microbatches
     return jax.device_put(microbatch)
-
-
-def _fits(call: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a call returns without running out of the device's memory."""
-    try:
-        call(*arguments)
-    except jax.errors.JaxRuntimeError as e:
-        if not ran_out_of_memory(e):
-            raise
-        _log.info("%s", str(e).splitlines()[0])
-        return False
-    return True

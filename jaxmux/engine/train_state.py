@@ -114,7 +114,9 @@ def with_empty_accumulators(state: TrainState) -> TrainState:
     """
 
     def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), tree)
+        return jax.tree.map(
+            lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), tree
+        )
 
     return state._replace(accumulators=zeros(state.accumulators), loss=zeros(state.loss))
 

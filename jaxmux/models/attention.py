@@ -18,7 +18,7 @@ from jaxmux.pallas_kernels import short_attention
 
 from .architectures import BackboneConfig
 from .blockwise_attention import blockwise_attention
-from .remat_policies import ATTENTION_INPUT, checkpoint_name
+from .remat_policies import ATTENTION_INPUT, ATTENTION_OUTPUT, checkpoint_name
 
 
 class Segments(NamedTuple):
@@ -172,11 +172,13 @@ _isolated_attention.defvjp(_isolated_forward, _isolated_backward)
 
 
 def _attention(options: AttentionOptions, segments: Segments, q, k, v):
+    if options.implementation == "cudnn":
+        return _cudnn_attention(options, segments, q, k, v)
     if options.implementation == "short":
-        return _short_attention(options, segments, q, k, v)
-    if options.implementation == "xla":
-        return blockwise_attention(q, k, v, segments.ids, options.block, options.window)
-    return _cudnn_attention(options, segments, q, k, v)
+        out = _short_attention(options, segments, q, k, v)
+    else:
+        out = blockwise_attention(q, k, v, segments.ids, options.block, options.window)
+    return checkpoint_name(out, ATTENTION_OUTPUT)
 
 
 def _short_attention(options: AttentionOptions, segments: Segments, q, k, v):
@@ -192,7 +194,9 @@ def _short_attention(options: AttentionOptions, segments: Segments, q, k, v):
 def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
     scale = q.shape[-1] ** -0.5
     if segments.starts.shape[1] == 1:
-        # With one sequence in a row, the causal mask excludes the padding after it.
+        # With one sequence in a row, the causal mask excludes the padding after it. The output has
+        # no checkpoint name: policies keep all that cuDNN's call returns, and under a name of its
+        # own it would be kept twice.
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -226,7 +230,7 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
         sliding_window_length=options.window,
     )
-    return jnp.where(is_padding, 0, out)
+    return checkpoint_name(jnp.where(is_padding, 0, out), ATTENTION_OUTPUT)
 
 
 def _hide_non_finite(x: Array) -> Array:

@@ -12,7 +12,7 @@ from .adapted_linears import Adapters, Dispatch, adapted_linears, adapted_mlp, j
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, Segments, attend
 from .modules import Weights
-from .remat_policies import ATTENTION_OUTPUT, HEADS, MIDDLE, NORMED, checkpoint_name
+from .remat_policies import HEADS, MIDDLE, NORMED, checkpoint_name
 from .rope import rotate
 from .weight_sharding import UNDIVIDED, WeightSharding, enter, layer_weights, own_key_heads
 
@@ -193,6 +193,6 @@ def _attention(
     k, v = (own_key_heads(y, q.shape[2], sharding) for y in (k, v))
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
-    out = checkpoint_name(out.reshape(x.shape[0], -1), ATTENTION_OUTPUT)
+    out = out.reshape(x.shape[0], -1)
     (y,), accumulators = linears(out, accumulators, "o_proj", residual=x)
     return y, accumulators, finite

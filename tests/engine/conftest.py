@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import GlobalBatches, Sample, Samples
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
@@ -159,6 +159,23 @@ def replace_adapter():
         )
 
     return replace
+
+
+@pytest.fixture(scope="module")
+def trace_once():
+    """Equal layers are traced once in a file, however often remat policies are chosen for them."""
+    kept_bytes, known = remat_choice.kept_bytes, {}
+
+    def remembered(config, options, *arrays):
+        leaves, structure = jax.tree.flatten(arrays)
+        key = config, options, structure, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in known:
+            known[key] = kept_bytes(config, options, *arrays)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remat_choice, "kept_bytes", remembered)
+        yield
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
 """The remat policies that the engine chooses depend on the memory that it may use."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmux.data import Microbatch
-from jaxmux.engine import remat_choice
 from jaxmux.engine.remat_choice import choose_remat
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable
 from jaxmux.peft import empty_pool
@@ -17,22 +14,7 @@ CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def trace_once():
-    """Every layer is traced once in this file, however often policies are chosen for it."""
-    kept_bytes, known = remat_choice.kept_bytes, {}
-
-    @functools.wraps(kept_bytes)
-    def remembered(config, options, *arrays):
-        leaves, structure = jax.tree.flatten(arrays)
-        key = config, options, structure, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in known:
-            known[key] = kept_bytes(config, options, *arrays)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat_choice, "kept_bytes", remembered)
-        yield
+pytestmark = pytest.mark.usefixtures("trace_once")
 
 
 def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, room: int):

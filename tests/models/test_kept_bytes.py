@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxmux.data import Microbatch
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable, kept_bytes
@@ -49,3 +50,18 @@ def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
     assert kept(inputs, "dots", unroll) == 5 * stream + 2 * wide + len(MODULES) * low
     assert kept(inputs, "norms", unroll) == 7 * stream + 2 * wide + len(MODULES) * low
     assert kept(inputs, "none", unroll) > kept(inputs, "norms", unroll)
+
+
+@pytest.mark.parametrize("policy", ["norms", "dots", "lean"])
+def test_cudnn_keeps_its_output_once(inputs, policy, monkeypatch):
+    # Nothing runs, so no cuDNN is needed.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: None)
+    config, weights, *others = inputs
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights)
+    plain, cudnn = (
+        kept_bytes(config, ForwardOptions(attention, remat=policy, max_sequences=1), half, *others)
+        for attention in ("xla", "cudnn")
+    )
+    # Besides the values of the policy, cuDNN keeps a float32 statistic per token and head.
+    assert cudnn == plain + 4 * TOKENS * config.num_heads

@@ -144,4 +144,7 @@ def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
         if isinstance(point, CollectivePoint):
             key = (point.collective, point.axis, point.devices)
             found.setdefault(key, []).append((point.payload_bytes, seconds))
+    # Over all devices of a host, neighbours and devices that lie far apart are the same.
+    for (collective, _, devices), pairs in list(found.items()):
+        found.setdefault((collective, "outer", devices), pairs)
     return {key: Curve.through(pairs) for key, pairs in found.items()}

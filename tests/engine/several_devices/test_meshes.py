@@ -298,6 +298,7 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
         assert_adapter_is_close(begin[name], end[name], engine.task_arrays(name))
 
 
+@pytest.mark.usefixtures("trace_once")
 @pytest.mark.parametrize("mesh", [MESHES["dp2,fsdp2,tp2"], MORE_MESHES["tp4"]], ids=str)
 def test_policies_are_chosen_by_the_memory_of_a_device(mesh, make_backbone, make_engine, make_task):
     """Also if a device has more keys than it uses."""

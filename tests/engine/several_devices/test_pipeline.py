@@ -244,6 +244,7 @@ def test_a_round_that_ends_in_an_exception_is_the_end_of_the_engine(make_engine,
         engine.train_round()
 
 
+@pytest.mark.usefixtures("trace_once")
 def test_policies_leave_room_for_the_microbatches_in_flight(make_engine, make_task):
     """With memory for few values, early stages recompute more than late ones."""
     seen = {}

@@ -14,7 +14,7 @@ from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_b
 from .lorapp import lorapp
 from .muxtune_template import template, template_order
 from .schedule import PipelineSchedule, Update
-from .schedule_walk import Pass, walk
+from .schedule_walk import Pass, Sent, walk
 from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
 from .stream_order import Ended, StreamOrder, streaming
 from .tick_layout import TickRule
@@ -36,6 +36,7 @@ __all__ = [
     "Pass",
     "PipelineSchedule",
     "ScheduledMicrobatch",
+    "Sent",
     "Simulation",
     "StreamOrder",
     "TickRule",

@@ -106,12 +106,20 @@ class PipelineSchedule:
 
     def peak_buffers(self) -> np.ndarray:
         """Returns int64 [S]: the most buffers that are in use at the same time on each stage."""
-        change = np.zeros((self.stages, self.ticks), int)
-        stage = np.arange(self.virtual_stages)[:, None] % self.stages
+        return self._peaks(np.arange(self.virtual_stages) % self.stages)
+
+    def virtual_peak_buffers(self) -> np.ndarray:
+        """Returns int64 [V]: the most buffers that each virtual stage uses at the same time."""
+        return self._peaks(np.arange(self.virtual_stages))
+
+    def _peaks(self, group: np.ndarray) -> np.ndarray:
+        """Returns int64 [G]: the most buffers that are in use at the same time in each group of
+        virtual stages. The group of each virtual stage is given, int64 [V]."""
+        change, group = np.zeros((group.max() + 1, self.ticks), int), group[:, None]
         buffers = np.array([microbatch.buffers for microbatch in self.microbatches])
         # The backward pass comes first in its tick, so its buffers are free within the tick.
-        np.add.at(change, (stage, self.forward_ticks()), buffers)
-        np.subtract.at(change, (stage, self.backward_ticks()), buffers)
+        np.add.at(change, (group, self.forward_ticks()), buffers)
+        np.subtract.at(change, (group, self.backward_ticks()), buffers)
         return np.max(np.cumsum(change, axis=1), axis=1)
 
     def __eq__(self, other: object) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .greedy_orders import Op
 from .schedule import PipelineSchedule
-from .schedule_walk import Pass
+from .schedule_walk import Pass, Sent
 from .tick_layout import lay_out
 from .workload import BACKWARD, FORWARD, Workload
 
@@ -33,7 +33,8 @@ class StreamOrder:
     first, and of two that could start together the backward pass. A microbatch ends when its last
     backward pass has ended on this clock: its update is then dispatched behind the passes that late
     stages run meanwhile. So the order is good although the host dispatches all of it long before it
-    runs. Backward passes come in the order of the microbatches.
+    runs. Backward passes come in the order of the microbatches. The result of a pass is sent when
+    the pass has ended on this clock, so stages whose transfers wait for each other lose no time.
 
     Microbatches are numbered from 0, without end. The pipeline empties only if no further
     microbatch may begin.
@@ -56,6 +57,8 @@ class StreamOrder:
         self._free = [0.0] * stages
         self._forward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
         self._backward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
+        # When the passes end whose results have not been sent.
+        self._results: list[tuple[float, Pass]] = []
         # When the microbatches end whose last backward pass has been dispatched.
         self._ends: deque[float] = deque()
 
@@ -67,9 +70,9 @@ class StreamOrder:
     def ended(self) -> int:
         return self._backwards[0] - len(self._ends)
 
-    def next(self, allowed: int) -> Pass | Ended | None:
-        """The next pass, which counts as dispatched from now on, or the next end of a microbatch;
-        None if there is nothing to do.
+    def next(self, allowed: int) -> Pass | Sent | Ended | None:
+        """The next pass, which counts as dispatched from now on, or the next result that is sent,
+        or the next end of a microbatch; None if there is nothing to do.
 
         Args:
           allowed: number of microbatches that may begin so far, those included that have begun.
@@ -80,6 +83,10 @@ class StreamOrder:
         stages = reversed(range(len(self._free)))
         possible = [(*start, stage) for stage in stages for start in self._starts(stage)]
         start, forward, stage = min(possible, key=itemgetter(0), default=(math.inf, True, 0))
+        end, result_of = min(self._results, key=itemgetter(0), default=(math.inf, None))
+        if result_of and end <= start:
+            self._results.remove((end, result_of))
+            return Sent(result_of)
         if self._ends and self._ends[0] < start:
             self._ends.popleft()
             return Ended(self.ended - 1)
@@ -97,20 +104,27 @@ class StreamOrder:
 
     def _forward(self, stage: int) -> Pass:
         end = max(self._free[stage], self._forward_inputs[stage].popleft()) + FORWARD
-        is_last = stage + 1 == len(self._free)
-        following = self._backward_inputs[stage] if is_last else self._forward_inputs[stage + 1]
-        following.append(end)
+        step = Pass(True, stage, self._forwards[stage])
+        if stage + 1 == len(self._free):
+            self._backward_inputs[stage].append(end)
+        else:
+            self._forward_inputs[stage + 1].append(end)
+            self._results.append((end, step))
         self._free[stage] = end
         self._forwards[stage] += 1
-        return Pass(True, stage, self._forwards[stage] - 1)
+        return step
 
     def _backward(self, stage: int) -> Pass:
         end = max(self._free[stage], self._backward_inputs[stage].popleft()) + BACKWARD
-        following = self._backward_inputs[stage - 1] if stage else self._ends
-        following.append(end)
+        step = Pass(False, stage, self._backwards[stage])
+        if stage == 0:
+            self._ends.append(end)
+        else:
+            self._backward_inputs[stage - 1].append(end)
+            self._results.append((end, step))
         self._free[stage] = end
         self._backwards[stage] += 1
-        return Pass(False, stage, self._backwards[stage] - 1)
+        return step
 
 
 def streaming(workload: Workload) -> PipelineSchedule:

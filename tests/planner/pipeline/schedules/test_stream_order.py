@@ -10,6 +10,7 @@ from jaxmux.planner.pipeline.schedules import (
     Ended,
     Pass,
     ScheduledMicrobatch,
+    Sent,
     StreamOrder,
     one_forward_one_backward,
     round_robin_microbatches,
@@ -22,12 +23,17 @@ from jaxmux.planner.pipeline.schedules import (
 
 
 def drained(order, allowed):
-    """The passes that are left."""
-    return [p for p in iter(lambda: order.next(allowed), None) if isinstance(p, Pass)]
+    """The steps that are left."""
+    return list(iter(lambda: order.next(allowed), None))
 
 
-def rows(passes, stages):
+def passes_of(steps):
+    return [step for step in steps if isinstance(step, Pass)]
+
+
+def rows(steps, stages):
     """By stage, its passes in order."""
+    passes = passes_of(steps)
     return [
         [(p.forward, p.microbatch) for p in passes if p.virtual_stage == s] for s in range(stages)
     ]
@@ -39,7 +45,7 @@ def test_each_stage_follows_the_planners_1f1b(stages, microbatches):
     workload = uniform_workload(
         [ScheduledMicrobatch((0,), (0,))] * microbatches, [1] * stages, [2] * stages
     )
-    expected = rows(list(walk(one_forward_one_backward(workload))), stages)
+    expected = rows(walk(one_forward_one_backward(workload)), stages)
     assert rows(drained(StreamOrder(stages), microbatches), stages) == expected
 
 
@@ -77,8 +83,7 @@ def test_a_stream_never_empties_while_microbatches_may_begin():
     order, steps = StreamOrder(4), []
     while order.begun < 8:
         steps.append(order.next(8))
-    passes = [step for step in steps if isinstance(step, Pass)]
-    assert rows(passes + drained(order, 16), 4) == whole
+    assert rows(steps + drained(order, 16), 4) == whole
 
 
 def test_no_microbatch_begins_that_may_no_longer_begin():
@@ -86,7 +91,7 @@ def test_no_microbatch_begins_that_may_no_longer_begin():
     for _ in range(4):
         order.next(9)
     begun = order.begun
-    assert all(p.virtual_stage > 0 or not p.forward for p in drained(order, 0))
+    assert all(p.virtual_stage > 0 or not p.forward for p in passes_of(drained(order, 0)))
     assert order.begun == order.ended == begun
 
 
@@ -112,5 +117,44 @@ def test_a_microbatch_ends_behind_the_passes_that_run_during_its_last_one(stages
     assert [steps[i].microbatch for i in ends] == list(range(6))
     for number, end in enumerate(ends):
         last = steps.index(Pass(False, 0, number))
-        meanwhile = {p.virtual_stage for p in steps[last + 1 : end] if isinstance(p, Pass)}
+        meanwhile = {p.virtual_stage for p in passes_of(steps[last + 1 : end])}
         assert meanwhile >= set(range(1, stages))
+
+
+def ran(steps, stages, forward, backward):
+    """The time at which the last stage is done, if a stage that sends waits until the receiver
+    takes it, and the time if no stage waits for a receiver."""
+    waiting, free, arrived = [0.0] * stages, [0.0] * stages, {}
+    for step in steps:
+        if isinstance(step, Sent):
+            source = step.result_of.virtual_stage
+            pair = source, source + (1 if step.result_of.forward else -1)
+            waiting[pair[0]] = waiting[pair[1]] = max(waiting[s] for s in pair)
+        elif isinstance(step, Pass):
+            s, seconds = step.virtual_stage, forward if step.forward else backward
+            waiting[s] += seconds
+            before = step._replace(virtual_stage=s + (-1 if step.forward else 1))
+            free[s] = max(free[s], arrived.get(before, 0.0)) + seconds
+            arrived[step] = free[s]
+    return max(waiting), max(free)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("backward", [1.0, 1.8, 2.0, 2.2])
+def test_stages_that_wait_for_each_others_transfers_lose_no_time(stages, backward):
+    waiting, free = ran(drained(StreamOrder(stages), 40), stages, 1.0, backward)
+    assert waiting == pytest.approx(free)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_every_result_that_another_stage_uses_is_sent_once(stages):
+    microbatches, used = [ScheduledMicrobatch((0,), (0,))] * 5, set()
+    for m, s in itertools.product(range(5), range(1, stages)):
+        used |= {Pass(True, s - 1, m), Pass(False, s, m)}
+    table = one_forward_one_backward(uniform_workload(microbatches, [1] * stages, [2] * stages))
+    for steps in (drained(StreamOrder(stages), 5), list(walk(table))):
+        sent = [step.result_of for step in steps if isinstance(step, Sent)]
+        assert len(sent) == len(used) and set(sent) == used
+        for p in sent:
+            following = p._replace(virtual_stage=p.virtual_stage + (1 if p.forward else -1))
+            assert steps.index(p) < steps.index(Sent(p)) < steps.index(following)
