@@ -94,6 +94,22 @@ def edit_profile(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def test_a_deployment_has_a_plan_for_each_replica(capsys, tmp_path):
+    assert main([*QUICK, "--mesh=pp2 + 2*(tp1)", f"--out={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{i}: {name}" in out for i, name in enumerate(("pp2,tp1", "pp1,tp1", "pp1,tp1")))
+    assert "tokens/s, without the exchange of gradients between replicas" in " ".join(out.split())
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["deployment"] == "pp2,tp1 + 2*(pp1,tp1)"
+    plans = [Plan.from_json(plan) for plan in written["plans"]]
+    assert written["round_seconds"] == max(plan.prediction.round_seconds for plan in plans)
+    tokens = sum(sum(plan.tokens_by_microbatch) for plan in plans) / 3
+    assert written["tokens"] == pytest.approx(tokens)
+    for i in range(3):
+        assert (tmp_path / f"schedule_replica{i}.png").exists()
+        assert json.loads((tmp_path / f"trace_replica{i}.json").read_text())
+
+
 def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
     base, out = tmp_path / "base", tmp_path / "plan"
     ignored = shutil.ignore_patterns("*.safetensors")
@@ -259,7 +275,6 @@ def test_empty_plan_is_refused(refused, tmp_path):
 
 REFUSED = {
     "no such axis": (["--mesh=ep2"], "'ep2' is no axis"),
-    "several replicas": (["--mesh=pp2 + tp1"], "a plan is for one replica; plan one alone"),
     "more stages than layers": (["--mesh=pp7"], "it would fit with pp6"),
     "heads that do not divide": (["--mesh=tp2"], "tp2 does not divide num_key_value_heads=3"),
     "a row too short": (["--gin.fine_tune.row_len=64"], "task 'record': its longest sample has 99"),

@@ -137,7 +137,8 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--mesh",
         default="pp1",
-        help="devices of one replica, e.g. pp4,tp2 or dp2,pp2; default: one device",
+        help="devices, e.g. pp4,tp2 or dp2,pp2, or several replicas, e.g. 'pp2 + 2*(tp1)'; "
+        "default: one device",
     )
     parser.add_argument(
         "--profile",

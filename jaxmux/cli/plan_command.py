@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -22,6 +23,7 @@ from jaxmux.peft import resolve_targets
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     CostModels,
+    CostSource,
     PoolSpec,
     ReplicaCosts,
     device_models,
@@ -29,10 +31,13 @@ from jaxmux.planner.costs import (
 )
 from jaxmux.planner.costs.device_profile import ProfileError, read_profile
 from jaxmux.planner.devices import Deployment, Replica
+from jaxmux.planner.packing import PartOfBatches, ShapeRequest
 from jaxmux.planner.pipeline import (
+    DeployedPlans,
     Plan,
     SmallerMicrobatches,
     TaskLoad,
+    make_deployment_plan,
     make_plan,
     shared_pool,
     try_smaller_microbatches,
@@ -45,7 +50,7 @@ from . import gin_bindings
 from .arguments import DEFAULT_ROUNDS
 from .gin_bindings import RunConfig
 from .plan_picture import draw_schedule
-from .plan_tables import bucket_labels, plan_tables
+from .plan_tables import bucket_labels, deployment_tables, plan_tables
 from .plan_trace import chrome_trace
 
 # Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
@@ -67,54 +72,113 @@ def run(options: argparse.Namespace) -> int:
             "--mesh=auto: a plan does not know your devices; name them, e.g. --mesh=pp4"
         )
     deployment = Deployment.parse(options.mesh)
-    if len(deployment.replicas) > 1:
-        raise PlanningError(
-            f"mesh {options.mesh!r}: a plan is for one replica; plan one alone, e.g. "
-            f"{deployment.replicas[0]}"
-        )
-    (replica,) = deployment.replicas
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
-    config = gin_bindings.run_config()
-    plan, smaller, dropped = _plan(config, replica, options.profile, options.rounds)
-    for part in plan_tables(plan, smaller, dropped):
+    inputs = _read_inputs(gin_bindings.run_config(), deployment, options.profile, options.rounds)
+    if len(deployment.replicas) > 1:
+        several = make_deployment_plan(
+            inputs.tasks, inputs.request, deployment, inputs.costs, inputs.source, inputs.rounds
+        )
+        parts = deployment_tables(several, inputs.dropped)
+        write = partial(write_deployment_plan, several)
+    else:
+        plan, smaller = _plan_replica(inputs)
+        parts = plan_tables(plan, smaller, inputs.dropped)
+        write = partial(write_plan, plan)
+    for part in parts:
         console.print(part, markup=False)
     if options.out:
-        for path in write_plan(plan, options.out):
+        for path in write(options.out):
             console.print(str(path), markup=False, soft_wrap=True)
     return 0
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes plan.json, schedule.png and trace.json (for ui.perfetto.dev); returns their paths."""
-    paths = [folder / name for name in (_PLAN, "schedule.png", "trace.json")]
-    plan_json, picture, trace = paths
-    simulation = plan.simulate(unit=_MILLISECOND)
+    plan_json = folder / _PLAN
     plan_json.write_text(json.dumps(plan.to_json()) + "\n")
-    title = f"{plan.rounds} rounds on {plan.replica}, {plan.costs.kind}"
-    draw_schedule(plan.schedule, simulation, picture, title, bucket_labels(plan), "ms")
-    trace.write_text(json.dumps(chrome_trace(plan.schedule, simulation)) + "\n")
+    return [plan_json, *_write_schedule(plan, folder / "schedule.png", folder / "trace.json")]
+
+
+def write_deployment_plan(several: DeployedPlans, folder: Path) -> list[Path]:
+    """Writes plan.json, and a picture and a trace for each replica; returns their paths."""
+    paths = [folder / _PLAN]
+    paths[0].write_text(json.dumps(several.to_json()) + "\n")
+    for i, plan in enumerate(several.plans):
+        if plan:
+            names = f"schedule_replica{i}.png", f"trace_replica{i}.json"
+            paths += _write_schedule(plan, *(folder / name for name in names))
     return paths
 
 
-def _plan(
-    run: RunConfig, replica: Replica, profile: Path | None, rounds: int | None
-) -> tuple[Plan, SmallerMicrobatches | None, dict[str, int]]:
-    """The plan, smaller microbatches with which it would be faster, and by name of the task the
-    number of records that gave no sample."""
+def _write_schedule(plan: Plan, picture: Path, trace: Path) -> list[Path]:
+    simulation = plan.simulate(unit=_MILLISECOND)
+    title = f"{plan.rounds} rounds on {plan.replica}, {plan.costs.kind}"
+    draw_schedule(plan.schedule, simulation, picture, title, bucket_labels(plan), "ms")
+    trace.write_text(json.dumps(chrome_trace(plan.schedule, simulation)) + "\n")
+    return [picture, trace]
+
+
+class _Inputs(NamedTuple):
+    """What a plan is made from.
+
+    Attributes:
+      tasks: the tasks, with whole global batches.
+      request: limits of the shape class.
+      costs: the costs of each kind of replica.
+      source: where the costs come from.
+      rounds: number of rounds that the plan covers.
+    """
+
+    tasks: list[TaskLoad]
+    request: ShapeRequest
+    costs: dict[Replica, ReplicaCosts]
+    source: CostSource
+    rounds: int
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """By name of the task, the number of records that gave no sample."""
+        return {task.name: task.dropped for task in self.tasks}
+
+
+def _read_inputs(
+    run: RunConfig, deployment: Deployment, profile: Path | None, rounds: int | None
+) -> _Inputs:
     check_names(run.tasks)
     folder = resolve_backbone(run.backbone)
     config = BackboneConfig.from_folder(folder)
-    replica.require(config.num_layers, mesh_sizes(config))
-    models = _cost_models(run, config, replica, profile)
+    for replica in deployment.counts:
+        replica.require(config.num_layers, mesh_sizes(config))
+    models = {replica: _cost_models(run, config, replica, profile) for replica in deployment.counts}
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer, replica.shards) for task in run.tasks]
-    rounds = _choose_rounds(rounds, tasks)
-    request = run.shape_request(models.least_chunk_len)
-    remat = planned_remat(run.remat)
-    costs = ReplicaCosts(models.times, models.memory, shared_pool(tasks), replica, remat)
-    plan = make_plan(tasks, request, costs, models.source, rounds)
-    smaller = try_smaller_microbatches(plan, tasks, request, costs)
-    return plan, smaller, {task.name: task.dropped for task in tasks}
+    tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
+    pool, remat = shared_pool(tasks), planned_remat(run.remat)
+    costs = {
+        replica: ReplicaCosts(own.times, own.memory, pool, replica, remat)
+        for replica, own in models.items()
+    }
+    first, *_ = models.values()
+    # Each kind of replica has other collectives, which may be estimated.
+    notes = tuple(dict.fromkeys(note for own in models.values() for note in own.source.notes))
+    return _Inputs(
+        tasks,
+        run.shape_request(first.least_chunk_len),
+        costs,
+        first.source._replace(notes=notes),
+        _choose_rounds(rounds, tasks),
+    )
+
+
+def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
+    """The plan of a single replica, and smaller microbatches with which it would be faster. Its
+    batches are those of the first data shard, which has at least as many samples as any other."""
+    (costs,) = inputs.costs.values()
+    tasks = [
+        task._replace(batches=PartOfBatches(task.batches, costs.replica.shards))
+        for task in inputs.tasks
+    ]
+    plan = make_plan(tasks, inputs.request, costs, inputs.source, inputs.rounds)
+    return plan, try_smaller_microbatches(plan, tasks, inputs.request, costs)
 
 
 def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad]) -> int:
@@ -144,9 +208,8 @@ def _cost_models(
     return measured_models(profile, size, run.memory, replica)
 
 
-def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, shards: int) -> TaskLoad:
-    """Reads and tokenizes the task's data. Its batches are those of the first data shard, which has
-    at least as many samples as any other."""
+def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
+    """Reads and tokenizes the task's data."""
     try:
         modules = tuple(resolve_targets(task.adapter.target_modules, config))
         data = read_data(task, config, tokenizer)
@@ -159,7 +222,7 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, shards: int) 
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[sample.stream_length for sample in data.samples.samples],
-        batches=BatchLengths(data.batches, data.steps, shards),
+        batches=BatchLengths(data.batches, data.steps),
         held_out=[sample.stream_length for sample in data.eval_samples],
         dropped=data.samples.dropped,
     )

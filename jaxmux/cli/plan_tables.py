@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from jaxmux.planner.numbers import numbered, size_text
-from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
+from jaxmux.planner.pipeline import DeployedPlans, Plan, SmallerMicrobatches
 
 
 def plan_tables(
@@ -44,6 +44,63 @@ def plan_tables(
             f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take "
             f"{_duration(smaller.round_seconds)} per round, with {smaller.bubble_ratio:.1%} bubbles"
         )
+
+
+def deployment_tables(several: DeployedPlans, dropped: Mapping[str, int]) -> Iterator[Table | str]:
+    """The tables and lines that describe the plans of several replicas.
+
+    Args:
+      several: the plans.
+      dropped: as for `plan_tables`.
+    """
+    plan = next(plan for plan in several.plans if plan)
+    devices = f"{several.deployment.devices} × {plan.costs.device}"
+    yield (
+        f"{plan.backbone} ({len(plan.remat)} layers) on {several.deployment}: {devices}\n"
+        f"costs are {plan.costs.kind}: {plan.costs.text}"
+    )
+    yield from plan.costs.notes
+    yield _tasks(plan)
+    yield from _dropped(plan, dropped)
+    yield f"{plan.costs.kind} costs, over {plan.rounds} rounds:"
+    yield _replicas(several)
+    rate = several.tokens / several.round_seconds
+    yield (
+        f"a round takes {_duration(several.round_seconds)}, that is {rate:,.0f} tokens/s, without "
+        "the exchange of gradients between replicas"
+    )
+    for i, own in enumerate(several.plans):
+        if own is None:
+            yield f"replica {i} ({several.deployment.replicas[i]}) trains no sample of these rounds"
+
+
+def _replicas(several: DeployedPlans) -> Table:
+    """The share of every replica."""
+    table = number_table(
+        "replica",
+        "shape class",
+        "tokens\nper round",
+        "microbatches\nper round",
+        "round\ntime",
+        "memory",
+        texts=2,
+    )
+    for i, (replica, plan) in enumerate(
+        zip(several.deployment.replicas, several.plans, strict=True)
+    ):
+        if plan is None:
+            continue
+        shape, own = plan.shape, plan.prediction
+        tokens = replica.shards * sum(plan.tokens_by_microbatch) / plan.rounds
+        table.add_row(
+            f"{i}: {replica}",
+            f"{shape.rows} × {shape.row_len:,}, chunks of {shape.chunk_len}",
+            f"{tokens:,.0f}",
+            f"{own.microbatches:.2f}",
+            _duration(own.round_seconds),
+            size_text(own.memory_bytes),
+        )
+    return table
 
 
 def _tasks(plan: Plan) -> Table:

@@ -10,8 +10,7 @@ _LENGTHS: WeakKeyDictionary[GlobalBatches, dict[int, list[int]]] = WeakKeyDictio
 
 
 class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths in tokens of the samples of a task's global batch that one data
-    shard trains.
+    """By step, the stream lengths in tokens of the samples of a task's global batch.
 
     The stream length of a sample is its number of tokens minus 1, because the model does not read
     the last token. A global batch is read only when its lengths are requested.
@@ -19,15 +18,10 @@ class BatchLengths(Sequence[list[int]]):
     Attributes:
       batches: global batches of the task.
       steps: number of steps that the task trains.
-      shards: number of data shards, among which the samples are divided. The first one stands for
-        all.
-      longest: most tokens of the samples that count; None for all samples.
     """
 
-    def __init__(
-        self, batches: GlobalBatches, steps: int, shards: int = 1, longest: int | None = None
-    ):
-        self.batches, self.steps, self.shards, self.longest = batches, steps, shards, longest
+    def __init__(self, batches: GlobalBatches, steps: int):
+        self.batches, self.steps = batches, steps
 
     def __len__(self) -> int:
         return self.steps
@@ -39,9 +33,4 @@ class BatchLengths(Sequence[list[int]]):
         known = _LENGTHS.setdefault(self.batches, {})
         if step not in known:
             known[step] = [sample.stream_length for sample in self.batches[step]]
-        return at_most(self.longest, known[step][:: self.shards])
-
-
-def at_most(longest: int | None, lengths: list[int]) -> list[int]:
-    """The lengths of at most `longest` tokens; all of them if it is None."""
-    return lengths if longest is None else [length for length in lengths if length <= longest]
+        return known[step]

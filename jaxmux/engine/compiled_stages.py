@@ -35,7 +35,6 @@ from .remat_choice import bytes_of, choose_remat, step_room
 from .round_table import round_table
 from .rounds import empty_microbatch, slot_table
 from .stored_state import StoredState
-from .train_state import with_empty_accumulators
 
 
 class CompiledStages:
@@ -232,7 +231,7 @@ class CompiledStages:
         recompute more, and the accumulators, which may be lost, become empty."""
         self._leaner_by += 1
         self.release()
-        self._stored.states = [with_empty_accumulators(state) for state in self._stored.states]
+        self._stored.empty_accumulators()
 
     def _in_flight(self) -> list[int]:
         """For each part, the most microbatches between their passes in a long round. With GPipe

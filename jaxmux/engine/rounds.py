@@ -238,16 +238,12 @@ class TaskGroups:
             return [(slot,) for slot in tasks]
         if self._longest is None or self._longest.replica.pp == 1 or len(tasks) == 1:
             return [tuple(tasks)]
-        from jaxmux.planner.pipeline import grouping_of_tasks
+        from jaxmux.planner.pipeline import grouping_of_share
 
-        replica, shape, slots = self._longest.replica, self._longest.shape, list(tasks)
-        shares = replica.shards * round(self._devices / replica.devices)
-        lengths = [
-            BatchLengths(task.batches, task.steps, shares, longest=shape.row_len)
-            for task in tasks.values()
-        ]
-        groups = grouping_of_tasks(lengths, shape, replica.pp).groups
-        return [tuple(slots[i] for i in group) for group in groups]
+        replica, slots = self._longest.replica, list(tasks)
+        lengths = [BatchLengths(task.batches, task.steps) for task in tasks.values()]
+        grouping = grouping_of_share(lengths, replica, self._longest.shape, self._devices)
+        return [tuple(slots[i] for i in group) for group in grouping.groups]
 
 
 def fill_microbatches(

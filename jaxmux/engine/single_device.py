@@ -31,7 +31,7 @@ from .rounds import (
     slot_table,
 )
 from .stored_state import StoredState
-from .train_state import TrainState, with_empty_accumulators
+from .train_state import TrainState
 from .updates import DueUpdates, update
 
 # Rounds after a compilation in which the host waits for the device before each update.
@@ -159,8 +159,7 @@ class SingleDevice:
     def recover(self) -> None:
         self._leaner_by += 1
         self._forward = None
-        # The accumulators were donated to the program that failed.
-        self._stored.states = [with_empty_accumulators(self._state)]
+        self._stored.empty_accumulators()
 
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
         if self._programs:

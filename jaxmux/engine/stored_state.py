@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.peft import Layout, LeafSpec
@@ -115,6 +116,17 @@ class StoredState:
     def clear(self, slot: int) -> None:
         """Empties one slot in place."""
         self._change(clear_slot, slot)
+
+    def empty_accumulators(self) -> None:
+        """Replaces accumulators and losses by zeros, also if they were donated to a program that
+        failed."""
+
+        def zeros(array: jax.Array) -> jax.Array:
+            return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+
+        for i, state in enumerate(self.states):
+            sums = jax.tree.map(zeros, (state.accumulators, state.loss))
+            self.states[i] = state._replace(accumulators=sums[0], loss=sums[1])
 
     def read(self, kind: SlotKind, slot: int, specs: SlotState) -> SlotState:
         """The arrays of one slot, as NumPy arrays.

@@ -106,17 +106,14 @@ def pool_specs(
 
 
 def with_empty_accumulators(state: TrainState) -> TrainState:
-    """The state with new accumulators of zeros, also if the old ones were donated to a program that
-    failed.
+    """The state with accumulators of zeros.
 
     Args:
       state: the state.
     """
 
     def zeros(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), tree
-        )
+        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), tree)
 
     return state._replace(accumulators=zeros(state.accumulators), loss=zeros(state.loss))
 

@@ -11,7 +11,7 @@ from jaxmux.planner.costs import ReplicaCosts
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import power_of_two
-from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, sample_rounds
+from jaxmux.planner.packing import MIN_CHUNK_LEN, PartOfBatches, ShapeClass, sample_rounds
 
 from .run_options import RunOptions
 from .run_shape import Choice, choose_run_shape, run_costs
@@ -34,7 +34,7 @@ class ReplicaFit(NamedTuple):
     shape: ShapeClass
     choice: Choice | None
     admission: Admission
-    lengths: Sequence[BatchLengths]
+    lengths: Sequence[PartOfBatches]
 
     def round_seconds(self) -> float | None:
         """The predicted seconds of a round (one global batch of every task), on average: its
@@ -55,13 +55,7 @@ class ReplicaFit(NamedTuple):
     def require(self, tasks: Sequence[PreparedTask]) -> None:
         """Raises PlanningError if the tasks do not fit into the replica's memory."""
         self.admission.require({task.task.name: task.pool for task in tasks})
-        replica, shape = self.costs.replica, self.shape
-        if (depth := self.costs.depth(shape)) < replica.pp:
-            raise PlanningError(
-                f"mesh {replica}: the first stage has memory for {depth} microbatches of "
-                f"{shape.tokens} tokens in flight and needs it for {replica.pp}; try "
-                f"tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
-            )
+        self.costs.require_full_pipeline(self.shape)
 
 
 def fit_replica(
@@ -99,7 +93,9 @@ def fit_replica(
     asked, reserved = options.tokens_per_microbatch, options.reserved(config)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
     parts = replica.shards * shares
-    lengths = [BatchLengths(task.batches, task.steps, parts, longest) for task in tasks]
+    lengths = [
+        PartOfBatches(BatchLengths(task.batches, task.steps), parts, longest) for task in tasks
+    ]
     return ReplicaFit(costs.replica, costs.measured, shape, choice, admission, lengths)
 
 

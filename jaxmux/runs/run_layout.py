@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
+from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.remat_choice import bytes_of
 from jaxmux.models import (
     Backbone,
@@ -50,7 +51,8 @@ class RunLayout(NamedTuple):
         tasks fit into memory; empty if the device's memory is unknown.
       costs: times of the replicas; None if there is only one.
       round_seconds: predicted seconds of a round (one global batch of every task), on average; None
-        if nothing was measured on such a device, if a run continues, or with several replicas.
+        if nothing was measured on such a device, or if a run continues. With several replicas, the
+        exchange of gradients is not included.
     """
 
     deployment: Deployment
@@ -167,7 +169,7 @@ def choose_layout(
     shapes = tuple(fits[replica].shape for replica in deployment.replicas)
     first = fits[deployment.replicas[0]]
     admissions = tuple(fit.admission for fit in fits.values()) if known else ()
-    seconds = first.round_seconds() if first.measured and not several else None
+    seconds = _round_seconds(tasks, deployment, fits) if first.measured else None
     costs = _dispatch_costs(fits) if several else None
     layout = RunLayout(deployment, shapes, admissions, costs, seconds)
     for task in tasks:
@@ -178,6 +180,22 @@ def choose_layout(
                 f"{layout.shape.row_len}; a larger replica is needed"
             )
     return layout
+
+
+def _round_seconds(
+    tasks: Sequence[PreparedTask], deployment: Deployment, fits: Mapping[Replica, ReplicaFit]
+) -> float | None:
+    """The predicted seconds of a round; None if a shape class was given."""
+    if len(deployment.replicas) == 1:
+        return fits[deployment.replicas[0]].round_seconds()
+    if any(fit.choice is None for fit in fits.values()):
+        return None
+    # Other runs do without the planner of deployments.
+    from jaxmux.planner.pipeline import predicted_round_seconds
+
+    batches = [BatchLengths(task.batches, task.steps) for task in tasks]
+    costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}
+    return predicted_round_seconds(batches, deployment, costs)
 
 
 def _device_bytes(fit: ReplicaFit, known: bool) -> str:

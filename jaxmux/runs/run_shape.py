@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.batch_lengths import BatchLengths, at_most
+from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, device_models
@@ -27,9 +27,11 @@ from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import (
     MIN_CHUNK_LEN,
+    PartOfBatches,
     PricedShape,
     ShapeClass,
     ShapeRequest,
+    at_most,
     choose_shape,
     sample_rounds,
 )
@@ -137,9 +139,8 @@ def choose_run_shape(
     """
     lengths = at_most(longest, [length for task in tasks for length in task.lengths])
     shards = costs.replica.replica.shards * shares
-    rounds = sample_rounds(
-        [BatchLengths(task.batches, task.steps, shards, longest) for task in tasks]
-    )
+    batches = [BatchLengths(task.batches, task.steps) for task in tasks]
+    rounds = sample_rounds([PartOfBatches(own, shards, longest) for own in batches])
     if longest is not None:
         rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
     alignment = choose_shape(rounds, request, costs.replica.microbatch, lengths)

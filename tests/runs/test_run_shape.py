@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec
 from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, write_profile
 from jaxmux.planner.costs.estimates import estimated_memory
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
 from jaxmux.planner.packing import (
     PricedShape,
     ShapeClass,
@@ -26,7 +27,13 @@ from jaxmux.planner.packing import (
     plain_shape,
     sample_rounds,
 )
-from jaxmux.planner.pipeline import TaskLoad, make_plan
+from jaxmux.planner.pipeline import (
+    TaskLoad,
+    make_deployment_plan,
+    make_plan,
+    predicted_round_seconds,
+)
+from jaxmux.planner.replicas import ShapeCosts, assign_samples
 from jaxmux.runs import replica_fit
 from jaxmux.runs import run_shape as shape
 from jaxmux.runs.run_shape import best_shape, choose_run_shape, run_costs
@@ -171,6 +178,76 @@ def test_plan_of_a_pipeline_has_the_microbatches_that_training_runs():
         for microbatch in a_round.microbatches
     ]
     assert trained == [{(s.slot, s.step, s.sample) for s in own} for own in plan.microbatches]
+
+
+def test_plans_of_a_deployment_have_the_microbatches_that_training_runs():
+    """Each replica trains its share, in the same groups, and together they train every sample."""
+    rng, deployment = np.random.default_rng(6), Deployment.parse("pp2 + 2*(tp1)")
+    tasks = [
+        prepared(name, rng.integers(*sizes, 400), batch_size, steps=4)
+        for name, sizes, batch_size in (
+            ("short", (40, 64), 40),
+            ("middle", (60, 200), 30),
+            ("long", (200, 500), 24),
+        )
+    ]
+    costs = {
+        replica: run_costs(tasks, CONFIG, jnp.float32, replica=replica).replica
+        for replica in deployment.counts
+    }
+    source = CostSource("estimated", "a test", "cpu", 2**34)
+    loads = [load(task) for task in tasks]
+    several = make_deployment_plan(loads, ShapeRequest(1024), deployment, costs, source, rounds=4)
+    assert len(several.plans[0].groups) > 1
+    shapes = {plan.replica: (costs[plan.replica], plan.shape) for plan in several.plans}
+
+    rounds = training_rounds(
+        dict(enumerate(tasks)),
+        dict.fromkeys(range(3), 0),
+        PoolSpec(slots=3, rank=4),
+        [ReplicaInput(plan.shape, plan.replica, streams=True) for plan in several.plans],
+        dispatch=partial(assign_samples, deployment.replicas, ShapeCosts(shapes)),
+    )
+    trained = [[], [], []]
+    for step, a_round in enumerate(rounds):
+        for own in a_round.microbatches:
+            samples = {(slot, step, i) for slot, each in own.samples.items() for i in each}
+            trained[own.replica].append(samples)
+    assert trained == [
+        [{(s.slot, s.step, s.sample) for s in own} for own in plan.microbatches]
+        for plan in several.plans
+    ]
+    every = [sample for own in trained for microbatch in own for sample in microbatch]
+    assert len(every) == len(set(every)) == 4 * (40 + 30 + 24)
+    assert several.round_seconds == max(p.prediction.round_seconds for p in several.plans)
+    batches = [task.batches for task in loads]
+    assert several.round_seconds == predicted_round_seconds(batches, deployment, shapes)
+
+
+def test_a_replica_without_memory_for_long_samples_gets_short_rows():
+    rng, deployment = np.random.default_rng(7), Deployment.parse("pp2 + tp1")
+    tasks = [prepared("a", rng.integers(60, 120, 200), 20, steps=2)]
+    tasks.append(prepared("b", rng.integers(900, 1000, 20), 2, steps=2))
+    costs = {
+        replica: run_costs(tasks, CONFIG, jnp.float32, replica=replica).replica
+        for replica in deployment.counts
+    }
+    small = costs[ONE_DEVICE]
+    # Microbatches of 256 tokens, or of one row if rows are longer.
+    request = ShapeRequest(256)
+    needed = small.memory.peak(ShapeClass(1, 512, 64, 1), small.pool, "full")
+    memory = dataclasses.replace(small.memory, memory=int(1.1 * needed))
+    costs[ONE_DEVICE] = dataclasses.replace(small, memory=memory)
+    source = CostSource("estimated", "a test", "cpu", 2**34)
+    loads = [load(task) for task in tasks]
+    several = make_deployment_plan(loads, request, deployment, costs, source, rounds=2)
+    long, short = several.plans
+    assert long.shape.row_len == 1024 > short.shape.row_len
+    assert {sample.slot for own in short.microbatches for sample in own} == {0}
+
+    alone = Deployment.parse("2*(tp1)")
+    with pytest.raises(PlanningError, match="mesh .* task 'b' has 9.. tokens, .* larger replica"):
+        make_deployment_plan(loads, request, alone, costs, source, rounds=2)
 
 
 def test_three_given_lengths_leave_nothing_to_choose(tasks):

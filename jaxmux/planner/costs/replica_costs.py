@@ -101,6 +101,24 @@ class ReplicaCosts:
             f"{size_text(USABLE * self.memory.memory)}; it would fit with remat='auto'"
         )
 
+    def require_full_pipeline(self, shape: ShapeClass) -> None:
+        """Raises an error if fewer microbatches in flight fit into memory than there are stages.
+
+        Training fills the pipeline, so it needs room for as many.
+
+        Args:
+          shape: shape class of the microbatches.
+
+        Raises:
+          PlanningError: they do not fit.
+        """
+        if (depth := self.depth(shape)) < self.replica.pp:
+            raise PlanningError(
+                f"mesh {self.replica}: the first stage has memory for {depth} microbatches of "
+                f"{shape.tokens} tokens in flight and needs it for {self.replica.pp}; try "
+                f"tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
+            )
+
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:
         """Returns the remat policy of each layer of the backbone, with which `depth` microbatches
         fit.

@@ -15,18 +15,21 @@ This independence is called isolation.
 
 from .first_fit import pack_first_fit
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
-from .sampled_rounds import sample_rounds
+from .sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds
 from .shape_choice import PricedShape, ShapeRequest, choose_shape, plain_shape
 from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
 __all__ = [
+    "Batches",
     "MIN_CHUNK_LEN",
     "PackedRound",
+    "PartOfBatches",
     "Placement",
     "PricedShape",
     "RoundLengths",
     "ShapeClass",
     "ShapeRequest",
+    "at_most",
     "choose_shape",
     "pack_first_fit",
     "pack_round",

@@ -20,6 +20,31 @@ _MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
 Batches = Sequence[Sequence[int]]
 
 
+class PartOfBatches(Sequence[list[int]]):
+    """By step, the stream lengths of the samples of a task's global batch that one of several
+    devices trains. A global batch is read only when its lengths are requested.
+
+    Attributes:
+      batches: the lengths of the task's whole global batches.
+      parts: number of parts into which a global batch is divided. The first one stands for all.
+      longest: most tokens of the samples that count; None for all samples.
+    """
+
+    def __init__(self, batches: Batches, parts: int = 1, longest: int | None = None):
+        self.batches, self.parts, self.longest = batches, parts, longest
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, step: int) -> list[int]:
+        return at_most(self.longest, self.batches[step][:: self.parts])
+
+
+def at_most(longest: int | None, lengths: Sequence[int]) -> list[int]:
+    """The lengths of at most `longest` tokens; all of them if it is None."""
+    return [length for length in lengths if longest is None or length <= longest]
+
+
 def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
     """Picks at most 16 rounds of a training run, at even distances from the first to the last.
 

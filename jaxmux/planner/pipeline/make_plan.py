@@ -1,6 +1,7 @@
 """Makes a plan: shape class, hTasks, buckets, microbatches and schedule of tasks on a replica."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..costs.admission import Admission
@@ -13,8 +14,10 @@ from ..packing.microbatches import RoundLengths
 from ..packing.sampled_rounds import Batches, sample_rounds
 from ..packing.shape_choice import ShapeRequest, choose_shape
 from ..packing.shape_class import ShapeClass, smallest_shape_class
+from .bubble_lemma import PackedMicrobatch
+from .groupings import Grouping
 from .pipeline_choice import baselines, plan_with
-from .pipeline_plan import PipelinePlan, grouping_of_tasks
+from .pipeline_plan import grouping_of_tasks
 from .plan_value import PlacedSample, Plan, PlannedTask, Prediction
 from .schedules import validate
 
@@ -111,12 +114,54 @@ def make_plan(
     shape = choose_shape_class(tasks, request, costs)
     pools = {task.name: task.pool for task in tasks}
     Admission(costs, shape, request.tokens).require(pools)
+    costs.require_full_pipeline(shape)
     grouping = grouping_of_tasks([task.batches for task in tasks], shape, costs.replica.pp)
-    pipeline = plan_with(grouping, lengths, shape, costs)
+    plan = plan_rounds(tasks, lengths, shape, grouping, costs, source)
+    return dataclasses.replace(plan, baselines=baselines(lengths, shape, costs))
+
+
+def plan_rounds(
+    tasks: Sequence[TaskLoad],
+    rounds: Sequence[RoundLengths],
+    shape: ShapeClass,
+    grouping: Grouping,
+    costs: ReplicaCosts,
+    source: CostSource,
+    samples: Sequence[Mapping[int, Sequence[int]]] | None = None,
+) -> Plan:
+    """Returns the plan of given rounds on one replica, without baselines.
+
+    Args:
+      tasks: the tasks.
+      rounds: for each round and slot, the stream lengths in tokens of the samples that the replica
+        trains. Rounds may be empty, but not all of them.
+      shape: shape class of the microbatches.
+      grouping: the groups of tasks.
+      costs: as for `make_plan`.
+      source: as for `make_plan`.
+      samples: for each round and slot, the indices of these samples in the task's global batch;
+        None if they are all samples in order.
+    """
+    filled = [i for i, batches in enumerate(rounds) if batches]
+    pipeline = plan_with(grouping, [rounds[i] for i in filled], shape, costs)
     validate(pipeline.schedule)
     forward, backward = costs.stages(shape)
     in_flight = int(pipeline.simulation.peak_buffers.max())
     update = costs.update()
+
+    def placed(i: int, own: PackedMicrobatch) -> tuple[PlacedSample, ...]:
+        return tuple(
+            PlacedSample(
+                p.slot,
+                i,
+                samples[i][p.slot][p.sample] if samples else p.sample,
+                p.row,
+                p.offset,
+                rounds[i][p.slot][p.sample],
+            )
+            for p in own.placements(shape)
+        )
+
     return Plan(
         costs=source,
         backbone=costs.times.backbone.name,
@@ -124,22 +169,25 @@ def make_plan(
         tasks=tuple(_planned_task(task) for task in tasks),
         shape=shape,
         remat=costs.policies(shape),
-        rounds=rounds,
+        rounds=len(rounds),
         htasks=grouping.htasks,
         buckets=grouping.buckets,
-        microbatches=_placed_samples(pipeline, lengths, shape),
+        microbatches=tuple(
+            placed(filled[i], own)
+            for i, own in zip(pipeline.rounds, pipeline.microbatches, strict=True)
+        ),
         forward_seconds=tuple(forward.tolist()),
         backward_seconds=tuple(backward.tolist()),
         hop_seconds=costs.permute(shape),
         schedule=pipeline.schedule,
         prediction=Prediction(
-            round_seconds=pipeline.simulation.makespan / rounds + update,
+            round_seconds=pipeline.simulation.makespan / len(rounds) + update,
             update_seconds=update,
             bubble_ratio=pipeline.simulation.bubble_ratio(),
-            microbatches=len(pipeline.microbatches) / rounds,
+            microbatches=len(pipeline.microbatches) / len(rounds),
             memory_bytes=costs.peak(shape, costs.policies(shape), in_flight),
         ),
-        baselines=baselines(lengths, shape, costs),
+        baselines=(),
     )
 
 
@@ -192,16 +240,3 @@ def _planned_task(task: TaskLoad) -> PlannedTask:
     lengths = task.lengths
     rank, sizes = task.pool.rank, (len(lengths), sum(lengths), max(lengths))
     return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)
-
-
-def _placed_samples(
-    pipeline: PipelinePlan, rounds: Sequence[RoundLengths], shape: ShapeClass
-) -> tuple[tuple[PlacedSample, ...], ...]:
-    """For each microbatch, its samples."""
-    return tuple(
-        tuple(
-            PlacedSample(p.slot, i, p.sample, p.row, p.offset, rounds[i][p.slot][p.sample])
-            for p in microbatch.placements(shape)
-        )
-        for i, microbatch in zip(pipeline.rounds, pipeline.microbatches, strict=True)
-    )

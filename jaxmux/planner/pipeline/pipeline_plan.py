@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..devices import Replica
 from ..packing.microbatches import PackedRound, RoundLengths, cut_batches, pack_cut
-from ..packing.sampled_rounds import Batches, sample_rounds
+from ..packing.sampled_rounds import Batches, PartOfBatches, sample_rounds
 from ..packing.shape_class import ShapeClass
 from .adapter_groups import take_turns
 from .bubble_lemma import PackedMicrobatch, schedule_turns
@@ -104,6 +105,24 @@ def grouping_of_tasks(tasks: Sequence[Batches], shape: ShapeClass, stages: int) 
     if len(set().union(*rounds)) < len(tasks):
         return together
     return choose_grouping(rounds, shape, stages)
+
+
+def grouping_of_share(
+    tasks: Sequence[Batches], replica: Replica, shape: ShapeClass, devices: int
+) -> Grouping:
+    """Returns the grouping of tasks that suits a replica that trains a share of their samples:
+    those that fit into its rows, divided by the number of devices.
+
+    Args:
+      tasks: for each task and step, the stream lengths in tokens of the samples of its global
+        batch. The slot of a task is its index.
+      replica: the replica.
+      shape: shape class of its microbatches.
+      devices: number of devices of all replicas.
+    """
+    parts = replica.shards * round(devices / replica.devices)
+    share = [PartOfBatches(batches, parts, shape.row_len) for batches in tasks]
+    return grouping_of_tasks(share, shape, replica.pp)
 
 
 class _First(Sequence):

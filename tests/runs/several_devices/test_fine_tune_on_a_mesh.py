@@ -33,7 +33,7 @@ def losses(run_dir):
 
 def stop_at_pass(number, monkeypatch):
     """Sends a signal when this forward pass of a part is dispatched, counted from 1."""
-    forward, calls = compiled_stages.forward, []
+    forward, calls = compiled_stages.forward_into, []
 
     def forward_and_raise(*arguments):
         calls.append(1)
@@ -42,7 +42,7 @@ def stop_at_pass(number, monkeypatch):
         return forward(*arguments)
 
     forward_and_raise.lower = forward.lower
-    monkeypatch.setattr(compiled_stages, "forward", forward_and_raise)
+    monkeypatch.setattr(compiled_stages, "forward_into", forward_and_raise)
 
 
 def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_bytes, capsys):

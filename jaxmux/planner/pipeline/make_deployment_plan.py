@@ -1,0 +1,201 @@
+"""Makes plans of several replicas that train the samples of the same tasks together (LobRA 4.3)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..costs.admission import Admission
+from ..costs.cost_models import CostSource
+from ..costs.replica_costs import ReplicaCosts
+from ..devices import Deployment, Replica
+from ..errors import PlanningError
+from ..numbers import power_of_two
+from ..packing.microbatches import RoundLengths
+from ..packing.sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds
+from ..packing.shape_choice import ShapeRequest, choose_shape
+from ..packing.shape_class import MIN_CHUNK_LEN, ShapeClass
+from ..replicas.sample_assignment import assign_samples
+from ..replicas.shape_costs import ShapeCosts
+from .groupings import Grouping
+from .make_plan import TaskLoad, plan_rounds, round_lengths
+from .pipeline_choice import plan_with
+from .pipeline_plan import grouping_of_share
+from .plan_value import Plan
+
+FORMAT = "jaxmux.deployment_plan/1"
+
+# For each kind of replica, its costs and the shape class of its microbatches.
+PricedReplicas = Mapping[Replica, tuple[ReplicaCosts, ShapeClass]]
+# By slot, indices of samples in the task's global batch.
+Share = Mapping[int, Sequence[int]]
+
+
+class DeployedPlans(NamedTuple):
+    """How some rounds of tasks train on several replicas, with the predicted times.
+
+    Each replica has a copy of the backbone and trains its share of every global batch. A task is
+    updated when all replicas have trained their shares, so the slowest replica decides how long a
+    round takes. The time in which gradients and adapters travel between replicas is not included.
+
+    Attributes:
+      deployment: the replicas.
+      plans: the plan of each replica; None for one that trains no sample of these rounds. The
+        microbatches are those of its first data shard. The plans have no baselines.
+      tokens: tokens of a round on all replicas, without padding, the mean over the rounds.
+    """
+
+    deployment: Deployment
+    plans: tuple[Plan | None, ...]
+    tokens: float
+
+    @property
+    def round_seconds(self) -> float:
+        """Predicted seconds of a round: those of the slowest replica."""
+        return max(plan.prediction.round_seconds for plan in self.plans if plan)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a plain dict for `json.dump`: the text of the deployment, the seconds and tokens
+        of a round, and the result of `Plan.to_json`, or None, for every replica."""
+        return {
+            "format": FORMAT,
+            "deployment": str(self.deployment),
+            "round_seconds": self.round_seconds,
+            "tokens": self.tokens,
+            "plans": [plan and plan.to_json() for plan in self.plans],
+        }
+
+
+def make_deployment_plan(
+    tasks: Sequence[TaskLoad],
+    request: ShapeRequest,
+    deployment: Deployment,
+    costs: Mapping[Replica, ReplicaCosts],
+    source: CostSource,
+    rounds: int,
+) -> DeployedPlans:
+    """Divides the samples of rounds among replicas, as training does, and plans each replica.
+
+    Replicas of one kind have one shape class, with rows for the longest samples for which their
+    memory suffices. The samples of a round are divided so that the slowest replica takes as little
+    time as possible (LobRA Eq. 3).
+
+    Args:
+      tasks: the tasks to train, whose `batches` are whole global batches.
+      request: limits of the shape classes.
+      deployment: the replicas.
+      costs: for each kind of replica, its times and memory.
+      source: where the costs come from, copied into the plans.
+      rounds: number of rounds, at least 1.
+
+    Raises:
+      PlanningError: there are no tasks, a replica has no memory for any sample of the tasks, or no
+        replica has memory for the longest one.
+    """
+    if not tasks:
+        raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
+    shapes = {
+        replica: _shape_of_share(tasks, request, costs[replica], deployment.devices)
+        for replica in deployment.counts
+    }
+    row_len = max(shape.row_len for shape in shapes.values())
+    for task in tasks:
+        if task.longest > row_len:
+            raise PlanningError(
+                f"mesh {deployment}: the longest sample of task {task.name!r} has {task.longest} "
+                f"tokens, but the longest rows for which a replica has memory have {row_len}; a "
+                "larger replica is needed"
+            )
+    lengths, priced = round_lengths(tasks, rounds), {r: (costs[r], shapes[r]) for r in shapes}
+    grouping = grouping_of_deployment([task.batches for task in tasks], deployment, priced)
+    plans: list[Plan | None] = []
+    for replica, samples in shares_of_rounds(lengths, deployment, priced):
+        share = lengths_of(samples, lengths)
+        given = shapes[replica], grouping, costs[replica], source, samples
+        plans.append(plan_rounds(tasks, share, *given) if any(share) else None)
+    tokens = sum(sum(map(sum, batches.values())) for batches in lengths) / rounds
+    return DeployedPlans(deployment, tuple(plans), tokens)
+
+
+def predicted_round_seconds(
+    tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
+) -> float:
+    """Returns the predicted seconds of a round on several replicas, on average: those of the
+    slowest one. The time in which gradients and adapters travel is not included.
+
+    Args:
+      tasks: for each task and step, the stream lengths in tokens of the samples of its global
+        batch. The slot of a task is its index.
+      deployment: the replicas.
+      costs: for each kind of replica, its costs and the shape class of its microbatches.
+    """
+    lengths, slowest = sample_rounds(tasks), 0.0
+    grouping = grouping_of_deployment(tasks, deployment, costs)
+    for replica, samples in shares_of_rounds(lengths, deployment, costs):
+        own, shape = costs[replica]
+        if filled := [share for share in lengths_of(samples, lengths) if share]:
+            seconds = plan_with(grouping, filled, shape, own).simulation.makespan
+            slowest = max(slowest, seconds / len(lengths) + own.update())
+    return slowest
+
+
+def grouping_of_deployment(
+    tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
+) -> Grouping:
+    """Returns the groups in which all replicas train the tasks: those that suit the longest
+    pipeline. Arguments as of `predicted_round_seconds`."""
+    longest = max(deployment.replicas, key=lambda replica: replica.pp)
+    _, shape = costs[longest]
+    return grouping_of_share(tasks, longest, shape, deployment.devices)
+
+
+def shares_of_rounds(
+    rounds: Sequence[RoundLengths], deployment: Deployment, costs: PricedReplicas
+) -> Iterator[tuple[Replica, list[Share]]]:
+    """Yields each replica with the samples that its first data shard trains in each round.
+
+    Args:
+      rounds: for each round and slot, the stream lengths in tokens of the task's global batch.
+      deployment: the replicas.
+      costs: for each kind of replica, its costs and the shape class of its microbatches.
+    """
+    replicas = deployment.replicas
+    assigned = [assign_samples(replicas, ShapeCosts(costs), batches) for batches in rounds]
+    for i, replica in enumerate(replicas):
+        yield (
+            replica,
+            [
+                {slot: samples[:: replica.shards] for slot, samples in shares[i].items()}
+                for shares in assigned
+            ],
+        )
+
+
+def lengths_of(samples: Sequence[Share], rounds: Sequence[RoundLengths]) -> list[RoundLengths]:
+    """Returns, for each round, the stream lengths of some of its samples."""
+    return [
+        {slot: [batches[slot][i] for i in own] for slot, own in share.items()}
+        for share, batches in zip(samples, rounds, strict=True)
+    ]
+
+
+def _shape_of_share(
+    tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts, devices: int
+) -> ShapeClass:
+    """The best shape class of a replica for the longest samples for which it has memory."""
+    replica, lengths = costs.replica, [length for task in tasks for length in task.lengths]
+    parts = replica.shards * round(devices / replica.devices)
+    pools = {task.name: task.pool for task in tasks}
+    longest = power_of_two(max(lengths))
+    while True:
+        batches = [PartOfBatches(task.batches, parts, longest) for task in tasks]
+        rounds = [own for own in sample_rounds(batches) if any(own.values())]
+        kept = at_most(longest, lengths)
+        shape = choose_shape(rounds or [{0: kept}], request, costs.microbatch, kept).shape
+        try:
+            Admission(costs, shape, request.tokens, more_stages=False).require(pools)
+            costs.require_full_pipeline(shape)
+            return shape
+        except PlanningError:
+            shorter = max(MIN_CHUNK_LEN, longest // 2)
+            if shorter == longest or shorter < min(lengths) or request.row_len:
+                raise
+            longest = shorter
