@@ -170,6 +170,10 @@ class ReplicaPipeline:
         self._running.clear()
         self._compiled.release()
 
+    def close(self) -> None:
+        """Frees the memory that the pipeline holds besides the state."""
+        self._compiled.release()
+
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
         """Dispatches the next pass, or sends a result, or ends a microbatch, if there is one.
 

@@ -280,4 +280,5 @@ class SeveralDevices:
         return sum(copies.sum(axis=0) for copies in jax.device_get(losses))
 
     def close(self) -> None:
-        pass
+        for replica in self._replicas:
+            replica.close()
