@@ -230,7 +230,6 @@ def make_records(
 
 def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
     """Trains on one device, or on a mesh of several."""
-    started = time.perf_counter()
     config, devices = llama_config(args), jax.devices()[: deployment.devices]
     microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
     # Every run takes equally long, because a GPU slows down when it reaches its power limit.
@@ -239,6 +238,7 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
     task = random_task(config, "task0", [args.length] * 2 * batch, batch, steps, args.rank)
     tasks = in_other_names(task, args.tasks)
     prediction = predict(args, tasks, config, deployment)
+    started = time.perf_counter()
     backbone: Backbone | list[PlacedBackbone] = []
     if deployment.devices == 1:
         backbone = Backbone.random(config, dtype=jnp.bfloat16)

@@ -70,11 +70,16 @@ def idle_shares(launches: Mapping[str, Sequence[Launch]]) -> list[float]:
 
     The time is that in which every GPU has begun and none has finished what the trace shows of it.
     Copies between devices do not count as kernels.
+
+    Raises:
+      ValueError: a GPU runs no kernel.
     """
     kernels = {
         device: [launch for launch in own if not launch.name.startswith("Memcpy")]
         for device, own in launches.items()
     }
+    if idle := [device for device, own in kernels.items() if not own]:
+        raise ValueError(f"{idle[0]} runs no kernel in the trace")
     first = max(own[0].start for own in kernels.values())
     last = min(max(launch.stop for launch in own) for own in kernels.values())
     shares = []

@@ -165,7 +165,7 @@ def _read_inputs(
         run.shape_request(first.least_chunk_len),
         costs,
         first.source._replace(notes=notes),
-        _choose_rounds(rounds, tasks),
+        _choose_rounds(rounds, tasks, min(replica.shards for replica in deployment.counts)),
     )
 
 
@@ -181,10 +181,11 @@ def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
     return plan, try_smaller_microbatches(plan, tasks, inputs.request, costs)
 
 
-def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad]) -> int:
-    """The given number of rounds; otherwise one that depends on the largest global batch, at least
-    2, so that the plan shows how the second round waits for the updates of the first."""
-    largest = max(len(task.batches[0]) for task in tasks)
+def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) -> int:
+    """The given number of rounds; otherwise one that depends on the largest global batch of a data
+    shard, at least 2, so that the plan shows how the second round waits for the updates of the
+    first."""
+    largest = max(-(-len(task.batches[0]) // shards) for task in tasks)
     rounds = given or max(2, min(DEFAULT_ROUNDS, DEFAULT_ROUNDS * _LARGE_BATCH // largest))
     if largest > _LARGE_BATCH:
         line = f"packing {rounds} rounds of up to {largest:,} samples a task: this takes a while"

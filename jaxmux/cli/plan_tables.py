@@ -62,9 +62,11 @@ def deployment_tables(several: DeployedPlans, dropped: Mapping[str, int]) -> Ite
     yield from plan.costs.notes
     yield _tasks(plan)
     yield from _dropped(plan, dropped)
+    if any(replica.shards > 1 for replica in several.deployment.replicas):
+        yield "microbatches of a replica with data shards are those of the first shard"
     yield f"{plan.costs.kind} costs, over {plan.rounds} rounds:"
     yield _replicas(several)
-    rate = several.tokens / several.round_seconds
+    rate = sum(several.tokens) / several.round_seconds
     yield (
         f"a round takes {_duration(several.round_seconds)}, that is {rate:,.0f} tokens/s, without "
         "the exchange of gradients between replicas"
@@ -85,13 +87,11 @@ def _replicas(several: DeployedPlans) -> Table:
         "memory",
         texts=2,
     )
-    for i, (replica, plan) in enumerate(
-        zip(several.deployment.replicas, several.plans, strict=True)
-    ):
+    shares = zip(several.deployment.replicas, several.plans, several.tokens, strict=True)
+    for i, (replica, plan, tokens) in enumerate(shares):
         if plan is None:
             continue
         shape, own = plan.shape, plan.prediction
-        tokens = replica.shards * sum(plan.tokens_by_microbatch) / plan.rounds
         table.add_row(
             f"{i}: {replica}",
             f"{shape.rows} × {shape.row_len:,}, chunks of {shape.chunk_len}",

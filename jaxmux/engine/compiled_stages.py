@@ -60,12 +60,13 @@ class CompiledStages:
         self._leaner_by = 0
         # For each part, residuals that no pass will read, and a function that makes others.
         self._spent: list[list[list[jax.Array]]] = []
-        self._empty_residuals: list[Callable[[], list[jax.Array]]] = []
+        self._empty_residuals: dict[int, Callable[[], list[jax.Array]]] = {}
+        self._released = False
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
         """The remat policy of every layer, or one for all; None before programs are compiled."""
-        if not self._programs or self._compiled_for[0] != self._stored.layout:
+        if self._compiled_for is None or self._compiled_for[0] != self._stored.layout:
             return None
         policies = [program.forward.remat for program in self._programs]
         if all(isinstance(policy, str) for policy in policies):
@@ -145,41 +146,53 @@ class CompiledStages:
         return dx
 
     def release(self) -> None:
-        """Frees the memory of residuals. No microbatch may be between its passes."""
+        """Frees the memory of residuals; `compile` allocates it again. No microbatch may be between
+        its passes."""
         for spent in self._spent:
             spent.clear()
+        self._released = True
+
+    def _allocate(self, part: int) -> None:
+        """Allocates the memory of a part's residuals, for the microbatches in flight."""
+        in_flight = self._in_flight()[part]
+        self._spent[part] = [self._empty_residuals[part]() for _ in range(in_flight)]
+        jax.block_until_ready(self._spent[part])
 
     def compile(self, dropout: bool) -> None:
         """Compiles the programs of all parts, and runs each once on its stage, in threads, so that
-        no stage waits for another one's compilation.
+        no stage waits for another one's compilation. If that has been done, only the memory of
+        residuals is allocated again, where it was released.
 
-        The memory of residuals is allocated first, for as many microbatches as are in flight. So a
-        device that has too little of it fails here, before a round begins.
+        This memory suffices for as many microbatches as are in flight; with GPipe it grows in the
+        first round. So a device that has too little of it fails here, before a round begins.
 
         Args:
           dropout: whether any task has dropout.
 
         Raises:
           OutOfDeviceMemory: all layers recompute everything, and it was not enough.
-          jax.errors.JaxRuntimeError: a device ran out of memory (see `recover`).
+          jax.errors.JaxRuntimeError: a device ran out of memory (see `recompute_more`).
         """
         if self._compiled_for == (self._stored.layout, dropout):
+            for part in self._empty_residuals if self._released else ():
+                self._allocate(part)
+            self._released = False
             return
-        backbone, in_flight = self._backbone, self._in_flight()
+        backbone = self._backbone
         self._compiled_for, self._spent = None, [[] for _ in backbone.parts]
         microbatches, table = self.empty_microbatches(), self.empty_table()
         policies = self.choose_remat(dropout)
         programs = [self.program(i, dropout, remat) for i, remat in enumerate(policies)]
 
-        def warm(part: int) -> Callable[[], list[jax.Array]]:
+        def warm(part: int) -> None:
             home = backbone.homes[part]
             arrays = microbatches[part % len(microbatches)]
             passed = home.put(self.empty_passed(), P(DATA)) if part > 0 else None
             arguments = self.forward_arguments(part, arrays, home.put(table, P()), passed)
             program = programs[part]
-            empty = _zeros_like(forward.eval_shape(program, *arguments)[2], home)
-            self._spent[part] = [empty() for _ in range(in_flight[part])]
-            jax.block_until_ready(self._spent[part])
+            residuals = forward.eval_shape(program, *arguments)[2]
+            self._empty_residuals[part] = _zeros_like(residuals, home)
+            self._allocate(part)
             spent = self._spent[part].pop()
             if home.is_local:
                 compiled(forward_into.lower(program, spent, *arguments))
@@ -191,17 +204,16 @@ class CompiledStages:
             # An empty microbatch adds nothing to the accumulators.
             jax.block_until_ready(self._backward(program, part, residuals, out.x))
             jax.block_until_ready(self._stored.states[part])
-            return empty
 
-        def warm_stage(stage: int) -> list[Callable[[], list[jax.Array]]]:
+        def warm_stage(stage: int) -> None:
             # The collectives of one mesh are always dispatched in one order.
-            return [warm(part) for part in range(stage, len(programs), len(self.stages))]
+            for part in range(stage, len(programs), len(self.stages)):
+                warm(part)
 
         with ThreadPoolExecutor() as threads:
-            of_stages = list(threads.map(warm_stage, range(len(self.stages))))
-        # The stages take the parts in turn.
-        self._empty_residuals = [empty for parts in zip(*of_stages, strict=True) for empty in parts]
-        self._programs, self._compiled_for = programs, (self._stored.layout, dropout)
+            list(threads.map(warm_stage, range(len(self.stages))))
+        self._programs, self._released = programs, False
+        self._compiled_for = self._stored.layout, dropout
 
     def warm_moves(self) -> None:
         """Moves empty arrays between neighbouring parts once. Between processes, programs do it,
@@ -226,12 +238,13 @@ class CompiledStages:
             self._stored.layouts[part],
         )
 
-    def recover(self) -> None:
-        """Prepares for another call of `compile` after a device ran out of memory in one: layers
-        recompute more, and the accumulators, which may be lost, become empty."""
+    def recompute_more(self) -> None:
+        """Prepares for another call of `compile` after a device ran out of memory in one. All
+        stages recompute more, because it is not known which one ran out. Accumulators may be lost.
+        """
         self._leaner_by += 1
+        self._compiled_for = None
         self.release()
-        self._stored.empty_accumulators()
 
     def _in_flight(self) -> list[int]:
         """For each part, the most microbatches between their passes in a long round. With GPipe

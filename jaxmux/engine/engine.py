@@ -546,9 +546,11 @@ class Engine:
         if self._pending or self._fetched or self._position.done:
             raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
         self._position.discard_plans()
+        # Tasks may need the memory.
+        self._executor.release()
 
     def close(self) -> None:
         """Ends the thread that prepares microbatches ahead of the device. Call it when training
         ends; a later `train_round` starts a new thread."""
         self._stream.close()
-        self._executor.close()
+        self._executor.release()

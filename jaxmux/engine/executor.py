@@ -108,6 +108,7 @@ class Executor(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Releases what the executor holds besides the state."""
+    def release(self) -> None:
+        """Frees the memory that the executor keeps from round to round besides the state. The next
+        round takes it again. Between two rounds only, after `settle`."""
         ...

@@ -125,12 +125,13 @@ class ReplicaPipeline:
         return self.input.streams and not self._waiting
 
     def compile(self, dropout: bool) -> None:
-        """Compiles the programs, if that has not been done for the state as it is."""
+        """Compiles the programs and allocates the memory of residuals, if that has not been done
+        for the state as it is."""
         self._compiled.compile(dropout)
 
-    def recover(self) -> None:
+    def recompute_more(self) -> None:
         """Prepares for another call of `compile` after a device ran out of memory in one."""
-        self._compiled.recover()
+        self._compiled.recompute_more()
 
     def warm_moves(self) -> None:
         """Moves empty arrays between neighbouring stages once."""
@@ -170,8 +171,8 @@ class ReplicaPipeline:
         self._running.clear()
         self._compiled.release()
 
-    def close(self) -> None:
-        """Frees the memory that the pipeline holds besides the state."""
+    def release(self) -> None:
+        """Frees the memory that the pipeline keeps from round to round besides the state."""
         self._compiled.release()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:

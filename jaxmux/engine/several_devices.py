@@ -137,10 +137,10 @@ class SeveralDevices:
 
     def _run(self, plan, done, stop, due, following) -> RoundOutcome:
         self._refresh()
+        if not self._compile(plan.dropout):
+            return RoundOutcome({}, lost=True)
         # Every task that comes changes the version, and only tasks change what is compiled.
         if self._compiled_for != self._stored.version:
-            if not self._compile(plan.dropout):
-                return RoundOutcome({}, lost=True)
             for replica in self._replicas:
                 replica.warm_moves()
             self._warm_up(due(()))
@@ -189,8 +189,8 @@ class SeveralDevices:
         return RoundOutcome(updates, ahead=ahead)
 
     def _compile(self, dropout: bool) -> bool:
-        """Compiles the programs of all replicas; returns whether they fit into memory. Several
-        processes cannot tell each other so, and the exception of one ends them all."""
+        """Prepares all replicas for rounds; returns whether they fit into memory. Several processes
+        cannot tell each other so, and the exception of one ends them all."""
 
         def compiled(replica: ReplicaPipeline) -> bool:
             if jax.process_count() == 1:
@@ -219,7 +219,10 @@ class SeveralDevices:
 
     def recover(self) -> None:
         for replica in self._full:
-            replica.recover()
+            replica.recompute_more()
+        # The whole round begins again, so what any replica has accumulated no longer counts.
+        for state in (self._stored, *(copy.own for copy in self._copies)):
+            state.empty_accumulators()
 
     def _refresh(self) -> None:
         for copy in self._copies:
@@ -279,6 +282,6 @@ class SeveralDevices:
         ]
         return sum(copies.sum(axis=0) for copies in jax.device_get(losses))
 
-    def close(self) -> None:
+    def release(self) -> None:
         for replica in self._replicas:
-            replica.close()
+            replica.release()

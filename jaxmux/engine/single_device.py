@@ -185,7 +185,7 @@ class SingleDevice:
             losses = evaluate(*arguments)
         return jax.device_get(losses)
 
-    def close(self) -> None:
+    def release(self) -> None:
         pass
 
 

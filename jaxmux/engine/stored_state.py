@@ -22,6 +22,7 @@ from .train_state import (
     grown,
     read_slot,
     slot_specs,
+    with_empty_accumulators,
     write_adapter,
     write_slot,
 )
@@ -124,7 +125,11 @@ class StoredState:
         def zeros(array: jax.Array) -> jax.Array:
             return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
-        for i, state in enumerate(self.states):
+        for i, (state, home) in enumerate(zip(self.states, self.homes, strict=True)):
+            if home is None:
+                # Arrays that are bound to a device would have the programs compiled again.
+                self.states[i] = with_empty_accumulators(state)
+                continue
             sums = jax.tree.map(zeros, (state.accumulators, state.loss))
             self.states[i] = state._replace(accumulators=sums[0], loss=sums[1])
 

@@ -11,7 +11,13 @@ from jaxmux.planner.costs import ReplicaCosts
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import power_of_two
-from jaxmux.planner.packing import MIN_CHUNK_LEN, PartOfBatches, ShapeClass, sample_rounds
+from jaxmux.planner.packing import (
+    MIN_CHUNK_LEN,
+    PartOfBatches,
+    ShapeClass,
+    sample_rounds,
+    sampled_part,
+)
 
 from .run_options import RunOptions
 from .run_shape import Choice, choose_run_shape, run_costs
@@ -50,7 +56,7 @@ class ReplicaFit(NamedTuple):
             grouping = grouping_of_tasks(self.lengths, self.shape, stages)
             rounds = [batches for batches in sample_rounds(self.lengths) if any(batches.values())]
             seconds = plan_with(grouping, rounds, self.shape, self.costs).simulation.makespan
-        return seconds / self.choice.rounds + self.costs.update()
+        return seconds / self.choice.rounds / sampled_part(self.lengths) + self.costs.update()
 
     def require(self, tasks: Sequence[PreparedTask]) -> None:
         """Raises PlanningError if the tasks do not fit into the replica's memory."""

@@ -67,6 +67,28 @@ def test_the_round_is_done_again(
     assert_same_training(found, found_updates, expected, expected_updates)
 
 
+def test_only_the_step_is_compiled_again(
+    make_narrow_task, make_engine, train, monkeypatch, compiles
+):
+    # No other test compiles programs for this rank.
+    engine = make_engine(make_narrow_task("a", rank=7), remat="norms")
+    engine.train_round()
+    engine.drain()
+    accumulate, seen = single_device.accumulate, itertools.count()
+
+    def failing(*arguments):
+        if next(seen) == 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return accumulate(*arguments)
+
+    failing.lower, failing.trace = accumulate.lower, accumulate.trace
+    monkeypatch.setattr(single_device, "accumulate", failing)
+    compiles.clear()
+    train(engine)
+    assert compiles.count("jit(accumulate)") == 1
+    assert not any("update" in name for name in compiles)
+
+
 def test_a_failure_that_is_reported_later_is_noticed_before_the_update(
     make_narrow_task, make_engine, train, monkeypatch
 ):

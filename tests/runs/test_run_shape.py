@@ -224,6 +224,38 @@ def test_plans_of_a_deployment_have_the_microbatches_that_training_runs():
     assert several.round_seconds == predicted_round_seconds(batches, deployment, shapes)
 
 
+def test_rows_of_replicas_hold_held_out_samples_and_large_rounds_take_longer():
+    deployment, source = (
+        Deployment.parse("2*(tp1)"),
+        CostSource("estimated", "a test", "cpu", 2**34),
+    )
+    short = np.random.default_rng(8).integers(20, 60, 6000)
+    costs = {
+        ONE_DEVICE: run_costs([prepared("a", short, 64)], CONFIG, jnp.float32).replica,
+    }
+
+    def plan(task: TaskLoad):
+        return make_deployment_plan([task], ShapeRequest(1024), deployment, costs, source, rounds=1)
+
+    held_out = load(prepared("a", short, 64))._replace(held_out=[300])
+    assert plan(held_out).plans[0].shape.row_len == 512
+
+    small, large = (load(prepared("a", short, size, steps=1)) for size in (512, 2048))
+    priced = {ONE_DEVICE: (costs[ONE_DEVICE], plan(small).plans[0].shape)}
+    seconds = [predicted_round_seconds([t.batches], deployment, priced) for t in (small, large)]
+    # Of a large round only a part is packed, and its time is scaled up.
+    assert seconds[1] == pytest.approx(4 * seconds[0], rel=0.1)
+
+
+def test_a_row_that_is_too_short_for_a_sample_names_the_task():
+    tasks = [prepared("a", [100, 200], 2)]
+    costs = {ONE_DEVICE: run_costs(tasks, CONFIG, jnp.float32).replica}
+    source = CostSource("estimated", "a test", "cpu", 2**34)
+    request, deployment = ShapeRequest(1024, row_len=128), Deployment.parse("2*(tp1)")
+    with pytest.raises(PlanningError, match="task 'a'.*200 tokens.*row_len=256"):
+        make_deployment_plan([load(tasks[0])], request, deployment, costs, source, rounds=1)
+
+
 def test_a_replica_without_memory_for_long_samples_gets_short_rows():
     rng, deployment = np.random.default_rng(7), Deployment.parse("pp2 + tp1")
     tasks = [prepared("a", rng.integers(60, 120, 200), 20, steps=2)]

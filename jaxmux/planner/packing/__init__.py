@@ -15,7 +15,7 @@ This independence is called isolation.
 
 from .first_fit import pack_first_fit
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
-from .sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds
+from .sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds, sampled_part
 from .shape_choice import PricedShape, ShapeRequest, choose_shape, plain_shape
 from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
@@ -36,5 +36,6 @@ __all__ = [
     "pack_rounds",
     "plain_shape",
     "sample_rounds",
+    "sampled_part",
     "smallest_shape_class",
 ]

@@ -65,11 +65,8 @@ def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
       One mapping for each picked round, from slot to the stream lengths of that round's samples. A
       task whose steps have ended before a round is absent from the mapping of that round.
     """
-    # The first round may be empty, for example if only samples of some lengths count.
-    samples = max(1, sum(len(batches[0]) for batches in tasks))
-    part = min(1.0, _MOST_OF_A_ROUND / samples)
-    rounds = max(map(len, tasks))
-    count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * samples)))
+    part, rounds = sampled_part(tasks), max(map(len, tasks))
+    count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * _first_samples(tasks))))
     return [
         {
             slot: _part(batches[step], part)
@@ -78,6 +75,21 @@ def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
         }
         for step in np.linspace(0, rounds - 1, count).astype(int).tolist()
     ]
+
+
+def sampled_part(tasks: Sequence[Batches]) -> float:
+    """Returns the fraction of every global batch that `sample_rounds` keeps, by which the time of
+    its rounds is to be divided.
+
+    Args:
+      tasks: as for `sample_rounds`.
+    """
+    return min(1.0, _MOST_OF_A_ROUND / _first_samples(tasks))
+
+
+def _first_samples(tasks: Sequence[Batches]) -> int:
+    # The first round may be empty, for example if only samples of some lengths count.
+    return max(1, sum(len(batches[0]) for batches in tasks))
 
 
 def _part(lengths: Sequence[int], part: float) -> list[int]:

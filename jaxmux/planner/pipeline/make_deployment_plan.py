@@ -10,13 +10,19 @@ from ..devices import Deployment, Replica
 from ..errors import PlanningError
 from ..numbers import power_of_two
 from ..packing.microbatches import RoundLengths
-from ..packing.sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds
+from ..packing.sampled_rounds import (
+    Batches,
+    PartOfBatches,
+    at_most,
+    sample_rounds,
+    sampled_part,
+)
 from ..packing.shape_choice import ShapeRequest, choose_shape
 from ..packing.shape_class import MIN_CHUNK_LEN, ShapeClass
 from ..replicas.sample_assignment import assign_samples
 from ..replicas.shape_costs import ShapeCosts
 from .groupings import Grouping
-from .make_plan import TaskLoad, plan_rounds, round_lengths
+from .make_plan import TaskLoad, plan_rounds, require_rows, round_lengths
 from .pipeline_choice import plan_with
 from .pipeline_plan import grouping_of_share
 from .plan_value import Plan
@@ -40,21 +46,22 @@ class DeployedPlans(NamedTuple):
       deployment: the replicas.
       plans: the plan of each replica; None for one that trains no sample of these rounds. The
         microbatches are those of its first data shard. The plans have no baselines.
-      tokens: tokens of a round on all replicas, without padding, the mean over the rounds.
+      tokens: for each replica, the tokens of its share of a round, without padding, the mean over
+        the rounds.
     """
 
     deployment: Deployment
     plans: tuple[Plan | None, ...]
-    tokens: float
+    tokens: tuple[float, ...]
 
     @property
     def round_seconds(self) -> float:
-        """Predicted seconds of a round: those of the slowest replica."""
+        """Predicted seconds of a round: those of the replica that is slowest on average."""
         return max(plan.prediction.round_seconds for plan in self.plans if plan)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`: the text of the deployment, the seconds and tokens
-        of a round, and the result of `Plan.to_json`, or None, for every replica."""
+        """Returns a plain dict for `json.dump`: the text of the deployment, the seconds of a
+        round, and for every replica its tokens and the result of `Plan.to_json`, or None."""
         return {
             "format": FORMAT,
             "deployment": str(self.deployment),
@@ -87,11 +94,14 @@ def make_deployment_plan(
       rounds: number of rounds, at least 1.
 
     Raises:
-      PlanningError: there are no tasks, a replica has no memory for any sample of the tasks, or no
-        replica has memory for the longest one.
+      PlanningError: there are no tasks, a replica has no memory for any sample of the tasks, no
+        replica has memory for the longest one, or `request.row_len` is not possible or shorter than
+        a sample.
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
+    if request.row_len is not None:
+        require_rows(tasks, request)
     shapes = {
         replica: _shape_of_share(tasks, request, costs[replica], deployment.devices)
         for replica in deployment.counts
@@ -107,19 +117,21 @@ def make_deployment_plan(
     lengths, priced = round_lengths(tasks, rounds), {r: (costs[r], shapes[r]) for r in shapes}
     grouping = grouping_of_deployment([task.batches for task in tasks], deployment, priced)
     plans: list[Plan | None] = []
-    for replica, samples in shares_of_rounds(lengths, deployment, priced):
-        share = lengths_of(samples, lengths)
+    tokens = []
+    for replica, shares in shares_of_rounds(lengths, deployment, priced):
+        whole, samples = lengths_of(shares, lengths), first_shard(shares, replica)
+        tokens.append(sum(sum(map(sum, batches.values())) for batches in whole) / rounds)
+        own = lengths_of(samples, lengths)
         given = shapes[replica], grouping, costs[replica], source, samples
-        plans.append(plan_rounds(tasks, share, *given) if any(share) else None)
-    tokens = sum(sum(map(sum, batches.values())) for batches in lengths) / rounds
-    return DeployedPlans(deployment, tuple(plans), tokens)
+        plans.append(plan_rounds(tasks, own, *given) if any(own) else None)
+    return DeployedPlans(deployment, tuple(plans), tuple(tokens))
 
 
 def predicted_round_seconds(
     tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
 ) -> float:
-    """Returns the predicted seconds of a round on several replicas, on average: those of the
-    slowest one. The time in which gradients and adapters travel is not included.
+    """Returns the predicted seconds of a round on several replicas: those of the replica that is
+    slowest on average. The time in which gradients and adapters travel is not included.
 
     Args:
       tasks: for each task and step, the stream lengths in tokens of the samples of its global
@@ -129,11 +141,13 @@ def predicted_round_seconds(
     """
     lengths, slowest = sample_rounds(tasks), 0.0
     grouping = grouping_of_deployment(tasks, deployment, costs)
-    for replica, samples in shares_of_rounds(lengths, deployment, costs):
+    for replica, shares in shares_of_rounds(lengths, deployment, costs):
         own, shape = costs[replica]
-        if filled := [share for share in lengths_of(samples, lengths) if share]:
+        samples = first_shard(shares, replica)
+        if filled := [batches for batches in lengths_of(samples, lengths) if batches]:
             seconds = plan_with(grouping, filled, shape, own).simulation.makespan
-            slowest = max(slowest, seconds / len(lengths) + own.update())
+            seconds /= len(lengths) * sampled_part(tasks)
+            slowest = max(slowest, seconds + own.update())
     return slowest
 
 
@@ -150,7 +164,7 @@ def grouping_of_deployment(
 def shares_of_rounds(
     rounds: Sequence[RoundLengths], deployment: Deployment, costs: PricedReplicas
 ) -> Iterator[tuple[Replica, list[Share]]]:
-    """Yields each replica with the samples that its first data shard trains in each round.
+    """Yields each replica with the samples that it trains in each round.
 
     Args:
       rounds: for each round and slot, the stream lengths in tokens of the task's global batch.
@@ -160,13 +174,14 @@ def shares_of_rounds(
     replicas = deployment.replicas
     assigned = [assign_samples(replicas, ShapeCosts(costs), batches) for batches in rounds]
     for i, replica in enumerate(replicas):
-        yield (
-            replica,
-            [
-                {slot: samples[:: replica.shards] for slot, samples in shares[i].items()}
-                for shares in assigned
-            ],
-        )
+        yield replica, [shares[i] for shares in assigned]
+
+
+def first_shard(shares: Sequence[Share], replica: Replica) -> list[Share]:
+    """Returns, for each round, what the first data shard trains of a replica's share."""
+    return [
+        {slot: samples[:: replica.shards] for slot, samples in share.items()} for share in shares
+    ]
 
 
 def lengths_of(samples: Sequence[Share], rounds: Sequence[RoundLengths]) -> list[RoundLengths]:
@@ -181,7 +196,8 @@ def _shape_of_share(
     tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts, devices: int
 ) -> ShapeClass:
     """The best shape class of a replica for the longest samples for which it has memory."""
-    replica, lengths = costs.replica, [length for task in tasks for length in task.lengths]
+    replica = costs.replica
+    lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     parts = replica.shards * round(devices / replica.devices)
     pools = {task.name: task.pool for task in tasks}
     longest = power_of_two(max(lengths))

@@ -217,13 +217,21 @@ def choose_shape_class(
     """
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     if request.row_len is not None:
-        _require_rows(tasks, request)
+        require_rows(tasks, request)
     rounds = sample_rounds([task.batches for task in tasks])
     return choose_shape(rounds, request, costs.microbatch, lengths).shape
 
 
-def _require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
-    """Checks that rows of the requested length are possible and hold every sample."""
+def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
+    """Checks that rows of the requested length are possible and hold every sample.
+
+    Args:
+      tasks: the tasks.
+      request: limits of the shape class, with `row_len`.
+
+    Raises:
+      PlanningError: they are not, or do not.
+    """
     row_len = request.row_len
     smallest_shape_class([1], request.tokens, request.chunk_len, row_len)
     for task in tasks:

@@ -1,5 +1,4 @@
-"""A mesh whose devices run out of memory when programs are compiled recomputes more, and trains the
-same."""
+"""A mesh whose devices run out of memory before a round recomputes more, and trains the same."""
 
 import itertools
 import logging
@@ -10,50 +9,115 @@ import pytest
 
 from jaxmux.engine import compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.planner.devices import Stage
 
 MESH = {"layers": (3, 1)}
+TWO_REPLICAS = {"layers": (4,), "others": (((4,), Stage()),)}
 
 
 @pytest.fixture
-def fail_at(monkeypatch):
-    """Lets the calls of `backward` with these numbers fail like those on a full device, after they
-    have taken the donated arrays."""
+def fail_if(monkeypatch):
+    """Lets calls of `backward` fail like those on a full device, after they have taken the donated
+    arrays. `fails` gets the number of the call and the devices."""
 
-    def fail(numbers) -> None:
+    def install(fails) -> None:
         backward, seen = compiled_stages.backward, itertools.count()
 
-        def failing(*arguments):
-            found = backward(*arguments)
-            if next(seen) in numbers:
+        def failing(program, *arguments):
+            found = backward(program, *arguments)
+            if fails(next(seen), set(program.home.mesh.devices.flat)):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
             return found
 
         failing.lower, failing.eval_shape = backward.lower, backward.eval_shape
         monkeypatch.setattr(compiled_stages, "backward", failing)
 
-    return fail
+    return install
 
 
-def test_layers_recompute_more_and_nothing_is_lost(fail_at, make_engine, make_task, train, caplog):
+def assert_close(found, found_updates, expected, expected_updates):
+    for name, updates in expected_updates.items():
+        for value in ("loss", "grad_norm"):
+            np.testing.assert_allclose(
+                [getattr(u, value) for u in found_updates[name]],
+                [getattr(u, value) for u in updates],
+                rtol=1e-4,
+            )
+        for module, factors in expected.adapter(name).items():
+            for one, other in zip(found.adapter(name)[module], factors, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_recompute_more_and_nothing_is_lost(fail_if, make_engine, make_task, train, caplog):
     expected = make_engine(make_task("a"), make_task("b"), **MESH)
     expected_updates = train(expected)
-    fail_at((1,))
+    fail_if(lambda number, _: number == 1)
     found = make_engine(make_task("a"), make_task("b"), **MESH)
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         found_updates = train(found)
     assert [r.message.split(";")[0] for r in caplog.records] == ["the device ran out of memory"]
     assert expected.remat == "dots" and found.remat == ("lean",) * 4
     assert (found.rounds, found.microbatches) == (expected.rounds, expected.microbatches)
-    for name, updates in expected_updates.items():
-        np.testing.assert_allclose(
-            [u.loss for u in found_updates[name]], [u.loss for u in updates], rtol=1e-5
-        )
-        for module, factors in expected.adapter(name).items():
-            for one, other in zip(found.adapter(name)[module], factors, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert_close(found, found_updates, expected, expected_updates)
 
 
-def test_only_the_leanest_policy_is_the_end(fail_at, make_engine, make_task, train):
-    fail_at(range(100))
+@pytest.mark.parametrize("replica", [0, 1])
+def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, make_task, train):
+    """The round began before a checkpoint; a replica runs out of memory after it."""
+
+    def task():
+        return make_task("a", steps=2, samples=40, batch_size=20, lengths=(50, 90))
+
+    expected = make_engine(task(), **TWO_REPLICAS)
+    expected_updates = train(expected)
+    first = make_engine(task(), **TWO_REPLICAS)
+    seen = itertools.count()
+    first.train_round(stop=lambda: next(seen) >= 1)
+    first.drain()
+    done = first.accumulated("a")
+    assert 0 < len(done) < 20
+    found = make_engine(task(), **TWO_REPLICAS)
+    found.restore_task("a", first.task_arrays("a"), first.progress("a"), done)
+    full, failed = jax.devices()[replica], []
+
+    def fails(_, devices) -> bool:
+        if full not in devices or failed:
+            return False
+        failed.append(full)
+        return True
+
+    fail_if(fails)
+    found_updates = train(found)
+    assert failed
+    assert_close(found, found_updates, expected, expected_updates)
+
+
+def test_memory_that_a_pause_has_freed_may_be_gone(
+    make_engine, make_task, train, monkeypatch, caplog
+):
+    expected = make_engine(make_task("a"), **MESH)
+    expected_updates = train(expected)
+    found = make_engine(make_task("a"), **MESH)
+    found_updates = {"a": found.train_round()}
+    compiled = found._executor._replicas[0]._compiled
+    assert any(compiled._spent) or compiled._released
+    found_updates["a"] += found.drain()
+    found._executor.release()
+    assert not any(compiled._spent)
+
+    def full():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setitem(compiled._empty_residuals, 1, full)
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        found_updates["a"] += train(found)["a"]
+    assert len(caplog.records) == 1 and found.remat == ("lean",) * 4
+    assert_close(found, found_updates, expected, expected_updates)
+
+
+def test_only_the_leanest_policy_is_the_end(fail_if, make_engine, make_task, train):
+    fail_if(lambda *_: True)
+    engine = make_engine(make_task("a"), **MESH)
     with pytest.raises(OutOfDeviceMemory, match="256 tokens does not fit .* try .*=128"):
-        train(make_engine(make_task("a"), **MESH))
+        train(engine)
+    assert engine.remat is None
