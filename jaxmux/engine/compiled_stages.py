@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -154,8 +154,8 @@ class CompiledStages:
 
     def _allocate(self, part: int) -> None:
         """Allocates the memory of a part's residuals, for the microbatches in flight."""
-        in_flight = self._in_flight()[part]
-        self._spent[part] = [self._empty_residuals[part]() for _ in range(in_flight)]
+        empty, in_flight = self._empty_residuals[part], self._in_flight[part]
+        self._spent[part] = [empty() for _ in range(in_flight)]
         jax.block_until_ready(self._spent[part])
 
     def compile(self, dropout: bool) -> None:
@@ -246,6 +246,7 @@ class CompiledStages:
         self._compiled_for = None
         self.release()
 
+    @cached_property
     def _in_flight(self) -> list[int]:
         """For each part, the most microbatches between their passes in a long round. With GPipe
         that is all of a round, of which one counts here."""
@@ -287,7 +288,7 @@ class CompiledStages:
                 "cannot know how much fits; name a remat policy"
             )
         forward = forward_options(backbone, self._options, dropout)
-        stages, parts, in_flight = len(self.stages), len(backbone.parts), self._in_flight()
+        stages, parts, in_flight = len(self.stages), len(backbone.parts), self._in_flight
         held = [self._held(i) for i in range(parts)]
         microbatch, found = empty_microbatch(self._options.shape), []
         for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
