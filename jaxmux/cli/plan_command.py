@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -33,11 +33,9 @@ from jaxmux.planner.costs.device_profile import ProfileError, read_profile
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.packing import PartOfBatches, ShapeRequest
 from jaxmux.planner.pipeline import (
-    DeployedPlans,
     Plan,
     SmallerMicrobatches,
     TaskLoad,
-    make_deployment_plan,
     make_plan,
     shared_pool,
     try_smaller_microbatches,
@@ -52,6 +50,9 @@ from .gin_bindings import RunConfig
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, deployment_tables, plan_tables
 from .plan_trace import chrome_trace
+
+if TYPE_CHECKING:
+    from jaxmux.planner.replicas import DeployedPlans
 
 # Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
 # seconds.
@@ -75,6 +76,9 @@ def run(options: argparse.Namespace) -> int:
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     inputs = _read_inputs(gin_bindings.run_config(), deployment, options.profile, options.rounds)
     if len(deployment.replicas) > 1:
+        # A plan of one replica does without the solvers of deployments.
+        from jaxmux.planner.replicas import make_deployment_plan
+
         several = make_deployment_plan(
             inputs.tasks, inputs.request, deployment, inputs.costs, inputs.source, inputs.rounds
         )
@@ -99,7 +103,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     return [plan_json, *_write_schedule(plan, folder / "schedule.png", folder / "trace.json")]
 
 
-def write_deployment_plan(several: DeployedPlans, folder: Path) -> list[Path]:
+def write_deployment_plan(several: "DeployedPlans", folder: Path) -> list[Path]:
     """Writes plan.json, and a picture and a trace for each replica; returns their paths."""
     paths = [folder / _PLAN]
     paths[0].write_text(json.dumps(several.to_json()) + "\n")

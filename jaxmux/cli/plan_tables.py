@@ -2,13 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
+from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.numbers import numbered, size_text
-from jaxmux.planner.pipeline import DeployedPlans, Plan, SmallerMicrobatches
+from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
+
+if TYPE_CHECKING:
+    from jaxmux.planner.replicas import DeployedPlans
 
 
 def plan_tables(
@@ -21,12 +26,7 @@ def plan_tables(
       smaller: smaller microbatches with which it would be faster; None if there are none.
       dropped: by name of the task, the number of records of its data that gave no sample.
     """
-    devices = f"{plan.replica.devices} × {plan.costs.device}"
-    yield (
-        f"{plan.backbone} ({len(plan.remat)} layers) on {plan.replica}: {devices}\n"
-        f"costs are {plan.costs.kind}: {plan.costs.text}"
-    )
-    yield from plan.costs.notes
+    yield from _heading(plan, plan.replica)
     if (shards := plan.replica.shards) > 1:
         yield (
             f"{shards} data shards train different samples at the same time; microbatches and "
@@ -46,7 +46,9 @@ def plan_tables(
         )
 
 
-def deployment_tables(several: DeployedPlans, dropped: Mapping[str, int]) -> Iterator[Table | str]:
+def deployment_tables(
+    several: "DeployedPlans", dropped: Mapping[str, int]
+) -> Iterator[Table | str]:
     """The tables and lines that describe the plans of several replicas.
 
     Args:
@@ -54,12 +56,7 @@ def deployment_tables(several: DeployedPlans, dropped: Mapping[str, int]) -> Ite
       dropped: as for `plan_tables`.
     """
     plan = next(plan for plan in several.plans if plan)
-    devices = f"{several.deployment.devices} × {plan.costs.device}"
-    yield (
-        f"{plan.backbone} ({len(plan.remat)} layers) on {several.deployment}: {devices}\n"
-        f"costs are {plan.costs.kind}: {plan.costs.text}"
-    )
-    yield from plan.costs.notes
+    yield from _heading(plan, several.deployment)
     yield _tasks(plan)
     yield from _dropped(plan, dropped)
     if any(replica.shards > 1 for replica in several.deployment.replicas):
@@ -76,7 +73,7 @@ def deployment_tables(several: DeployedPlans, dropped: Mapping[str, int]) -> Ite
             yield f"replica {i} ({several.deployment.replicas[i]}) trains no sample of these rounds"
 
 
-def _replicas(several: DeployedPlans) -> Table:
+def _replicas(several: "DeployedPlans") -> Table:
     """The share of every replica."""
     table = number_table(
         "replica",
@@ -101,6 +98,15 @@ def _replicas(several: DeployedPlans) -> Table:
             size_text(own.memory_bytes),
         )
     return table
+
+
+def _heading(plan: Plan, mesh: Replica | Deployment) -> Iterator[str]:
+    """The backbone, the devices, and where the costs come from."""
+    yield (
+        f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {mesh.devices} × "
+        f"{plan.costs.device}\ncosts are {plan.costs.kind}: {plan.costs.text}"
+    )
+    yield from plan.costs.notes
 
 
 def _tasks(plan: Plan) -> Table:

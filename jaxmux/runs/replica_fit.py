@@ -6,7 +6,6 @@ from typing import NamedTuple
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import BackboneConfig, backbone_dtype
-from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import ReplicaCosts
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
@@ -15,6 +14,7 @@ from jaxmux.planner.packing import (
     MIN_CHUNK_LEN,
     PartOfBatches,
     ShapeClass,
+    longest_that_fits,
     sample_rounds,
     sampled_part,
 )
@@ -134,16 +134,15 @@ def fit_longest(
     while longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs, longest):
         longest //= 2
     longest = max(longest, power_of_two(min(lengths)))
-    while True:
-        fit = fit_replica(tasks, config, options, replica, longest=longest, shares=shares)
-        try:
-            fit.require(tasks)
-            return fit
-        except PlanningError:
-            shorter = max(MIN_CHUNK_LEN, longest // 2)
-            if shorter == longest or shorter < min(lengths) or options.row_len:
-                raise
-            longest = shorter
+
+    def choose(longest: int) -> ReplicaFit:
+        return fit_replica(tasks, config, options, replica, longest=longest, shares=shares)
+
+    def require(fit: ReplicaFit) -> None:
+        fit.require(tasks)
+
+    fixed = options.row_len is not None
+    return longest_that_fits(lengths, longest, choose, require, fixed)
 
 
 def _holds_row(costs: ReplicaCosts, row_len: int) -> bool:

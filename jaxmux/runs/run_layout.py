@@ -23,7 +23,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
 from jaxmux.planner.numbers import numbered, size_text
-from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.packing import ShapeClass, require_longest_rows
 from jaxmux.sharding import (
     PlacedBackbone,
     consecutive_parts,
@@ -172,13 +172,8 @@ def choose_layout(
     seconds = _round_seconds(tasks, deployment, fits) if first.measured else None
     costs = _dispatch_costs(fits) if several else None
     layout = RunLayout(deployment, shapes, admissions, costs, seconds)
-    for task in tasks:
-        if task.longest > layout.shape.row_len:
-            raise PlanningError(
-                f"mesh {deployment}: the longest sample of task {task.task.name!r} has "
-                f"{task.longest} tokens, but the longest rows for which a replica has memory have "
-                f"{layout.shape.row_len}; a larger replica is needed"
-            )
+    longest = {task.task.name: task.longest for task in tasks}
+    require_longest_rows(deployment, layout.shape.row_len, longest)
     return layout
 
 
@@ -191,7 +186,7 @@ def _round_seconds(
     if any(fit.choice is None for fit in fits.values()):
         return None
     # Other runs do without the planner of deployments.
-    from jaxmux.planner.pipeline import predicted_round_seconds
+    from jaxmux.planner.replicas import predicted_round_seconds
 
     batches = [BatchLengths(task.batches, task.steps) for task in tasks]
     costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}

@@ -27,13 +27,13 @@ from jaxmux.planner.packing import (
     plain_shape,
     sample_rounds,
 )
-from jaxmux.planner.pipeline import (
-    TaskLoad,
+from jaxmux.planner.pipeline import TaskLoad, make_plan
+from jaxmux.planner.replicas import (
+    ShapeCosts,
+    assign_samples,
     make_deployment_plan,
-    make_plan,
     predicted_round_seconds,
 )
-from jaxmux.planner.replicas import ShapeCosts, assign_samples
 from jaxmux.runs import replica_fit
 from jaxmux.runs import run_shape as shape
 from jaxmux.runs.run_shape import best_shape, choose_run_shape, run_costs
@@ -51,6 +51,8 @@ CONFIG = BackboneConfig(
 # Seconds per token of a layer, of attention in rows of one sequence, and of attention in rows of
 # several sequences.
 LAYER, DENSE, PACKED = 1e-6, 1e-7, 5e-6
+
+SOURCE = CostSource("estimated", "a test", "cpu", 2**34)
 
 
 def prepared(name: str, lengths, batch_size: int = 16, steps: int = 100) -> PreparedTask:
@@ -145,8 +147,7 @@ def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size
     ]
     costs = run_costs(tasks, CONFIG, jnp.float32)._replace(least_chunk_len=least_chunk_len)
     request = ShapeRequest(2048, least_chunk_len=least_chunk_len)
-    source = CostSource("estimated", "a test", "cpu", 2**34)
-    plan = make_plan([load(task) for task in tasks], request, costs.replica, source, rounds=2)
+    plan = make_plan([load(task) for task in tasks], request, costs.replica, SOURCE, rounds=2)
     assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
 
 
@@ -164,8 +165,7 @@ def test_plan_of_a_pipeline_has_the_microbatches_that_training_runs():
     ]
     costs = run_costs(tasks, CONFIG, jnp.float32, replica=replica)
     request = ShapeRequest(2048)
-    source = CostSource("estimated", "a test", "cpu", 2**34)
-    plan = make_plan([load(task) for task in tasks], request, costs.replica, source, rounds=6)
+    plan = make_plan([load(task) for task in tasks], request, costs.replica, SOURCE, rounds=6)
     assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
     assert len(plan.groups) > 1
 
@@ -195,9 +195,8 @@ def test_plans_of_a_deployment_have_the_microbatches_that_training_runs():
         replica: run_costs(tasks, CONFIG, jnp.float32, replica=replica).replica
         for replica in deployment.counts
     }
-    source = CostSource("estimated", "a test", "cpu", 2**34)
     loads = [load(task) for task in tasks]
-    several = make_deployment_plan(loads, ShapeRequest(1024), deployment, costs, source, rounds=4)
+    several = make_deployment_plan(loads, ShapeRequest(1024), deployment, costs, SOURCE, rounds=4)
     assert len(several.plans[0].groups) > 1
     shapes = {plan.replica: (costs[plan.replica], plan.shape) for plan in several.plans}
 
@@ -225,17 +224,14 @@ def test_plans_of_a_deployment_have_the_microbatches_that_training_runs():
 
 
 def test_rows_of_replicas_hold_held_out_samples_and_large_rounds_take_longer():
-    deployment, source = (
-        Deployment.parse("2*(tp1)"),
-        CostSource("estimated", "a test", "cpu", 2**34),
-    )
+    deployment = Deployment.parse("2*(tp1)")
     short = np.random.default_rng(8).integers(20, 60, 6000)
     costs = {
         ONE_DEVICE: run_costs([prepared("a", short, 64)], CONFIG, jnp.float32).replica,
     }
 
     def plan(task: TaskLoad):
-        return make_deployment_plan([task], ShapeRequest(1024), deployment, costs, source, rounds=1)
+        return make_deployment_plan([task], ShapeRequest(1024), deployment, costs, SOURCE, rounds=1)
 
     held_out = load(prepared("a", short, 64))._replace(held_out=[300])
     assert plan(held_out).plans[0].shape.row_len == 512
@@ -250,10 +246,9 @@ def test_rows_of_replicas_hold_held_out_samples_and_large_rounds_take_longer():
 def test_a_row_that_is_too_short_for_a_sample_names_the_task():
     tasks = [prepared("a", [100, 200], 2)]
     costs = {ONE_DEVICE: run_costs(tasks, CONFIG, jnp.float32).replica}
-    source = CostSource("estimated", "a test", "cpu", 2**34)
     request, deployment = ShapeRequest(1024, row_len=128), Deployment.parse("2*(tp1)")
     with pytest.raises(PlanningError, match="task 'a'.*200 tokens.*row_len=256"):
-        make_deployment_plan([load(tasks[0])], request, deployment, costs, source, rounds=1)
+        make_deployment_plan([load(tasks[0])], request, deployment, costs, SOURCE, rounds=1)
 
 
 def test_a_replica_without_memory_for_long_samples_gets_short_rows():
@@ -270,16 +265,15 @@ def test_a_replica_without_memory_for_long_samples_gets_short_rows():
     needed = small.memory.peak(ShapeClass(1, 512, 64, 1), small.pool, "full")
     memory = dataclasses.replace(small.memory, memory=int(1.1 * needed))
     costs[ONE_DEVICE] = dataclasses.replace(small, memory=memory)
-    source = CostSource("estimated", "a test", "cpu", 2**34)
     loads = [load(task) for task in tasks]
-    several = make_deployment_plan(loads, request, deployment, costs, source, rounds=2)
+    several = make_deployment_plan(loads, request, deployment, costs, SOURCE, rounds=2)
     long, short = several.plans
     assert long.shape.row_len == 1024 > short.shape.row_len
     assert {sample.slot for own in short.microbatches for sample in own} == {0}
 
     alone = Deployment.parse("2*(tp1)")
     with pytest.raises(PlanningError, match="mesh .* task 'b' has 9.. tokens, .* larger replica"):
-        make_deployment_plan(loads, request, alone, costs, source, rounds=2)
+        make_deployment_plan(loads, request, alone, costs, SOURCE, rounds=2)
 
 
 def test_three_given_lengths_leave_nothing_to_choose(tasks):

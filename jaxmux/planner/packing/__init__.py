@@ -14,6 +14,7 @@ This independence is called isolation.
 """
 
 from .first_fit import pack_first_fit
+from .longest_rows import longest_that_fits, require_longest_rows
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
 from .sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds, sampled_part
 from .shape_choice import PricedShape, ShapeRequest, choose_shape, plain_shape
@@ -31,10 +32,12 @@ __all__ = [
     "ShapeRequest",
     "at_most",
     "choose_shape",
+    "longest_that_fits",
     "pack_first_fit",
     "pack_round",
     "pack_rounds",
     "plain_shape",
+    "require_longest_rows",
     "sample_rounds",
     "sampled_part",
     "smallest_shape_class",

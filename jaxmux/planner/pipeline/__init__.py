@@ -12,17 +12,11 @@ The parts, in the order in which `make_plan` uses them:
   simulates the schedule.
 - `pipeline_plan` does both for several groupings, and takes the fastest. Training groups and packs
   by it too. `pipeline_choice` adds the costs of a replica.
-- `make_deployment_plan` plans several replicas, among which it divides the samples.
 - `smaller_microbatches` tries whether fewer tokens per microbatch would be faster.
 
 `subgraphs` and `interleaving` order the operators of a bucket's hTasks within a stage.
 """
 
-from .make_deployment_plan import (
-    DeployedPlans,
-    make_deployment_plan,
-    predicted_round_seconds,
-)
 from .make_plan import TaskLoad, make_plan, shared_pool
 from .pipeline_choice import plan_with
 from .pipeline_plan import grouping_of_share, grouping_of_tasks, pack_in_groups
@@ -30,17 +24,14 @@ from .plan_value import Plan
 from .smaller_microbatches import SmallerMicrobatches, try_smaller_microbatches
 
 __all__ = [
-    "DeployedPlans",
     "Plan",
     "SmallerMicrobatches",
     "TaskLoad",
     "grouping_of_share",
     "grouping_of_tasks",
-    "make_deployment_plan",
     "make_plan",
     "pack_in_groups",
     "plan_with",
-    "predicted_round_seconds",
     "shared_pool",
     "try_smaller_microbatches",
 ]

@@ -5,19 +5,28 @@ that each takes for a sequence of each length (`SequenceCosts`). `choose_length_
 sequences into length bins. `plan_replicas` and `choose_replicas` decide how many replicas of each
 configuration to deploy, and `replan` whether to change them when tasks arrive or leave.
 `dispatch_samples` divides the samples of each round among the deployed replicas, and
-`assign_samples` tells which sample goes where.
+`assign_samples` tells which sample goes where. `make_deployment_plan` plans the rounds of all
+replicas (`pipeline.Plan`).
 """
 
 from .cost_table import SequenceCosts
 from .deployment_choice import choose_replicas, simulate_rounds
 from .deployment_plan import DeploymentPlan, candidate_replicas, plan_replicas, replan
 from .length_bins import LengthBins, choose_length_bins
+from .make_deployment_plan import (
+    DeployedPlans,
+    make_deployment_plan,
+    predicted_round_seconds,
+)
 from .sample_assignment import assign_samples, round_bins
 from .sample_dispatch import SampleDispatch, dispatch_samples
 from .sequence_costs import ModelledSequenceCosts
 from .shape_costs import ShapeCosts, TokenCosts
 
 __all__ = [
+    "DeployedPlans",
+    "make_deployment_plan",
+    "predicted_round_seconds",
     "DeploymentPlan",
     "LengthBins",
     "ModelledSequenceCosts",

@@ -9,6 +9,7 @@ from ..costs.replica_costs import ReplicaCosts
 from ..devices import Deployment, Replica
 from ..errors import PlanningError
 from ..numbers import power_of_two
+from ..packing.longest_rows import longest_that_fits, require_longest_rows
 from ..packing.microbatches import RoundLengths
 from ..packing.sampled_rounds import (
     Batches,
@@ -18,14 +19,14 @@ from ..packing.sampled_rounds import (
     sampled_part,
 )
 from ..packing.shape_choice import ShapeRequest, choose_shape
-from ..packing.shape_class import MIN_CHUNK_LEN, ShapeClass
-from ..replicas.sample_assignment import assign_samples
-from ..replicas.shape_costs import ShapeCosts
-from .groupings import Grouping
-from .make_plan import TaskLoad, plan_rounds, require_rows, round_lengths
-from .pipeline_choice import plan_with
-from .pipeline_plan import grouping_of_share
-from .plan_value import Plan
+from ..packing.shape_class import ShapeClass
+from ..pipeline.groupings import Grouping
+from ..pipeline.make_plan import TaskLoad, plan_rounds, require_rows, round_lengths
+from ..pipeline.pipeline_choice import plan_with
+from ..pipeline.pipeline_plan import grouping_of_share
+from ..pipeline.plan_value import Plan
+from .sample_assignment import assign_samples
+from .shape_costs import ShapeCosts
 
 FORMAT = "jaxmux.deployment_plan/1"
 
@@ -107,13 +108,7 @@ def make_deployment_plan(
         for replica in deployment.counts
     }
     row_len = max(shape.row_len for shape in shapes.values())
-    for task in tasks:
-        if task.longest > row_len:
-            raise PlanningError(
-                f"mesh {deployment}: the longest sample of task {task.name!r} has {task.longest} "
-                f"tokens, but the longest rows for which a replica has memory have {row_len}; a "
-                "larger replica is needed"
-            )
+    require_longest_rows(deployment, row_len, {task.name: task.longest for task in tasks})
     lengths, priced = round_lengths(tasks, rounds), {r: (costs[r], shapes[r]) for r in shapes}
     grouping = grouping_of_deployment([task.batches for task in tasks], deployment, priced)
     plans: list[Plan | None] = []
@@ -200,18 +195,16 @@ def _shape_of_share(
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     parts = replica.shards * round(devices / replica.devices)
     pools = {task.name: task.pool for task in tasks}
-    longest = power_of_two(max(lengths))
-    while True:
+
+    def choose(longest: int) -> ShapeClass:
         batches = [PartOfBatches(task.batches, parts, longest) for task in tasks]
         rounds = [own for own in sample_rounds(batches) if any(own.values())]
         kept = at_most(longest, lengths)
-        shape = choose_shape(rounds or [{0: kept}], request, costs.microbatch, kept).shape
-        try:
-            Admission(costs, shape, request.tokens, more_stages=False).require(pools)
-            costs.require_full_pipeline(shape)
-            return shape
-        except PlanningError:
-            shorter = max(MIN_CHUNK_LEN, longest // 2)
-            if shorter == longest or shorter < min(lengths) or request.row_len:
-                raise
-            longest = shorter
+        return choose_shape(rounds or [{0: kept}], request, costs.microbatch, kept).shape
+
+    def require(shape: ShapeClass) -> None:
+        Admission(costs, shape, request.tokens, more_stages=False).require(pools)
+        costs.require_full_pipeline(shape)
+
+    longest, fixed = power_of_two(max(lengths)), request.row_len is not None
+    return longest_that_fits(lengths, longest, choose, require, fixed)
