@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, consecutive_parts
 from jaxmux.tasks import TaskError
 
@@ -19,36 +21,31 @@ from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .executor import Executor
 from .prepared_task import PreparedTask
-from .progress import TaskProgress, TaskUpdate, record_update
+from .progress import TaskProgress, TaskUpdate
+from .results import DispatchedUpdate, Results
 from .round_position import RoundPosition
 from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
-from .slots import Slots
+from .slots import Slot, Slots
 from .stored_state import StoredState
 from .train_state import SlotState, TrainState
-from .updates import DueUpdates, UpdateStats
+from .updates import DueUpdates
 
 _log = logging.getLogger("jaxmux")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A dispatched update whose results have not been fetched yet.
+class SuspendedTask(NamedTuple):
+    """A task that has left the engine, with all that it needs to go on.
 
     Attributes:
-      index: number of the round, from 0.
-      plan: the round.
-      slots: the slots of the update.
-      learning_rates: by slot, the learning rate of the update.
-      stats: losses and gradient norms, on the device.
+      slot: the task and its progress. The engine may still enter the results of the task's last
+        update into the progress.
+      arrays: function that waits for the task's arrays, and returns them by path.
     """
 
-    index: int
-    plan: RoundPlan
-    slots: tuple[int, ...]
-    learning_rates: dict[int, float]
-    stats: UpdateStats
+    slot: Slot
+    arrays: Callable[[], SlotArrays]
 
 
 class Engine:
@@ -62,8 +59,9 @@ class Engine:
     in it is its *slot*.
 
     The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
-    results of the round before it. `drain` fetches the results of the last round. Tasks may be
-    registered, released and restored between two rounds, after `drain`.
+    results of the round before it. `drain` fetches the results of the last round. Tasks may come
+    and go between two rounds (`register_tasks`, `release`, `suspend`, `resume`), and the devices do
+    not wait for it while the tasks fit into the pool.
 
     Attributes:
       backbone: the frozen backbone; of several replicas, the first one.
@@ -121,10 +119,8 @@ class Engine:
             self._executor = SeveralDevices(replicas, options, stored)
         self._slots = Slots(self.backbone.config, options.reserved, stored)
         self._stream = RoundStream(self._slots, options, self._executor)
-        self._pending: list[_Pending] = []
-        # Results that were fetched while a round was dispatched, and not yet returned.
-        self._fetched: list[TaskUpdate] = []
-        self._position = RoundPosition(self._slots, self._stream)
+        self._results = Results(options.max_bad_steps)
+        self._position = RoundPosition(self._stream)
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
         self._peak = 0
@@ -132,9 +128,9 @@ class Engine:
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Adds tasks to be trained from their first step.
 
-        Call it between two rounds, after `drain`. The training of the registered tasks goes on
-        undisturbed. If the new tasks do not fit into the arrays, the arrays are enlarged and the
-        programs are compiled again. If there is an error, no task is added.
+        Call it between two rounds. The training of the registered tasks goes on undisturbed. If the
+        new tasks do not fit into the arrays, the devices end what has begun, the arrays are
+        enlarged and the programs are compiled again. If there is an error, no task is added.
 
         Args:
           tasks: the tasks, from `prepare_task`.
@@ -144,24 +140,10 @@ class Engine:
             (`options.shape.row_len`).
           PlanningError: a round of all tasks, new and registered, would not fit into the device's
             memory.
-          RuntimeError: a round is unfinished or its results have not been fetched.
+          RuntimeError: a round is unfinished.
         """
-        names = self.names
-        for prepared in tasks:
-            name = prepared.task.name
-            if name in names:
-                raise TaskError(f"task {name!r}: a task of this name is registered already")
-            prepared.refuse_rows_of(self.options.shape.row_len)
-            names.append(name)
-        # The state keeps the size that it has reached.
-        reserved = self._slots.pool
-        if self.admission:
-            self.admission = dataclasses.replace(self.admission, reserved=reserved)
-        for admission in (*filter(None, [self.admission]), *self._more_admissions):
-            own = dataclasses.replace(admission, reserved=reserved)
-            own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
-        self._pause()
-        self._peak = device_peak() or 0
+        self._refuse_tasks(tasks)
+        self._make_room(tasks)
         self._slots.add(tasks)
 
     def refuse_implementations(self) -> None:
@@ -175,18 +157,83 @@ class Engine:
 
     def release(self, name: str) -> None:
         """Removes a task, whose place another task can then take. The engine no longer has its
-        adapter.
+        adapter. Results of the task that have not been fetched are returned later all the same.
 
         Args:
           name: name of the task.
 
         Raises:
           TaskError: no task of this name is registered.
-          RuntimeError: a round is unfinished or its results have not been fetched.
+          RuntimeError: a round is unfinished.
         """
-        self._pause()
-        self._position.restore(self._slots.number(name), ())
-        self._slots.remove(name)
+        self._refuse_unfinished_round()
+        number = self._slots.remove(name)
+        self._position.restore(number, ())
+        self._position.discard_plans()
+        self._clear_left_slots()
+
+    def snapshot(self, name: str) -> Callable[[], SlotArrays]:
+        """Begins to copy a task's adapter and optimizer state to the host, as they are after the
+        last update that was dispatched. The devices do not wait for it.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          A function that waits for the copy, and returns NumPy arrays by path, like `task_arrays`.
+          The gradients accumulated since the last update are left out.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        copied = self._slots.copy_to_host(name)
+
+        def without_gradients() -> SlotArrays:
+            arrays = {
+                path: array
+                for path, array in copied().items()
+                if not path.startswith("accumulators/")
+            }
+            return arrays | {"loss": np.zeros_like(arrays["loss"])}
+
+        return without_gradients
+
+    def suspend(self, name: str) -> SuspendedTask:
+        """Removes a task, whose place another task can then take, and keeps all that it needs to go
+        on from its last update.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          The task, for `resume`.
+
+        Raises:
+          TaskError: no task of this name is registered.
+          RuntimeError: a round is unfinished.
+        """
+        self._refuse_unfinished_round()
+        suspended = SuspendedTask(self._slots.named(name), self.snapshot(name))
+        self.release(name)
+        return suspended
+
+    def resume(self, suspended: SuspendedTask) -> None:
+        """Lets a suspended task go on, with the bits that it would have had without a break.
+
+        Args:
+          suspended: the task, from `suspend` of an engine with the same backbone.
+
+        Raises:
+          TaskError: a task of this name is registered.
+          PlanningError: a round of all tasks would not fit into the device's memory.
+          RuntimeError: a round is unfinished.
+        """
+        slot = suspended.slot
+        self._refuse_tasks([slot.prepared])
+        if self._results.awaits(slot):
+            self._fetch()
+        self._make_room([slot.prepared])
+        self._slots.put_back(slot, suspended.arrays())
 
     @property
     def names(self) -> list[str]:
@@ -285,14 +332,18 @@ class Engine:
                     done,
                     stop,
                     self._due,
-                    position.plan_following if stream else lambda: None,
+                    self._plan_following if stream else lambda: None,
                 )
             finally:
                 self._count(current, done[before:])
             self._count(position.following, outcome.ahead)
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
-                self._pending.append(_Pending(self.rounds, current, slots, rates, stats))
+                tasks = {number: self._slots[number] for number in slots if number in rates}
+                pools = list(self._slots.pools.values())
+                self._results.add(
+                    DispatchedUpdate(self.rounds, current, tasks, rates, pools, stats)
+                )
             if outcome.lost:
                 self._begin_again()
                 if self.finished:
@@ -304,12 +355,17 @@ class Engine:
             position.stop(updates, outcome.ahead)
             self._fetch()
             # A round that has lost a task would be packed otherwise next time: finish it first.
-            if all(self._slots[slot].running for slot in current.steps):
-                return self._take_fetched()
+            if all(self._slots.runs(slot) for slot in current.steps):
+                return self._results.take()
             stop = lambda: False  # noqa: E731
         position.end(outcome.ahead)
+        self._clear_left_slots()
         self.rounds += 1
-        return self._take_fetched()
+        return self._results.take()
+
+    def _plan_following(self) -> RoundPlan | None:
+        """The round after the current one, as far as is known; None if it may not begin yet."""
+        return self._position.plan_following(self._live(after=self._position.current))
 
     def _count(self, plan: RoundPlan | None, dispatched: Sequence[int], times: int = 1) -> None:
         """Counts what all data shards have trained of microbatches with these indices."""
@@ -333,7 +389,7 @@ class Engine:
         self._fetch()
         own = self._slots
         due = np.zeros(own.pool.slots, bool)
-        due[[number for number in slots if own[number].running]] = True
+        due[[number for number in slots if own.runs(number)]] = True
         rates = {number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own}
         if slots:
             self._learning_rates[slots] = rates
@@ -377,54 +433,34 @@ class Engine:
         """
         self._settle()
         self._fetch()
-        return self._take_fetched()
-
-    def _take_fetched(self) -> list[TaskUpdate]:
-        fetched, self._fetched = self._fetched, []
-        return fetched
+        return self._results.take()
 
     def _fetch(self) -> None:
         """Waits for all dispatched updates, and records their results."""
-        for pending in self._pending:
-            try:
-                stats = jax.device_get(pending.stats)
-            except jax.errors.JaxRuntimeError as e:
-                if not ran_out_of_memory(e):
-                    raise
-                raise OutOfDeviceMemory(
-                    f"a device ran out of memory in round {pending.index}; try remat='full', "
-                    f"tokens_per_microbatch={self.options.shape.tokens // 2}, or fewer or smaller "
-                    "tasks"
-                ) from None
-            self._observe_memory()
-            for number in pending.slots:
-                slot = self._slots[number]
-                if not slot.running:
-                    continue
-                done = TaskUpdate(
-                    step=pending.index,
-                    task=slot.name,
-                    task_step=pending.plan.steps[number] + 1,
-                    loss=float(stats.loss[number]),
-                    lr=pending.learning_rates[number],
-                    grad_norm=float(stats.grad_norm[number]),
-                    target_tokens=pending.plan.target_tokens[number],
-                    tokens=pending.plan.tokens[number],
-                    skipped=not stats.applied[number],
-                )
-                record_update(slot.progress, done, slot.prepared.steps, self.options.max_bad_steps)
-                self._fetched.append(done)
-        self._pending = []
+        try:
+            for update in self._results.fetch():
+                self._observe_memory(update.pools)
+        except jax.errors.JaxRuntimeError as e:
+            if not ran_out_of_memory(e):
+                raise
+            raise OutOfDeviceMemory(
+                f"a device ran out of memory in round {self.rounds}; try remat='full', "
+                f"tokens_per_microbatch={self.options.shape.tokens // 2}, or fewer or smaller "
+                "tasks"
+            ) from None
 
-    def _observe_memory(self) -> None:
-        """Tells `admission` a new peak of memory use. The device reports only the highest peak so
-        far."""
+    def _observe_memory(self, pools: Sequence[PoolSpec]) -> None:
+        """Tells `admission` a new peak of memory use in a round. The device reports only the
+        highest peak so far.
+
+        Args:
+          pools: the pool that each task of the round needs alone.
+        """
         one_device = self._slots.stored.homes == [None]
         peak = device_peak() if self.admission and one_device else None
         # A restored round without microbatches may have been updated before anything was compiled.
         if peak and peak > self._peak and self.remat:
             self._peak = peak
-            pools = list(self._slots.pools.values())
             self.admission = self.admission.observe(pools, planned_remat(self.remat), peak)
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
@@ -484,7 +520,7 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        return self._slots.read(name)
+        return self._slots.copy_to_host(name)()
 
     def task_specs(self, name: str) -> SlotState:
         """Shapes and dtypes of `task_arrays`, without reading the arrays from the device.
@@ -523,31 +559,73 @@ class Engine:
           ValueError: the engine has no place for an array, or a scalar is missing.
           RuntimeError: a round is unfinished or its results have not been fetched.
         """
-        self._pause()
         slot = self._slots.named(name)
+        self._refuse_unfinished_round()
+        if self._position.begun_ahead or self._results.awaits(slot):
+            raise RuntimeError("drain the engine before a task is restored")
+        self._position.discard_plans()
         slot.progress = progress
         self._slots.write(name, arrays)
         if slot.running:
             self._position.restore(self._slots.number(name), accumulated)
 
-    def _live(self) -> dict[int, int]:
-        """The next step of every slot whose task has one."""
-        pending = {number for update in self._pending for number in update.slots}
-        steps = {number: slot.progress.step + (number in pending) for number, slot in self._slots}
+    def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
+        """The next step of every slot whose task has one.
+
+        Args:
+          after: a round that is being dispatched, whose steps count as trained; None if there is
+            none.
+        """
+        trained = {} if after is None else after.steps
+        steps = {
+            number: trained[number] + 1
+            if number in trained
+            else slot.progress.step + self._results.awaits(slot)
+            for number, slot in self._slots
+        }
         return {
             number: step
             for number, step in steps.items()
-            if self._slots[number].running and step < self._slots[number].prepared.steps
+            if self._slots.runs(number) and step < self._slots[number].prepared.steps
         }
 
-    def _pause(self) -> None:
-        """Discards the rounds that are packed ahead; the next round is packed from the tasks'
-        progress."""
-        if self._pending or self._fetched or self._position.done:
-            raise RuntimeError("drain the engine, at the end of a round, before its tasks change")
+    def _refuse_unfinished_round(self) -> None:
+        position = self._position
+        if position.current is not None and not position.begun_ahead:
+            raise RuntimeError("tasks may change at the end of a round, and this one is unfinished")
+
+    def _refuse_tasks(self, tasks: Sequence[PreparedTask]) -> None:
+        """Raises an error if tasks cannot be added."""
+        names = self.names
+        for prepared in tasks:
+            name = prepared.task.name
+            if name in names:
+                raise TaskError(f"task {name!r}: a task of this name is registered already")
+            prepared.refuse_rows_of(self.options.shape.row_len)
+            names.append(name)
+        # The state keeps the size that it has reached.
+        reserved = self._slots.pool
+        if self.admission:
+            self.admission = dataclasses.replace(self.admission, reserved=reserved)
+        for admission in (*filter(None, [self.admission]), *self._more_admissions):
+            own = dataclasses.replace(admission, reserved=reserved)
+            own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
+        self._refuse_unfinished_round()
+
+    def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
+        """Prepares for tasks to be added: rounds that are planned and have not begun are planned
+        anew, and if the state has to grow, the devices end what has begun and free memory."""
+        if not self._slots.have_room_for(tasks):
+            self._settle()
+            self._executor.release()
+            self._peak = device_peak() or 0
         self._position.discard_plans()
-        # Tasks may need the memory.
-        self._executor.release()
+
+    def _clear_left_slots(self) -> None:
+        """Empties the slots of tasks that have left, once no round that has begun uses them."""
+        current = self._position.current
+        for number in self._slots.left.difference(current.steps if current else ()):
+            self._slots.clear(number)
 
     def close(self) -> None:
         """Ends the thread that prepares microbatches ahead of the device. Call it when training

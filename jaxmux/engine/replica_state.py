@@ -24,7 +24,7 @@ from jaxmux.peft import Layout, LeafSpec
 from jaxmux.sharding import StageMesh
 
 from .stored_state import StoredState
-from .train_state import TrainState, with_empty_accumulators
+from .train_state import TrainState
 
 # With at most this many slots, arrays always travel for all slots.
 _FEW = 4
@@ -80,26 +80,42 @@ class ReplicaState:
           first: the train state, which the first replica has.
         """
         self.own, self._first = own, first
-        self._version = first.version
+        self._change = 0
         self._common = tuple(_common_layers(own, first))
 
     def refresh(self) -> None:
         """Brings the copy up to date after slots of the train state have been changed.
 
-        The accumulators become empty: all gradients that still count are in the train state, and a
-        failed task's are not to reach the next task in its slot.
+        The accumulators of these slots become empty: what still counts of them is in the train
+        state, and the gradients of a task that has left are not to reach the next task in its slot.
         """
-        if self._version == self._first.version:
-            return
-        self._version = self._first.version
+        own, first = self.own, self._first
+        before = self._change if own.states else -1
+        own.make_room(first.layout.tree._replace(moments=()))
+        capacity = first.layout.tree.loss.shape[0]
+        changed = [slot for slot in range(capacity) if first.changes.get(slot, 0) > before]
+        self._change = max(first.changes.values(), default=0)
+        if changed:
+            self._renew(filled_up(changed, capacity))
+
+    def warm_up(self) -> None:
+        """Runs every program without a slot, because nothing may be compiled or loaded while
+        stages exchange arrays."""
+        capacity = self._first.layout.tree.loss.shape[0]
+        for size in {len(filled_up(range(n), capacity)) for n in (1, capacity)}:
+            none = np.full(size, capacity, np.int32)
+            self._renew(none)
+            self.send_gradients(none)
+            self.receive_adapters(none)
+
+    def _renew(self, slots: Int[np.ndarray, " K"]) -> None:
+        """Empties the accumulators of slots, and replaces their adapters."""
         own = self.own
-        own.make_room(self._first.layout.tree._replace(moments=()))
         own.states = [
-            home.run(_emptied, home, layout, state)
+            home.run(_emptied, home, layout, state, slots)
             for home, layout, state in zip(own.homes, own.layouts, own.states, strict=True)
         ]
-        slots = self._first.layout.tree.loss.shape[0]
-        self.receive_adapters(np.arange(slots, dtype=np.int32))
+        self.receive_adapters(slots)
 
     def send_gradients(self, slots: Int[np.ndarray, " K"]) -> None:
         """Adds gradients and losses to those of the first replica, and empties their places here.
@@ -175,9 +191,12 @@ def _arrived(pieces: Iterable[_Piece], homes: Sequence[StageMesh]) -> dict[int, 
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _emptied(home: StageMesh, layout: Layout, state: TrainState) -> TrainState:
-    """The state without gradients and losses."""
-    return _like(home, layout, with_empty_accumulators(state))
+def _emptied(
+    home: StageMesh, layout: Layout, state: TrainState, slots: Int[Array, " K"]
+) -> TrainState:
+    """The state without the gradients and losses of the slots."""
+
+    return _like(home, layout, _without_gradients(layout, state, slots))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
@@ -197,12 +216,8 @@ def _taken(
     def total(spec: LeafSpec, copies: Array) -> Array:
         return _of_slots(spec, copies, slots).sum(axis=0)
 
-    def rest(spec: LeafSpec, copies: Array) -> Array:
-        return copies.at[_at(spec, slots)].set(0, mode="drop")
-
     totals = jax.tree.map(total, specs, held)
-    accumulators, loss = jax.tree.map(rest, specs, held)
-    state = _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
+    state = _like(home, layout, _without_gradients(layout, state, slots))
     own = summed.tree.accumulators, summed.tree.loss
     return state, [_everywhere(home, _layers(own, totals, c.begin, c.layers)) for c in cuts]
 
@@ -265,6 +280,17 @@ def _joined(
 
     adapters = jax.tree.map(join, layout.tree.adapters, state.adapters, *pieces)
     return _like(home, layout, state._replace(adapters=adapters))
+
+
+def _without_gradients(layout: Layout, state: TrainState, slots: Int[Array, " K"]) -> TrainState:
+    """The state in which the accumulators and losses of the slots are empty."""
+
+    def rest(spec: LeafSpec, copies: Array) -> Array:
+        return copies.at[_at(spec, slots)].set(0, mode="drop")
+
+    specs = layout.tree.accumulators, layout.tree.loss
+    accumulators, loss = jax.tree.map(rest, specs, (state.accumulators, state.loss))
+    return state._replace(accumulators=accumulators, loss=loss)
 
 
 def _layers(specs: Any, values: Any, first: int, layers: int) -> Any:

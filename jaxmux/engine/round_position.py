@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from .round_stream import RoundStream
 from .rounds import Due, RoundPlan, SampleIndices
-from .slots import Slots
 
 
 class RoundPosition:
@@ -17,22 +16,21 @@ class RoundPosition:
       current: the current round; None between two rounds.
       done: indices of its microbatches that have been dispatched.
       following: the round after it, if the executor may have begun it.
-      begun_ahead: whether the current round has begun while the round before it was trained, and
-        the executor has not been given it again.
+      begun_ahead: whether the executor may have begun the current round while the round before it
+        was trained, and has not been given it again.
     """
 
-    def __init__(self, slots: Slots, stream: RoundStream):
+    def __init__(self, stream: RoundStream):
         """Creates a position between two rounds.
 
         Args:
-          slots: the slots, with the tasks that are trained.
           stream: plans the rounds.
         """
         self.current: RoundPlan | None = None
         self.done: list[int] = []
         self.following: RoundPlan | None = None
         self.begun_ahead = False
-        self._slots, self._stream = slots, stream
+        self._stream = stream
         # By slot, indices of the samples whose gradients were in the accumulators when the current
         # round began; and, for slots that are updated in the current round, of the samples of
         # their following global batch.
@@ -49,17 +47,16 @@ class RoundPosition:
         self.begun_ahead = False
         return self.current
 
-    def plan_following(self) -> RoundPlan | None:
-        """The round after the current one, for the tasks that are live as far as is known; None if
-        there is none, or if it may not begin yet."""
+    def plan_following(self, live: Mapping[int, int]) -> RoundPlan | None:
+        """The round after the current one; None if there is none, or if it may not begin yet.
+
+        Args:
+          live: by slot, the step after the current round of every task that is live as far as is
+            known.
+        """
         if self._accumulated_ahead:
             # A part of it has been trained before the current round was stopped.
             return None
-        live = {
-            number: step + 1
-            for number, step in self.current.steps.items()
-            if self._slots[number].running and step + 1 < self._slots[number].prepared.steps
-        }
         self.following = self._stream.next(live, {}) if live else None
         return self.following
 
@@ -102,9 +99,9 @@ class RoundPosition:
         self._stream.close()
 
     def discard_plans(self) -> None:
-        """Discards the rounds that are planned, because tasks change. No microbatch may have been
-        dispatched."""
-        self.current = None
+        """Discards the rounds that are planned and have not begun, because tasks change."""
+        if not self.begun_ahead:
+            self.current = None
         self._stream.close()
 
     def accumulated(self, number: int) -> list[int]:

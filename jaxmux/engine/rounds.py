@@ -94,6 +94,7 @@ class RoundPlan(NamedTuple):
       updates: the updates of all slots, in the order in which they become due.
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
+      optimizers: the optimizer kinds of the tasks.
       tokens: by slot, number of tokens in the task's global batch, without padding.
       target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
     """
@@ -103,6 +104,7 @@ class RoundPlan(NamedTuple):
     updates: tuple[Due, ...]
     slots: SlotTable
     dropout: bool
+    optimizers: frozenset[str]
     tokens: dict[int, int]
     target_tokens: dict[int, int]
 
@@ -172,6 +174,7 @@ def training_rounds(
             _updates(groups, microbatches),
             slot_table(live, steps, pool.slots),
             pool.dropout,
+            frozenset(task.task.optimizer.kind for task in live.values()),
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
         )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
 from jaxmux.planner.replicas import TokenCosts, assign_samples
 from jaxmux.sharding import PlacedBackbone
@@ -92,8 +93,9 @@ class SeveralDevices:
         # The round that has begun before the current one has ended, and its ended microbatches.
         self._ahead: RoundPlan | None = None
         self._ahead_done: list[int] = []
-        # The version of the state for which all programs are compiled.
-        self._compiled_for = 0
+        # The layout of the state, the dropout and the optimizer kinds for which all programs have
+        # run.
+        self._warm_for: tuple[Layout | None, bool, frozenset[str]] = None, False, frozenset()
         # Replicas whose devices have run out of memory.
         self._full: list[ReplicaPipeline] = []
         # True if a round ended in an exception, with microbatches between two parts.
@@ -139,12 +141,8 @@ class SeveralDevices:
         self._refresh()
         if not self._compile(plan.dropout):
             return RoundOutcome({}, lost=True)
-        # Every task that comes changes the version, and only tasks change what is compiled.
-        if self._compiled_for != self._stored.version:
-            for replica in self._replicas:
-                replica.warm_moves()
-            self._warm_up(due(()))
-            self._compiled_for = self._stored.version
+        if not self._is_warm_for(plan):
+            self._warm_up(due(()), plan.dropout)
         if self._ahead is plan:
             self._ahead = None
         else:
@@ -168,7 +166,10 @@ class SeveralDevices:
             # The replicas take turns, so that none waits for another one's dispatches.
             for replica in self._replicas:
                 if replica.begun_all and not asked and not stopped:
-                    asked, self._ahead, self._ahead_done = True, following(), []
+                    asked, self._ahead_done = True, []
+                    found = following()
+                    # While stages exchange arrays nothing may be compiled.
+                    self._ahead = found if found and self._is_warm_for(found) else None
                     if self._ahead:
                         self._add(self._ahead, range(len(self._ahead.microbatches)))
                 dispatched, ended = replica.advance(may_begin)
@@ -247,19 +248,24 @@ class SeveralDevices:
             copy.receive_adapters(slots)
         return stats
 
-    def _warm_up(self, none_due: DueUpdates) -> None:
+    def _is_warm_for(self, plan: RoundPlan) -> bool:
+        """Whether all programs of a round have run for the state as it is."""
+        layout, dropout, optimizers = self._warm_for
+        same = (layout, dropout) == (self._stored.layout, plan.dropout)
+        return same and plan.optimizers <= optimizers
+
+    def _warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
         """Runs the programs of all updates without a slot, because nothing may be compiled or
         loaded while stages exchange arrays."""
-        capacity = len(none_due.due)
-        sizes = {len(filled_up(range(n), capacity)) for n in (1, capacity)}
+        for replica in self._replicas:
+            replica.warm_moves()
         # What a program returns may be described otherwise than what was first put on the devices:
         # only the second time, all arguments are results of programs.
         for _ in range(2):
-            for size in sizes if self._copies else ():
-                for copy in self._copies:
-                    copy.send_gradients(np.full(size, capacity, np.int32))
-                    copy.receive_adapters(np.full(size, capacity, np.int32))
+            for copy in self._copies:
+                copy.warm_up()
             update_parts(self._stored, none_due, warm=True)
+        self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
 
     def _forget(self) -> None:
         """Forgets the microbatches that have not begun. The train state gets the gradients of all

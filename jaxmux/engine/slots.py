@@ -1,7 +1,7 @@
 """The slots (places of tasks in the stacked arrays), and the train state that they share."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -76,6 +76,8 @@ class Slots:
         self.pool = reserved
         self._config = config
         self._slots: dict[int, Slot] = {}
+        # Slots whose tasks have left, and that are not empty yet.
+        self._left: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[int, Slot]]:
         """The slots that are taken, with their numbers, in the order in which their tasks were
@@ -131,6 +133,15 @@ class Slots:
             hyper[kind] = {name: np.float32([row[name] for row in rows]) for name in rows[0]}
         return hyper
 
+    @property
+    def left(self) -> set[int]:
+        """Numbers of the slots whose tasks have left, until `clear` empties them."""
+        return set(self._left)
+
+    def runs(self, number: int) -> bool:
+        """Whether a slot has a task that is running."""
+        return number in self._slots and self._slots[number].running
+
     def number(self, name: str) -> int:
         """The slot number of a task.
 
@@ -156,7 +167,7 @@ class Slots:
         added: list[str] = []
         try:
             for prepared in tasks:
-                number = min(set(range(self.pool.slots)) - self._slots.keys())
+                number = self._lowest_free()
                 slot = Slot(prepared, TaskProgress())
                 specs = slot_specs(self.layout.tree, slot.kind).adapter
                 adapter = pad(named_leaves(prepared.make_adapter()), specs)
@@ -165,14 +176,36 @@ class Slots:
                 added.append(slot.name)
         except BaseException:
             for name in added:
-                self.remove(name)
+                self.clear(self.remove(name))
             raise
 
-    def remove(self, name: str) -> None:
-        """Empties the slot of a task, so that another task can take it."""
+    def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
+        """Gives a task that has left the free slot with the lowest number.
+
+        Args:
+          slot: the task with its progress.
+          arrays: its arrays by path, from `copy_to_host`.
+        """
+        self._make_room([slot.prepared])
+        self._slots[self._lowest_free()] = slot
+        try:
+            self.write(slot.name, arrays)
+        except BaseException:
+            self.clear(self.remove(slot.name))
+            raise
+
+    def remove(self, name: str) -> int:
+        """Takes a task out of its slot, which no other task can take until `clear` empties it.
+        Returns the number of the slot."""
         number = self.number(name)
-        self.stored.clear(number)
         del self._slots[number]
+        self._left.add(number)
+        return number
+
+    def clear(self, number: int) -> None:
+        """Empties a slot whose task has left, so that another task can take it."""
+        self.stored.clear(number)
+        self._left.remove(number)
 
     def own_specs(self, name: str) -> SlotState:
         """Shapes and dtypes of the arrays that a checkpoint holds of a task: a `SlotState` of
@@ -183,18 +216,25 @@ class Slots:
         specs = state_specs({slot.kind.adapter: own}, 1, slot.kind.optimizer)
         return slot_specs(specs, slot.kind)
 
-    def read(self, name: str) -> SlotArrays:
-        """The arrays of a task by path, at its own rank and modules."""
-        number, slot = self.number(name), self.named(name)
-        specs = slot_specs(self.layout.tree, slot.kind)
-        return crop(self.stored.read(slot.kind, number, specs), self.own_specs(name))
+    def copy_to_host(self, name: str) -> Callable[[], SlotArrays]:
+        """Begins to copy the arrays of a task to the host.
+
+        Returns:
+          A function that waits for the copy, and returns the arrays by path, at the task's own rank
+          and modules.
+        """
+        number, slot, own = self.number(name), self.named(name), self.own_specs(name)
+        copied = self.stored.copy_to_host(
+            slot.kind, number, slot_specs(self.layout.tree, slot.kind)
+        )
+        return lambda: crop(copied(), own)
 
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces the arrays of a task.
 
         Args:
           name: name of the task.
-          arrays: arrays that `read` returned, from a state of any size.
+          arrays: arrays from `copy_to_host`, of a state of any size.
         """
         number, slot = self.number(name), self.named(name)
         specs = slot_specs(self.layout.tree, slot.kind)
@@ -213,12 +253,26 @@ class Slots:
                 rates[rows[name], :, number] = np.float32(rate) * relative
         return rates
 
+    def have_room_for(self, tasks: Sequence[PreparedTask]) -> bool:
+        """Whether tasks can be added without another pool, for which programs would be compiled."""
+        pool, specs = self._pool_with(tasks)
+        return Layout(specs) == self.layout and pool.dropout == self.pool.dropout
+
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""
-        needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
-        grows = self.layout is not None
-        self.pool, specs = pool_of(self._config, needed, self.pool, keep_moments=grows)
+        self.pool, specs = self._pool_with(tasks)
         self.stored.make_room(specs)
+
+    def _pool_with(self, tasks: Sequence[PreparedTask]) -> tuple[PoolSpec, TrainState]:
+        """The pool that has room for further tasks, and the description of its arrays."""
+        needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
+        # A slot that is not empty yet cannot be taken.
+        slots = max(self.pool.slots, len(needed) + len(self._left))
+        reserved = self.pool._replace(slots=slots)
+        return pool_of(self._config, needed, reserved, keep_moments=self.layout is not None)
+
+    def _lowest_free(self) -> int:
+        return min(set(range(self.pool.slots)) - self._slots.keys() - self._left)
 
 
 def pool_of(

@@ -42,7 +42,8 @@ class StoredState:
       layouts: the descriptions of `states`, each a `TrainState` of `LeafSpec`.
       summed: the same without the axis "copy".
       layout: the description of the whole state; None until `make_room` is called.
-      version: changes whenever a slot or the size of the state is changed, except by training.
+      changes: by slot, the number of the last change of this slot, except by training. Changes are
+        numbered from 1.
     """
 
     def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh | None]):
@@ -58,7 +59,7 @@ class StoredState:
         self.layouts: list[Layout] = []
         self.summed: list[Layout] = []
         self.layout: Layout | None = None
-        self.version = 0
+        self.changes: dict[int, int] = {}
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -82,7 +83,6 @@ class StoredState:
                 larger = grown(leaves, own.tree, self.homes[i])
                 self.states[i] = _placed(larger, own, self.homes[i])
         self.layout, self.layouts = layout, layouts
-        self.version += 1
 
     def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
         """Replaces the adapter of one slot in place.
@@ -94,7 +94,7 @@ class StoredState:
         """
         specs = jax.tree.map(LeafSpec.of_slot, self.layout.tree.adapters[kind])
         self._change(
-            write_adapter, kind, slot, own=lambda i: _layers_of(specs, adapter, self.parts[i])
+            write_adapter, slot, kind, own=lambda i: _layers_of(specs, adapter, self.parts[i])
         )
 
     def write(self, kind: SlotKind, slot: int, specs: SlotState, value: SlotState) -> None:
@@ -112,7 +112,7 @@ class StoredState:
             stored = slot_specs(self.layouts[i].tree, kind)
             return jax.tree.map(_first_copy, stored, layers)
 
-        self._change(write_slot, kind, slot, own=own)
+        self._change(write_slot, slot, kind, own=own)
 
     def clear(self, slot: int) -> None:
         """Empties one slot in place."""
@@ -133,37 +133,48 @@ class StoredState:
             sums = jax.tree.map(zeros, (state.accumulators, state.loss))
             self.states[i] = state._replace(accumulators=sums[0], loss=sums[1])
 
-    def read(self, kind: SlotKind, slot: int, specs: SlotState) -> SlotState:
-        """The arrays of one slot, as NumPy arrays.
+    def copy_to_host(self, kind: SlotKind, slot: int, specs: SlotState) -> Callable[[], SlotState]:
+        """Begins to copy one slot to the host, as it is after everything that has been dispatched.
 
         Args:
           kind: adapter kind and optimizer kind of the slot's task.
           slot: number of the slot.
           specs: the description of the slot.
+
+        Returns:
+          A function that waits for the copy and returns the slot's arrays, as NumPy arrays.
         """
         found = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
             own = run_on(home, read_slot, state, layout, kind, slot)
             found.append(own if home is None else jax.tree.map(home.read, own))
+        for array in jax.tree.leaves(found):
+            if isinstance(array, jax.Array):
+                array.copy_to_host_async()
 
-        def joined(spec: LeafSpec, *leaves: jax.Array) -> np.ndarray | jax.Array:
+        def joined(spec: LeafSpec, *leaves: jax.Array | np.ndarray) -> np.ndarray:
             if len(leaves) == 1 or "layer" not in spec.axes:
-                return leaves[0]
+                return np.asarray(leaves[0])
             return np.concatenate([np.asarray(leaf) for leaf in leaves], spec.axes.index("layer"))
 
-        return jax.tree.map(joined, specs, *found)._replace(loss=found[-1].loss)
+        def copied() -> SlotState:
+            arrays = jax.tree.map(joined, specs, *found)
+            return arrays._replace(loss=np.asarray(found[-1].loss))
+
+        return copied
 
     def _change(
         self,
         write: Callable[..., TrainState],
-        *arguments: Any,
+        slot: int,
+        *kind: Any,
         own: Callable[[int], Any] | None = None,
     ) -> None:
-        """Calls `write(state, layout, *arguments, own(i))` for every part i."""
-        self.version += 1
+        """Calls `write(state, layout, *kind, slot, own(i))` for every part i."""
+        self.changes[slot] = max(self.changes.values(), default=0) + 1
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
             value = () if own is None else (own(i),)
-            state = run_on(home, write, self.states[i], layout, *arguments, *value)
+            state = run_on(home, write, self.states[i], layout, *kind, slot, *value)
             self.states[i] = _placed(state, layout, home)
 
 

@@ -73,7 +73,8 @@ def crop(tree: Any, own: Any) -> SlotArrays:
     and all modules (adapted linears) of any task, so it may be larger than the task needs.
 
     Args:
-      tree: arrays of one slot, without the slot axis, at the pool's rank and modules.
+      tree: arrays of one slot, without the slot axis, at the pool's rank and modules. They are
+        copied to the host as a whole.
       own: tree of `LeafSpec` with the task's own shapes and modules, without the slot axis.
 
     Returns:
@@ -84,7 +85,7 @@ def crop(tree: Any, own: Any) -> SlotArrays:
     """
     leaves = named_leaves(tree)
     return {
-        name: np.asarray(leaves[name][tuple(map(slice, spec.shape))])
+        name: np.asarray(np.asarray(leaves[name])[tuple(map(slice, spec.shape))], order="C")
         for name, spec in named_leaves(own).items()
     }
 

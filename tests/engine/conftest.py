@@ -196,3 +196,44 @@ def compiles():
         names.clear()
         yield names
     logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def drive_at_random():
+    """Trains tasks to their ends while they come, go, pause and go on at random between rounds,
+    without a break. Returns every task's updates, and its arrays after the last one."""
+
+    def drive(engine: Engine, tasks: dict[str, PreparedTask], seed: int, slots: int = SLOTS):
+        rng = np.random.default_rng(seed)
+        waiting, suspended = list(tasks.values()), []
+        updates = {name: [] for name in tasks}
+        arrays = {}
+
+        def record(found):
+            for update in found:
+                updates[update.task].append(update)
+
+        while len(arrays) < len(tasks):
+            for name in engine.names:
+                if engine.progress(name).status == "succeeded":
+                    arrays[name] = engine.snapshot(name)
+                    engine.release(name)
+            for name in engine.names:
+                if rng.random() < 0.2:
+                    suspended.append(engine.suspend(name))
+            while suspended and len(engine.names) < slots and rng.random() < 0.5:
+                engine.resume(suspended.pop(int(rng.integers(len(suspended)))))
+            while waiting and len(engine.names) < slots and rng.random() < 0.5:
+                engine.register_tasks([waiting.pop()])
+            # A task whose training has begun may leave, and then begins anew.
+            if engine.names and rng.random() < 0.1:
+                name = str(rng.choice(engine.names))
+                if engine.progress(name).status == "running":
+                    waiting.append(engine.prepared(name))
+                    engine.release(name)
+                    record(engine.drain())
+                    updates[name].clear()
+            record(engine.train_round())
+        return updates, {name: snapshot() for name, snapshot in arrays.items()}
+
+    return drive

@@ -42,6 +42,7 @@ def make_engine(backbone):
         model: Backbone = backbone,
         first_device: int = 0,
         others: tuple[tuple[tuple[int, ...], Stage], ...] = (),
+        slots: int = 4,
         **options,
     ) -> Engine:
         devices = iter(jax.devices()[first_device:])
@@ -56,7 +57,7 @@ def make_engine(backbone):
             first = placed(layers, stage, stages or len(layers))
             model = [first, *(placed(layers, stage, len(layers)) for layers, stage in others)]
         options = {"remat": "dots"} | options
-        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(4, 8, ()), **options))
+        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(slots, 8, ()), **options))
         engine.register_tasks(tasks)
         return engine
 

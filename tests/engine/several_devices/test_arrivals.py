@@ -1,0 +1,68 @@
+"""Tasks come, go, pause and go on while rounds overlap on several devices."""
+
+import pytest
+
+from jaxmux.planner.devices import Stage
+
+
+@pytest.fixture(scope="module")
+def tasks(make_narrow_task):
+    steps = {"a": 5, "b": 3, "c": 6, "d": 4, "e": 2}
+    return {
+        name: make_narrow_task(name, rank=2 + i, dropout=0.1, batch_size=5 + 2 * i, steps=own)
+        for i, (name, own) in enumerate(steps.items())
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "lorapp"])
+def test_every_task_gets_the_bits_it_gets_alone_on_a_pipeline(
+    schedule, tasks, make_engine, train, drive_at_random, assert_same_bits
+):
+    alone = {}
+    for name, task in tasks.items():
+        engine = make_engine(task)
+        alone[name] = train(engine)[name], engine.task_arrays(name)
+    for seed in range(2):
+        engine = make_engine(layers=(3, 1), schedule=schedule)
+        updates, arrays = drive_at_random(engine, tasks, seed)
+        for name, (expected, own) in alone.items():
+            assert [u._replace(step=0) for u in updates[name]] == [
+                u._replace(step=0) for u in expected
+            ]
+            assert_same_bits(arrays[name], {path: own[path] for path in arrays[name]})
+
+
+def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, make_engine, compiles):
+    """Microbatches of the following round are in flight at every end of a round."""
+    tasks = {
+        name: make_narrow_task(name, steps=20, batch_size=6, lengths=(60, 120)) for name in "abcde"
+    }
+    engine = make_engine(*(tasks[name] for name in "abc"), layers=(3, 1))
+    engine.train_round()
+    engine.resume(engine.suspend("b"))
+    engine.release("b")
+    engine.train_round()
+    before = len(compiles)
+    order = engine._executor._replicas[0]._order
+    for change in (
+        lambda: engine.register_tasks([tasks["d"]]),
+        lambda: engine.release("a"),
+        lambda: engine.register_tasks([tasks["e"]]),
+    ):
+        assert order.begun > order.ended
+        change()
+        assert order.begun > order.ended
+        engine.train_round()
+    assert compiles[before:] == []
+
+
+def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
+    tasks, make_engine, train, drive_at_random
+):
+    pair = {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}
+    engine = make_engine(*tasks.values(), slots=len(tasks), **pair)
+    expected = train(engine)
+    updates, _ = drive_at_random(make_engine(**pair), tasks, 0)
+    for name, own in expected.items():
+        assert [u.task_step for u in updates[name]] == [u.task_step for u in own]
+        assert [u.loss for u in updates[name]] == pytest.approx([u.loss for u in own], rel=1e-3)
