@@ -15,9 +15,17 @@ round and, at the end, the adapter of every task.
     engine.close()
 """
 
-from .engine import Engine
+from .engine import Engine, SuspendedTask
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask, prepare_task
 from .progress import TaskProgress, TaskUpdate
 
-__all__ = ["Engine", "EngineOptions", "PreparedTask", "TaskProgress", "TaskUpdate", "prepare_task"]
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "PreparedTask",
+    "SuspendedTask",
+    "TaskProgress",
+    "TaskUpdate",
+    "prepare_task",
+]

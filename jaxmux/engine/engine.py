@@ -186,17 +186,25 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        copied = self._slots.copy_to_host(name)
+        copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
+        return lambda: copied() | {"loss": np.zeros((), np.float32)}
 
-        def without_gradients() -> SlotArrays:
-            arrays = {
-                path: array
-                for path, array in copied().items()
-                if not path.startswith("accumulators/")
-            }
-            return arrays | {"loss": np.zeros_like(arrays["loss"])}
+    def adapter_snapshot(self, name: str) -> Callable[[], Adapter]:
+        """Begins to copy a task's adapter to the host, as it is after the last update that was
+        dispatched. The devices do not wait for it.
 
-        return without_gradients
+        Args:
+          name: name of the task.
+
+        Returns:
+          A function that waits for the copy, and returns the adapter as `adapter` does.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        spec = self.prepared(name).task.adapter
+        copied = self._slots.copy_to_host(name, ("adapter",))
+        return lambda: adapter_of(copied(), spec, self.backbone.config)
 
     def suspend(self, name: str) -> SuspendedTask:
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
@@ -234,6 +242,46 @@ class Engine:
             self._fetch()
         self._make_room([slot.prepared])
         self._slots.put_back(slot, suspended.arrays())
+
+    def extend(self, name: str, steps: int) -> None:
+        """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
+
+        Args:
+          name: name of the task.
+          steps: the new number of steps, those included that the task has trained.
+
+        Raises:
+          TaskError: no task of this name is registered, it has ended, or it has at least so many
+            steps already.
+          RuntimeError: a round is unfinished.
+        """
+        slot = self._slots.named(name)
+        if not slot.running or steps <= slot.prepared.steps:
+            raise TaskError(
+                f"task {name!r}: it has {slot.prepared.steps} steps and is {slot.progress.status}; "
+                "a running task can be extended to more steps"
+            )
+        self._refuse_unfinished_round()
+        self._position.discard_plans()
+        slot.prepared = slot.prepared.extended(steps)
+
+    def refuse_outgrowing(self, prepared: PreparedTask) -> None:
+        """Checks that a task fits into the pool and the microbatches as they are, if it has a place
+        to itself.
+
+        Args:
+          prepared: the task.
+
+        Raises:
+          TaskError: it does not fit; the message names the setting at fault.
+        """
+        prepared.refuse_rows_of(self.options.shape.row_len)
+        self._slots.refuse_outgrowing(prepared)
+
+    @property
+    def capacity(self) -> int:
+        """Number of places for tasks in the pool as it is."""
+        return self._slots.pool.slots
 
     @property
     def names(self) -> list[str]:
@@ -500,8 +548,7 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        spec = self.prepared(name).task.adapter
-        return adapter_of(self.task_arrays(name), spec, self.backbone.config)
+        return self.adapter_snapshot(name)()
 
     def task_arrays(self, name: str) -> SlotArrays:
         """All arrays of a task that a checkpoint must hold.

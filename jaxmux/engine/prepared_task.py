@@ -105,6 +105,17 @@ class PreparedTask:
         rates = kind.relative_rates(self.task.adapter, self.targets)
         return named_leaves({kind.name: rates})
 
+    def extended(self, steps: int) -> "PreparedTask":
+        """Returns a new prepared task that trains another number of steps. Its learning-rate
+        schedule spreads over all of them.
+
+        Args:
+          steps: number of global batches that the new task trains.
+        """
+        task = dataclasses.replace(self.task, steps=steps, epochs=None)
+        batches = GlobalBatches(self.samples.samples, task.batch_size, task.seed)
+        return dataclasses.replace(self, task=task, batches=batches, steps=steps)
+
     def learning_rate(self, updates: int) -> float:
         """The learning rate of the task's next update, by the schedule of its optimizer.
 

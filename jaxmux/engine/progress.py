@@ -75,6 +75,7 @@ class TaskUpdate(NamedTuple):
       grad_norm: L2 norm of the task's gradient over all its parameters, before clipping.
       target_tokens: number of target tokens in the batch.
       tokens: number of tokens in the batch that the model reads, without padding.
+      computed_tokens: number of tokens in the chunks that hold the batch, with padding.
       skipped: True if the update was not applied because the loss, the gradient or a new parameter
         was not finite.
     """
@@ -87,6 +88,7 @@ class TaskUpdate(NamedTuple):
     grad_norm: float
     target_tokens: int
     tokens: int
+    computed_tokens: int
     skipped: bool
 
 

@@ -65,11 +65,13 @@ class PackedMicrobatch(NamedTuple):
       replica: index of the replica.
       arrays: the arrays that the forward pass reads.
       samples: by slot, indices of the samples in the task's global batch.
+      tokens: by slot, the tokens of the task's chunks, padding included.
     """
 
     replica: int
     arrays: PlacedMicrobatch
     samples: SampleIndices
+    tokens: Mapping[int, int]
 
 
 class Due(NamedTuple):
@@ -107,6 +109,10 @@ class RoundPlan(NamedTuple):
     optimizers: frozenset[str]
     tokens: dict[int, int]
     target_tokens: dict[int, int]
+
+    def computed_tokens(self, slot: int) -> int:
+        """Tokens of the chunks that hold the task's global batch in this round, with padding."""
+        return sum(microbatch.tokens.get(slot, 0) for microbatch in self.microbatches)
 
 
 def pack_tightly(
@@ -291,7 +297,9 @@ def fill_microbatches(
             for placement in chain.from_iterable(of_shards):
                 samples.setdefault(placement.slot, []).append(placement.sample)
             arrays = [fill_microbatch(placements, batches, **sizes) for placements in of_shards]
-            yield PackedMicrobatch(i, arrays, samples)
+            slots = np.concatenate([own.chunk_slot for own in arrays])
+            tokens = {slot: shape.chunk_len * int((slots == slot).sum()) for slot in samples}
+            yield PackedMicrobatch(i, arrays, samples, tokens)
 
 
 def _pack_shards(

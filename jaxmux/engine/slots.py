@@ -216,17 +216,23 @@ class Slots:
         specs = state_specs({slot.kind.adapter: own}, 1, slot.kind.optimizer)
         return slot_specs(specs, slot.kind)
 
-    def copy_to_host(self, name: str) -> Callable[[], SlotArrays]:
+    def copy_to_host(
+        self, name: str, fields: tuple[str, ...] = SlotState._fields
+    ) -> Callable[[], SlotArrays]:
         """Begins to copy the arrays of a task to the host.
+
+        Args:
+          name: name of the task.
+          fields: the fields of `SlotState` to copy.
 
         Returns:
           A function that waits for the copy, and returns the arrays by path, at the task's own rank
           and modules.
         """
-        number, slot, own = self.number(name), self.named(name), self.own_specs(name)
-        copied = self.stored.copy_to_host(
-            slot.kind, number, slot_specs(self.layout.tree, slot.kind)
-        )
+        number, slot = self.number(name), self.named(name)
+        own = {field: getattr(self.own_specs(name), field) for field in fields}
+        specs = slot_specs(self.layout.tree, slot.kind)
+        copied = self.stored.copy_to_host(slot.kind, number, specs, fields)
         return lambda: crop(copied(), own)
 
     def write(self, name: str, arrays: SlotArrays) -> None:
@@ -257,6 +263,23 @@ class Slots:
         """Whether tasks can be added without another pool, for which programs would be compiled."""
         pool, specs = self._pool_with(tasks)
         return Layout(specs) == self.layout and pool.dropout == self.pool.dropout
+
+    def refuse_outgrowing(self, prepared: PreparedTask) -> None:
+        """TaskError if a task needs another rank, linear, dropout or optimizer than the pool
+        has."""
+        own, pool, name = prepared.pool, self.pool, prepared.task.name
+        modules = MODULES if pool.modules is None else pool.modules
+        missing = ", ".join(sorted({*own.modules} - {*modules}))
+        problems = {
+            f"its rank is {own.rank}, the pool's is {pool.rank}": own.rank > pool.rank,
+            f"it adapts {missing}, for which the pool has no arrays": bool(missing),
+            "it has dropout, for which the pool was not made": own.dropout and not pool.dropout,
+            f"its optimizer {own.optimizer} has more moments than the pool": _moments(own)
+            > _moments(pool),
+        }
+        for problem, found in problems.items():
+            if found:
+                raise TaskError(f"task {name!r}: {problem}")
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""

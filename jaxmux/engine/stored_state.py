@@ -133,20 +133,23 @@ class StoredState:
             sums = jax.tree.map(zeros, (state.accumulators, state.loss))
             self.states[i] = state._replace(accumulators=sums[0], loss=sums[1])
 
-    def copy_to_host(self, kind: SlotKind, slot: int, specs: SlotState) -> Callable[[], SlotState]:
+    def copy_to_host(
+        self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
+    ) -> Callable[[], dict[str, Any]]:
         """Begins to copy one slot to the host, as it is after everything that has been dispatched.
 
         Args:
           kind: adapter kind and optimizer kind of the slot's task.
           slot: number of the slot.
           specs: the description of the slot.
+          fields: the fields of `SlotState` to copy.
 
         Returns:
-          A function that waits for the copy and returns the slot's arrays, as NumPy arrays.
+          A function that waits for the copy and returns, by field, the slot's NumPy arrays.
         """
         found = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
-            own = run_on(home, read_slot, state, layout, kind, slot)
+            own = run_on(home, read_slot, state, layout, kind, fields, slot)
             found.append(own if home is None else jax.tree.map(home.read, own))
         for array in jax.tree.leaves(found):
             if isinstance(array, jax.Array):
@@ -157,9 +160,12 @@ class StoredState:
                 return np.asarray(leaves[0])
             return np.concatenate([np.asarray(leaf) for leaf in leaves], spec.axes.index("layer"))
 
-        def copied() -> SlotState:
-            arrays = jax.tree.map(joined, specs, *found)
-            return arrays._replace(loss=np.asarray(found[-1].loss))
+        def copied() -> dict[str, Any]:
+            described = {field: getattr(specs, field) for field in fields}
+            arrays = jax.tree.map(joined, described, *found)
+            if "loss" in fields:
+                arrays["loss"] = np.asarray(found[-1]["loss"])
+            return arrays
 
         return copied
 

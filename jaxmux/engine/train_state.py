@@ -226,16 +226,21 @@ def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
     return jax.tree.map(LeafSpec.of_slot, slot_view(specs, kind))
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1, 2, 3))
 def read_slot(
-    state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int
-) -> SlotState:
-    """The arrays of one slot; an array with an axis of copies is summed over them.
+    state: TrainState,
+    layout: Layout,
+    kind: SlotKind,
+    fields: tuple[str, ...],
+    slot: Int[Array, ""] | int,
+) -> dict[str, Any]:
+    """The arrays of one slot, by field; an array with an axis of copies is summed over them.
 
     Args:
       state: the train state.
       layout: the description of the state.
       kind: adapter kind and optimizer kind of the slot's task.
+      fields: the fields of `SlotState` to read.
       slot: number of the slot.
     """
 
@@ -243,7 +248,9 @@ def read_slot(
         own = jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)
         return own.sum(axis=0) if "copy" in spec.axes else own
 
-    return jax.tree.map(take, slot_view(layout.tree, kind), slot_view(state, kind))
+    specs, view = slot_view(layout.tree, kind), slot_view(state, kind)
+    pairs = {field: (getattr(specs, field), getattr(view, field)) for field in fields}
+    return {field: jax.tree.map(take, *pair) for field, pair in pairs.items()}
 
 
 @partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)

@@ -15,6 +15,9 @@ from jaxmux.engine import TaskUpdate
 from .checkpoints import RunPosition
 from .run_directory import RunDirectory
 
+# The fields without which a line of metrics.jsonl counts as damaged.
+_NEEDED = {"task", "task_step", "loss", "skipped"}
+
 
 class MetricsWriter:
     """Appends every task update to metrics.jsonl and to TensorBoard."""
@@ -97,7 +100,7 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl as dicts with the fields of `TaskUpdate`, and "time". Damaged
-    lines are left out.
+    lines are left out. Lines of older versions of jaxmux may lack some fields.
 
     Args:
       path: path of metrics.jsonl.
@@ -108,7 +111,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and set(TaskUpdate._fields) <= found.keys():
+        if isinstance(found, dict) and _NEEDED <= found.keys():
             lines.append(found)
     return lines
 

@@ -1,4 +1,4 @@
-"""Tasks come, go, pause and go on while rounds are under way, and the devices do not wait for it."""
+"""Tasks come, go, pause and go on while rounds are under way, without a wait of the devices."""
 
 import numpy as np
 import pytest

@@ -21,7 +21,7 @@ from jaxmux.models import BackboneConfig
 export = partial(run_command, "export", prog="jaxmux export")
 
 METRICS = ["step", "task", "task_step", "loss", "lr", "grad_norm", "target_tokens", "tokens"]
-METRICS += ["skipped", "time"]
+METRICS += ["computed_tokens", "skipped", "time"]
 TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last", "eval_loss"}
 TASK_SUMMARY |= {"eval_target_tokens", "target_tokens", "tokens"}
 SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding_fraction"}
@@ -105,7 +105,7 @@ def test_metrics_have_exactly_the_documented_fields(metrics):
     for line in metrics:
         assert list(line) == METRICS
         assert math.isfinite(line["loss"]) and line["grad_norm"] > 0 and line["lr"] >= 0
-        assert 0 < line["target_tokens"] <= line["tokens"]
+        assert 0 < line["target_tokens"] <= line["tokens"] <= line["computed_tokens"]
         assert line["skipped"] is False
 
 

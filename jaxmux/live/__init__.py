@@ -1,0 +1,18 @@
+"""Tasks that come and go while training goes on.
+
+    live = LiveTraining(engine, prepare)
+    threading.Thread(target=live.run).start()
+    live.register(jaxmux.Task("billing", "billing.jsonl", steps=100), priority=1)
+    for event in live.events():
+        ...
+
+`LiveTraining` owns an engine and keeps a queue of tasks with priorities. `planner.scheduling`
+chooses which of them train.
+"""
+
+from .events import Event
+from .live_task import TaskStatus
+from .live_training import LiveTraining
+from .meter import Meter
+
+__all__ = ["Event", "LiveTraining", "Meter", "TaskStatus"]

@@ -1,0 +1,51 @@
+"""What a task has used, for bills and quotas."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxmux.engine import TaskUpdate
+
+
+@dataclasses.dataclass
+class Meter:
+    """What a task has used so far.
+
+    The sums over all tasks are the totals: every update counts once, and the time of a round is
+    divided among its tasks.
+
+    Attributes:
+      effective_tokens: tokens of the task's samples that the model has read, without padding.
+      computed_tokens: tokens of the chunks that held them, with padding.
+      trained_tokens: target tokens (tokens that count in the loss) of the updates that were
+        applied.
+      device_seconds: the task's part of the time of its rounds, in proportion to its computed
+        tokens.
+    """
+
+    effective_tokens: int = 0
+    computed_tokens: int = 0
+    trained_tokens: int = 0
+    device_seconds: float = 0.0
+
+    def add(self, update: TaskUpdate, seconds: float) -> None:
+        """Counts an update.
+
+        Args:
+          update: the update.
+          seconds: the task's part of the time of the update's round.
+        """
+        self.effective_tokens += update.tokens
+        self.computed_tokens += update.computed_tokens
+        self.trained_tokens += 0 if update.skipped else update.target_tokens
+        self.device_seconds += seconds
+
+
+def parts_of(seconds: float, updates: Sequence[TaskUpdate]) -> list[float]:
+    """Divides time among updates, in proportion to their computed tokens.
+
+    Args:
+      seconds: the time in which the updates were computed.
+      updates: the updates.
+    """
+    total = sum(update.computed_tokens for update in updates)
+    return [seconds * update.computed_tokens / max(total, 1) for update in updates]

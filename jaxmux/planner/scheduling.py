@@ -1,0 +1,105 @@
+"""Chooses the tasks that train next among those that want to (mLoRA 3.4, MuxTune 3.3)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+# So many later tasks of its priority may begin before a task that does not fit yet.
+MOST_PASSES = 8
+
+# A function from the names of tasks to the reason why they cannot train together; None if they can.
+Refusal = Callable[[Sequence[str]], str | None]
+
+# A function from the names of tasks that train together to what their training is worth, for
+# example the predicted effective tokens (tokens without padding) per second.
+Worth = Callable[[Sequence[str]], float]
+
+
+class Candidate(NamedTuple):
+    """A task that wants to train.
+
+    Attributes:
+      name: name of the task.
+      priority: its priority; tasks of higher numbers go first.
+      arrival: number of its arrival. Tasks that arrive together have the same number.
+      runs: whether it trains already.
+      passes: number of tasks of its priority that arrived later and began before it.
+    """
+
+    name: str
+    priority: int
+    arrival: int
+    runs: bool = False
+    passes: int = 0
+
+
+class Schedule(NamedTuple):
+    """The choice of the tasks that train.
+
+    Attributes:
+      runs: names of the tasks that train, in the order in which they were chosen.
+      waits: by name, the reason why a task does not train.
+      passed: names of the waiting tasks that a later task of their priority passes; a name occurs
+        once for each of these tasks.
+    """
+
+    runs: tuple[str, ...]
+    waits: dict[str, str]
+    passed: tuple[str, ...]
+
+
+def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = len) -> Schedule:
+    """Chooses the tasks that train.
+
+    - A task of a higher priority comes before all tasks of lower ones. If it does not fit beside
+      them, tasks of the lowest priority make room, those that arrived last first.
+    - Tasks of one priority come in the order of their arrival, and a task that trains does not make
+      room for one of its own priority.
+    - Among tasks that arrived together, the one comes next with which the tasks are worth most
+      (MuxTune chooses the tasks with the most effective throughput in the memory, 3.3).
+    - A task that does not fit yet is passed by later ones that do. After `MOST_PASSES` of its
+      own priority have passed it, the others of this priority wait too, until it fits. So no task
+      waits for ever while others of its priority come and go.
+
+    Args:
+      candidates: the tasks that want to train, with different names.
+      refusal: tells whether tasks fit together. Tasks that fit also fit without one of them.
+      worth: tells what tasks are worth together.
+    """
+    chosen: list[Candidate] = []
+    waits: dict[str, str] = {}
+    passed: list[str] = []
+
+    def names(*more: Candidate) -> list[str]:
+        return [own.name for own in (*chosen, *more)]
+
+    ordered = sorted(candidates, key=lambda own: (-own.priority, own.arrival, own.name))
+    for _, level in groupby(ordered, key=lambda own: own.priority):
+        level = list(level)
+        for own in (own for own in level if own.runs):
+            if reason := refusal(names(own)):
+                waits[own.name] = reason
+            else:
+                chosen.append(own)
+        waiting, blocked = [own for own in level if not own.runs], []
+        while waiting:
+            first_in_line = next((own for own in blocked if own.passes >= MOST_PASSES), None)
+            if first_in_line:
+                for own in waiting:
+                    waits[own.name] = f"waits behind task {first_in_line.name!r}, which came before"
+                break
+            together = [own for own in waiting if own.arrival == waiting[0].arrival]
+            refusals = {own: refusal(names(own)) for own in together}
+            fitting = [own for own in together if not refusals[own]]
+            if not fitting:
+                waits |= {own.name: reason for own, reason in refusals.items()}
+                blocked += together
+                waiting = waiting[len(together) :]
+                continue
+            best = max(fitting, key=lambda own: worth(names(own)))
+            chosen.append(best)
+            waiting.remove(best)
+            for i, own in enumerate(blocked):
+                passed.append(own.name)
+                blocked[i] = own._replace(passes=own.passes + 1)
+    return Schedule(tuple(own.name for own in chosen), waits, tuple(passed))

@@ -1,0 +1,278 @@
+"""Tasks that come and go: their states, their order, what they have used, and their adapters."""
+
+import threading
+import time
+
+import pytest
+
+from jaxmux.live.meter import Meter
+from jaxmux.live.states import FOLLOWING
+from jaxmux.tasks import TaskError
+
+
+def settle(live):
+    """Waits until no data are being read, so that the next step sees all tasks."""
+    while live._preparation.seconds_left is not None:
+        time.sleep(0.001)
+
+
+def states(live, name):
+    return [change.state for change in live.status(name).history]
+
+
+def train_to_the_end(live, *names):
+    """Steps until the tasks have ended."""
+    for _ in range(1000):
+        live.step()
+        if all(live.status(name).state in ("succeeded", "failed", "cancelled") for name in names):
+            return
+        settle(live)
+    raise AssertionError([live.status(name) for name in names])
+
+
+@pytest.fixture
+def alone(make_live, tasks):
+    """The adapter of a task that is trained alone."""
+
+    def adapter(name):
+        live = make_live()
+        live.register(tasks[name].task)
+        train_to_the_end(live, name)
+        return live.adapter(name)
+
+    return adapter
+
+
+def test_every_task_gets_the_adapter_that_it_gets_alone(make_live, tasks, alone, assert_same_bits):
+    live = make_live()
+    for name in "abc":
+        live.register(tasks[name].task)
+    for command in (
+        lambda: live.pause("b"),
+        lambda: live.register(tasks["d"].task, priority=1),
+        lambda: live.cancel("c"),
+        lambda: live.resume("b"),
+        lambda: live.register(tasks["e"].task, priority=2),
+    ):
+        live.step()
+        settle(live)
+        command()
+    train_to_the_end(live, *"abcde")
+    assert live.status("c").state == "cancelled"
+    for name in "abde":
+        assert live.status(name).state == "succeeded"
+        assert_same_bits(live.adapter(name), alone(name))
+
+
+def test_states_follow_each_other_as_documented(make_live, tasks):
+    live = make_live()
+    for name in "abcd":
+        live.register(tasks[name].task)
+    train_to_the_end(live, *"abcd")
+    assert states(live, "a") == ["preparing", "queued", "running", "succeeded"]
+    for name in "abcd":
+        found = states(live, name)
+        assert all(b in FOLLOWING[a] for a, b in zip(found, found[1:], strict=False))
+        times = [change.time for change in live.status(name).history]
+        assert times == sorted(times)
+
+
+def test_a_task_without_a_place_waits_and_is_told_why(make_live, tasks):
+    live = make_live()
+    for name in "abcd":
+        live.register(tasks[name].task)
+    live.step()
+    settle(live)
+    live.step()
+    assert [live.status(name).state for name in "abcd"] == ["running"] * 3 + ["queued"]
+    assert live.status("d").reason == "all 3 places are taken"
+
+
+def test_a_task_of_higher_priority_takes_a_place_and_gives_it_back(make_live, tasks):
+    live = make_live()
+    for name in "abc":
+        live.register(tasks[name].task)
+    live.step()
+    settle(live)
+    live.step()
+    live.register(tasks["d"].task, priority=1)
+    live.step()
+    settle(live)
+    live.step()
+    assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
+    train_to_the_end(live, *"abcd")
+    assert states(live, "c") == [
+        *("preparing", "queued", "running", "queued", "running", "succeeded")
+    ]
+
+
+def test_a_changed_priority_changes_who_trains(make_live, tasks):
+    live = make_live()
+    for name in "abcd":
+        live.register(tasks[name].task)
+    live.step()
+    settle(live)
+    live.step()
+    live.set_priority("d", 5)
+    live.step()
+    assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
+    assert live.status("d").priority == 5
+
+
+def test_an_extended_task_trains_more_steps(make_live, tasks):
+    live = make_live()
+    for name in "ab":
+        live.register(tasks[name].task)
+    live.step()
+    settle(live)
+    live.step()
+    for name, steps in (("a", 9), ("b", 7)):
+        live.extend(name, steps)
+    live.pause("b")
+    live.step()
+    live.resume("b")
+    train_to_the_end(live, *"ab")
+    assert [live.status(name).step for name in "ab"] == [9, 7]
+
+
+def test_commands_that_cannot_be_carried_out_say_why(make_live, tasks):
+    live = make_live()
+    live.register(tasks["a"].task)
+    wrong = {
+        "registered already": live.register(tasks["a"].task),
+        "there is no such task": live.pause("nobody"),
+        "it is not paused but preparing": live.resume("a"),
+        "its data have not been read yet": live.extend("a", 99),
+    }
+    train_to_the_end(live, "a")
+    ended = live.cancel("a")
+    live.step()
+    wrong["it has ended .succeeded."] = ended
+    for message, future in wrong.items():
+        with pytest.raises(TaskError, match=message):
+            future.result(timeout=0)
+
+
+def test_a_task_whose_data_cannot_be_read_fails_alone(make_live, tasks, alone, assert_same_bits):
+    def broken(task):
+        raise OSError("the disk is gone")
+
+    live = make_live({"b": broken})
+    for name in "ab":
+        live.register(tasks[name].task)
+    train_to_the_end(live, *"ab")
+    assert (live.status("b").state, live.status("b").reason) == ("failed", "the disk is gone")
+    assert_same_bits(live.adapter("a"), alone("a"))
+
+
+def test_a_task_whose_data_hang_fails_in_time_and_holds_up_nobody(make_live, tasks):
+    hangs = threading.Event()
+    live = make_live(
+        {name: lambda task: hangs.wait() for name in "ab"},
+        prepared_at_once=2,
+        most_preparation_seconds=0.2,
+    )
+    for name in "abc":
+        live.register(tasks[name].task)
+    for _ in range(100):
+        live.step()
+        time.sleep(0.01)
+    assert [live.status(name).state for name in "abc"] == ["failed", "failed", "succeeded"]
+    assert live.status("a").reason == "task 'a': its data were not read within 0.2 s"
+    hangs.set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 16}, "its rank is 16, the pool's is 8"),
+        ({"targets": "all-linear"}, "for which the pool has no arrays"),
+        ({"lengths": (200, 201)}, "its longest sample has 199 tokens"),
+    ],
+)
+def test_a_task_that_would_outgrow_the_pool_fails(fields, message, make_live, tasks, make_task):
+    large = make_task("large", **{"targets": ("q_proj", "down_proj")} | fields)
+    live = make_live({"large": lambda task: large})
+    live.register(large.task)
+    train_to_the_end(live, "large")
+    assert live.status("large").state == "failed"
+    assert message in live.status("large").reason
+
+
+def test_what_tasks_have_used_sums_up_to_the_totals(make_live, tasks):
+    live = make_live()
+    events = live.events()
+    for name in "abcd":
+        live.register(tasks[name].task)
+    begin = time.monotonic()
+    train_to_the_end(live, *"abcd")
+    seconds = time.monotonic() - begin
+    live.close()
+    live.run()
+    updates = [event for event in events if event.kind == "update"]
+    for name in "abcd":
+        prepared, meter = tasks[name], live.status(name).meter
+        batches = [prepared.batches[k] for k in range(prepared.steps)]
+        assert meter.effective_tokens == sum(s.stream_length for b in batches for s in b)
+        assert meter.trained_tokens == sum(s.target_tokens for b in batches for s in b)
+        own = [event.fields for event in updates if event.task == name]
+        assert meter.computed_tokens == sum(fields["computed_tokens"] for fields in own)
+        assert meter.computed_tokens % 64 == 0
+        assert meter.computed_tokens >= meter.effective_tokens
+    total = sum(live.status(name).meter.device_seconds for name in "abcd")
+    assert 0 < total <= seconds
+    owned = sum(live.status(name).meter.computed_tokens for name in "abcd")
+    assert owned <= live._engine.computed_tokens
+
+
+def test_a_skipped_update_is_not_trained():
+    class Update:
+        tokens, computed_tokens, target_tokens, skipped = 10, 64, 5, True
+
+    meter = Meter()
+    meter.add(Update, 2.0)
+    assert meter == Meter(10, 64, 0, 2.0)
+
+
+def test_commands_come_from_other_threads(make_live, tasks, alone, assert_same_bits):
+    live = make_live()
+    events = live.events()
+    owner = threading.Thread(target=live.run)
+    owner.start()
+    threads = [
+        threading.Thread(target=lambda name=name: live.register(tasks[name].task).result())
+        for name in "abcde"
+    ]
+    for thread in threads:
+        thread.start()
+    ended = set()
+    for event in events:
+        if event.kind == "state" and event.fields["state"] == "succeeded":
+            ended.add(event.task)
+            if len(ended) == len(tasks):
+                live.close()
+    owner.join()
+    for name in tasks:
+        assert_same_bits(live.adapter(name), alone(name))
+    with pytest.raises(RuntimeError, match="takes no more commands"):
+        live.cancel("a")
+
+
+def test_arrivals_that_fit_compile_nothing(make_live, tasks, compiles):
+    live = make_live()
+    for name in "ab":
+        live.register(tasks[name].task)
+    live.step()
+    settle(live)
+    live.step()
+    live.pause("b")
+    live.step()
+    live.resume("b")
+    train_to_the_end(live, *"ab")
+    live.adapter("a")
+    before = len(compiles)
+    for name in "cde":
+        live.register(tasks[name].task, priority=ord(name))
+    train_to_the_end(live, *"cde")
+    live.adapter("c")
+    assert compiles[before:] == []
