@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,19 @@ class SuspendedTask(NamedTuple):
 
     slot: Slot
     arrays: Callable[[], SlotArrays]
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedTask, progress: TaskProgress, arrays: Callable[[], SlotArrays]
+    ) -> "SuspendedTask":
+        """A task that another engine has suspended.
+
+        Args:
+          prepared: the task.
+          progress: its progress.
+          arrays: function that returns the arrays of `Engine.snapshot` at this progress.
+        """
+        return cls(Slot(prepared, progress), arrays)
 
 
 class Engine:
@@ -124,6 +138,8 @@ class Engine:
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
         self._peak = 0
+        # Waits for copies on their way to the host, so that they do not stay on the devices.
+        self._copies = ThreadPoolExecutor(1)
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Adds tasks to be trained from their first step.
@@ -187,7 +203,7 @@ class Engine:
           TaskError: no task of this name is registered.
         """
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
-        return lambda: copied() | {"loss": np.zeros((), np.float32)}
+        return self._copies.submit(lambda: copied() | {"loss": np.zeros((), np.float32)}).result
 
     def adapter_snapshot(self, name: str) -> Callable[[], Adapter]:
         """Begins to copy a task's adapter to the host, as it is after the last update that was
@@ -202,9 +218,7 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        spec = self.prepared(name).task.adapter
-        copied = self._slots.copy_to_host(name, ("adapter",))
-        return lambda: adapter_of(copied(), spec, self.backbone.config)
+        return self._copies.submit(self._adapter_copy(name)).result
 
     def suspend(self, name: str) -> SuspendedTask:
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
@@ -548,7 +562,12 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        return self.adapter_snapshot(name)()
+        return self._adapter_copy(name)()
+
+    def _adapter_copy(self, name: str) -> Callable[[], Adapter]:
+        spec = self.prepared(name).task.adapter
+        copied = self._slots.copy_to_host(name, ("adapter",))
+        return lambda: adapter_of(copied(), spec, self.backbone.config)
 
     def task_arrays(self, name: str) -> SlotArrays:
         """All arrays of a task that a checkpoint must hold.
@@ -675,7 +694,9 @@ class Engine:
             self._slots.clear(number)
 
     def close(self) -> None:
-        """Ends the thread that prepares microbatches ahead of the device. Call it when training
-        ends; a later `train_round` starts a new thread."""
+        """Ends the threads of the engine, and frees what it keeps from round to round. Call it when
+        training ends. A later `train_round` prepares microbatches in a new thread, but no more
+        snapshots can be taken."""
         self._stream.close()
         self._executor.release()
+        self._copies.shutdown()

@@ -86,7 +86,7 @@ class Results:
                 grad_norm=float(stats.grad_norm[number]),
                 target_tokens=update.plan.target_tokens[number],
                 tokens=update.plan.tokens[number],
-                computed_tokens=update.plan.computed_tokens(number),
+                computed_tokens=update.plan.computed_tokens[number],
                 skipped=not stats.applied[number],
             )
             record_update(slot.progress, done, slot.prepared.steps, self._max_bad_steps)

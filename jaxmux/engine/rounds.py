@@ -1,8 +1,9 @@
 """Rounds: one global batch of every live task, packed while the device trains earlier rounds."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +66,7 @@ class PackedMicrobatch(NamedTuple):
       replica: index of the replica.
       arrays: the arrays that the forward pass reads.
       samples: by slot, indices of the samples in the task's global batch.
-      tokens: by slot, the tokens of the task's chunks, padding included.
+      tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
     """
 
     replica: int
@@ -99,6 +100,8 @@ class RoundPlan(NamedTuple):
       optimizers: the optimizer kinds of the tasks.
       tokens: by slot, number of tokens in the task's global batch, without padding.
       target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
+      computed_tokens: by slot, number of tokens of the chunks that hold the task's global batch,
+        with padding.
     """
 
     steps: dict[int, int]
@@ -109,10 +112,7 @@ class RoundPlan(NamedTuple):
     optimizers: frozenset[str]
     tokens: dict[int, int]
     target_tokens: dict[int, int]
-
-    def computed_tokens(self, slot: int) -> int:
-        """Tokens of the chunks that hold the task's global batch in this round, with padding."""
-        return sum(microbatch.tokens.get(slot, 0) for microbatch in self.microbatches)
+    computed_tokens: dict[int, int]
 
 
 def pack_tightly(
@@ -165,15 +165,16 @@ def training_rounds(
     while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
         batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
         shares = shares_of_replicas(batches, dispatch)
-        groups, microbatches = groups_of(live), []
+        groups, microbatches, computed = groups_of(live), [], Counter()
         # Groups that share no microbatch are packed by themselves.
         apart = groups_of.task_by_task or packing
         for own in [[group] for group in groups] if apart else [groups]:
             samples = {slot: batches[slot] for group in own for slot in group}
-            microbatches += [
-                microbatch._replace(arrays=replicas[microbatch.replica].place(microbatch.arrays))
-                for microbatch in fill_microbatches(samples, replicas, shares, packing, done, own)
-            ]
+            for found in fill_microbatches(samples, replicas, shares, packing, done, own):
+                computed.update(found.tokens)
+                if found.samples:
+                    placed = replicas[found.replica].place(found.arrays)
+                    microbatches.append(found._replace(arrays=placed))
         yield RoundPlan(
             {slot: steps[slot] for slot in live},
             microbatches,
@@ -183,6 +184,7 @@ def training_rounds(
             frozenset(task.task.optimizer.kind for task in live.values()),
             {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
+            dict(computed),
         )
         done = {}
         for slot in live:
@@ -276,30 +278,39 @@ def fill_microbatches(
       shares: the samples of each replica.
       packing: as for `training_rounds`.
       left_out: by slot, indices of samples that are packed like the others but left out of the
-        arrays. A microbatch that holds only such samples is skipped.
+        arrays. A microbatch that holds only such samples has no samples.
       groups: the groups in which the tasks follow each other, as for `pack_tightly`.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
         shape = replica.shape
         sizes = {"rows": shape.rows, "row_len": shape.row_len, "chunk_len": shape.chunk_len}
-        packed = [
-            [
-                kept
-                for own in shard
-                if (kept := [p for p in own if (p.slot, p.sample) not in absent])
-            ]
-            for shard in _pack_shards(batches, replica, share, packing, groups)
-        ]
+        packed = _pack_shards(batches, replica, share, packing, groups)
         # A shard that has fewer microbatches than another one gets empty ones.
         for of_shards in zip_longest(*packed, fillvalue=()):
+            chunks = {
+                (shard, p.slot, chunk)
+                for shard, placements in enumerate(of_shards)
+                for p in placements
+                for chunk in _chunks(p, batches[p.slot][p.sample].stream_length, shape)
+            }
+            tokens = Counter(slot for _, slot, _ in chunks)
             samples: dict[int, list[int]] = {}
-            for placement in chain.from_iterable(of_shards):
-                samples.setdefault(placement.slot, []).append(placement.sample)
-            arrays = [fill_microbatch(placements, batches, **sizes) for placements in of_shards]
-            slots = np.concatenate([own.chunk_slot for own in arrays])
-            tokens = {slot: shape.chunk_len * int((slots == slot).sum()) for slot in samples}
-            yield PackedMicrobatch(i, arrays, samples, tokens)
+            arrays = []
+            for placements in of_shards:
+                kept = [p for p in placements if (p.slot, p.sample) not in absent]
+                for p in kept:
+                    samples.setdefault(p.slot, []).append(p.sample)
+                arrays.append(fill_microbatch(kept, batches, **sizes))
+            yield PackedMicrobatch(
+                i, arrays, samples, {slot: n * shape.chunk_len for slot, n in tokens.items()}
+            )
+
+
+def _chunks(placement: Placement, length: int, shape: ShapeClass) -> range:
+    """The numbers of the chunks of a microbatch in which a sample of this stream length lies."""
+    begin = placement.row * shape.row_len + placement.offset
+    return range(begin // shape.chunk_len, -(-(begin + length) // shape.chunk_len))
 
 
 def _pack_shards(

@@ -10,9 +10,22 @@
 chooses which of them train.
 """
 
+from .commands import Command
 from .events import Event
 from .live_task import TaskStatus
 from .live_training import LiveTraining
 from .meter import Meter
+from .saved_task import SavedTask
+from .states import StateChange
+from .store import Store
 
-__all__ = ["Event", "LiveTraining", "Meter", "TaskStatus"]
+__all__ = [
+    "Command",
+    "Event",
+    "LiveTraining",
+    "Meter",
+    "SavedTask",
+    "StateChange",
+    "Store",
+    "TaskStatus",
+]

@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -15,11 +14,17 @@ class Command(NamedTuple):
       task: name of the task.
       value: what the kind needs: for "register", the `Task` and its priority; for "set_priority",
         the priority; for "extend", the number of steps; else None.
+      time: when it was given, in seconds since 1970.
     """
 
     kind: str
     task: str
-    value: Any = None
+    value: Any
+    time: float
+
+
+# A command, and the future that tells whether it has been carried out.
+Waiting = tuple[Command, Future[None]]
 
 
 class CommandQueue:
@@ -28,7 +33,7 @@ class CommandQueue:
     def __init__(self):
         """Creates an empty queue."""
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Command, Future[None]]] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._woken = False
         self._closed = False
 
@@ -53,27 +58,12 @@ class CommandQueue:
             self._changed.notify_all()
             return future
 
-    def carry_out(self, apply: Callable[[Command], None]) -> int:
-        """Carries out all commands that wait.
-
-        Args:
-          apply: function that carries out a command. If it raises an exception, the command's
-            future gets it, and the next command follows.
-
-        Returns:
-          The number of the commands.
-        """
+    def take(self) -> list[Waiting]:
+        """The commands that wait, in their order. Whoever takes them sets their futures."""
         with self._changed:
-            commands, self._waiting = self._waiting, deque()
+            waiting, self._waiting = list(self._waiting), deque()
             self._woken = False
-        for command, future in commands:
-            try:
-                apply(command)
-            except Exception as e:
-                future.set_exception(e)
-            else:
-                future.set_result(None)
-        return len(commands)
+        return waiting
 
     def wait(self, seconds: float | None) -> None:
         """Waits until there is a command, or `wake` or `close` is called.
@@ -85,7 +75,7 @@ class CommandQueue:
             self._changed.wait_for(lambda: self._waiting or self._woken or self._closed, seconds)
 
     def wake(self) -> None:
-        """Ends a `wait`, also one that begins after this call and before the next `carry_out`."""
+        """Ends a `wait`, also one that begins after this call and before the next `take`."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

@@ -1,14 +1,15 @@
 """A task that comes and goes: what is known of it, and what others may see of it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxmux.engine import PreparedTask, SuspendedTask, TaskProgress
-from jaxmux.peft import Adapter
-from jaxmux.tasks import Task
+from jaxmux.peft import SlotArrays
+from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
+from .saved_task import SavedTask
 from .states import ENDED, FOLLOWING, StateChange
 
 
@@ -49,11 +50,14 @@ class LiveTask:
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
       prepared: the task with its data; None until they have been read.
+      fingerprints: hashes of its data; empty until they have been read.
       suspended: what the task needs to go on, while it has begun and does not train.
       progress: its progress; None until it has begun.
-      result: function that waits for the final adapter, once the task has succeeded.
+      saved_arrays: function that returns the arrays with which it goes on, until its data have been
+        read again; else None.
       meter: what the task has used.
       passes: number of later tasks of its priority that have begun before it.
+      reached: number of steps that it had trained before training was started again.
     """
 
     task: Task
@@ -61,11 +65,29 @@ class LiveTask:
     arrival: int
     history: list[StateChange]
     prepared: PreparedTask | None = None
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suspended: SuspendedTask | None = None
     progress: TaskProgress | None = None
-    result: Callable[[], Adapter] | None = None
+    saved_arrays: Callable[[], SlotArrays] | None = None
     meter: Meter = dataclasses.field(default_factory=Meter)
     passes: int = 0
+    reached: int = 0
+
+    @classmethod
+    def of(cls, saved: SavedTask) -> "LiveTask":
+        """A task as it was saved, before its data are read again."""
+        return cls(
+            saved.task,
+            saved.priority,
+            saved.arrival,
+            list(saved.history),
+            fingerprints=saved.fingerprints,
+            progress=saved.progress,
+            saved_arrays=saved.arrays,
+            meter=saved.meter,
+            passes=saved.passes,
+            reached=saved.reached,
+        )
 
     @property
     def name(self) -> str:
@@ -83,6 +105,12 @@ class LiveTask:
     def ended(self) -> bool:
         """Whether the task never trains again."""
         return self.state in ENDED
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps that the task is to train; None if it depends on data that have not been
+        read."""
+        return self.prepared.steps if self.prepared else self.task.steps
 
     def enter(self, state: str, reason: str | None, time: float) -> bool:
         """Enters a state, or replaces the reason of the present one.
@@ -105,6 +133,63 @@ class LiveTask:
         self.history.append(StateChange(state, reason, time))
         return True
 
+    def set_prepared(self, prepared: PreparedTask) -> None:
+        """Takes the data of the task.
+
+        Args:
+          prepared: the task as it was when its data began to be read.
+
+        Raises:
+          TaskError: the task has begun with other data.
+        """
+        found = prepared.fingerprints
+        changed = [what for what, old in self.fingerprints.items() if found.get(what) != old]
+        if changed:
+            raise TaskError(
+                f"the {' and the '.join(changed)} changed since the task began; register another "
+                "task for them"
+            )
+        self.fingerprints = found
+        self.prepared = prepared
+        if prepared.task != self.task:
+            self.extend(self.task.steps)
+        if self.saved_arrays:
+            self.suspended = SuspendedTask.of(self.prepared, self.progress, self.saved_arrays)
+            self.saved_arrays = None
+
+    def extend(self, steps: int) -> None:
+        """Lets the task train another number of steps, wherever it is but in the engine.
+
+        Args:
+          steps: the number of steps.
+        """
+        self.task = dataclasses.replace(self.task, steps=steps, epochs=None)
+        if self.prepared:
+            self.prepared = self.prepared.extended(steps)
+        if self.suspended:
+            self.suspended.slot.prepared = self.prepared
+
+    def saved(self, arrays: Callable[[], SlotArrays] | None) -> SavedTask:
+        """The task as it is saved now.
+
+        Args:
+          arrays: function that waits for its arrays, if it is in the engine.
+        """
+        if self.suspended:
+            arrays = self.suspended.arrays
+        return SavedTask(
+            self.task,
+            self.priority,
+            self.arrival,
+            self.passes,
+            tuple(self.history),
+            dataclasses.replace(self.meter),
+            self.fingerprints,
+            dataclasses.replace(self.progress) if self.progress else None,
+            None if self.ended else arrays or self.saved_arrays,
+            max(self.reached, self.progress.step if self.progress else 0),
+        )
+
     def status(self) -> TaskStatus:
         """What others may see of the task now."""
         progress = self.progress or TaskProgress()
@@ -114,7 +199,7 @@ class LiveTask:
             self.reason,
             self.priority,
             progress.step,
-            self.prepared.steps if self.prepared else self.task.steps,
+            self.steps,
             progress.train_loss_last,
             dataclasses.replace(self.meter),
             tuple(self.history),

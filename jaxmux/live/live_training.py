@@ -2,31 +2,23 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
 
-from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
-from jaxmux.errors import first_line
-from jaxmux.peft import Adapter
-from jaxmux.planner import PlanningError
-from jaxmux.planner.scheduling import Candidate, schedule
+from jaxmux.engine import Engine, PreparedTask, TaskUpdate
+from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.tasks import Task, TaskError
 
-from .commands import Command, CommandQueue
+from .commands import Command, CommandQueue, Waiting
 from .events import Event, EventStream
 from .live_task import LiveTask, TaskStatus
-from .meter import parts_of
+from .live_tasks import LiveTasks
 from .preparation import Preparation
-from .states import (
-    CANCELLED,
-    FAILED,
-    PAUSED,
-    PREPARING,
-    QUEUED,
-    RUNNING,
-    SUCCEEDED,
-    StateChange,
-)
+from .saved_task import SavedTask
+from .states import SUCCEEDED
+from .store import MemoryStore, Store
 
 
 class LiveTraining:
@@ -49,22 +41,31 @@ class LiveTraining:
         engine: Engine,
         prepare: Callable[[Task], PreparedTask],
         *,
+        store: Store | None = None,
+        saved: Sequence[SavedTask] = (),
+        commands: Sequence[Command] = (),
+        save_every: int = 50,
         prepared_at_once: int = 2,
         most_preparation_seconds: float = 600.0,
         clock: Callable[[], float] = time.time,
     ):
-        """Starts without tasks.
+        """Starts without tasks, or with those that were saved.
 
         Args:
           engine: an engine without tasks. The pool of `engine.options.reserved` gives the places
             for tasks, and the largest rank, the linears and the dropout that tasks may have.
           prepare: function that prepares a task, for example `prepare_task` with the backbone's
             configuration and tokenizer. It is called in other threads, beside training.
+          store: keeps commands, tasks and adapters; None keeps them in memory.
+          saved: the tasks of an earlier training, as its store has kept them.
+          commands: what its store has recorded since then; they are carried out again.
+          save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time.
           most_preparation_seconds: a task fails if reading its data takes longer.
           clock: function that returns the time of events, in seconds since 1970.
         """
         self._engine, self._clock = engine, clock
+        self._store, self._save_every = store or MemoryStore(), save_every
         # Allocates the pool.
         engine.register_tasks([])
         self._commands = CommandQueue()
@@ -72,14 +73,25 @@ class LiveTraining:
             prepare, self._commands.wake, prepared_at_once, most_preparation_seconds
         )
         self._events = EventStream()
-        self._tasks: dict[str, LiveTask] = {}
-        self._arrivals = 0
-        # Whether the choice of the tasks that train has to be made anew.
-        self._changed = False
+        # What other threads see of the tasks.
+        self._lock = threading.Lock()
+        self._statuses: dict[str, TaskStatus] = {}
+        self._tasks = LiveTasks(
+            engine, self._preparation.add, self._store.export, self._show_state, clock
+        )
+        for own in saved:
+            self._tasks.restore(own)
+        self._arrivals = 1 + max((own.arrival for own in saved), default=-1)
+        for command in commands:
+            with suppress(TaskError):
+                self._tasks.check(command)
+                self._tasks.carry_out(command, self._arrivals)
+            self._arrivals += 1
+        # Whether anything has changed since the tasks were saved, and the round of that moment.
+        self._unsaved = bool(commands)
+        self._saved_at = engine.rounds
         # Until when the devices' time has been divided among tasks; None while they are idle.
         self._metered_until: float | None = None
-        self._statuses: dict[str, TaskStatus] = {}
-        self._lock = threading.Lock()
         self._closed = False
 
     def register(self, task: Task, priority: int = 0) -> Future[None]:
@@ -92,7 +104,7 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if the name is taken.
         """
-        return self._commands.put(Command("register", task.name, (task, priority)))
+        return self._command("register", task.name, (task, priority))
 
     def cancel(self, name: str) -> Future[None]:
         """Ends a task without a result.
@@ -103,7 +115,7 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if there is no such task, or it has ended.
         """
-        return self._commands.put(Command("cancel", name))
+        return self._command("cancel", name)
 
     def pause(self, name: str) -> Future[None]:
         """Lets a task give up its place until `resume` is called. It goes on later with the bits
@@ -115,7 +127,7 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if there is no such task, or it has ended.
         """
-        return self._commands.put(Command("pause", name))
+        return self._command("pause", name)
 
     def resume(self, name: str) -> Future[None]:
         """Lets a paused task wait for a place again.
@@ -126,7 +138,7 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if there is no such task, or it is not paused.
         """
-        return self._commands.put(Command("resume", name))
+        return self._command("resume", name)
 
     def set_priority(self, name: str, priority: int) -> Future[None]:
         """Changes the priority of a task.
@@ -138,7 +150,7 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if there is no such task, or it has ended.
         """
-        return self._commands.put(Command("set_priority", name, priority))
+        return self._command("set_priority", name, priority)
 
     def extend(self, name: str, steps: int) -> Future[None]:
         """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
@@ -151,7 +163,7 @@ class LiveTraining:
           A future; it has a `TaskError` if there is no such task, it has ended, its data have not
           been read yet, or it has at least so many steps already.
         """
-        return self._commands.put(Command("extend", name, steps))
+        return self._command("extend", name, steps)
 
     def status(self, name: str) -> TaskStatus:
         """What can be seen of a task, as of the last end of a round.
@@ -193,7 +205,7 @@ class LiveTraining:
         state = self.status(name).state
         if state != SUCCEEDED:
             raise TaskError(f"task {name!r}: it has no final adapter, because it is {state}")
-        return self._tasks[name].result()
+        return self._store.adapter(self._tasks[name].task)
 
     def close(self) -> None:
         """Lets `run` return at the next end of a round. Tasks that have not ended stay as they are,
@@ -202,15 +214,17 @@ class LiveTraining:
         self._commands.close()
 
     def run(self) -> None:
-        """Trains until `close` is called, and waits while there is nothing to train."""
+        """Trains until `close` is called, and waits while there is nothing to train. At the end all
+        tasks are saved."""
         try:
             while not self._closed:
                 if not self.step():
                     self._commands.wait(self._preparation.seconds_left)
-            self._take_results(self._engine.drain())
+            self.save()
         finally:
             self.close()
-            self._commands.carry_out(self._refuse)
+            for _, future in self._commands.take():
+                future.set_exception(RuntimeError("training was closed before the command"))
             self._events.close()
 
     def step(self) -> bool:
@@ -219,172 +233,98 @@ class LiveTraining:
         Returns:
           False if there was nothing to train.
         """
-        if self._commands.carry_out(self._apply):
-            self._arrivals += 1
+        self._carry_out(self._commands.take())
         for prepared in self._preparation.take():
-            self._enter_prepared(prepared.task, prepared.result)
-        if self._changed:
-            self._choose()
+            self._tasks.enter_prepared(prepared.task.name, prepared.result)
+        if self._tasks.changed:
+            self._tasks.choose()
         trains = not self._engine.finished
         if trains and self._metered_until is None:
             self._metered_until = time.monotonic()
+        saves = self._unsaved and self._engine.rounds - self._saved_at >= self._save_every
+        snapshots = self._tasks.snapshots() if saves else {}
         updates = self._engine.train_round()
         self._take_results(updates)
+        if saves:
+            # The results of all updates before the snapshots have been fetched.
+            self._save(snapshots)
         if not trains:
             self._metered_until = None
-        return trains or bool(updates) or self._changed
+        return trains or bool(updates) or self._tasks.changed
 
-    def _apply(self, command: Command) -> None:
-        """Carries out a command."""
-        if command.kind == "register":
-            self._register(*command.value)
-            return
-        own = self._tasks.get(command.task)
-        if own is None:
-            raise TaskError(f"task {command.task!r}: there is no such task")
-        if own.ended:
-            raise TaskError(f"task {own.name!r}: it has ended ({own.state})")
-        self._changed = True
-        if command.kind == "cancel":
-            if own.state == RUNNING:
-                self._engine.release(own.name)
-            own.suspended = None
-            self._enter(own, CANCELLED, None)
-        elif command.kind == "pause":
-            self._leave(own)
-            self._enter(own, PAUSED, None)
-        elif command.kind == "resume":
-            if own.state != PAUSED:
-                raise TaskError(f"task {own.name!r}: it is not paused but {own.state}")
-            self._enter(own, QUEUED if own.prepared else PREPARING, None)
-        elif command.kind == "set_priority":
-            own.priority = command.value
-            self._show(own)
-        else:
-            self._extend(own, command.value)
+    def save(self) -> None:
+        """Waits for the devices, and saves all tasks as they are."""
+        self._take_results(self._engine.drain())
+        if self._unsaved:
+            self._save(self._tasks.snapshots())
 
-    def _register(self, task: Task, priority: int) -> None:
-        if task.name in self._tasks:
-            raise TaskError(f"task {task.name!r}: a task of this name is registered already")
-        first = StateChange(PREPARING, None, self._clock())
-        own = self._tasks[task.name] = LiveTask(task, priority, self._arrivals, [first])
-        self._preparation.add(task)
-        self._show(own)
+    def _save(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
+        self._store.save(self._tasks.saved(snapshots))
+        self._unsaved, self._saved_at = False, self._engine.rounds
 
-    def _extend(self, own: LiveTask, steps: int) -> None:
-        if own.prepared is None:
-            raise TaskError(f"task {own.name!r}: its data have not been read yet")
-        if steps <= own.prepared.steps:
-            raise TaskError(f"task {own.name!r}: it has {own.prepared.steps} steps already")
-        if own.state == RUNNING:
-            self._engine.extend(own.name, steps)
-        own.prepared = own.prepared.extended(steps)
-        own.task = own.prepared.task
-        if own.suspended:
-            own.suspended.slot.prepared = own.prepared
-        self._show(own)
+    def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
+        return self._commands.put(Command(kind, name, value, self._clock()))
 
-    def _enter_prepared(self, task: Task, result: PreparedTask | Exception) -> None:
-        """Takes note of the end of a preparation."""
-        own = self._tasks[task.name]
-        if own.ended:
-            return
-        try:
-            if isinstance(result, Exception):
-                raise result
-            self._engine.refuse_outgrowing(result)
-        except Exception as e:
-            # Whatever is wrong with a tenant's data is the end of this task only.
-            self._enter(own, FAILED, first_line(e))
-            return
-        own.prepared = result
-        if own.state == PREPARING:
-            self._enter(own, QUEUED, None)
-            self._changed = True
+    def _carry_out(self, waiting: Sequence[Waiting]) -> None:
+        """Carries out commands: first those up to the second one for the same task, and so on.
+        These do not depend on each other, so they are checked and recorded together."""
+        while waiting:
+            names: set[str] = set()
+            independent = 0
+            for command, _ in waiting:
+                if command.task in names:
+                    break
+                names.add(command.task)
+                independent += 1
+            self._carry_out_independent(waiting[:independent])
+            waiting = waiting[independent:]
+            self._arrivals += 1
 
-    def _choose(self) -> None:
-        """Chooses the tasks that train, and lets them take and leave their places."""
-        self._changed = False
-        wanting = [own for own in self._tasks.values() if own.state in (QUEUED, RUNNING)]
-        found = schedule(
-            [
-                Candidate(own.name, own.priority, own.arrival, own.state == RUNNING, own.passes)
-                for own in wanting
-                if own.prepared
-            ],
-            self._refusal,
-        )
-        for name in found.passed:
-            self._tasks[name].passes += 1
-        for name, reason in found.waits.items():
-            self._leave(self._tasks[name])
-            self._enter(self._tasks[name], QUEUED, reason)
-        for name in found.runs:
-            if self._tasks[name].state != RUNNING:
-                self._start(self._tasks[name])
-
-    def _refusal(self, names: Sequence[str]) -> str | None:
-        """Why tasks cannot train together; None if they can."""
-        capacity = self._engine.capacity
-        return f"all {capacity} places are taken" if len(names) > capacity else None
-
-    def _start(self, own: LiveTask) -> None:
-        """Gives a task a place."""
-        try:
-            if own.suspended:
-                self._engine.resume(own.suspended)
+    def _carry_out_independent(self, waiting: Sequence[Waiting]) -> None:
+        permitted: list[Waiting] = []
+        for command, future in waiting:
+            try:
+                self._tasks.check(command)
+            except TaskError as e:
+                future.set_exception(e)
             else:
-                self._engine.register_tasks([own.prepared])
-        except (TaskError, PlanningError, OSError) as e:
-            self._enter(own, FAILED, first_line(e))
+                permitted.append((command, future))
+        try:
+            if permitted:
+                self._store.record([command for command, _ in permitted])
+        except OSError as e:
+            for _, future in permitted:
+                future.set_exception(e)
             return
-        own.suspended, own.passes = None, 0
-        own.progress = self._engine.progress(own.name)
-        self._enter(own, RUNNING, None)
-
-    def _leave(self, own: LiveTask) -> None:
-        """Lets a task give up its place, if it has one."""
-        if own.state == RUNNING:
-            own.suspended = self._engine.suspend(own.name)
+        for command, future in permitted:
+            self._unsaved = True
+            self._tasks.carry_out(command, self._arrivals)
+            future.set_result(None)
 
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
-        """Enters the results of updates, and ends the tasks that have ended with them."""
-        now = time.monotonic()
-        seconds = 0.0
-        if updates and self._metered_until is not None:
-            seconds, self._metered_until = now - self._metered_until, now
-        for update, part in zip(updates, parts_of(seconds, updates), strict=True):
-            own = self._tasks[update.task]
-            own.meter.add(update, part)
+        """Enters the results of updates."""
+        now, seconds = time.monotonic(), 0.0
+        if updates:
+            self._unsaved = True
+            if self._metered_until is not None:
+                seconds, self._metered_until = now - self._metered_until, now
+        self._tasks.take_results(updates, seconds)
+        for update in updates:
             fields = update._asdict()
             del fields["task"]
-            self._events.add(self._clock(), own.name, "update", fields)
-            self._show(own, event=False)
-        for name in self._engine.names:
-            progress = self._engine.progress(name)
-            if progress.status != RUNNING:
-                self._end(self._tasks[name], progress)
+            self._tell(update.task, "update", fields)
+            self._show(self._tasks[update.task])
 
-    def _end(self, own: LiveTask, progress: TaskProgress) -> None:
-        """Ends a task whose training has ended."""
-        if progress.status == SUCCEEDED:
-            own.result = self._engine.adapter_snapshot(own.name)
-        self._engine.release(own.name)
-        self._enter(own, progress.status, progress.error)
-        self._changed = True
+    def _show_state(self, own: LiveTask) -> None:
+        """Shows that a task's state, reason, priority or length has changed."""
+        self._show(own)
+        fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
+        self._tell(own.name, "state", fields)
 
-    def _enter(self, own: LiveTask, state: str, reason: str | None) -> None:
-        """Lets a task enter a state."""
-        if own.enter(state, reason, self._clock()):
-            self._show(own)
+    def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
+        self._store.tell(self._events.add(self._clock(), name, kind, fields))
 
-    def _show(self, own: LiveTask, event: bool = True) -> None:
+    def _show(self, own: LiveTask) -> None:
         """Shows the present status of a task."""
         with self._lock:
             self._statuses[own.name] = own.status()
-        if event:
-            fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
-            self._events.add(self._clock(), own.name, "state", fields)
-
-    def _refuse(self, command: Command) -> None:
-        raise RuntimeError(f"task {command.task!r}: training was closed before the command")

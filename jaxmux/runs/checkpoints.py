@@ -1,10 +1,9 @@
-"""Checkpoints of a training run.
+"""Checkpoints: numbered records with the arrays of tasks.
 
 A checkpoint has one entry for each task, at the task's own rank, so any pool, packing or device can
 restore it. Checksums tell a damaged checkpoint, and an older one takes its place.
 """
 
-import dataclasses
 import json
 import shutil
 import zlib
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.engine import Engine, TaskProgress
+from jaxmux.engine import TaskProgress
 from jaxmux.errors import first_line
-from jaxmux.peft import LeafSpec, SlotArrays, kind_of
-from jaxmux.peft.leaves import named_leaves
+from jaxmux.peft import SlotArrays
 
 from .run_directory import RunDirectoryError
 
@@ -33,71 +31,32 @@ FORMAT = 3
 _TASK = "task."
 
 
-@dataclasses.dataclass
-class RunPosition:
-    """The position of a training run, besides the progress of its tasks.
+class Found(NamedTuple):
+    """A checkpoint that was read.
 
     Attributes:
-      rounds: number of rounds completed.
-      microbatches: number of microbatches trained, those of the unfinished round included.
-      metrics_bytes: length of metrics.jsonl at this position, in bytes.
-      computed_tokens: number of tokens computed in training, padding included.
-      train_seconds: wall time spent training, in seconds.
+      number: its number.
+      record: its record.
+      arrays: by name, the arrays of tasks by path.
     """
 
-    rounds: int = 0
-    microbatches: int = 0
-    metrics_bytes: int = 0
-    computed_tokens: int = 0
-    train_seconds: float = 0.0
-
-
-class SavedRun(NamedTuple):
-    """What a checkpoint holds.
-
-    Attributes:
-      position: the position of the training run.
-      tasks: by name, the task's progress and accumulated samples, as JSON.
-      arrays: by name, the task's arrays by path.
-    """
-
-    position: RunPosition
-    tasks: dict[str, Any]
+    number: int
+    record: dict[str, Any]
     arrays: dict[str, SlotArrays]
 
-    def restore(self, engine: Engine) -> None:
-        """Puts every task of an engine, and the engine's counters, back to the checkpoint.
 
-        Args:
-          engine: an engine in which the tasks of the training run are registered.
-        """
-        for name in engine.names:
-            task = self.tasks[name]
-            progress = TaskProgress.from_json(task["progress"])
-            if progress.status == "succeeded" and progress.step < engine.prepared(name).steps:
-                progress.status = "running"  # The task has been extended.
-            engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
-        engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
-        engine.computed_tokens = self.position.computed_tokens
-
-
-def array_specs(engine: Engine) -> dict[str, dict[str, LeafSpec]]:
-    """By task, the descriptions of the arrays by path that its checkpoints hold.
-
-    Args:
-      engine: an engine in which the tasks are registered.
-    """
-    return {name: named_leaves(engine.task_specs(name)) for name in engine.names}
+# A function from a record to the tasks whose arrays are to be read: by name, the arrays as they
+# should be, or None for any arrays.
+Wanted = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class Checkpoints:
     """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
     that is not damaged.
 
-    A checkpoint has an item `run` (JSON) and an item of arrays for each task. `run` holds the
-    format, the position and a checksum of itself. For every task, `run` holds the adapter kind, the
-    progress, a checksum of the arrays, and the indices of the samples in the unfinished round whose
-    gradients the accumulators hold.
+    A checkpoint has an item `run` (JSON) and an item of arrays for each task. `run` is the record,
+    with the format and a checksum of itself, and with a checksum of the arrays in the entry of each
+    task.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
@@ -111,42 +70,47 @@ class Checkpoints:
         self._folder, self._keep, self._say = folder, keep, say
         folder.mkdir(exist_ok=True)
 
-    def has(self, position: RunPosition) -> bool:
-        """Whether there is a checkpoint of this position.
+    def has(self, number: int) -> bool:
+        """Whether there is a checkpoint of this number.
 
         Args:
-          position: the position of the training run.
+          number: the number.
         """
-        return _step(position) in self._manager.all_steps()
+        return number in self._manager.all_steps()
 
-    def save(self, engine: Engine, position: RunPosition, arrays: Mapping[str, SlotArrays]) -> None:
-        """Starts to save everything that the training run needs to continue from here.
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, number: int, record: dict[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
+        """Starts to save a checkpoint.
 
         Args:
-          engine: the engine; its results must have been fetched (`Engine.drain`).
-          position: the position of the training run.
-          arrays: by task, the result of `Engine.task_arrays`.
+          number: its number, larger than that of any other.
+          record: a JSON object. Its entry "tasks" has an object for each name in `arrays`.
+          arrays: by name, the arrays of tasks by path.
         """
         with ThreadPoolExecutor() as threads:
             checksums = dict(zip(arrays, threads.map(_checksum, arrays.values()), strict=True))
-        run: dict[str, Any] = {
-            "format": FORMAT,
-            "position": dataclasses.asdict(position),
-            "tasks": {name: _task_record(engine, name, checksums[name]) for name in arrays},
+        tasks = {
+            name: own | ({"checksum": checksums[name]} if name in arrays else {})
+            for name, own in record["tasks"].items()
         }
+        run = {"format": FORMAT, **record, "tasks": tasks}
         run["checksum"] = _record_checksum(run)
         ocp = _orbax()
         items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
         for name, own in arrays.items():
             items[_TASK + name] = ocp.args.StandardSave(own)
-        self._manager.save(_step(position), args=ocp.args.Composite(**items))
+        self._manager.save(number, args=ocp.args.Composite(**items))
 
-    def newest(self, specs: Mapping[str, Mapping[str, LeafSpec]]) -> "SavedRun | None":
+    def newest(self, wanted: Wanted) -> Found | None:
         """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
         renamed to "damaged.NUMBER".
 
         Args:
-          specs: by task, the descriptions of its arrays by path (`array_specs`).
+          wanted: tells which arrays to read.
 
         Returns:
           The checkpoint; None if there is none.
@@ -156,16 +120,10 @@ class Checkpoints:
         """
         if not any(self._folder.iterdir()):
             return None
-        templates = {
-            name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
-            for name, leaves in specs.items()
-        }
-        found = _newest_intact(self._manager, templates, self._say, self._manager.all_steps())
-        if found is None:
-            return None
-        step, run, arrays = found
-        self._set_newer_aside(step)
-        return SavedRun(RunPosition(**run["position"]), run["tasks"], arrays)
+        found = _newest_intact(self._manager, wanted, self._say, self._manager.all_steps())
+        if found is not None:
+            self._set_newer_aside(found.number)
+        return found
 
     def wait(self) -> None:
         """Waits until all saves are on disk."""
@@ -244,7 +202,7 @@ def read_task(
                 f"{folder.absolute()}: no checkpoint after round {rounds}; there are those after "
                 f"rounds {kept or 'none'}"
             )
-        _, run, arrays = _newest_intact(manager, {name: None}, say, wanted)
+        _, run, arrays = _newest_intact(manager, lambda _: {name: None}, say, wanted)
         progress = TaskProgress.from_json(run["tasks"][name]["progress"])
         return run["position"]["rounds"], progress, arrays[name]
 
@@ -263,26 +221,22 @@ def _rounds_of(manager: "ocp.CheckpointManager", step: int) -> int | None:
 
 def _newest_intact(
     manager: "ocp.CheckpointManager",
-    templates: Mapping[str, Any],
+    wanted: Wanted,
     say: Callable[[str], None],
     steps: Iterable[int],
-) -> tuple[int, dict[str, Any], dict[str, SlotArrays]] | None:
-    """Reads the newest checkpoint that is not damaged.
+) -> Found | None:
+    """Reads the newest checkpoint that is not damaged; None if there is no checkpoint.
 
     Args:
       manager: the checkpoints.
-      templates: by name of the tasks to read, the arrays as they should be; None for any arrays.
+      wanted: tells which arrays to read.
       say: function that prints one line.
       steps: the numbers of the checkpoints to try.
-
-    Returns:
-      The number of the checkpoint, its `run`, and the arrays by task; None if there is no
-      checkpoint.
     """
     problems = []
     for step in sorted(steps, reverse=True):
         try:
-            found = (step, *_read(manager, step, templates))
+            found = _read(manager, step, wanted)
         except (RunDirectoryError, MemoryError):
             raise
         except Exception as e:  # orbax passes on the errors of many libraries
@@ -299,9 +253,7 @@ def _newest_intact(
     return None
 
 
-def _read(
-    manager: "ocp.CheckpointManager", step: int, templates: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, SlotArrays]]:
+def _read(manager: "ocp.CheckpointManager", step: int, wanted: Wanted) -> Found:
     """Reads a checkpoint. Any exception but RunDirectoryError means that it is damaged."""
     ocp = _orbax()
     restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
@@ -314,6 +266,7 @@ def _read(
             f"of jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
             "begin anew with --restart"
         )
+    templates = wanted(run)
     if missing := templates.keys() - run["tasks"].keys():
         raise RunDirectoryError(
             f"{manager.directory}: no task {min(missing)!r} in the checkpoint of step {step}"
@@ -324,12 +277,7 @@ def _read(
     for name, leaves in arrays.items():
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
-    return run, arrays
-
-
-def _step(position: RunPosition) -> int:
-    """The number of a checkpoint: every microbatch and every update makes a new position."""
-    return position.microbatches + position.rounds
+    return Found(step, run, arrays)
 
 
 def _orbax() -> ModuleType:
@@ -344,15 +292,6 @@ def _alone() -> "ocp.options.MultiprocessingOptions":
     return _orbax().options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
     )
-
-
-def _task_record(engine: Engine, name: str, checksum: int) -> dict[str, Any]:
-    return {
-        "adapter_kind": kind_of(engine.prepared(name).task.adapter).name,
-        "progress": engine.progress(name).to_json(),
-        "checksum": checksum,
-        "accumulated": engine.accumulated(name),
-    }
 
 
 def _checksum(arrays: SlotArrays) -> int:

@@ -12,7 +12,7 @@ from tensorboardX import SummaryWriter
 
 from jaxmux.engine import TaskUpdate
 
-from .checkpoints import RunPosition
+from .run_checkpoint import RunPosition
 from .run_directory import RunDirectory
 
 # The fields without which a line of metrics.jsonl counts as damaged.

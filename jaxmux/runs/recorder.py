@@ -9,11 +9,12 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate
 from jaxmux.peft import export_adapter
 
-from .checkpoints import Checkpoints, RunPosition
+from .checkpoints import Checkpoints
 from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter
 from .processes import Processes
+from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
 from .summary import Summary
 
@@ -84,11 +85,11 @@ class Recorder:
         position.train_seconds = self._before + time.monotonic() - self._started
         if files:
             position.metrics_bytes = files.metrics.position()
-        if self._processes.agree(files is not None and files.checkpoints.has(position)):
+        if self._processes.agree(files is not None and files.checkpoints.has(position.number)):
             return
         arrays = {name: engine.task_arrays(name) for name in engine.names}
         if files:
-            files.checkpoints.save(engine, position, arrays)
+            save_run(files.checkpoints, engine, position, arrays)
 
     def wait(self) -> None:
         """Waits until all checkpoints are on disk."""

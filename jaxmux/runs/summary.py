@@ -8,7 +8,7 @@ from jaxmux.engine import Engine
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import device_peak
 
-from .checkpoints import RunPosition
+from .run_checkpoint import RunPosition
 
 _TASK_FIELDS = ("status", "error", "train_loss_first", "train_loss_last", "eval_loss_first")
 _TASK_FIELDS += ("eval_loss", "eval_target_tokens", "target_tokens", "tokens", "skipped")

@@ -17,11 +17,12 @@ from jaxmux.peft import Adapter
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.sharding import PlacedBackbone
 
-from .checkpoints import Checkpoints, RunPosition, array_specs
+from .checkpoints import Checkpoints
 from .console import RunConsole
 from .metrics import MetricsWriter
 from .processes import Processes
 from .recorder import Recorder, RunFiles
+from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs
 from .run_layout import RunLayout, choose_layout, load_on
@@ -153,7 +154,7 @@ def _restore(
 ) -> RunPosition:
     """Restores the newest checkpoint; without one, measures the losses before training."""
     specs = array_specs(engine)
-    found = processes.on_first(lambda: checkpoints.newest(specs))
+    found = processes.on_first(lambda: newest_run(checkpoints, specs))
     # The arrays travel by themselves, task by task.
     described = processes.agree(found and found._replace(arrays={}))
     if described is None:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxmux.engine.train_state import (
     SlotKind,
+    SlotState,
     clear_slot,
     empty_state,
     grown,
@@ -152,12 +153,12 @@ def test_reading_and_writing_a_slot_touches_no_other():
     specs = specs_of()
     layout, before = Layout(specs), jax.device_get(random_state(specs))
     other = random_state(specs, seed=1)
-    value = read_slot(other, layout, KIND, 2)
+    value = SlotState(**read_slot(other, layout, KIND, SlotState._fields, 2))
     expected = jax.tree.structure(slot_specs(specs, KIND))
     assert jax.tree.structure(value) == expected
     after = jax.device_get(write_slot(random_state(specs), layout, KIND, 1, value))
     assert_slots_unchanged(specs, before, after, [0, 2])
-    again = read_slot(jax.device_put(after), layout, KIND, 1)
+    again = SlotState(**read_slot(jax.device_put(after), layout, KIND, SlotState._fields, 1))
     for one, two in zip(bits(again), bits(value), strict=True):
         np.testing.assert_array_equal(one, two)
     # Lion has one moment: the other is not its own.

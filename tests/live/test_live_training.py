@@ -142,7 +142,7 @@ def test_commands_that_cannot_be_carried_out_say_why(make_live, tasks):
         "registered already": live.register(tasks["a"].task),
         "there is no such task": live.pause("nobody"),
         "it is not paused but preparing": live.resume("a"),
-        "its data have not been read yet": live.extend("a", 99),
+        "it has 4 steps already": live.extend("a", 4),
     }
     train_to_the_end(live, "a")
     ended = live.cancel("a")
@@ -231,7 +231,7 @@ def test_a_skipped_update_is_not_trained():
 
     meter = Meter()
     meter.add(Update, 2.0)
-    assert meter == Meter(10, 64, 0, 2.0)
+    assert meter == Meter(10, 64, 0, 0, 2.0)
 
 
 def test_commands_come_from_other_threads(make_live, tasks, alone, assert_same_bits):

@@ -1,0 +1,238 @@
+"""The tasks of a live training, and what commands and results do to them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
+from jaxmux.errors import first_line
+from jaxmux.peft import Adapter, SlotArrays
+from jaxmux.planner import PlanningError
+from jaxmux.planner.scheduling import Candidate, schedule
+from jaxmux.tasks import Task, TaskError
+
+from .commands import Command
+from .live_task import LiveTask
+from .meter import parts_of
+from .saved_task import SavedTask
+from .states import CANCELLED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCEEDED, StateChange
+
+
+class LiveTasks:
+    """The tasks of a live training by name. Only the thread that owns the engine uses it.
+
+    It decides what becomes of every task: commands, results of training and the room in the pool
+    change states here and nowhere else.
+
+    Attributes:
+      changed: whether the choice of the tasks that train has to be made anew.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prepare: Callable[[Task], None],
+        export: Callable[[Task, Callable[[], Adapter]], None],
+        show: Callable[[LiveTask], None],
+        clock: Callable[[], float],
+    ):
+        """Starts without tasks.
+
+        Args:
+          engine: the engine, whose tasks no one else changes.
+          prepare: function that begins to prepare a task; `enter_prepared` gets the result.
+          export: function that keeps the adapter of a task that has succeeded, as `Store.export`.
+          show: function that is called whenever a task's state, reason, priority or length has
+            changed.
+          clock: function that returns the time in seconds since 1970.
+        """
+        self.changed = False
+        self._engine, self._prepare, self._export = engine, prepare, export
+        self._show, self._clock = show, clock
+        self._tasks: dict[str, LiveTask] = {}
+
+    def __getitem__(self, name: str) -> LiveTask:
+        return self._tasks[name]
+
+    def __iter__(self) -> Iterator[LiveTask]:
+        """The tasks in the order in which they were registered."""
+        return iter(self._tasks.values())
+
+    def check(self, command: Command) -> None:
+        """Checks that a command can be carried out.
+
+        Args:
+          command: the command.
+
+        Raises:
+          TaskError: it cannot; the message says why.
+        """
+        name, own = command.task, self._tasks.get(command.task)
+        if command.kind == "register":
+            if own:
+                raise TaskError(f"task {name!r}: a task of this name is registered already")
+            return
+        if own is None:
+            raise TaskError(f"task {name!r}: there is no such task")
+        if own.ended:
+            raise TaskError(f"task {name!r}: it has ended ({own.state})")
+        if command.kind == "resume" and own.state != PAUSED:
+            raise TaskError(f"task {name!r}: it is not paused but {own.state}")
+        if command.kind == "extend" and own.steps is not None and command.value <= own.steps:
+            raise TaskError(f"task {name!r}: it has {own.steps} steps already")
+
+    def carry_out(self, command: Command, arrival: int) -> None:
+        """Carries out a command that `check` permits.
+
+        Args:
+          command: the command.
+          arrival: number of the arrival of a task that is registered.
+        """
+        if command.kind == "register":
+            task, priority = command.value
+            first = StateChange(PREPARING, None, command.time)
+            self._tasks[task.name] = LiveTask(task, priority, arrival, [first])
+            self._prepare(task)
+            self._show(self._tasks[task.name])
+            return
+        own = self._tasks[command.task]
+        self.changed = True
+        if command.kind == "cancel":
+            if own.state == RUNNING:
+                self._engine.release(own.name)
+            own.suspended = None
+            self._enter(own, CANCELLED)
+        elif command.kind == "pause":
+            self._leave(own)
+            self._enter(own, PAUSED)
+        elif command.kind == "resume":
+            self._enter(own, QUEUED if own.prepared else PREPARING)
+        elif command.kind == "set_priority":
+            own.priority = command.value
+            self._show(own)
+        else:
+            self._extend(own, command.value)
+
+    def restore(self, saved: SavedTask) -> None:
+        """Adds a task as it was saved. If it has not ended, its data are read again.
+
+        Args:
+          saved: the task.
+        """
+        own = self._tasks[saved.task.name] = LiveTask.of(saved)
+        if not own.ended:
+            if own.state != PAUSED:
+                self._enter(own, PREPARING, "training was started again")
+            self._prepare(own.task)
+        self._show(own)
+
+    def enter_prepared(self, name: str, result: PreparedTask | Exception) -> None:
+        """Takes note of the end of a preparation.
+
+        Args:
+          name: name of the task.
+          result: the prepared task, or the exception that ended its preparation.
+        """
+        own = self._tasks[name]
+        if own.ended:
+            return
+        try:
+            if isinstance(result, Exception):
+                raise result
+            self._engine.refuse_outgrowing(result)
+            own.set_prepared(result)
+        except Exception as e:
+            # Whatever is wrong with a tenant's data is the end of this task only.
+            self._enter(own, FAILED, first_line(e))
+            return
+        if own.state == PREPARING:
+            self._enter(own, QUEUED)
+            self.changed = True
+
+    def choose(self) -> None:
+        """Chooses the tasks that train, and lets them take and leave their places."""
+        self.changed = False
+        found = schedule(
+            [
+                Candidate(own.name, own.priority, own.arrival, own.state == RUNNING, own.passes)
+                for own in self
+                if own.state in (QUEUED, RUNNING)
+            ],
+            self._refusal,
+        )
+        for name in found.passed:
+            self[name].passes += 1
+        for name, reason in found.waits.items():
+            self._leave(self[name])
+            self._enter(self[name], QUEUED, reason)
+        for name in found.runs:
+            if self[name].state != RUNNING:
+                self._start(self[name])
+
+    def take_results(self, updates: Sequence[TaskUpdate], seconds: float) -> None:
+        """Meters updates, and ends the tasks that have ended with them.
+
+        Args:
+          updates: the updates.
+          seconds: the time that the devices have spent on them.
+        """
+        for update, part in zip(updates, parts_of(seconds, updates), strict=True):
+            own = self[update.task]
+            own.meter.add(update, part, again=update.task_step <= own.reached)
+        for name in self._engine.names:
+            progress = self._engine.progress(name)
+            if progress.status != RUNNING:
+                self._end(self[name], progress)
+
+    def snapshots(self) -> dict[str, Callable[[], SlotArrays]]:
+        """Begins to copy the arrays of all tasks that train, for `saved`."""
+        return {name: self._engine.snapshot(name) for name in self._engine.names}
+
+    def saved(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> list[SavedTask]:
+        """All tasks, as they are saved after the results of the updates before `snapshots`.
+
+        Args:
+          snapshots: the result of the method `snapshots`, before a round was trained.
+        """
+        return [own.saved(snapshots.get(own.name)) for own in self]
+
+    def _refusal(self, names: Sequence[str]) -> str | None:
+        """Why tasks cannot train together; None if they can."""
+        capacity = self._engine.capacity
+        return f"all {capacity} places are taken" if len(names) > capacity else None
+
+    def _extend(self, own: LiveTask, steps: int) -> None:
+        if own.state == RUNNING:
+            self._engine.extend(own.name, steps)
+        own.extend(steps)
+        self._show(own)
+
+    def _start(self, own: LiveTask) -> None:
+        """Gives a task a place."""
+        try:
+            if own.suspended:
+                self._engine.resume(own.suspended)
+            else:
+                self._engine.register_tasks([own.prepared])
+        except (TaskError, PlanningError, OSError) as e:
+            self._enter(own, FAILED, first_line(e))
+            return
+        own.suspended, own.passes = None, 0
+        own.progress = self._engine.progress(own.name)
+        self._enter(own, RUNNING)
+
+    def _leave(self, own: LiveTask) -> None:
+        """Lets a task give up its place, if it has one."""
+        if own.state == RUNNING:
+            own.suspended = self._engine.suspend(own.name)
+
+    def _end(self, own: LiveTask, progress: TaskProgress) -> None:
+        """Ends a task whose training has ended."""
+        if progress.status == SUCCEEDED:
+            self._export(own.task, self._engine.adapter_snapshot(own.name))
+        self._engine.release(own.name)
+        self._enter(own, progress.status, progress.error)
+        self.changed = True
+
+    def _enter(self, own: LiveTask, state: str, reason: str | None = None) -> None:
+        """Lets a task enter a state."""
+        if own.enter(state, reason, self._clock()):
+            self._show(own)

@@ -1,0 +1,41 @@
+"""What a live training saves of a task."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jaxmux.engine import TaskProgress
+from jaxmux.peft import SlotArrays
+from jaxmux.tasks import Task
+
+from .meter import Meter
+from .states import StateChange
+
+
+class SavedTask(NamedTuple):
+    """A task at the end of a round, with all that it needs to go on from there.
+
+    Attributes:
+      task: the task.
+      priority: its priority.
+      arrival: number of its arrival.
+      passes: number of later tasks of its priority that have begun before it.
+      history: its states so far; the last one is the present state.
+      meter: what it has used.
+      fingerprints: hashes of its data, from `PreparedTask`; empty if they have not been read.
+      progress: its progress; None if it has not begun.
+      arrays: function that waits for its arrays, and returns them by path; None if it has not begun
+        or has ended.
+      reached: number of steps that it is known to have trained, some of them perhaps after it was
+        saved.
+    """
+
+    task: Task
+    priority: int
+    arrival: int
+    passes: int
+    history: tuple[StateChange, ...]
+    meter: Meter
+    fingerprints: Mapping[str, str]
+    progress: TaskProgress | None
+    arrays: Callable[[], SlotArrays] | None
+    reached: int = 0

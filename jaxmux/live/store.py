@@ -1,0 +1,83 @@
+"""Where a live training keeps what has to survive it."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from jaxmux.peft import Adapter
+from jaxmux.tasks import Task
+
+from .commands import Command
+from .events import Event
+from .saved_task import SavedTask
+
+
+class Store(Protocol):
+    """Keeps commands, tasks and adapters. The thread that owns the engine calls all methods but
+    `adapter`, and none of them waits for the devices."""
+
+    def record(self, commands: Sequence[Command]) -> None:
+        """Keeps commands that are about to be carried out.
+
+        Args:
+          commands: the commands, in their order.
+
+        Raises:
+          OSError: they cannot be kept. None of them is carried out.
+        """
+        ...
+
+    def export(self, task: Task, adapter: Callable[[], Adapter]) -> None:
+        """Keeps the adapter of a task that has succeeded, before whatever is saved later.
+
+        Args:
+          task: the task.
+          adapter: function that waits for the adapter.
+        """
+        ...
+
+    def adapter(self, task: Task) -> Adapter:
+        """An adapter that `export` was given. It may be called in any thread.
+
+        Args:
+          task: the task.
+        """
+        ...
+
+    def save(self, tasks: Sequence[SavedTask]) -> None:
+        """Keeps all tasks as they are after the commands that have been recorded so far.
+
+        Args:
+          tasks: the tasks.
+        """
+        ...
+
+    def tell(self, event: Event) -> None:
+        """Writes down an event. It raises no error.
+
+        Args:
+          event: the event.
+        """
+        ...
+
+
+class MemoryStore:
+    """Keeps adapters in memory, and nothing else: the `Store` of a training without a folder."""
+
+    def __init__(self):
+        """Starts empty."""
+        self._adapters: dict[str, Callable[[], Adapter]] = {}
+
+    def record(self, commands: Sequence[Command]) -> None:
+        pass
+
+    def export(self, task: Task, adapter: Callable[[], Adapter]) -> None:
+        self._adapters[task.name] = adapter
+
+    def adapter(self, task: Task) -> Adapter:
+        return self._adapters[task.name]()
+
+    def save(self, tasks: Sequence[SavedTask]) -> None:
+        pass
+
+    def tell(self, event: Event) -> None:
+        pass

@@ -1,0 +1,72 @@
+"""The events of a server, as lines of events.jsonl."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmux.live import Event
+
+
+class EventLog:
+    """Appends events to a file. Nothing depends on the file but what it tells its readers, so a
+    full disk does not stop training.
+
+    Attributes:
+      steps: by task, the number of steps that the events of earlier servers tell of.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]):
+        """Opens the file.
+
+        Args:
+          path: the file.
+          say: function that prints one line; it is told if events are lost.
+        """
+        self._path, self._say, self._fails = path, say, False
+        self.steps: dict[str, int] = {}
+        if path.exists():
+            for line in path.read_bytes().splitlines():
+                self._count(line)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        self._end_last_line()
+
+    def write(self, event: Event) -> None:
+        """Appends an event.
+
+        Args:
+          event: the event. Numbers that are not finite become null.
+        """
+        fields = {"time": round(event.time, 3), "task": event.task, "kind": event.kind}
+        fields |= {key: _json_number(value) for key, value in event.fields.items()}
+        try:
+            os.write(self._file, json.dumps(fields).encode() + b"\n")
+        except OSError as e:
+            if not self._fails:
+                self._say(f"{self._path}: cannot be written ({e.strerror}); events are lost")
+            self._fails = True
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+    def _count(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            if event["kind"] == "update":
+                self.steps[event["task"]] = event["task_step"]
+        except (ValueError, KeyError, TypeError):
+            pass  # A line that a crash has cut off.
+
+    def _end_last_line(self) -> None:
+        """Ends a line that a crash has cut off."""
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+
+def _json_number(value: Any) -> Any:
+    """The value, or None for a number that is not finite, which JSON cannot express."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

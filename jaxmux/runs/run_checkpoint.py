@@ -1,0 +1,125 @@
+"""What the checkpoints of a training run hold."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmux.engine import Engine, TaskProgress
+from jaxmux.peft import LeafSpec, SlotArrays, kind_of
+from jaxmux.peft.leaves import named_leaves
+
+from .checkpoints import Checkpoints
+
+
+@dataclasses.dataclass
+class RunPosition:
+    """The position of a training run, besides the progress of its tasks.
+
+    Attributes:
+      rounds: number of rounds completed.
+      microbatches: number of microbatches trained, those of the unfinished round included.
+      metrics_bytes: length of metrics.jsonl at this position, in bytes.
+      computed_tokens: number of tokens computed in training, padding included.
+      train_seconds: wall time spent training, in seconds.
+    """
+
+    rounds: int = 0
+    microbatches: int = 0
+    metrics_bytes: int = 0
+    computed_tokens: int = 0
+    train_seconds: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """The number of the checkpoint of this position: every microbatch and every update makes a
+        new one."""
+        return self.microbatches + self.rounds
+
+
+class SavedRun(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      position: the position of the training run.
+      tasks: by name, the task's progress and accumulated samples, as JSON.
+      arrays: by name, the task's arrays by path.
+    """
+
+    position: RunPosition
+    tasks: dict[str, Any]
+    arrays: dict[str, SlotArrays]
+
+    def restore(self, engine: Engine) -> None:
+        """Puts every task of an engine, and the engine's counters, back to the checkpoint.
+
+        Args:
+          engine: an engine in which the tasks of the training run are registered.
+        """
+        for name in engine.names:
+            task = self.tasks[name]
+            progress = TaskProgress.from_json(task["progress"])
+            if progress.status == "succeeded" and progress.step < engine.prepared(name).steps:
+                progress.status = "running"  # The task has been extended.
+            engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
+        engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
+        engine.computed_tokens = self.position.computed_tokens
+
+
+def array_specs(engine: Engine) -> dict[str, dict[str, LeafSpec]]:
+    """By task, the descriptions of the arrays by path that its checkpoints hold.
+
+    Args:
+      engine: an engine in which the tasks are registered.
+    """
+    return {name: named_leaves(engine.task_specs(name)) for name in engine.names}
+
+
+def save_run(
+    checkpoints: Checkpoints,
+    engine: Engine,
+    position: RunPosition,
+    arrays: Mapping[str, SlotArrays],
+) -> None:
+    """Starts to save everything that a training run needs to continue from here.
+
+    Args:
+      checkpoints: the checkpoints of the training run.
+      engine: the engine; its results must have been fetched (`Engine.drain`).
+      position: the position of the training run.
+      arrays: by task, the result of `Engine.task_arrays`.
+    """
+    tasks = {
+        name: {
+            "adapter_kind": kind_of(engine.prepared(name).task.adapter).name,
+            "progress": engine.progress(name).to_json(),
+            "accumulated": engine.accumulated(name),
+        }
+        for name in arrays
+    }
+    record = {"position": dataclasses.asdict(position), "tasks": tasks}
+    checkpoints.save(position.number, record, arrays)
+
+
+def newest_run(
+    checkpoints: Checkpoints, specs: Mapping[str, Mapping[str, LeafSpec]]
+) -> SavedRun | None:
+    """Reads the newest checkpoint of a training run that is not damaged; None if there is none.
+
+    Args:
+      checkpoints: the checkpoints of the training run.
+      specs: by task, the descriptions of its arrays by path (`array_specs`).
+
+    Raises:
+      RunDirectoryError: every checkpoint is damaged, or the newest has another format.
+    """
+    templates = {
+        name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
+        for name, leaves in specs.items()
+    }
+    found = checkpoints.newest(lambda _: templates)
+    if found is None:
+        return None
+    position = RunPosition(**found.record["position"])
+    return SavedRun(position, found.record["tasks"], found.arrays)

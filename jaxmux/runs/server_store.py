@@ -1,0 +1,190 @@
+"""What a tuning server keeps in its folder: commands, tasks, adapters and events."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from jaxmux.engine import TaskProgress
+from jaxmux.live import Command, Event, Meter, SavedTask, StateChange
+from jaxmux.models import Backbone
+from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
+from jaxmux.sharding import PlacedBackbone
+from jaxmux.tasks import Task
+
+from .checkpoints import Checkpoints
+from .event_log import EventLog
+from .journal import Journal
+from .server_directory import ServerDirectory
+from .task_fields import from_json, to_json
+
+_log = logging.getLogger("jaxmux")
+
+
+class Kept(NamedTuple):
+    """What an earlier server has kept.
+
+    Attributes:
+      saved: the tasks of the newest checkpoint.
+      commands: the commands since then.
+    """
+
+    saved: list[SavedTask]
+    commands: list[Command]
+
+
+class ServerStore:
+    """The `Store` of a server with a folder.
+
+    Commands are on disk before they are carried out. Adapters and checkpoints are written by one
+    thread in the order in which they come, so a checkpoint in which a task has succeeded is never
+    there before its adapter. If they cannot be written, training goes on: adapters are written
+    again before the next checkpoint, and the commands since the last checkpoint are kept.
+    """
+
+    def __init__(
+        self,
+        directory: ServerDirectory,
+        backbone: Backbone | PlacedBackbone,
+        keep: int,
+        say: Callable[[str], None],
+    ):
+        """Opens the files.
+
+        Args:
+          directory: the folder of the server.
+          backbone: the backbone, whose name and fingerprint adapters record.
+          keep: number of checkpoints to keep.
+          say: function that prints one line; it is told what cannot be written or read.
+        """
+        self._directory, self._backbone, self._say = directory, backbone, say
+        self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
+        self._journal = Journal(directory.journal)
+        self._events = EventLog(directory.events, say)
+        self._writer = ThreadPoolExecutor(1)
+        # The adapters that have not been written.
+        self._adapters: dict[str, tuple[Task, Callable[[], Adapter]]] = {}
+        self._number = 0
+        self._last: Future[None] | None = None
+
+    def read(self) -> Kept:
+        """What an earlier server has kept in the folder. Call it once, before any other method.
+
+        Raises:
+          RunDirectoryError: checkpoints or commands are damaged.
+        """
+        found = self._checkpoints.newest(_begun)
+        reached = self._events.steps
+        saved = []
+        if found:
+            self._number = found.number
+            saved = [
+                _saved(fields, found.arrays.get(name), reached.get(name, 0))
+                for name, fields in found.record["tasks"].items()
+            ]
+        commands = self._journal.read(self._number)
+        self._journal.begin(self._number)
+        return Kept(saved, commands)
+
+    def record(self, commands: Sequence[Command]) -> None:
+        self._journal.append(commands)
+
+    def export(self, task: Task, adapter: Callable[[], Adapter]) -> None:
+        self._adapters[task.name] = task, adapter
+        self._writer.submit(self._write_adapters)
+
+    def adapter(self, task: Task) -> Adapter:
+        if (waiting := self._adapters.get(task.name)) is not None:
+            return waiting[1]()
+        return import_adapter(self._directory.adapter(task.name), self._backbone.config)[1]
+
+    def save(self, tasks: Sequence[SavedTask]) -> None:
+        if self._last and not self._last.done():
+            # The disk is slower than training: the next call saves more.
+            return
+        self._number += 1
+        self._journal.begin(self._number)
+        self._last = self._writer.submit(self._write_checkpoint, self._number, tasks)
+
+    def tell(self, event: Event) -> None:
+        self._events.write(event)
+
+    def close(self) -> None:
+        """Waits until everything is on disk, and closes the files."""
+        self._writer.shutdown()
+        self._checkpoints.close()
+        self._journal.close()
+        self._events.close()
+
+    def _write_adapters(self) -> bool:
+        """Writes the adapters that have not been written; returns whether that succeeded."""
+        for task, adapter in list(self._adapters.values()):
+            try:
+                export_adapter(
+                    self._directory.adapter(task.name),
+                    adapter(),
+                    task.adapter,
+                    self._backbone.config,
+                    self._backbone.name_or_path,
+                    base_fingerprint=self._backbone.fingerprint,
+                )
+            except OSError as e:
+                self._say(f"adapter {task.name}: cannot be written ({e.strerror}); tried again")
+                return False
+            del self._adapters[task.name]
+        return True
+
+    def _write_checkpoint(self, number: int, tasks: Sequence[SavedTask]) -> None:
+        if not self._write_adapters():
+            return
+        arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
+        record = {"tasks": {own.task.name: _fields(own) for own in tasks}}
+        try:
+            self._checkpoints.save(number, record, arrays)
+            self._checkpoints.wait()
+            self._journal.forget(before=self._checkpoints.numbers[0])
+        except Exception as e:  # orbax passes on the errors of many libraries
+            self._say(f"checkpoint {number}: cannot be written ({e}); training goes on")
+
+
+def _begun(record: dict[str, Any]) -> dict[str, None]:
+    """The tasks whose arrays a checkpoint holds."""
+    return {name: None for name, fields in record["tasks"].items() if "checksum" in fields}
+
+
+def _fields(own: SavedTask) -> dict[str, Any]:
+    """The entry of a task in a checkpoint."""
+    return {
+        "specification": to_json(own.task),
+        "priority": own.priority,
+        "arrival": own.arrival,
+        "passes": own.passes,
+        "history": [change._asdict() for change in own.history],
+        "meter": dataclasses.asdict(own.meter),
+        "fingerprints": dict(own.fingerprints),
+        "progress": own.progress and own.progress.to_json(),
+        "reached": own.reached,
+    }
+
+
+def _saved(fields: dict[str, Any], arrays: SlotArrays | None, reached: int) -> SavedTask:
+    """The inverse of `_fields`.
+
+    Args:
+      arrays: the task's arrays by path.
+      reached: number of steps of the task that have been written down as events.
+    """
+    return SavedTask(
+        task=from_json(fields["specification"]),
+        priority=fields["priority"],
+        arrival=fields["arrival"],
+        passes=fields["passes"],
+        history=tuple(StateChange(**change) for change in fields["history"]),
+        meter=Meter(**fields["meter"]),
+        fingerprints=fields["fingerprints"],
+        progress=fields["progress"] and TaskProgress.from_json(fields["progress"]),
+        arrays=None if arrays is None else lambda: arrays,
+        reached=max(fields["reached"], reached),
+    )
