@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .similar_names import did_you_mean
+from jaxmux.similar_names import did_you_mean
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 # Rounds of a plan if --rounds is not given and no global batch is large.

@@ -20,9 +20,8 @@ from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS
 from jaxmux.runs import RunOptions
+from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import Task
-
-from .similar_names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

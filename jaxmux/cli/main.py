@@ -9,9 +9,10 @@ from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 
+from jaxmux.similar_names import did_you_mean
+
 from .arguments import COMMANDS, is_one_of_several
 from .exit_codes import REFUSED, TASK_FAILED, exit_at_once, exit_code_of
-from .similar_names import did_you_mean
 
 # With any of these, the user decides about the GPU's memory.
 _MEMORY_SETTINGS = {
