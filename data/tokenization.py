@@ -224,6 +224,8 @@ def _tokenize(
                     refuse(error)
                 except TimeLimitExceeded:
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
+                except RecursionError:
+                    refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
         for record, sample in _tokenize_group(rendered, tokenizer):
             if sample is not None:
                 yield record, sample

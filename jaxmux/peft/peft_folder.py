@@ -17,9 +17,12 @@ from .lora import Adapter, Factors, LoRA
 from .targets import full_name, resolve_targets, target_names
 
 _PREFIX = "base_model.model."
-_SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The files of an adapter folder.
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The key of the base model's fingerprint in the metadata of the weights.
 _BASE = "jaxmux.base_fingerprint"
+# Data types of tensors, as safetensors names them, that NumPy can read and that hold weights.
+_DTYPES = ("F16", "F32", "F64")
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
     "use_dora",
@@ -91,8 +94,8 @@ def export_adapter(
     metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
     save_file(tensors, weights, metadata=metadata)
     _sort_metadata(weights)
-    weights.replace(folder / _WEIGHTS)
-    write_atomically(folder / _SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    weights.replace(folder / WEIGHTS)
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _sort_metadata(path: Path) -> None:
@@ -156,7 +159,7 @@ def import_adapter(
             rslora=settings.get("use_rslora", False),
         )
         masks = resolve_targets(spec.target_modules, config)
-    except (KeyError, ValueError) as e:
+    except (KeyError, TypeError, ValueError) as e:
         raise AdapterError(f"{where}: {e}") from None
 
     adapter: Adapter = {}
@@ -173,31 +176,38 @@ def is_adapter_folder(folder: Path) -> bool:
     Args:
       folder: the folder, which need not exist.
     """
-    return all((folder / name).is_file() for name in (_SETTINGS, _WEIGHTS))
+    return all((folder / name).is_file() for name in (SETTINGS, WEIGHTS))
 
 
 def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
     k, n = linear_sizes(config, module)
-    a = np.zeros((config.num_layers, k, rank), np.float32)
-    b = np.zeros((config.num_layers, rank, n), np.float32)
+    shapes = {"lora_A": (rank, k), "lora_B": (n, rank)}
+    found: dict[str, dict[int, np.ndarray]] = {factor: {} for factor in shapes}
+    # All tensors are checked before arrays of all layers are made, because the rank is the file's.
     for layer in np.flatnonzero(mask):
-        for factor, stacked in (("lora_A", a), ("lora_B", b)):
+        for factor, shape in shapes.items():
             name = f"{_PREFIX}{full_name(module, layer)}.{factor}.weight"
             if name not in tensors:
                 raise AdapterError(f"{folder}: tensor {name} is missing")
             tensor = tensors.pop(name)
-            if tensor.shape != stacked.shape[:0:-1]:
+            if tensor.shape != shape:
                 raise AdapterError(
                     f"{folder}: tensor {name} has shape {list(tensor.shape)}, "
-                    f"rank and backbone imply {list(stacked.shape[:0:-1])}"
+                    f"rank and backbone imply {list(shape)}"
                 )
+            found[factor][layer] = tensor
+    factors = []
+    for factor, shape in shapes.items():
+        stacked = np.zeros((config.num_layers, *shape[::-1]), np.float32)
+        for layer, tensor in found[factor].items():
             stacked[layer] = tensor.T
-    return Factors(a, b)
+        factors.append(stacked)
+    return Factors(*factors)
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
     """The settings, the tensors, and the fingerprint of the base model; empty if it has none."""
-    settings, weights = folder / _SETTINGS, folder / _WEIGHTS
+    settings, weights = folder / SETTINGS, folder / WEIGHTS
     for file in (settings, weights):
         if not file.is_file():
             raise AdapterError(f"{file}: not found")
@@ -207,8 +217,13 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], s
             raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
         with safe_open(weights, framework="numpy") as file:
             base = (file.metadata() or {}).get(_BASE, "")
+            for name in file.keys():
+                if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
+                    raise AdapterError(
+                        f"{weights}: tensor {name} is {dtype}; expected {', '.join(_DTYPES)}"
+                    )
         return found, load_file(weights), base
-    except (ValueError, OSError, SafetensorError) as e:
+    except (ValueError, OSError, RecursionError, SafetensorError) as e:
         if isinstance(e, AdapterError):
             raise
         raise AdapterError(f"{folder}: cannot be read: {e}") from None

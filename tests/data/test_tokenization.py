@@ -299,3 +299,14 @@ def test_a_generation_block_around_nothing_is_named(gpt, write_jsonl):
     path = write_jsonl({"messages": [{"role": "user", "content": "Hi."}, *CHAT["messages"][1:]]})
     with pytest.raises(DataError, match=":1: no target tokens: .*{% generation %} stands around"):
         load(path, gpt)
+
+
+@pytest.mark.parametrize("depth", [500, 900, 5000])
+def test_a_deeply_nested_record_is_an_error_of_the_data(depth, tokenizer, tmp_path):
+    path = tmp_path / "deep.jsonl"
+    nested = "[" * depth + "]" * depth
+    path.write_text(f'{{"text": "A cat."}}\n{{"text": "A dog.", "more": {nested}}}\n')
+    assert load(path, tokenizer, on_bad_record="skip").skipped <= 1
+    if depth > 800:
+        with pytest.raises(DataError, match=f"{path}:2: .*(deeply|recursion)"):
+            load(path, tokenizer)

@@ -264,3 +264,30 @@ def test_a_config_that_is_no_object_is_refused(folder, config):
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(AdapterError, match="adapter_config.json|cannot be read"):
         import_adapter(folder, config)
+
+
+def test_a_rank_beyond_memory_is_refused_before_arrays_are_made(folder, config):
+    edit_settings(folder, r=10**12)
+    with pytest.raises(AdapterError, match="has shape .* rank and backbone imply"):
+        import_adapter(folder, config)
+
+
+def test_modules_that_are_no_list_are_refused(folder, config):
+    edit_settings(folder, target_modules=5)
+    with pytest.raises(AdapterError, match="adapter_config.json: "):
+        import_adapter(folder, config)
+
+
+def test_a_deeply_nested_config_is_refused(folder, config):
+    (folder / "adapter_config.json").write_text('{"r": ' + "[" * 100_000)
+    with pytest.raises(AdapterError, match="cannot be read"):
+        import_adapter(folder, config)
+
+
+def test_tensors_that_numpy_cannot_hold_are_named(folder, config):
+    header = {"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(4)
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(AdapterError, match="tensor x is BF16; expected F16, F32, F64"):
+        import_adapter(folder, config)
