@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECORDS_PER_CALL = 1024
+# The tokens and offsets of a call are objects of Python, with up to 280 bytes for each character.
+_CHARACTERS_PER_CALL = 2**20
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
@@ -226,7 +228,8 @@ def _tokenize(
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
-        for record, sample in _tokenize_group(rendered, tokenizer):
+        parts = _parts_of_texts(rendered)
+        for record, sample in chain.from_iterable(_tokenize_group(p, tokenizer) for p in parts):
             if sample is not None:
                 yield record, sample
             else:
@@ -236,6 +239,21 @@ def _tokenize(
                         "messages or the text is empty (the first token of all is never a target)"
                     )
                 )
+
+
+def _parts_of_texts(
+    rendered: Sequence[tuple[Record, RenderedText]],
+) -> Iterator[list[tuple[Record, RenderedText]]]:
+    """Divides records so that the texts of a part are short together, or one long text."""
+    part: list[tuple[Record, RenderedText]] = []
+    characters = 0
+    for record, text in rendered:
+        if part and characters + len(text.text) > _CHARACTERS_PER_CALL:
+            yield part
+            part, characters = [], 0
+        part.append((record, text))
+        characters += len(text.text)
+    yield part
 
 
 def _tokenize_group(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from jaxmux.data import DataError, Source, load_samples, load_tokenizer
+from jaxmux.data import DataError, Source, load_samples, load_tokenizer, tokenization
 
 PROMPT, COMPLETION = "What is the capital of France?", " The capital is Paris."
 PAIR = {"prompt": PROMPT, "completion": COMPLETION}
@@ -310,3 +310,21 @@ def test_a_deeply_nested_record_is_an_error_of_the_data(depth, tokenizer, tmp_pa
     if depth > 800:
         with pytest.raises(DataError, match=f"{path}:2: .*(deeply|recursion)"):
             load(path, tokenizer)
+
+
+def test_samples_do_not_depend_on_how_texts_are_grouped(tokenizer, write_jsonl, monkeypatch):
+    rows = [{"text": "A cat. " * n} for n in (1, 30, 2, 1, 9, 40, 1)]
+    path = write_jsonl(*rows)
+    expected = load(path, tokenizer).samples
+    calls = []
+    tokenize = tokenization._tokenize_group
+    monkeypatch.setattr(tokenization, "_CHARACTERS_PER_CALL", 30)
+    monkeypatch.setattr(
+        tokenization, "_tokenize_group", lambda *args: calls.append(len(args[0])) or tokenize(*args)
+    )
+    found = load(path, tokenizer).samples
+    assert calls == [1, 1, 2, 1, 1, 1]
+    assert [s.sample_id for s in found] == [s.sample_id for s in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.input_ids, other.input_ids)
+        np.testing.assert_array_equal(one.target_mask, other.target_mask)
