@@ -128,3 +128,10 @@ def test_chat_without_assistant_message_has_no_target_tokens(gpt, write_jsonl):
 def test_malformed_messages_are_named(gpt, messages, problem):
     with pytest.raises(DataError, match=f"chat.jsonl:3: .*{problem}"):
         render_chat(record(messages), gpt, "completion")
+
+
+@pytest.mark.parametrize("blocks", ["", "{% generation %}x{% endgeneration %}"])
+def test_templates_run_in_a_sandbox(blocks, gpt):
+    gpt.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}" + blocks
+    with pytest.raises(DataError, match="refuses the messages: .*unsafe"):
+        render_chat(record(TURNS), gpt, "completion")
