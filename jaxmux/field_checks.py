@@ -25,10 +25,12 @@ class _Rule:
       expected: the permitted values in words, as they follow "should be" in an error message.
       accept: function that returns a permitted value as a value of Python, and `_REFUSED` for any
         other value.
+      schema: the permitted values as JSON Schema.
     """
 
     expected: str
     accept: Callable[[Any], Any]
+    schema: dict[str, Any]
 
 
 def integer(default: Any = dataclasses.MISSING, *, least: int, optional: bool = False) -> Any:
@@ -44,7 +46,8 @@ def integer(default: Any = dataclasses.MISSING, *, least: int, optional: bool = 
         is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         return int(value) if is_integer and value >= least else _REFUSED
 
-    return _field(default, f"an integer of at least {least}", accept, optional)
+    schema = {"type": "integer", "minimum": least}
+    return _field(default, f"an integer of at least {least}", accept, schema, optional)
 
 
 def number(
@@ -81,7 +84,12 @@ def number(
         expected = f"a number of at least {least:g}"
     else:
         expected = "a finite number" if above == -math.inf else f"a number above {above:g}"
-    return _field(default, expected, accept, optional)
+    schema = {
+        "type": "number",
+        **_bound("minimum", max(least, -_LARGEST_FLOAT32), "exclusiveMinimum", above),
+        **_bound("maximum", min(most, _LARGEST_FLOAT32), "exclusiveMaximum", below),
+    }
+    return _field(default, expected, accept, schema, optional)
 
 
 def flag(default: bool) -> Any:
@@ -91,7 +99,10 @@ def flag(default: bool) -> Any:
       default: the field's default value.
     """
     return _field(
-        default, "True or False", lambda value: value if isinstance(value, bool) else _REFUSED
+        default,
+        "True or False",
+        lambda value: value if isinstance(value, bool) else _REFUSED,
+        {"type": "boolean"},
     )
 
 
@@ -106,6 +117,7 @@ def text(default: Any = dataclasses.MISSING, *, optional: bool = False) -> Any:
         default,
         "a string that is not empty",
         lambda value: value if isinstance(value, str) and value else _REFUSED,
+        {"type": "string", "minLength": 1},
         optional,
     )
 
@@ -125,7 +137,8 @@ def names(default: Any, *, optional: bool = False) -> Any:
         found = tuple(value) if several else (None,)
         return found if all(isinstance(name, str) for name in found) else _REFUSED
 
-    return _field(default, "a string or a list of strings", accept, optional)
+    schema = {"type": ["string", "array"], "items": {"type": "string"}}
+    return _field(default, "a string or a list of strings", accept, schema, optional)
 
 
 def choice(default: Any, known: Sequence[str | None]) -> Any:
@@ -139,7 +152,8 @@ def choice(default: Any, known: Sequence[str | None]) -> Any:
     def accept(value: Any) -> Any:
         return value if isinstance(value, str | None) and value in known else _REFUSED
 
-    return _field(default, f"one of {', '.join(map(repr, known))}", accept)
+    schema = {"enum": list(known)}
+    return _field(default, f"one of {', '.join(map(repr, known))}", accept, schema)
 
 
 def check_fields(specification: Any, error: Callable[[str], Exception] = ValueError) -> None:
@@ -164,13 +178,35 @@ def check_fields(specification: Any, error: Callable[[str], Exception] = ValueEr
         object.__setattr__(specification, field.name, accepted)
 
 
+def field_schema(field: dataclasses.Field) -> dict[str, Any] | None:
+    """The values that a field may hold, as JSON Schema: one type or a list of types, with bounds,
+    or an enumeration. None for a field that no function of this module made.
+
+    Args:
+      field: a field of a specification, from `dataclasses.fields`.
+    """
+    rule = field.metadata.get(_RULE)
+    return None if rule is None else dict(rule.schema)
+
+
+def _bound(including: str, bound: float, excluding: str, excluded: float) -> dict[str, float]:
+    """One side of an interval, as JSON Schema. An infinite bound excludes nothing."""
+    return {including: bound} if math.isinf(excluded) else {excluding: excluded}
+
+
 def _field(
     default: Any,
     expected: str,
     accept: Callable[[Any], Any],
+    schema: dict[str, Any],
     optional: bool = False,
 ) -> Any:
-    rule = _Rule(expected, accept)
+    rule = _Rule(expected, accept, schema)
     if optional:
-        rule = _Rule(f"{expected} or None", lambda value: None if value is None else accept(value))
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        rule = _Rule(
+            f"{expected} or None",
+            lambda value: None if value is None else accept(value),
+            schema | {"type": [*types, "null"]},
+        )
     return dataclasses.field(default=default, metadata={_RULE: rule})
