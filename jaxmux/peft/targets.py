@@ -10,7 +10,7 @@ from jaxmux.models import MODULES, BackboneConfig
 
 ALL_LINEAR = "all-linear"
 # Names of linears, by which users choose them: "q_proj" and "self_attn.q_proj".
-_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES}
+MODULE_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES}
 # The layers in which a module is adapted.
 LayerMask = Bool[np.ndarray, "L"]
 
@@ -38,7 +38,7 @@ def resolve_targets(
     """
     masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
     # A single name would be an expression that matches no full name.
-    is_expression = isinstance(target_modules, str) and target_modules not in _NAMES
+    is_expression = isinstance(target_modules, str) and target_modules not in MODULE_NAMES
     patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
     if not target_modules:
         raise ValueError("target_modules is empty")

@@ -9,18 +9,26 @@ from .run import fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names
 from .run_shape import best_shape
+from .specification_limits import SpecificationLimits
 from .summary import Summary
+from .task_json import read_specification, task_from_json, task_to_json
+from .tenant_files import copy_files
 
 __all__ = [
     "Interrupted",
     "RunDirectory",
     "RunDirectoryError",
     "RunOptions",
+    "SpecificationLimits",
     "Summary",
     "best_shape",
     "check_names",
+    "copy_files",
     "fine_tune",
     "join_processes",
     "read_record",
+    "read_specification",
     "read_task",
+    "task_from_json",
+    "task_to_json",
 ]

@@ -11,12 +11,12 @@ from jaxmux.data import load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import BackboneConfig, backbone_fingerprint, check_backbone
-from jaxmux.peft import kind_of
 from jaxmux.tasks import Task, TaskError
 
 from .run_directory import FORMAT, RunDirectory
 from .run_layout import refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
+from .task_json import task_to_json
 
 
 class RunInputs(NamedTuple):
@@ -113,11 +113,9 @@ def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> di
 
 def _identity(task: Task) -> dict[str, Any]:
     """The entry of a task in run.json."""
-    fields = dataclasses.asdict(task)
+    fields = task_to_json(task)
     del fields["name"], fields["sample_prompt"]
-    adapter = {"kind": kind_of(task.adapter).name, **fields["adapter"]}
-    optimizer = {"kind": task.optimizer.kind, **fields["optimizer"]}
-    return fields | {"adapter": adapter, "optimizer": optimizer}
+    return fields
 
 
 def read_inputs(

@@ -1,0 +1,169 @@
+"""The fields of a task as JSON: which values each may hold, and how specifications nest.
+
+The schema and the reader of specifications both take the fields from here. A field that is neither
+a part of a task nor checked by `field_checks` raises an error here, and so does a field of free
+text: what a stranger may write into a new field is decided here first.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxmux.data import Source
+from jaxmux.data.sources import JSONL_SUFFIXES
+from jaxmux.field_checks import field_schema
+from jaxmux.learning_rates import Schedule
+from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.peft import KINDS, LoRA
+from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
+from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
+
+from .specification_limits import SpecificationLimits
+from .strict_json import LARGEST_INTEGER, types_of
+
+# The part of a JSON object that names the class of an adapter or an optimizer.
+KIND = "kind"
+_LONGEST_PATH = 1024
+_WITHIN = f"(?:{TASK_NAME}/)*{TASK_NAME}"
+_PATH_RULE = (
+    "relative to the tenant's folder and inside it, in parts of letters, digits, '.', '_' and '-' "
+    "that begin with a letter or digit"
+)
+_SUFFIXES = "|".join(suffix.removeprefix(".") for suffix in JSONL_SUFFIXES)
+
+
+class Part(NamedTuple):
+    """The specifications that a field of another specification may hold.
+
+    Attributes:
+      classes: the classes, by their kind; the key of a class without a kind is "".
+      short: the field of the class for which a string is short, as a path is for `Source(path)`;
+        empty if there is none.
+    """
+
+    classes: Mapping[str, type]
+    short: str = ""
+
+
+# By field, the parts of a task.
+PARTS: Mapping[str, Part] = {
+    "data": Part({"": Source}, "path"),
+    "eval_data": Part({"": Source}, "path"),
+    "adapter": Part({name: kind.specification for name, kind in KINDS.items()}),
+    "optimizer": Part(OPTIMIZERS),
+    "schedule": Part({"": Schedule}, "kind"),
+}
+
+
+def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str, Any]:
+    """The values that a specification may give to a field that is no part, as JSON Schema.
+
+    Args:
+      cls: the class of the specification, such as `Task`.
+      name: name of the field.
+      limits: the largest values.
+
+    Raises:
+      ValueError: the class does not say what the field may hold, or would accept any text.
+    """
+    (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
+    schema = field_schema(field) or {}
+    if "integer" in types_of(schema):
+        schema["maximum"] = LARGEST_INTEGER
+    schema |= _narrower(limits).get((cls, name), {})
+    texts = schema.get("items", schema)
+    is_free_text = "string" in types_of(texts) and not {"pattern", "enum"} & texts.keys()
+    if not schema or is_free_text:
+        raise ValueError(
+            f"{cls.__name__}.{name}: say in {__name__} which values a specification that is not "
+            "trusted may give it"
+        )
+    return schema
+
+
+def required_fields(cls: type) -> Iterator[str]:
+    """The names of the fields without a default.
+
+    Args:
+      cls: the class of a specification.
+    """
+    for field in dataclasses.fields(cls):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            yield field.name
+
+
+def to_json(specification: Any) -> dict[str, Any]:
+    """A task or one of its parts as a JSON object with every field, defaults included.
+
+    Args:
+      specification: a `Task`, `Source`, `LoRA`, `Schedule` or an optimizer.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(specification):
+        value = getattr(specification, field.name)
+        if dataclasses.is_dataclass(value):
+            value = part_to_json(field.name, value)
+        found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def part_to_json(field: str, part: Any) -> dict[str, Any]:
+    """The value of a field that holds a part, as a JSON object with its kind, if it has one.
+
+    Args:
+      field: name of the field, a key of `PARTS`.
+      part: the value of the field.
+    """
+    kind = next((kind for kind, cls in PARTS[field].classes.items() if isinstance(part, cls)), "")
+    return ({KIND: kind} if kind else {}) | to_json(part)
+
+
+def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, Any]]:
+    """By class and field, what a tenant may ask for where the class permits more.
+
+    A regular expression for target modules can take Python's `re` years. A data set of the hub is
+    fetched over the network, and the loader of a saved one reads files that it names itself. A
+    small Parquet file can expand to more memory than there is. A prompt is printed on the
+    operator's terminal, which obeys control characters.
+    """
+    names = "|".join(sorted({ALL_LINEAR, *MODULE_NAMES})).replace(".", r"\.")
+    return {
+        (Task, "name"): {
+            "type": "string",
+            "pattern": f"^{TASK_NAME}$",
+            "maxLength": LONGEST_NAME,
+            "$comment": "a name of letters, digits, '.', '_' and '-' that begins with a letter or "
+            "digit,",
+        },
+        (Task, "batch_size"): {"maximum": limits.batch_size},
+        (Task, "max_length"): {"maximum": limits.max_length},
+        (Task, "epochs"): {"maximum": limits.epochs},
+        (Task, "steps"): {"maximum": limits.steps},
+        (Task, "resume_from"): {
+            "pattern": f"^{_WITHIN}$",
+            "maxLength": _LONGEST_PATH,
+            "$comment": f"the folder of an adapter ({_PATH_RULE})",
+        },
+        (Task, "sample_prompt"): {
+            "pattern": r"^[^\u0000-\u0008\u000b-\u001f\u007f-\u009f]*$",
+            "maxLength": limits.prompt_characters,
+            "$comment": "a text without control characters but line breaks and tabs",
+        },
+        (Source, "path"): {
+            "pattern": rf"^{_WITHIN}\.(?:{_SUFFIXES})$",
+            "maxLength": _LONGEST_PATH,
+            "$comment": f"a {' or '.join(JSONL_SUFFIXES)} file ({_PATH_RULE})",
+        },
+        # Only data sets of the hub have other splits.
+        (Source, "split"): {"enum": ["train"]},
+        (LoRA, "rank"): {"maximum": limits.rank},
+        (LoRA, "target_modules"): {
+            "pattern": f"^(?:{names})$",
+            "items": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
+            "minItems": 1,
+            "maxItems": limits.target_modules,
+            "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj', or a list of "
+            "names (no regular expression)",
+        },
+        (Schedule, "warmup_steps"): {"maximum": limits.steps},
+    }

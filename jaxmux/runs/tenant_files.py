@@ -1,0 +1,222 @@
+"""The files of a tenant who is not trusted: checked against limits, and copied to where the tenant
+cannot change them.
+
+`check_files` guarantees only that the files were as they should be when it read them. The tenant
+may change them until they are read again. `copy_files` applies the same checks to the very bytes
+that it copies, and nothing that the tenant does later changes the copy. In particular, weights are
+mapped into memory when training starts, and a tenant who shortens a mapped file ends the whole
+process with SIGBUS. The folder of the copies is trusted.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxmux.peft import LoRA
+from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
+from jaxmux.tasks import Task, TaskError
+
+from .confined_files import open_inside, read_bytes
+from .specification_limits import SpecificationLimits
+from .strict_json import parse_object, refusal, shown
+from .task_fields import value_schema
+
+_CHUNK = 2**20
+
+
+def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
+    """The task with other paths of its data, its held-out data and its first adapter.
+
+    Args:
+      task: the task.
+      changed: function that returns the new path for an old one.
+    """
+    data, held_out, adapter = task.data, task.eval_data, task.resume_from
+    return dataclasses.replace(
+        task,
+        data=dataclasses.replace(data, path=changed(data.path)),
+        eval_data=held_out and dataclasses.replace(held_out, path=changed(held_out.path)),
+        resume_from=adapter and changed(adapter),
+    )
+
+
+def relative_to(task: Task, folder: str | Path) -> Task:
+    """The task with paths relative to a folder.
+
+    Args:
+      task: the task, with absolute paths.
+      folder: the folder.
+
+    Raises:
+      TaskError: a path is not inside the folder.
+    """
+    root = Path(folder).resolve()
+
+    def relative(path: str) -> str:
+        if not Path(path).is_relative_to(root):
+            raise TaskError(f"task {task.name!r}: {path!r} is not inside {root}")
+        return Path(path).relative_to(root).as_posix()
+
+    return with_paths(task, relative)
+
+
+def check_files(task: Task, folder: str | Path, limits: SpecificationLimits, where: str) -> None:
+    """Checks the files of a task, as they are now, in constant memory.
+
+    Args:
+      task: the task, with paths relative to `folder`.
+      folder: the folder with the tenant's files.
+      limits: the most bytes, lines and steps.
+      where: what an error message begins with.
+
+    Raises:
+      TaskError: a file cannot be opened as `open_inside` does, or exceeds a limit; or the adapter
+        with which the task begins has another rank, or target modules that are no names.
+    """
+    _Files(task, Path(folder), None, limits, where).visit()
+
+
+def copy_files(
+    task: Task, folder: str | Path, store: str | Path, limits: SpecificationLimits | None = None
+) -> Task:
+    """Copies the files of a task to where the tenant cannot change them, and checks the copies.
+
+    Args:
+      task: the task, from `task_from_json` with the same folder.
+      folder: the folder with the tenant's files.
+      store: the folder of the copies, which must not exist. It appears when it is complete, with
+        the same relative paths as in `folder`, and only the user of this process can open it.
+      limits: the most that the specification may ask for; None for the defaults.
+
+    Returns:
+      The task with the paths of the copies.
+
+    Raises:
+      TaskError: as for `check_files`, for the bytes that are copied; or a path of the task is not
+        inside `folder`.
+      OSError: the copies cannot be written, for example because the disk is full.
+    """
+    root, store = Path(folder).resolve(), Path(store).absolute()
+    where = f"task {task.name!r}"
+    task = relative_to(task, root)
+    if store.exists():
+        raise FileExistsError(f"{store}: exists already")
+    store.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{store.name}.", dir=store.parent))
+    try:
+        _Files(task, root, partial, limits or SpecificationLimits(), where).visit()
+        partial.rename(store)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    return with_paths(task, lambda path: str(store / path))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """Reads the files of a task once, and writes what it has checked.
+
+    Attributes:
+      task: the task, with paths relative to `folder`.
+      folder: the folder with the tenant's files.
+      store: the folder to which they are copied; None copies nothing.
+      limits: the most bytes, lines and steps.
+      where: what an error message begins with.
+    """
+
+    task: Task
+    folder: Path
+    store: Path | None
+    limits: SpecificationLimits
+    where: str
+
+    def visit(self) -> None:
+        task, limits = self.task, self.limits
+        lines = self._data(task.data.path, "data")
+        if task.eval_data and task.eval_data.path != task.data.path:
+            self._data(task.eval_data.path, "eval_data")
+        steps = (task.epochs or 0) * math.ceil(lines / task.batch_size)
+        if steps > limits.steps:
+            raise TaskError(
+                f"{self.where}: epochs={task.epochs} of {lines} records in batches of "
+                f"{task.batch_size} are up to {steps} steps; expected at most {limits.steps}"
+            )
+        if task.resume_from is not None:
+            self._adapter(task.resume_from, f"{self.where}: resume_from")
+
+    def _data(self, path: str, key: str) -> int:
+        """The number of lines of a data file, which is copied line by line."""
+        limits, where, lines, size = self.limits, f"{self.where}: {key}", 0, 0
+        with (
+            open_inside(self.folder, path, limits.data_bytes, where) as file,
+            self._copy(path, where) as copy,
+        ):
+            # A line of a tenant may be as long as the file, so `readline` gets a bound.
+            while line := _read(file.readline, limits.record_bytes + 1, where):
+                lines, size = lines + 1, size + len(line)
+                if len(line) > limits.record_bytes:
+                    raise TaskError(
+                        f"{where}: line {lines} of {path} has more than {limits.record_bytes} bytes"
+                    )
+                if lines > limits.records:
+                    raise TaskError(f"{where}: {path} has more than {limits.records} lines")
+                _refuse_growth(path, size, limits.data_bytes, where)
+                copy.write(line)
+        return lines
+
+    def _adapter(self, folder: str, where: str) -> None:
+        path = f"{folder}/{SETTINGS}"
+        settings = read_bytes(self.folder, path, self.limits.specification_bytes, where)
+        self._check_settings(settings, f"{where}: {path}")
+        with self._copy(path, where) as copy:
+            copy.write(settings)
+        # Other formats of weights are pickles, which run code when they are read.
+        path, size, most = f"{folder}/{WEIGHTS}", 0, self.limits.adapter_bytes
+        with open_inside(self.folder, path, most, where) as file, self._copy(path, where) as copy:
+            while self.store and (data := _read(file.read, _CHUNK, where)):
+                size += len(data)
+                _refuse_growth(path, size, most, where)
+                copy.write(data)
+
+    def _check_settings(self, data: bytes, where: str) -> None:
+        """Checks what would cost memory or time before it is compared with the task."""
+        try:
+            settings = parse_object(data, self.limits.specification_bytes)
+        except ValueError as e:
+            raise TaskError(f"{where}: {e}") from None
+        if (rank := settings.get("r")) != self.task.adapter.rank or isinstance(rank, bool):
+            raise TaskError(
+                f"{where}: r should be the rank of the task, {self.task.adapter.rank}, found "
+                f"{shown(rank)}"
+            )
+        schema = value_schema(LoRA, "target_modules", self.limits)
+        if problem := refusal(settings.get("target_modules"), schema):
+            raise TaskError(f"{where}: target_modules {problem}")
+
+    def _copy(self, path: str, where: str) -> BinaryIO:
+        """The file of the store that gets the copy, or one that forgets what is written."""
+        if self.store is None:
+            return open(os.devnull, "wb")
+        copy = self.store / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return copy.open("xb")
+        except FileExistsError:
+            raise TaskError(f"{where}: the task names {path!r} twice") from None
+
+
+def _read(read: Callable[[int], bytes], size: int, where: str) -> bytes:
+    try:
+        return read(size)
+    except OSError as e:
+        raise TaskError(f"{where}: cannot be read ({e.strerror})") from None
+
+
+def _refuse_growth(path: str, size: int, most: int, where: str) -> None:
+    if size > most:
+        raise TaskError(f"{where}: {path} grew beyond {most} bytes while it was read")
