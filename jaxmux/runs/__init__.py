@@ -12,6 +12,7 @@ from .run_shape import best_shape
 from .specification_limits import SpecificationLimits
 from .summary import Summary
 from .task_json import read_specification, task_from_json, task_to_json
+from .task_schema import task_schema
 from .tenant_files import copy_files
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "read_specification",
     "read_task",
     "task_from_json",
+    "task_schema",
     "task_to_json",
 ]
