@@ -1,7 +1,7 @@
 """Real sequence lengths for the planner's tests, and the folders of modules imported by bare name.
 
-These are packing (`packings`, `exact_rows`), costs (`true_costs`), pipeline/schedules
-(`mlora_workloads`) and scripts (`planner_parts`, `planner_packings`).
+These are packing (`packings`, `exact_rows`), costs (`true_costs`), cluster (`step_by_step`),
+pipeline/schedules (`mlora_workloads`) and scripts (`planner_parts`, `planner_packings`).
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = (
-    *(HERE / room for room in ("packing", "costs", "pipeline/schedules")),
+    *(HERE / room for room in ("packing", "costs", "cluster", "pipeline/schedules")),
     HERE.parents[1] / "scripts",
 )
 sys.path[:0] = map(str, FOLDERS)
