@@ -88,6 +88,21 @@ class RecordFile:
         self._path.write_text(_dump(self._records))
 
 
+def replace_records(path: Path, prefix: str, records: Sequence[Record]) -> None:
+    """Writes records into a file that several benchmarks share.
+
+    Args:
+      path: a JSON file with a list of records; it and its folder are created.
+      prefix: the beginning of the names of all records of this benchmark. Records of the file with
+        such names are removed; the others are kept.
+      records: the new records.
+    """
+    found = read_records(path) if path.exists() else []
+    kept = [record for record in found if not record["name"].startswith(prefix)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_dump([*kept, *records]))
+
+
 def _dump(records: Sequence[Record]) -> str:
     """JSON with one field per line, also if the value of the field is a list or a dict."""
     lines = (

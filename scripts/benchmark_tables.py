@@ -4,7 +4,7 @@
 
 Every block of the page between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the text of the
 function with this name in `BLOCKS`. The rest of the page is kept. The tables of the planner are in
-planner_tables.py.
+planner_tables.py, that of the cluster replay in cluster_records.py.
 """
 
 import re
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
+from cluster_records import replay_table
 from planner_tables import PLANNER_BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ FILES = {
     "profile": "profile_h200.json",
     "packing": "packing_h200.json",
     "planner": "planner.json",
+    "live": "live.json",
 }
 # The comparison of predictions and measurements, which is not a list of records.
 CHECK = "profile_check_h200.json"
@@ -315,6 +317,7 @@ BLOCKS = {
     "packing": packing_table,
     "predictions": prediction_table,
     **PLANNER_BLOCKS,
+    "live: cluster replay": replay_table,
 }
 
 

@@ -20,6 +20,7 @@ from benchmark_tables import (
     read_all,
     sizes,
 )
+from cluster_records import draw as cluster_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
@@ -39,9 +40,9 @@ def main() -> None:
             print(f"{name}: no records of {benchmark} in {args.records}")
             continue
         figure = draw(records[benchmark])
-        figure.supxlabel(
-            hardware_and_versions(records[benchmark]), fontsize=7, color="0.45", x=0.99, ha="right"
-        )
+        if benchmark != "live":  # Its records are of several devices; the figure names its own.
+            note = hardware_and_versions(records[benchmark])
+            figure.supxlabel(note, fontsize=7, color="0.45", x=0.99, ha="right")
         path = args.out / f"{name}.png"
         figure.savefig(path, dpi=150)
         print(path)
@@ -211,6 +212,7 @@ FIGURES: dict[str, tuple[str, Callable[[Sequence[Record]], Figure]]] = {
     "step_beside_peft": ("step", peft_figure),
     "grouped_lora": ("grouped_lora", op_figure),
     "dram": ("dram", dram_figure),
+    "cluster_replay": ("live", cluster_figure),
 }
 
 

@@ -7,7 +7,7 @@ import benchmark_tables
 import plot_benchmarks
 import pytest
 from benchmark_grouped_lora import measurements
-from benchmark_records import FIELDS, RecordFile, make_record
+from benchmark_records import FIELDS, RecordFile, make_record, replace_records
 from benchmark_step import peft_record, round_size, with_baseline
 from grouped_lora_chain import shape_name
 
@@ -218,7 +218,17 @@ def test_the_page_shows_the_records_of_the_repository():
     assert benchmark_tables.with_tables(page, records) == page, "run scripts/benchmark_tables.py"
 
 
+def test_records_of_other_benchmarks_stay_in_a_shared_file(tmp_path):
+    path = tmp_path / "folder" / "shared.json"
+    old, other, new = ({"name": name} for name in ("mine, old", "another", "mine, new"))
+    replace_records(path, "mine, ", [old])
+    replace_records(path, "another", [other])
+    replace_records(path, "mine, ", [new])
+    assert json.loads(path.read_text()) == [other, new]
+
+
 def test_every_figure_can_be_drawn(tmp_path: Path, op_records, step_records, dram_records):
     records = {"grouped_lora": op_records, "step": step_records, "dram": dram_records}
+    records["live"] = benchmark_tables.read_all(benchmark_tables.RECORDS)["live"]
     for name, (benchmark, draw) in plot_benchmarks.FIGURES.items():
         draw(records[benchmark]).savefig(tmp_path / name)
