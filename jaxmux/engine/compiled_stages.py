@@ -59,9 +59,9 @@ class CompiledStages:
         # How often a device ran out of memory.
         self._leaner_by = 0
         # For each part, residuals that no pass will read, and a function that makes others.
-        self._spent: list[list[list[jax.Array]]] = []
+        self._spent: list[list[list[jax.Array]]] = [[] for _ in backbone.parts]
         self._empty_residuals: dict[int, Callable[[], list[jax.Array]]] = {}
-        self._released = False
+        self._released = True
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
@@ -85,7 +85,7 @@ class CompiledStages:
 
     def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """The microbatches of all data shards, stacked, on each stage."""
-        stacked = jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
+        stacked = _stacked(microbatches)
         return [stage.put(stacked, P(DATA)) for stage in self.stages]
 
     def forward(
@@ -123,7 +123,13 @@ class CompiledStages:
         Returns:
           The gradient of the part's input; None from the first part.
         """
-        return self._backward(self._programs[part], part, residuals, gradient)
+        home, program = self._backbone.homes[part], self._programs[part]
+        arguments = self._backward_arguments(part, residuals, gradient)
+        dx, accumulators = home.run(backward, program, *arguments)
+        state = self._stored.states[part]
+        self._stored.states[part] = state._replace(accumulators=accumulators)
+        self._spent[part].append(jax.tree.leaves(residuals))
+        return dx
 
     def forward_arguments(
         self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
@@ -134,16 +140,11 @@ class CompiledStages:
         tasks = weights, state.adapters, state.accumulators, state.loss
         return *tasks, microbatch, slots, passed
 
-    def _backward(
-        self, program: StageOptions, part: int, residuals: Any, gradient: jax.Array
-    ) -> jax.Array | None:
+    def _backward_arguments(self, part: int, residuals: Any, gradient: Any) -> tuple[Any, ...]:
+        """The arguments of `backward` after the options."""
         state = self._stored.states[part]
         weights = self._backbone.weights[part]
-        arrays = residuals, weights, state.adapters, state.accumulators, gradient
-        dx, accumulators = self._backbone.homes[part].run(backward, program, *arrays)
-        self._stored.states[part] = state._replace(accumulators=accumulators)
-        self._spent[part].append(jax.tree.leaves(residuals))
-        return dx
+        return residuals, weights, state.adapters, state.accumulators, gradient
 
     def release(self) -> None:
         """Frees the memory of residuals; `compile` allocates it again. No microbatch may be between
@@ -152,19 +153,13 @@ class CompiledStages:
             spent.clear()
         self._released = True
 
-    def _allocate(self, part: int) -> None:
-        """Allocates the memory of a part's residuals, for the microbatches in flight."""
-        empty, in_flight = self._empty_residuals[part], self._in_flight[part]
-        self._spent[part] = [empty() for _ in range(in_flight)]
-        jax.block_until_ready(self._spent[part])
-
     def compile(self, dropout: bool) -> None:
-        """Compiles the programs of all parts, and runs each once on its stage, in threads, so that
-        no stage waits for another one's compilation. If that has been done, only the memory of
-        residuals is allocated again, where it was released.
+        """Allocates the memory of residuals, then compiles the programs of all parts and runs each
+        once; does only what has not been done.
 
         This memory suffices for as many microbatches as are in flight; with GPipe it grows in the
-        first round. So a device that has too little of it fails here, before a round begins.
+        first round. So a device that has too little of it fails here, before a round begins, and
+        before programs are compiled, which takes most of the time.
 
         Args:
           dropout: whether any task has dropout.
@@ -173,54 +168,63 @@ class CompiledStages:
           OutOfDeviceMemory: all layers recompute everything, and it was not enough.
           jax.errors.JaxRuntimeError: a device ran out of memory (see `recompute_more`).
         """
-        if self._compiled_for == (self._stored.layout, dropout):
-            for part in self._empty_residuals if self._released else ():
-                self._allocate(part)
+        wanted = self._stored.layout, dropout
+        if self._compiled_for != wanted:
+            self._compiled_for = None
+            self.release()
+            self._empty_residuals.clear()
+            policies = enumerate(self.choose_remat(dropout))
+            self._programs = [self.program(part, dropout, remat) for part, remat in policies]
+        if self._released:
+            self._call_with_parts(self._allocate)
             self._released = False
-            return
-        backbone = self._backbone
-        self._compiled_for, self._spent = None, [[] for _ in backbone.parts]
-        microbatches, table = self.empty_microbatches(), self.empty_table()
-        policies = self.choose_remat(dropout)
-        programs = [self.program(i, dropout, remat) for i, remat in enumerate(policies)]
+        if self._compiled_for != wanted:
+            self._call_with_parts(self._compile)
+            self._compiled_for = wanted
 
-        def warm(part: int) -> None:
-            home = backbone.homes[part]
-            arrays = microbatches[part % len(microbatches)]
-            passed = home.put(self.empty_passed(), P(DATA)) if part > 0 else None
-            arguments = self.forward_arguments(part, arrays, home.put(table, P()), passed)
-            program = programs[part]
-            residuals = forward.eval_shape(program, *arguments)[2]
-            self._empty_residuals[part] = _zeros_like(residuals, home)
-            self._allocate(part)
-            spent = self._spent[part].pop()
-            if home.is_local:
-                compiled(forward_into.lower(program, spent, *arguments))
-            out, _, residuals = home.run(forward_into, program, spent, *arguments)
-            state = self._stored.states[part]
-            tasks = backbone.weights[part], state.adapters, state.accumulators
-            if home.is_local:
-                compiled(backward.lower(program, residuals, *tasks, out.x))
-            # An empty microbatch adds nothing to the accumulators.
-            jax.block_until_ready(self._backward(program, part, residuals, out.x))
-            jax.block_until_ready(self._stored.states[part])
+    def _call_with_parts(self, call: Callable[[int], None]) -> None:
+        """Calls a function with the index of every part, in a thread for each stage. The parts of a
+        stage keep their order, because the collectives of a mesh are always dispatched in one."""
 
-        def warm_stage(stage: int) -> None:
-            # The collectives of one mesh are always dispatched in one order.
-            for part in range(stage, len(programs), len(self.stages)):
-                warm(part)
+        def call_with_parts_of(stage: int) -> None:
+            for part in range(stage, len(self._backbone.parts), len(self.stages)):
+                call(part)
 
         with ThreadPoolExecutor() as threads:
-            list(threads.map(warm_stage, range(len(self.stages))))
-        self._programs, self._released = programs, False
-        self._compiled_for = self._stored.layout, dropout
+            list(threads.map(call_with_parts_of, range(len(self.stages))))
+
+    def _allocate(self, part: int) -> None:
+        """Allocates the memory of a part's residuals, for the microbatches in flight."""
+        home, program = self._backbone.homes[part], self._programs[part]
+        if part not in self._empty_residuals:
+            arguments = self.forward_arguments(part, *self.empty_inputs(part))
+            residuals = forward.eval_shape(program, *arguments)[2]
+            self._empty_residuals[part] = _zeros_like(residuals, home)
+        empty, in_flight = self._empty_residuals[part], self._in_flight[part]
+        self._spent[part] = [empty() for _ in range(in_flight)]
+        jax.block_until_ready(self._spent[part])
+
+    def _compile(self, part: int) -> None:
+        """Compiles the programs of a part, and runs each with an empty microbatch, which adds
+        nothing to the state."""
+        program, inputs = self._programs[part], self.empty_inputs(part)
+        is_local = self._backbone.homes[part].is_local
+        if is_local:
+            spent = self._spent[part][-1]
+            compiled(forward_into.lower(program, spent, *self.forward_arguments(part, *inputs)))
+        out, residuals = self.forward(part, *inputs)
+        if is_local:
+            arguments = self._backward_arguments(part, residuals, out.x)
+            compiled(backward.lower(program, *arguments))
+        self.backward(part, residuals, out.x)
+        jax.block_until_ready(self._stored.states[part])
 
     def warm_moves(self) -> None:
         """Moves empty arrays between neighbouring parts once. Between processes, programs do it,
         and nothing may be compiled while stages exchange arrays."""
         homes = self._backbone.homes
         for one, other in zip(homes, homes[1:], strict=False):
-            passed = one.put(self.empty_passed(), P(DATA))
+            passed = one.put(self._empty_passed(), P(DATA))
             moved = one.move(passed, other, P(DATA))
             jax.block_until_ready((moved, other.move(moved.x, one, P(DATA))))
 
@@ -302,7 +306,7 @@ class CompiledStages:
                 layer = bytes_of(own.weights["layers"]) // part.layers
                 room -= max(2 * layer, head * part.is_last)
             adapters = home.device_factors(held[i][1], config)
-            given = own, forward, adapters, microbatch, self.empty_table(), room
+            given = own, forward, adapters, microbatch, self._empty_table(), room
             found.append(choose_remat(*given, sum(in_flight[i % stages :: stages])))
         return found
 
@@ -313,18 +317,26 @@ class CompiledStages:
         divided = home.weight_specs(weights), home.leaf_specs(specs.adapters["lora"])
         return home.of_one_device((weights, pools), divided)
 
-    def empty_microbatches(self) -> list[Microbatch]:
-        """A microbatch without samples, for each stage."""
-        return self.place([empty_microbatch(self._options.shape)] * self.shards)
+    def empty_inputs(self, part: int) -> tuple[Microbatch, SlotTable, Passed | None]:
+        """A microbatch without samples, and what else the forward pass of a part takes with it."""
+        home = self._backbone.homes[part]
+        microbatch = _stacked([empty_microbatch(self._options.shape)] * self.shards)
+        passed = home.put(self._empty_passed(), P(DATA)) if part > 0 else None
+        return home.put(microbatch, P(DATA)), home.put(self._empty_table(), P()), passed
 
-    def empty_passed(self) -> Passed:
+    def _empty_passed(self) -> Passed:
         """What a part passes to the next one, without values, on the host."""
         shape, dtype = self._options.shape, self._backbone.compute_dtype
         x = np.zeros((self.shards, shape.tokens, self._backbone.config.hidden_size), dtype)
         return Passed(x, np.ones((self.shards, shape.chunks), bool))
 
-    def empty_table(self) -> SlotTable:
+    def _empty_table(self) -> SlotTable:
         return slot_table({}, None, self.slots)
+
+
+def _stacked(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """The microbatches of all data shards as one, on the host."""
+    return jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
 
 
 def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]]:

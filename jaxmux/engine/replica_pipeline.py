@@ -140,9 +140,9 @@ class ReplicaPipeline:
     def refuse_implementations(self, dropout: bool) -> None:
         """PlanningError if an implementation that the options name cannot serve the state."""
         compiled = self._compiled
-        arguments = compiled.empty_microbatches()[0], compiled.empty_table(), None
+        arguments = compiled.forward_arguments(0, *compiled.empty_inputs(0))
         try:
-            forward.trace(compiled.program(0, dropout), *compiled.forward_arguments(0, *arguments))
+            forward.trace(compiled.program(0, dropout), *arguments)
         except ValueError as e:
             raise PlanningError(str(e)) from None
 

@@ -180,7 +180,7 @@ def trace_once():
 
 @pytest.fixture
 def compiles():
-    """Names of the functions that are compiled during the test, in order."""
+    """Names of the functions that are compiled during the test, in any thread, in order."""
     names = []
 
     class Handler(logging.Handler):
@@ -190,11 +190,13 @@ def compiles():
 
     logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Handler()
     logger.addHandler(handler)
-    with jax.log_compiles():
-        jax.jit(lambda x: x + len(names))(0.0)
-        assert names, "JAX no longer logs what it compiles as this fixture expects"
-        names.clear()
-        yield names
+    # `jax.log_compiles()` would hold for this thread only.
+    jax.config.update("jax_log_compiles", True)
+    jax.jit(lambda x: x + len(names))(0.0)
+    assert names, "JAX no longer logs what it compiles as this fixture expects"
+    names.clear()
+    yield names
+    jax.config.update("jax_log_compiles", False)
     logger.removeHandler(handler)
 
 

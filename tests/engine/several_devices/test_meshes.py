@@ -355,13 +355,10 @@ def test_the_backward_pass_is_given_no_weights_or_adapters(
     replica = engine._executor._replicas[0]
     compiled, backbone = replica._compiled, replica._backbone
     parts = range(len(backbone.parts))
-    passed = None
     for part in parts:
         program = compiled.program(part, False, remat)
-        arguments = compiled.forward_arguments(
-            part, compiled.empty_microbatches()[part], compiled.empty_table(), passed
-        )
-        passed, _, residuals = jax.eval_shape(partial(forward, program), *arguments)
+        arguments = compiled.forward_arguments(part, *compiled.empty_inputs(part))
+        _, _, residuals = jax.eval_shape(partial(forward, program), *arguments)
         kept = {leaf.shape[1:] for leaf in jax.tree.leaves(residuals)}
         state = replica.state.states[part]
         home, tree = program.home, replica.state.layouts[part].tree

@@ -115,6 +115,25 @@ def test_memory_that_a_pause_has_freed_may_be_gone(
     assert_close(found, found_updates, expected, expected_updates)
 
 
+def test_a_lack_of_memory_for_residuals_shows_before_programs_are_compiled(
+    make_engine, make_task, train, monkeypatch, compiles
+):
+    allocate, calls = compiled_stages.CompiledStages._allocate, itertools.count()
+
+    def failing(self, part):
+        allocate(self, part)
+        if next(calls) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(compiled_stages.CompiledStages, "_allocate", failing)
+    # No other test compiles programs for this rank.
+    engine = make_engine(make_task("a", rank=11, steps=1), **MESH)
+    train(engine)
+    assert engine.remat == ("lean",) * 4
+    passes = [name for name in compiles if "forward_into" in name or "backward" in name]
+    assert len(passes) == 2 * len(MESH["layers"])
+
+
 def test_only_the_leanest_policy_is_the_end(fail_if, make_engine, make_task, train):
     fail_if(lambda *_: True)
     engine = make_engine(make_task("a"), **MESH)
