@@ -93,6 +93,8 @@ class LiveTraining:
         # Until when the devices' time has been divided among tasks; None while they are idle.
         self._metered_until: float | None = None
         self._closed = False
+        # Held while `run` runs.
+        self._running = threading.Lock()
 
     def register(self, task: Task, priority: int = 0) -> Future[None]:
         """Adds a task. Its data are read beside training; it begins as soon as it has a place.
@@ -216,16 +218,22 @@ class LiveTraining:
     def run(self) -> None:
         """Trains until `close` is called, and waits while there is nothing to train. At the end all
         tasks are saved."""
-        try:
-            while not self._closed:
-                if not self.step():
-                    self._commands.wait(self._preparation.seconds_left)
-            self.save()
-        finally:
-            self.close()
-            for _, future in self._commands.take():
-                future.set_exception(RuntimeError("training was closed before the command"))
-            self._events.close()
+        with self._running:
+            try:
+                while not self._closed:
+                    if not self.step():
+                        self._commands.wait(self._preparation.seconds_left)
+                self.save()
+            finally:
+                self.close()
+                for _, future in self._commands.take():
+                    future.set_exception(RuntimeError("training was closed before the command"))
+                self._events.close()
+
+    def wait(self) -> None:
+        """Waits until `run` has returned, if it has been called."""
+        with self._running:
+            pass
 
     def step(self) -> bool:
         """Carries out the commands that wait, chooses the tasks that train, and trains a round.

@@ -1,7 +1,6 @@
 """What a tuning server keeps in its folder: commands, tasks, adapters and events."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

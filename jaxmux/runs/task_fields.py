@@ -107,6 +107,27 @@ def to_json(specification: Any) -> dict[str, Any]:
     return found
 
 
+def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
+    """The inverse of `to_json`, for objects that jaxmux itself has written. `task_from_json` reads
+    those of others.
+
+    Args:
+      fields: the JSON object.
+      cls: the class of the specification.
+
+    Raises:
+      ValueError, KeyError, TypeError: the object does not describe such a specification.
+    """
+    values = {}
+    for name, value in fields.items():
+        if name in PARTS and isinstance(value, dict):
+            classes = PARTS[name].classes
+            own = {key: x for key, x in value.items() if key != KIND or "" in classes}
+            value = from_json(own, classes["" if "" in classes else value[KIND]])
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
 def part_to_json(field: str, part: Any) -> dict[str, Any]:
     """The value of a field that holds a part, as a JSON object with its kind, if it has one.
 

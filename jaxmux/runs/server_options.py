@@ -1,0 +1,54 @@
+"""The settings of a tuning server."""
+
+import dataclasses
+from functools import partial
+
+from jaxmux.field_checks import flag, integer, names, number
+from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+
+from .run_options import RunOptions
+
+_count = partial(integer, least=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions(RunOptions):
+    """Settings of a tuning server. Those of `RunOptions` mean the same, with other defaults: a
+    server does not know its tasks when it starts, so it gets the sizes that tasks may have.
+
+    Attributes:
+      row_len: tokens of a row, a power of two of at least 64; the longest sample that a task may
+        have.
+      chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
+        takes the shortest one that the device's kernels support.
+      max_sequences: most samples of a row; None makes room for one for every 16 tokens.
+      reserved_slots: number of tasks that train at the same time.
+      reserved_rank: the highest rank that a task may have.
+      reserved_targets: the linears that tasks may adapt, chosen like `LoRA.target_modules`.
+      reserved_dropout: whether tasks may have dropout.
+      prepared_at_once: number of tasks whose data are read at the same time, beside training.
+      most_preparation_seconds: a task fails if reading its data takes longer, in seconds.
+    """
+
+    row_len: int | None = _count(1024)
+    reserved_slots: int = _count(8)
+    reserved_rank: int = _count(16)
+    reserved_targets: str | tuple[str, ...] | None = names("all-linear", optional=True)
+    reserved_dropout: bool = flag(True)
+    prepared_at_once: int = _count(2)
+    most_preparation_seconds: float = number(600.0, above=0)
+
+    def shape(self, least_chunk_len: int = MIN_CHUNK_LEN) -> ShapeClass:
+        """The shape class of the microbatches.
+
+        Args:
+          least_chunk_len: tokens of the shortest chunk that the device's kernels support.
+
+        Raises:
+          PlanningError: a length is not a power of two of at least 64.
+        """
+        chunk_len = self.chunk_len or least_chunk_len
+        found = smallest_shape_class([1], self.tokens_per_microbatch, chunk_len, self.row_len)
+        if self.max_sequences is None:
+            return found
+        return dataclasses.replace(found, max_sequences=self.max_sequences)

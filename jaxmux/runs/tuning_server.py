@@ -1,0 +1,107 @@
+"""A server that trains the tasks of many tenants, and survives whatever ends its process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jaxmux.backbone_folder import resolve_backbone
+from jaxmux.data import load_tokenizer
+from jaxmux.engine import Engine, EngineOptions, prepare_task
+from jaxmux.live import LiveTraining
+from jaxmux.models import (
+    BackboneConfig,
+    backbone_dtype,
+    backbone_fingerprint,
+    check_backbone,
+)
+from jaxmux.planner import PlanningError
+from jaxmux.planner.packing import MIN_CHUNK_LEN
+
+from .run_layout import load_on, refuse_mesh
+from .server_directory import ServerDirectory
+from .server_options import ServerOptions
+from .server_store import ServerStore
+
+DEFAULTS = ServerOptions()
+# Tokens of the shortest chunk that the kernels for Hopper GPUs support.
+_HOPPER_CHUNK = 128
+
+
+@contextmanager
+def tuning_server(
+    backbone: str | Path,
+    folder: str | Path,
+    options: ServerOptions = DEFAULTS,
+    *,
+    say: Callable[[str], None] = print,
+) -> Iterator[LiveTraining]:
+    """Opens a server for tasks that come and go. The tasks of an earlier server in the same folder
+    go on, with the bits that they would have had without a break.
+
+        with tuning_server("/models/Llama-3.2-1B", "runs/server") as server:
+            threading.Thread(target=server.run).start()
+            server.register(Task("billing", "billing.jsonl", steps=100)).result()
+            ...
+            server.close()
+
+    A command is on disk before its future is done. Tasks, and what they have used, are saved every
+    `options.checkpoint_every` rounds and at the end.
+
+    Args:
+      backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
+        may begin with "jaxmux:" for a folder that ships with jaxmux.
+      folder: folder of the server. It gets adapters/<task> (Hugging Face PEFT folders of the tasks
+        that have succeeded), events.jsonl, checkpoints, journal (the commands since then) and
+        server.json (the record of what is served).
+      options: sizes of microbatches and pool, memory, checkpoints and other settings.
+      say: function that prints one line; it is told of damaged checkpoints, and of what cannot be
+        written.
+
+    Returns:
+      A context manager that gives the `LiveTraining`. The thread that calls its `run` owns the
+      devices. At the end, the context closes the server and waits until `run` has returned.
+
+    Raises:
+      BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
+    """
+    path = str(Path(resolve_backbone(backbone)).absolute())
+    config, tokenizer = BackboneConfig.from_folder(path), load_tokenizer(path)
+    check_backbone(path)
+    if jax.process_count() > 1:
+        raise PlanningError("a server trains in one process; start it in one")
+    refuse_mesh(options.deployment, config)
+    fingerprint, dtype = backbone_fingerprint(path), backbone_dtype(options.dtype)
+    engine_options = EngineOptions(
+        options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN),
+        options.reserved(config),
+        options.remat,
+        options.memory,
+        options.attention,
+        options.grouped_lora,
+        max_bad_steps=options.max_bad_steps,
+    )
+    with ExitStack() as stack:
+        identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
+        directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
+        model = load_on(options.deployment, path, dtype, config)
+        engine = stack.enter_context(closing(Engine(model, engine_options)))
+        store = stack.enter_context(
+            closing(ServerStore(directory, engine.backbone, options.keep_checkpoints, say))
+        )
+        kept = store.read()
+        live = LiveTraining(
+            engine,
+            partial(prepare_task, config=config, tokenizer=tokenizer, base_fingerprint=fingerprint),
+            store=store,
+            saved=kept.saved,
+            commands=kept.commands,
+            save_every=options.checkpoint_every,
+            prepared_at_once=options.prepared_at_once,
+            most_preparation_seconds=options.most_preparation_seconds,
+        )
+        stack.callback(live.wait)
+        stack.callback(live.close)
+        yield live

@@ -1,0 +1,237 @@
+"""A server with a folder: tasks come and go, and survive the end of the process."""
+
+import json
+import shutil
+import threading
+import time
+
+import pytest
+
+from jaxmux.runs import RunDirectoryError
+from jaxmux.runs.server_options import ServerOptions
+from jaxmux.runs.tuning_server import tuning_server
+
+OPTIONS = {
+    "tokens_per_microbatch": 256,
+    "row_len": 128,
+    "chunk_len": 64,
+    "remat": "none",
+    "reserved_slots": 3,
+    "reserved_rank": 4,
+    "reserved_targets": ("q_proj", "down_proj"),
+}
+
+
+@pytest.fixture(scope="session")
+def serve(backbone):
+    """Opens a server on the tiny backbone."""
+
+    def open_server(folder, **options):
+        said = options.pop("said", [])
+        chosen = ServerOptions(**OPTIONS | options)
+        return tuning_server(backbone, folder, chosen, say=said.append)
+
+    return open_server
+
+
+@pytest.fixture(scope="session")
+def step_until():
+    """Steps a server until a condition holds."""
+
+    def run(server, condition):
+        for _ in range(2000):
+            server.step()
+            if condition():
+                return
+            while server._preparation.seconds_left is not None:
+                time.sleep(0.001)
+        raise AssertionError(server.statuses())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tasks(make_task, data):
+    return {
+        "a": make_task("a", steps=9),
+        "b": make_task("b", data=data["long"], steps=7, seed=3),
+        "c": make_task("c", data=data["long"], epochs=2, batch_size=7),
+        "d": make_task("d", steps=4, seed=5),
+    }
+
+
+@pytest.fixture(scope="session")
+def calm(tasks, serve, step_until, adapter_bytes, tmp_path_factory):
+    """The adapters that tasks get from a server without anything else happening, by task."""
+    folder = tmp_path_factory.mktemp("calm") / "server"
+    with serve(folder) as server:
+        for task in tasks.values():
+            server.register(task)
+        step_until(server, lambda: all(s.state == "succeeded" for s in server.statuses()))
+        meters = {status.name: status.meter for status in server.statuses()}
+    return {name: adapter_bytes(folder / "adapters" / name) for name in tasks}, meters
+
+
+def ended(server, *names):
+    return lambda: all(server.status(name).state in ("succeeded", "failed") for name in names)
+
+
+def test_a_server_that_is_started_again_loses_nothing(
+    tasks, serve, step_until, calm, adapter_bytes, tmp_path
+):
+    """The folder is copied in the middle of training, as if the process had ended there."""
+    adapters, meters = calm
+    folder, copies = tmp_path / "server", []
+    with serve(folder, checkpoint_every=2) as server:
+        for task in tasks.values():
+            server.register(task)
+        for i in range(8):
+            server.step()
+            while server._preparation.seconds_left is not None:
+                time.sleep(0.001)
+            server._store._writer.submit(lambda: None).result()
+            copies.append(shutil.copytree(folder, tmp_path / f"copy{i}"))
+    for copy in copies[1:]:
+        with serve(copy) as server:
+            step_until(server, ended(server, *tasks))
+            for name in tasks:
+                meter = server.status(name).meter
+                assert server.status(name).state == "succeeded"
+                for field in ("effective_tokens", "computed_tokens", "trained_tokens"):
+                    assert getattr(meter, field) == getattr(meters[name], field)
+        for name in tasks:
+            assert adapter_bytes(copy / "adapters" / name) == adapters[name]
+
+
+def test_commands_survive_the_end_of_the_process(tasks, serve, step_until, tmp_path):
+    """No checkpoint is written between the commands and the end."""
+    folder = tmp_path / "server"
+    with serve(folder, checkpoint_every=1000) as server:
+        for task in tasks.values():
+            server.register(task)
+        step_until(server, lambda: server.status("b").state == "running")
+        server.pause("a")
+        server.cancel("b")
+        server.set_priority("d", 7)
+        server.extend("d", 6)
+        server.step()
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    with serve(copy) as server:
+        assert server.status("a").state == "paused"
+        assert server.status("b").state == "cancelled"
+        assert server.status("d").priority == 7
+        step_until(server, ended(server, "c", "d"))
+        assert server.status("d").step == 6
+        server.resume("a")
+        step_until(server, ended(server, "a"))
+
+
+def test_a_command_that_cannot_be_written_is_not_carried_out(
+    tasks, serve, step_until, tmp_path, monkeypatch
+):
+    with serve(tmp_path / "server") as server:
+        server.register(tasks["a"])
+        step_until(server, lambda: server.status("a").state == "running")
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxmux.runs.journal.os.pwrite", full)
+            refused = [server.register(tasks["b"]), server.cancel("a")]
+            server.step()
+        for future in refused:
+            with pytest.raises(OSError, match="No space left"):
+                future.result(timeout=0)
+        assert [status.name for status in server.statuses()] == ["a"]
+        server.register(tasks["d"])
+        step_until(server, ended(server, "a", "d"))
+
+
+def test_a_torn_last_command_was_never_carried_out(tasks, serve, tmp_path):
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(tasks["a"])
+        server.register(tasks["b"])
+        server.step()
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    (segment,) = (copy / "journal").iterdir()
+    content = segment.read_bytes()
+    segment.write_bytes(content[:-20])
+    with serve(copy) as server:
+        assert [status.name for status in server.statuses()] == ["a"]
+        server.register(tasks["d"])
+        server.step()
+    with serve(copy) as server:
+        assert [status.name for status in server.statuses()] == ["a", "d"]
+
+
+def test_a_damaged_command_is_named(tasks, serve, tmp_path):
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(tasks["a"])
+        server.register(tasks["b"])
+        server.step()
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    (segment,) = (copy / "journal").iterdir()
+    lines = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(lines[0].replace(b'"steps": 9', b'"steps": 8') + lines[1])
+    with pytest.raises(RunDirectoryError, match=r"0\.jsonl, line 1: damaged .its checksum differs"):
+        with serve(copy):
+            pass
+
+
+def test_data_that_changed_fail_a_task_that_had_begun(
+    make_task, serve, step_until, write_lines, tmp_path
+):
+    path = write_lines({"prompt": "apple", "completion": " red"})
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(make_task("mine", data=path, steps=50))
+        step_until(server, lambda: server.status("mine").step > 1)
+        server.save()
+    write_lines({"prompt": "apple", "completion": " green"})
+    with serve(folder) as server:
+        step_until(server, ended(server, "mine"))
+        status = server.status("mine")
+    assert status.state == "failed"
+    assert "the data of task 'mine' changed since the task began" in status.reason
+
+
+def test_two_servers_cannot_share_a_folder(serve, tmp_path):
+    with serve(tmp_path / "server"):
+        with pytest.raises(RunDirectoryError, match="in use by another process"):
+            with serve(tmp_path / "server"):
+                pass
+
+
+def test_a_folder_of_somebody_else_is_refused(serve, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(RunDirectoryError, match="holds thesis.txt but no server.json"):
+        with serve(tmp_path):
+            pass
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_events_are_lines_of_json(tasks, serve, step_until, tmp_path):
+    with serve(tmp_path / "server") as server:
+        server.register(tasks["d"])
+        step_until(server, ended(server, "d"))
+    lines = (tmp_path / "server" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [e["state"] for e in events if e["kind"] == "state"] == [
+        *("preparing", "queued", "running", "succeeded")
+    ]
+    assert [e["task_step"] for e in events if e["kind"] == "update"] == [1, 2, 3, 4]
+    assert events == sorted(events, key=lambda event: event["time"])
+
+
+def test_the_context_waits_for_the_thread_that_trains(tasks, serve, tmp_path):
+    with serve(tmp_path / "server") as server:
+        owner = threading.Thread(target=server.run)
+        owner.start()
+        server.register(tasks["a"]).result()
+    owner.join(timeout=10)
+    assert not owner.is_alive()
+    with serve(tmp_path / "server") as server:
+        assert server.status("a").state != "cancelled"
