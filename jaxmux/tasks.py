@@ -6,7 +6,7 @@ import re
 
 from .data import Source
 from .errors import InputError
-from .field_checks import check_fields, integer, text
+from .field_checks import check_fields, flag, integer, number, text
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import LoRA
 
@@ -43,8 +43,16 @@ class Task:
         `epochs` and `steps`.
       steps: number of global batches that the task trains. The data repeats if it has fewer. Give
         exactly one of `epochs` and `steps`.
-      eval_data: held-out records, a `Source` or a path. `fine_tune` measures their loss before and
-        after training. None stands for no held-out records.
+      eval_data: held-out records, a `Source` or a path. Their loss is measured before and after
+        training. None stands for no held-out records.
+      eval_every: number of steps from one measurement of the held-out loss to the next. None
+        measures it only before and after training.
+      keep_best: True exports the adapter with the lowest held-out loss that was measured after a
+        step; False exports the last one. It needs `eval_every`.
+      patience: training ends, and the task has succeeded, when so many measurements one after
+        another have found no lower held-out loss. It needs `eval_every`. None trains all steps.
+      max_seconds: training ends, and the task has succeeded, with the step after which the task has
+        trained for so many seconds, waiting not included. None trains all steps.
       seed: seed of the shuffling, of the initial adapter and of dropout; not negative.
       resume_from: folder of a Hugging Face PEFT adapter from which training starts. Its rank,
         alpha, rsLoRA setting and target modules must equal those of `adapter`. Only the weights are
@@ -66,6 +74,10 @@ class Task:
     epochs: int | None = integer(None, least=1, optional=True)
     steps: int | None = integer(None, least=1, optional=True)
     eval_data: Source | str | None = None
+    eval_every: int | None = integer(None, least=1, optional=True)
+    keep_best: bool = flag(False)
+    patience: int | None = integer(None, least=1, optional=True)
+    max_seconds: float | None = number(None, above=0, optional=True)
     seed: int = integer(0, least=0)
     resume_from: str | None = text(None, optional=True)
     sample_prompt: str | None = text(None, optional=True)
@@ -100,6 +112,13 @@ class Task:
                 "give epochs or steps, one of the two; "
                 f"found epochs={self.epochs}, steps={self.steps}"
             )
+
+        if self.eval_every is None:
+            for field in ("keep_best", "patience"):
+                if getattr(self, field):
+                    raise self._error(f"{field} needs eval_every")
+        elif self.eval_data is None:
+            raise self._error("eval_every needs eval_data")
 
     def _error(self, message: str) -> TaskError:
         return TaskError(f"task {self.name!r}: {message}")

@@ -15,16 +15,19 @@ round and, at the end, the adapter of every task.
     engine.close()
 """
 
-from .engine import Engine, SuspendedTask
+from .engine import Engine
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask, prepare_task
-from .progress import TaskProgress, TaskUpdate
+from .progress import TaskEvaluation, TaskProgress, TaskUpdate
+from .suspended_task import BEST, SuspendedTask
 
 __all__ = [
+    "BEST",
     "Engine",
     "EngineOptions",
     "PreparedTask",
     "SuspendedTask",
+    "TaskEvaluation",
     "TaskProgress",
     "TaskUpdate",
     "prepare_task",

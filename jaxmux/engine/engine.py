@@ -2,9 +2,9 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,45 +21,21 @@ from jaxmux.tasks import TaskError
 from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .executor import Executor
+from .held_out import HeldOut
 from .prepared_task import PreparedTask
-from .progress import TaskProgress, TaskUpdate
+from .progress import TaskEvaluation, TaskProgress, TaskUpdate
 from .results import DispatchedUpdate, Results
 from .round_position import RoundPosition
 from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
-from .slots import Slot, Slots
+from .slots import Slots
 from .stored_state import StoredState
+from .suspended_task import SuspendedTask, best_arrays, without_best
 from .train_state import SlotState, TrainState
 from .updates import DueUpdates
 
 _log = logging.getLogger("jaxmux")
-
-
-class SuspendedTask(NamedTuple):
-    """A task that has left the engine, with all that it needs to go on.
-
-    Attributes:
-      slot: the task and its progress. The engine may still enter the results of the task's last
-        update into the progress.
-      arrays: function that waits for the task's arrays, and returns them by path.
-    """
-
-    slot: Slot
-    arrays: Callable[[], SlotArrays]
-
-    @classmethod
-    def of(
-        cls, prepared: PreparedTask, progress: TaskProgress, arrays: Callable[[], SlotArrays]
-    ) -> "SuspendedTask":
-        """A task that another engine has suspended.
-
-        Args:
-          prepared: the task.
-          progress: its progress.
-          arrays: function that returns the arrays of `Engine.snapshot` at this progress.
-        """
-        return cls(Slot(prepared, progress), arrays)
 
 
 class Engine:
@@ -134,12 +110,13 @@ class Engine:
         self._slots = Slots(self.backbone.config, options.reserved, stored)
         self._stream = RoundStream(self._slots, options, self._executor)
         self._results = Results(options.max_bad_steps)
+        # Waits for copies on their way to the host, so that they do not stay on the devices.
+        self._copies = ThreadPoolExecutor(1)
         self._position = RoundPosition(self._stream)
+        self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
         self._peak = 0
-        # Waits for copies on their way to the host, so that they do not stay on the devices.
-        self._copies = ThreadPoolExecutor(1)
 
     def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Adds tasks to be trained from their first step.
@@ -203,11 +180,14 @@ class Engine:
           TaskError: no task of this name is registered.
         """
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
-        return self._copies.submit(lambda: copied() | {"loss": np.zeros((), np.float32)}).result
+        best = best_arrays(self._slots.named(name))
+        loss = {"loss": np.zeros((), np.float32)}
+        return self._copies.submit(lambda: copied() | loss | best()).result
 
-    def adapter_snapshot(self, name: str) -> Callable[[], Adapter]:
-        """Begins to copy a task's adapter to the host, as it is after the last update that was
-        dispatched. The devices do not wait for it.
+    def result(self, name: str) -> Callable[[], Adapter]:
+        """Begins to copy the adapter to the host that the training of a task has given so far: the
+        one with the lowest held-out loss if the task keeps it, else the one after the last update
+        that was dispatched. The devices do not wait for it.
 
         Args:
           name: name of the task.
@@ -218,7 +198,10 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        return self._copies.submit(self._adapter_copy(name)).result
+        slot = self._slots.named(name)
+        copied = slot.best or self._slots.copy_to_host(name, ("adapter",))
+        spec = slot.prepared.task.adapter
+        return self._copies.submit(lambda: adapter_of(copied(), spec, self.backbone.config)).result
 
     def suspend(self, name: str) -> SuspendedTask:
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
@@ -255,7 +238,9 @@ class Engine:
         if self._results.awaits(slot):
             self._fetch()
         self._make_room([slot.prepared])
-        self._slots.put_back(slot, suspended.arrays())
+        own, slot.best = without_best(suspended.arrays())
+        slot.timed_since = time.monotonic()
+        self._slots.put_back(slot, own)
 
     def extend(self, name: str, steps: int) -> None:
         """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
@@ -423,7 +408,29 @@ class Engine:
         position.end(outcome.ahead)
         self._clear_left_slots()
         self.rounds += 1
+        self._held_out.end_round(current, position.current, self.rounds)
         return self._results.take()
+
+    def begin_evaluation(self, names: Sequence[str]) -> None:
+        """Begins to measure the held-out losses of tasks with their current adapters. The results
+        arrive with those of the next round, or with `drain`. The engine does this by itself after a
+        task's last step, and every `Task.eval_every` steps.
+
+        Args:
+          names: names of registered tasks. Those without held-out samples are left out.
+
+        Raises:
+          TaskError: a name is not registered.
+          PlanningError, ValueError: as for `evaluate`.
+          RuntimeError: a round is unfinished.
+        """
+        self._refuse_unfinished_round()
+        self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
+
+    def take_evaluations(self) -> list[TaskEvaluation]:
+        """The held-out losses whose results have arrived since the last call, also of tasks that
+        have left since."""
+        return self._results.take_evaluations()
 
     def _plan_following(self) -> RoundPlan | None:
         """The round after the current one, as far as is known; None if it may not begin yet."""
@@ -545,7 +552,7 @@ class Engine:
         tasks = {slot: task for slot, task in named.items() if task.eval_samples}
         if not tasks:
             return {}
-        found = self._executor.evaluate(tasks)
+        found = self._executor.evaluate(tasks)()
         return {task.task.name: float(found[slot]) for slot, task in tasks.items()}
 
     def adapter(self, name: str) -> Adapter:
@@ -562,12 +569,8 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        return self._adapter_copy(name)()
-
-    def _adapter_copy(self, name: str) -> Callable[[], Adapter]:
-        spec = self.prepared(name).task.adapter
         copied = self._slots.copy_to_host(name, ("adapter",))
-        return lambda: adapter_of(copied(), spec, self.backbone.config)
+        return adapter_of(copied(), self.prepared(name).task.adapter, self.backbone.config)
 
     def task_arrays(self, name: str) -> SlotArrays:
         """All arrays of a task that a checkpoint must hold.
@@ -586,7 +589,8 @@ class Engine:
         Raises:
           TaskError: no task of this name is registered.
         """
-        return self._slots.copy_to_host(name)()
+        copied = self._slots.copy_to_host(name)
+        return copied() | best_arrays(self._slots.named(name))()
 
     def task_specs(self, name: str) -> SlotState:
         """Shapes and dtypes of `task_arrays`, without reading the arrays from the device.
@@ -631,7 +635,8 @@ class Engine:
             raise RuntimeError("drain the engine before a task is restored")
         self._position.discard_plans()
         slot.progress = progress
-        self._slots.write(name, arrays)
+        own, slot.best = without_best(arrays)
+        self._slots.write(name, own)
         if slot.running:
             self._position.restore(self._slots.number(name), accumulated)
 
@@ -646,13 +651,13 @@ class Engine:
         steps = {
             number: trained[number] + 1
             if number in trained
-            else slot.progress.step + self._results.awaits(slot)
+            else slot.progress.step + self._results.steps_awaited(slot)
             for number, slot in self._slots
         }
         return {
             number: step
             for number, step in steps.items()
-            if self._slots.runs(number) and step < self._slots[number].prepared.steps
+            if self._slots.runs(number) and step < self._slots[number].steps
         }
 
     def _refuse_unfinished_round(self) -> None:

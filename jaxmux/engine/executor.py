@@ -95,16 +95,16 @@ class Executor(Protocol):
         become empty, and from now on layers recompute more."""
         ...
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
-        """The losses of the held-out samples of tasks, with their current adapters, without
-        dropout.
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Callable[[], np.ndarray]:
+        """Dispatches a measurement of the losses of the held-out samples of tasks, with their
+        current adapters, without dropout.
 
         Args:
           tasks: by slot, the tasks.
 
         Returns:
-          float32 [T], the mean cross entropy in nats per target token; NaN if the forward pass was
-          not finite.
+          A function that waits for the losses: float32 [T], the mean cross entropy in nats per
+          target token; NaN if the forward pass was not finite.
         """
         ...
 

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from jaxmux.planner.numbers import numbered
+
 
 @dataclasses.dataclass
 class TaskProgress:
@@ -25,13 +27,19 @@ class TaskProgress:
       train_loss_last: loss of the last applied update, in nats per target token; None before the
         first.
       eval_loss_first: loss of the held-out data before training, in nats per target token; None
-        without held-out data or if the loss is not finite. Only `fine_tune` sets this field,
-        `eval_loss` and `eval_target_tokens`.
-      eval_loss: loss of the held-out data after training, with the unit and the None of
-        `eval_loss_first`.
+        without held-out data or if the loss is not finite.
+      eval_loss: loss of the held-out data when it was measured last after a step, with the unit and
+        the None of `eval_loss_first`; once training has ended, that of the adapter that it gives.
       eval_target_tokens: number of target tokens in the held-out data.
-      status: "running", "succeeded" (all steps are trained) or "failed".
+      best_loss: lowest loss of the held-out data that was measured after a step, in nats per target
+        token; None before the first.
+      best_step: number of steps after which it was measured; None before the first.
+      evaluations_since_best: number of measurements since then.
+      seconds: seconds for which the task has been trained.
+      status: "running", "succeeded" (all steps are trained, or the task has stopped early) or
+        "failed".
       error: reason for the status "failed"; otherwise None.
+      stopped_early: why the task has succeeded before its last step; None if it has not.
     """
 
     step: int = 0
@@ -45,8 +53,13 @@ class TaskProgress:
     eval_loss_first: float | None = None
     eval_loss: float | None = None
     eval_target_tokens: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    seconds: float = 0.0
     status: str = "running"
     error: str | None = None
+    stopped_early: str | None = None
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TaskProgress":
@@ -90,6 +103,65 @@ class TaskUpdate(NamedTuple):
     tokens: int
     computed_tokens: int
     skipped: bool
+
+
+class TaskEvaluation(NamedTuple):
+    """The loss of a task's held-out data with the adapter after some steps.
+    `Engine.take_evaluations` returns it.
+
+    Attributes:
+      step: number of rounds that had been dispatched.
+      task: name of the task.
+      task_step: number of global batches that the task had consumed; 0 before training.
+      loss: mean cross entropy in nats per target token; NaN if the forward pass was not finite.
+      target_tokens: number of target tokens in the held-out data.
+      best: True if no lower loss has been measured after an earlier step.
+    """
+
+    step: int
+    task: str
+    task_step: int
+    loss: float
+    target_tokens: int
+    best: bool
+
+
+def record_evaluation(
+    progress: TaskProgress, done: TaskEvaluation, patience: int | None, keep_best: bool
+) -> None:
+    """Enters a loss of held-out data into its task's progress, and decides whether the task stops
+    early or has failed.
+
+    Args:
+      progress: the task's progress; it is changed.
+      done: the result.
+      patience: number of measurements without a lower loss after which the task stops; None for no
+        such number.
+      keep_best: whether training gives the adapter with the lowest loss, not the last one.
+    """
+    loss = done.loss if math.isfinite(done.loss) else None
+    progress.eval_target_tokens = done.target_tokens
+    if done.task_step == 0:
+        progress.eval_loss_first = loss
+        return
+    progress.eval_loss = loss
+    if done.best:
+        progress.best_loss, progress.best_step = loss, done.task_step
+        progress.evaluations_since_best = 0
+    else:
+        progress.evaluations_since_best += 1
+    stops = patience is not None and progress.evaluations_since_best >= patience
+    if progress.status == "running" and stops:
+        progress.status = "succeeded"
+        progress.stopped_early = (
+            f"{numbered(progress.evaluations_since_best, 'measurement')} of the held-out loss "
+            f"without a lower one than after step {progress.best_step or 0}"
+        )
+    if progress.status == "succeeded":
+        if keep_best and progress.best_loss is not None:
+            progress.eval_loss = progress.best_loss
+        elif loss is None:
+            progress.status, progress.error = "failed", "loss of the held-out data is not finite"
 
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:

@@ -1,13 +1,16 @@
 """The results of dispatched updates, which the host fetches one round later."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
+import numpy as np
 
+from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
-from .progress import TaskUpdate, record_update
+from .progress import TaskEvaluation, TaskUpdate, record_evaluation, record_update
 from .rounds import RoundPlan
 from .slots import Slot
 from .updates import UpdateStats
@@ -34,6 +37,26 @@ class DispatchedUpdate:
     stats: UpdateStats
 
 
+@dataclasses.dataclass(frozen=True)
+class DispatchedEvaluation:
+    """A measurement of held-out losses whose results have not been fetched.
+
+    Attributes:
+      index: number of rounds that have been dispatched.
+      steps: by slot number, the steps of the task that have been dispatched.
+      tasks: by slot number, the tasks.
+      adapters: by slot number, function that waits for the measured adapter and returns its arrays
+        by path, for tasks that keep their best adapter.
+      losses: function that waits for the losses by slot.
+    """
+
+    index: int
+    steps: Mapping[int, int]
+    tasks: Mapping[int, Slot]
+    adapters: Mapping[int, Callable[[], SlotArrays]]
+    losses: Callable[[], np.ndarray]
+
+
 class Results:
     """Fetches the results of updates, and records them in the progress of their tasks."""
 
@@ -45,19 +68,31 @@ class Results:
         """
         self._max_bad_steps = max_bad_steps
         self._dispatched: list[DispatchedUpdate] = []
+        self._measured: list[DispatchedEvaluation] = []
         # Results that have been fetched and not yet taken.
         self._fetched: list[TaskUpdate] = []
+        self._evaluations: list[TaskEvaluation] = []
 
     def add(self, update: DispatchedUpdate) -> None:
         """Adds an update that has been dispatched."""
         self._dispatched.append(update)
 
+    def add_evaluation(self, evaluation: DispatchedEvaluation) -> None:
+        """Adds a measurement of held-out losses that has been dispatched after all updates."""
+        self._measured.append(evaluation)
+
+    def steps_awaited(self, slot: Slot) -> int:
+        """Number of updates of this task whose results have not been fetched: 0 or 1."""
+        return sum(slot is own for update in self._dispatched for own in update.tasks.values())
+
     def awaits(self, slot: Slot) -> bool:
         """Whether a result of this task has not been fetched."""
-        return any(slot is own for update in self._dispatched for own in update.tasks.values())
+        dispatched = (*self._dispatched, *self._measured)
+        return any(slot is own for results in dispatched for own in results.tasks.values())
 
     def fetch(self) -> Iterator[DispatchedUpdate]:
-        """Waits for all updates, records their results, and yields each update when that is done.
+        """Waits for all updates and measurements, records their results, and yields each update
+        when that is done.
 
         Raises:
           jax.errors.JaxRuntimeError: a round has failed on the device.
@@ -67,10 +102,18 @@ class Results:
             self._record(update, jax.device_get(update.stats))
             del self._dispatched[0]
             yield update
+        while self._measured:
+            self._record_evaluation(self._measured[0], self._measured[0].losses())
+            del self._measured[0]
 
     def take(self) -> list[TaskUpdate]:
-        """The results that have been fetched since the last call."""
+        """The results of updates that have been fetched since the last call."""
         fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def take_evaluations(self) -> list[TaskEvaluation]:
+        """The held-out losses that have been fetched since the last call."""
+        fetched, self._evaluations = self._evaluations, []
         return fetched
 
     def _record(self, update: DispatchedUpdate, stats: UpdateStats) -> None:
@@ -89,5 +132,23 @@ class Results:
                 computed_tokens=update.plan.computed_tokens[number],
                 skipped=not stats.applied[number],
             )
-            record_update(slot.progress, done, slot.prepared.steps, self._max_bad_steps)
+            slot.count_seconds()
+            record_update(slot.progress, done, slot.steps, self._max_bad_steps)
+            if slot.progress.status == "succeeded" and slot.steps < slot.prepared.steps:
+                slot.progress.stopped_early = f"trained for {slot.progress.seconds:.0f} s"
             self._fetched.append(done)
+
+    def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:
+        for number, slot in evaluation.tasks.items():
+            progress, task = slot.progress, slot.prepared.task
+            if progress.status == "failed":
+                continue
+            step, loss = evaluation.steps[number], float(losses[number])
+            best = progress.best_loss is None or loss < progress.best_loss
+            best = step > 0 and math.isfinite(loss) and best
+            tokens = slot.held_out_tokens
+            done = TaskEvaluation(evaluation.index, slot.name, step, loss, tokens, best)
+            record_evaluation(progress, done, task.patience, task.keep_best)
+            if best and number in evaluation.adapters:
+                slot.best = evaluation.adapters[number]
+            self._evaluations.append(done)

@@ -62,7 +62,7 @@ class RoundStream:
         self._following = {
             number
             for number, step in following.steps.items()
-            if step + 1 < self._slots[number].prepared.steps
+            if step + 1 < self._slots[number].steps
         }
         return following
 

@@ -96,6 +96,8 @@ class SeveralDevices:
         # The layout of the state, the dropout and the optimizer kinds for which all programs have
         # run.
         self._warm_for: tuple[Layout | None, bool, frozenset[str]] = None, False, frozenset()
+        # The layout of the state for which held-out losses have been measured.
+        self._measured_for: Layout | None = None
         # Replicas whose devices have run out of memory.
         self._full: list[ReplicaPipeline] = []
         # True if a round ended in an exception, with microbatches between two parts.
@@ -276,8 +278,12 @@ class SeveralDevices:
             copy.send_gradients(np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32))
         self._ahead, self._ahead_done = None, []
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> np.ndarray:
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Callable[[], np.ndarray]:
         self._refresh()
+        if self._measured_for != self._stored.layout:
+            # While stages exchange arrays nothing may be compiled.
+            jax.block_until_ready([replica.state.states for replica in self._replicas])
+            self._measured_for = self._stored.layout
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, self.dispatch)
         microbatches = fill_microbatches(batches, self.replicas, shares)
@@ -286,7 +292,7 @@ class SeveralDevices:
             self._replicas[i].evaluate(own, table)
             for i, own in groupby(microbatches, key=lambda microbatch: microbatch.replica)
         ]
-        return sum(copies.sum(axis=0) for copies in jax.device_get(losses))
+        return lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses))
 
     def release(self) -> None:
         for replica in self._replicas:

@@ -1,6 +1,7 @@
 """The slots (places of tasks in the stacked arrays), and the train state that they share."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -34,10 +35,18 @@ class Slot:
     Attributes:
       prepared: the task.
       progress: its progress, which the engine changes.
+      stop_after: number of steps after which the task stops although it has more; None if there is
+        no such number.
+      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`.
+      best: function that waits for the adapter with the lowest held-out loss, and returns its
+        arrays by path; None if it is not kept, or not known yet.
     """
 
     prepared: PreparedTask
     progress: TaskProgress
+    stop_after: int | None = None
+    timed_since: float = dataclasses.field(default_factory=time.monotonic)
+    best: Callable[[], SlotArrays] | None = None
 
     @property
     def name(self) -> str:
@@ -51,6 +60,29 @@ class Slot:
     @property
     def running(self) -> bool:
         return self.progress.status == "running"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the task trains."""
+        return self.prepared.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Number of target tokens in the held-out data."""
+        return sum(sample.target_tokens for sample in self.prepared.eval_samples)
+
+    def is_measured_after(self, step: int) -> bool:
+        """Whether the held-out loss is measured after so many steps."""
+        every = self.prepared.task.eval_every
+        return bool(self.prepared.eval_samples) and (
+            step == self.steps or (every is not None and step % every == 0)
+        )
+
+    def count_seconds(self) -> None:
+        """Adds the time since the last call to the seconds of the task."""
+        now = time.monotonic()
+        self.progress.seconds += now - self.timed_since
+        self.timed_since = now
 
 
 class Slots:

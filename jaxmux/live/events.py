@@ -18,10 +18,10 @@ class Event(NamedTuple):
         events because it read too slowly.
       time: when it happened, in seconds since 1970.
       task: name of the task.
-      kind: "state" (the task's state or its reason has changed) or "update" (a step of the task has
-        been trained).
-      fields: what the event tells: for "state", `state`, `reason` and `priority`; for "update", the
-        fields of `TaskUpdate` without the name of the task.
+      kind: "state" (the task's state or its reason has changed), "update" (a step of the task has
+        been trained) or "evaluation" (its held-out loss has been measured).
+      fields: what the event tells: for "state", `state`, `reason` and `priority`; for the others,
+        the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
     """
 
     number: int

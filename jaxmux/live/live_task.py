@@ -25,6 +25,9 @@ class TaskStatus(NamedTuple):
       step: number of global batches that it has trained.
       steps: number of global batches that it is to train; None until its data have been read.
       loss: loss of the last update, in nats per target token; None before the first.
+      held_out_loss: loss of the held-out data when it was measured last, in nats per target token;
+        None before the first time.
+      best_step: number of steps after which it was lowest; None before the first time.
       meter: what the task has used.
       history: the states so far, with reasons and times; the last one is the present state.
     """
@@ -36,6 +39,8 @@ class TaskStatus(NamedTuple):
     step: int
     steps: int | None
     loss: float | None
+    held_out_loss: float | None
+    best_step: int | None
     meter: Meter
     history: tuple[StateChange, ...]
 
@@ -201,6 +206,8 @@ class LiveTask:
             progress.step,
             self.steps,
             progress.train_loss_last,
+            progress.eval_loss_first if progress.best_step is None else progress.eval_loss,
+            progress.best_step,
             dataclasses.replace(self.meter),
             tuple(self.history),
         )

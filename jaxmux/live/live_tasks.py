@@ -212,6 +212,7 @@ class LiveTasks:
                 self._engine.resume(own.suspended)
             else:
                 self._engine.register_tasks([own.prepared])
+                self._engine.begin_evaluation([own.name])
         except (TaskError, PlanningError, OSError) as e:
             self._enter(own, FAILED, first_line(e))
             return
@@ -227,9 +228,9 @@ class LiveTasks:
     def _end(self, own: LiveTask, progress: TaskProgress) -> None:
         """Ends a task whose training has ended."""
         if progress.status == SUCCEEDED:
-            self._export(own.task, self._engine.adapter_snapshot(own.name))
+            self._export(own.task, self._engine.result(own.name))
         self._engine.release(own.name)
-        self._enter(own, progress.status, progress.error)
+        self._enter(own, progress.status, progress.error or progress.stopped_early)
         self.changed = True
 
     def _enter(self, own: LiveTask, state: str, reason: str | None = None) -> None:

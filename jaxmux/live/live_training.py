@@ -317,11 +317,13 @@ class LiveTraining:
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
         self._tasks.take_results(updates, seconds)
-        for update in updates:
-            fields = update._asdict()
+        told = [("update", update) for update in updates]
+        told += [("evaluation", done) for done in self._engine.take_evaluations()]
+        for kind, done in told:
+            fields = done._asdict()
             del fields["task"]
-            self._tell(update.task, "update", fields)
-            self._show(self._tasks[update.task])
+            self._tell(done.task, kind, fields)
+            self._show(self._tasks[done.task])
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""

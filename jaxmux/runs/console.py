@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from jaxmux.engine import Engine, PreparedTask, TaskUpdate
+from jaxmux.engine import Engine, PreparedTask, TaskEvaluation, TaskUpdate
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.numbers import numbered, size_text
 
@@ -104,12 +104,19 @@ class RunConsole:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
-    def show(self, engine: Engine, updates: Sequence[TaskUpdate]) -> None:
-        """Shows new updates: in the live table, or as about ten lines for each task.
+    def show(
+        self,
+        engine: Engine,
+        updates: Sequence[TaskUpdate],
+        evaluations: Sequence[TaskEvaluation] = (),
+    ) -> None:
+        """Shows new updates: in the live table, or as about ten lines for each task; and held-out
+        losses that were measured during training.
 
         Args:
           engine: the engine.
           updates: the updates of a round.
+          evaluations: the held-out losses that have arrived with them.
         """
         if updates and self._started is None:
             # The time before the first results is mostly compilation.
@@ -126,6 +133,14 @@ class RunConsole:
                 self.say(
                     f"task {update.task}: step {step} skipped, loss, gradient or update not finite"
                 )
+        for done in evaluations:
+            task = engine.prepared(done.task).task
+            if done.task_step and task.eval_every:
+                best = ", the lowest so far" if done.best else ""
+                steps = f"{done.task_step}/{engine.prepared(done.task).steps}"
+                self.say(f"{done.task} step {steps} held-out loss {done.loss:.4f}{best}")
+            if early := engine.progress(done.task).stopped_early:
+                self.say(f"task {done.task}: stopped early, {early}")
         if self._live is not None and updates:
             self._live.update(self._table(engine))
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from tensorboardX import SummaryWriter
 
-from jaxmux.engine import TaskUpdate
+from jaxmux.engine import TaskEvaluation, TaskUpdate
 
 from .run_checkpoint import RunPosition
 from .run_directory import RunDirectory
@@ -20,7 +20,8 @@ _NEEDED = {"task", "task_step", "loss", "skipped"}
 
 
 class MetricsWriter:
-    """Appends every task update to metrics.jsonl and to TensorBoard."""
+    """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl, and both
+    to TensorBoard."""
 
     def __init__(self, directory: RunDirectory, position: RunPosition, say: Callable[[str], None]):
         """Opens the files and removes everything that was written after the last checkpoint.
@@ -30,59 +31,43 @@ class MetricsWriter:
           position: the position of the checkpoint.
           say: function that prints one line; it is told of lost metrics.
         """
-        self._file = open(directory.metrics, "a+b")
-        length = position.metrics_bytes
-        if (size := self._file.seek(0, os.SEEK_END)) < length:
-            say(
-                f"{directory.metrics}: {length - size} bytes are lost; training is not "
-                "affected, and later metrics are appended"
-            )
-            length = _end_of_line(self._file, size)
-        self._file.truncate(length)
+        self._metrics = _Lines(directory.metrics, position.metrics_bytes, say)
+        self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
         self._say = say
         self._tensorboard: SummaryWriter | None = SummaryWriter(
             str(directory.tensorboard), purge_step=position.rounds
         )
 
-    def write(self, updates: Iterable[TaskUpdate]) -> None:
-        """Appends one line for each update, with the time of day in seconds since 1970. Numbers
-        that are not finite become null.
+    def write(self, updates: Iterable[TaskUpdate], evaluations: Iterable[TaskEvaluation]) -> None:
+        """Appends one line for each update and for each held-out loss, with the time of day in
+        seconds since 1970. Numbers that are not finite become null.
 
         Args:
           updates: the updates.
+          evaluations: the held-out losses.
         """
-        updates = list(updates)
-        try:
-            for update in updates:
-                line = {key: _json_number(value) for key, value in update._asdict().items()}
-                line["time"] = round(time.time(), 3)
-                self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
-        except OSError as e:
-            raise OSError(e.errno, e.strerror, self._file.name) from None
+        updates, evaluations = list(updates), list(evaluations)
+        self._metrics.append([update._asdict() for update in updates])
+        self._held_out.append([done._asdict() for done in evaluations])
         for update in updates:
             for name in ("loss", "lr", "grad_norm"):
                 self._add_scalar(f"{name}/{update.task}", getattr(update, name), update.step)
+        for done in evaluations:
+            self._add_scalar(f"held_out_loss/{done.task}", done.loss, done.step)
 
-    def write_held_out(self, losses: Mapping[str, float | None], step: int) -> None:
-        """Writes losses of held-out data to TensorBoard.
+    def tell(self, position: RunPosition) -> None:
+        """Waits until the lines are on disk, and enters the lengths of the files.
 
         Args:
-          losses: by task, the loss in nats per target token; None if it is not finite.
-          step: number of the round.
+          position: the position of the training run; it is changed.
         """
-        for task, loss in losses.items():
-            if loss is not None:
-                self._add_scalar(f"held_out_loss/{task}", loss, step)
-
-    def position(self) -> int:
-        """Waits until metrics.jsonl is on disk; returns its length in bytes."""
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END)
+        position.metrics_bytes = self._metrics.length()
+        position.held_out_bytes = self._held_out.length()
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
+        self._metrics.close()
+        self._held_out.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -96,6 +81,46 @@ class MetricsWriter:
         else:
             self._tensorboard = None
             self._say("TensorBoard's files cannot be written; training goes on without them")
+
+
+class _Lines:
+    """A file of JSON lines that is continued from a checkpoint."""
+
+    def __init__(self, path: Path, length: int, say: Callable[[str], None]):
+        """Opens the file and cuts it off at the end of its last line that the checkpoint knows.
+
+        Args:
+          path: the file.
+          length: its length at the checkpoint, in bytes.
+          say: function that prints one line; it is told of lost lines.
+        """
+        self._file = open(path, "a+b")
+        if (size := self._file.seek(0, os.SEEK_END)) < length:
+            say(
+                f"{path}: {length - size} bytes are lost; training is not affected, and later "
+                "metrics are appended"
+            )
+            length = _end_of_line(self._file, size)
+        self._file.truncate(length)
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Appends lines, with the time of day."""
+        try:
+            for fields in lines:
+                line = {key: _json_number(value) for key, value in fields.items()}
+                line["time"] = round(time.time(), 3)
+                self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, self._file.name) from None
+
+    def length(self) -> int:
+        """Waits until the file is on disk; returns its length in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Writes what a training run produces: metrics, checkpoints, adapters and the summary."""
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -68,9 +67,10 @@ class Recorder:
         Args:
           updates: the updates of a round.
         """
+        evaluations = self._engine.take_evaluations()
         if self._files:
-            self._files.metrics.write(updates)
-        self._console.show(self._engine, updates)
+            self._files.metrics.write(updates, evaluations)
+        self._console.show(self._engine, updates, evaluations)
         for update in updates:
             if self._engine.progress(update.task).status == "succeeded":
                 self.export(update.task)
@@ -84,7 +84,7 @@ class Recorder:
         position.computed_tokens = engine.computed_tokens
         position.train_seconds = self._before + time.monotonic() - self._started
         if files:
-            position.metrics_bytes = files.metrics.position()
+            files.metrics.tell(position)
         if self._processes.agree(files is not None and files.checkpoints.has(position.number)):
             return
         arrays = {name: engine.task_arrays(name) for name in engine.names}
@@ -97,13 +97,13 @@ class Recorder:
             self._files.checkpoints.wait()
 
     def export(self, name: str) -> None:
-        """Exports the current adapter of a task.
+        """Exports the adapter that the training of a task has given.
 
         Args:
           name: name of the task.
         """
         engine = self._engine
-        adapter, base = engine.adapter(name), engine.backbone
+        adapter, base = engine.result(name)(), engine.backbone
         if self._files:
             export_adapter(
                 self._files.directory.adapter(name),
@@ -114,32 +114,20 @@ class Recorder:
                 base_fingerprint=base.fingerprint,
             )
 
-    def finish(
-        self, succeeded: Sequence[str], round_seconds: float | None, **predicted: float | None
-    ) -> Summary:
-        """Exports the adapters of the tasks that succeeded, and writes the losses of held-out data,
-        the plot and the summary.
+    def finish(self, round_seconds: float | None, **predicted: float | None) -> Summary:
+        """Exports the adapters of the tasks that succeeded, and writes the plot and the summary.
 
         Args:
-          succeeded: names of the tasks whose training succeeded. Some may have failed since, when
-            their held-out loss was measured; their adapters are removed.
           round_seconds: as in `Summary`.
           **predicted: the fields of `Summary` that begin with "predicted".
         """
         engine, files = self._engine, self._files
-        for name in succeeded:
+        for name in engine.names:
             if engine.progress(name).status == "succeeded":
                 self.export(name)
-            elif files:
-                shutil.rmtree(files.directory.adapter(name), ignore_errors=True)
         numbers: Mapping[str, float | None] = {"round_seconds": round_seconds, **predicted}
         summary = Summary.of(engine, self._position, **numbers)
         if files:
-            progress = {name: engine.progress(name) for name in engine.names}
-            first = {name: p.eval_loss_first for name, p in progress.items()}
-            last = {name: p.eval_loss for name, p in progress.items()}
-            files.metrics.write_held_out(first, 0)
-            files.metrics.write_held_out(last, self._position.rounds)
             plot_losses(files.directory.metrics, files.directory.loss_plot)
             write_atomically(files.directory.summary, summary.to_json())
         return summary

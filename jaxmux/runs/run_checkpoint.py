@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.engine import Engine, TaskProgress
+from jaxmux.engine import BEST, Engine, TaskProgress
 from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
@@ -21,6 +21,7 @@ class RunPosition:
       rounds: number of rounds completed.
       microbatches: number of microbatches trained, those of the unfinished round included.
       metrics_bytes: length of metrics.jsonl at this position, in bytes.
+      held_out_bytes: length of held_out.jsonl at this position, in bytes.
       computed_tokens: number of tokens computed in training, padding included.
       train_seconds: wall time spent training, in seconds.
     """
@@ -28,6 +29,7 @@ class RunPosition:
     rounds: int = 0
     microbatches: int = 0
     metrics_bytes: int = 0
+    held_out_bytes: int = 0
     computed_tokens: int = 0
     train_seconds: float = 0.0
 
@@ -60,20 +62,31 @@ class SavedRun(NamedTuple):
         for name in engine.names:
             task = self.tasks[name]
             progress = TaskProgress.from_json(task["progress"])
-            if progress.status == "succeeded" and progress.step < engine.prepared(name).steps:
-                progress.status = "running"  # The task has been extended.
+            if progress.status == "succeeded" and not progress.stopped_early:
+                if progress.step < engine.prepared(name).steps:
+                    progress.status = "running"  # The task has been extended.
             engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
         engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
         engine.computed_tokens = self.position.computed_tokens
 
 
-def array_specs(engine: Engine) -> dict[str, dict[str, LeafSpec]]:
-    """By task, the descriptions of the arrays by path that its checkpoints hold.
+def array_specs(engine: Engine, tasks: Mapping[str, Any]) -> dict[str, dict[str, LeafSpec]]:
+    """By task, the descriptions of the arrays by path that a checkpoint holds.
 
     Args:
       engine: an engine in which the tasks are registered.
+      tasks: by name, the entries of the tasks in the checkpoint.
     """
-    return {name: named_leaves(engine.task_specs(name)) for name in engine.names}
+
+    def own(name: str) -> dict[str, LeafSpec]:
+        found = named_leaves(engine.task_specs(name))
+        keeps_best = engine.prepared(name).task.keep_best
+        if keeps_best and tasks[name]["progress"].get("best_step") is not None:
+            adapter = {p: spec for p, spec in found.items() if p.startswith("adapter/")}
+            found |= {f"{BEST}{path}": spec for path, spec in adapter.items()}
+        return found
+
+    return {name: own(name) for name in engine.names}
 
 
 def save_run(
@@ -102,23 +115,24 @@ def save_run(
     checkpoints.save(position.number, record, arrays)
 
 
-def newest_run(
-    checkpoints: Checkpoints, specs: Mapping[str, Mapping[str, LeafSpec]]
-) -> SavedRun | None:
+def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:
     """Reads the newest checkpoint of a training run that is not damaged; None if there is none.
 
     Args:
       checkpoints: the checkpoints of the training run.
-      specs: by task, the descriptions of its arrays by path (`array_specs`).
+      engine: an engine in which the tasks of the training run are registered.
 
     Raises:
       RunDirectoryError: every checkpoint is damaged, or the newest has another format.
     """
-    templates = {
-        name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
-        for name, leaves in specs.items()
-    }
-    found = checkpoints.newest(lambda _: templates)
+
+    def templates(record: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
+            for name, leaves in array_specs(engine, record["tasks"]).items()
+        }
+
+    found = checkpoints.newest(templates)
     if found is None:
         return None
     position = RunPosition(**found.record["position"])

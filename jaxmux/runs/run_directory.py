@@ -25,6 +25,7 @@ _OWN = {
     "summary.json": False,
     "config.gin": False,
     "metrics.jsonl": False,
+    "held_out.jsonl": False,
     "loss.png": False,
     "checkpoints": True,
     "adapters": True,
@@ -86,6 +87,7 @@ class RunDirectory:
       path: absolute path of the folder.
       metrics: path of metrics.jsonl, one line for each task and round (one global batch of every
         task).
+      held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       summary: path of summary.json.
       loss_plot: path of loss.png.
       tensorboard: path of the folder of TensorBoard's files.
@@ -113,6 +115,7 @@ class RunDirectory:
         """
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
+        self.held_out = self.path / "held_out.jsonl"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"

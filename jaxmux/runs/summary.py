@@ -12,8 +12,9 @@ from .run_checkpoint import RunPosition
 
 _TASK_FIELDS = ("status", "error", "train_loss_first", "train_loss_last", "eval_loss_first")
 _TASK_FIELDS += ("eval_loss", "eval_target_tokens", "target_tokens", "tokens", "skipped")
+_TASK_FIELDS += ("best_step", "stopped_early")
 
-_RESULTS = {"steps", *_TASK_FIELDS}
+_RESULTS = {"steps", *_TASK_FIELDS} - {"best_step", "stopped_early"}
 
 
 class Summary(NamedTuple):
@@ -31,7 +32,9 @@ class Summary(NamedTuple):
         "eval_target_tokens" counts the target tokens of the held-out data. "skipped" is the number
         of updates that were skipped because a value was not finite. "samples_truncated" and
         "samples_dropped" count the training samples that were cut or left out because of their
-        length.
+        length. "best_step" is the number of steps after which the loss of the held-out data was
+        lowest, or None; "stopped_early" is the reason why a task stopped before its last step, or
+        None.
       tokens_per_second: computed tokens, padding included, per second of training.
       effective_tokens_per_second: computed tokens without padding per second of training.
       padding_fraction: fraction of the computed tokens that is padding, from 0 to 1.

@@ -38,6 +38,11 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
         "description": "Where a description says None, True or False, write null, true or false.",
         **_object(Task, "", limits),
         "oneOf": [_given("epochs", "steps"), _given("steps", "epochs")],
+        "allOf": [
+            _needs({"eval_every": {"type": "integer"}}, "eval_data"),
+            _needs({"patience": {"type": "integer"}}, "eval_every"),
+            _needs({"keep_best": {"const": True}}, "eval_every"),
+        ],
         "$defs": {name: _object(cls, kind, limits) for name, (kind, cls) in sorted(parts.items())},
     }
 
@@ -50,6 +55,13 @@ def _given(one: str, other: str) -> dict[str, Any]:
     """Exactly one of two fields is given; null gives none."""
     types = {one: {"type": "integer"}, other: {"type": "null"}}
     return {"required": [one], "properties": types}
+
+
+def _needs(given: dict[str, Any], other: str) -> dict[str, Any]:
+    """Where a field has a value, another one has to be given."""
+    condition = {"properties": given, "required": list(given)}
+    not_null = {"properties": {other: {"not": {"type": "null"}}}, "required": [other]}
+    return {"if": condition, "then": not_null}
 
 
 def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """The training of a run's tasks, from the choice of the devices to the exported adapters."""
 
 import dataclasses
-import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
@@ -123,11 +122,9 @@ def train_tasks(
             metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
             files = RunFiles(directory, checkpoints, metrics)
         recorder = Recorder(engine, files, position, processes, console)
+        recorder.record(engine.drain())
         seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
-        succeeded = [n for n in engine.names if engine.progress(n).status == "succeeded"]
-        _evaluate(engine, succeeded, "eval_loss")
         summary = recorder.finish(
-            succeeded,
             seconds,
             predicted_memory_bytes=_predicted_memory(engine, admission),
             predicted_round_seconds=layout.round_seconds,
@@ -152,14 +149,14 @@ def _begin(
 def _restore(
     engine: Engine, checkpoints: Checkpoints | None, processes: Processes, console: RunConsole
 ) -> RunPosition:
-    """Restores the newest checkpoint; without one, measures the losses before training."""
-    specs = array_specs(engine)
-    found = processes.on_first(lambda: newest_run(checkpoints, specs))
+    """Restores the newest checkpoint; without one, begins to measure the losses before training."""
+    found = processes.on_first(lambda: newest_run(checkpoints, engine))
     # The arrays travel by themselves, task by task.
     described = processes.agree(found and found._replace(arrays={}))
     if described is None:
-        _evaluate(engine, engine.names, "eval_loss_first")
+        engine.begin_evaluation(engine.names)
         return RunPosition()
+    specs = array_specs(engine, described.tasks)
     own = found.arrays if found else dict.fromkeys(specs)
     arrays = {name: processes.share_arrays(own[name], specs[name]) for name in specs}
     described._replace(arrays=arrays).restore(engine)
@@ -221,16 +218,6 @@ def _predicted_memory(engine: Engine, admission: Admission | None) -> int | None
     pools = [engine.prepared(name).pool for name in engine.names]
     stages = admission.costs.replica.pp
     return int(admission.peak(pools, planned_remat(engine.remat), in_flight=stages))
-
-
-def _evaluate(engine: Engine, names: Sequence[str], field: str) -> None:
-    for name, loss in engine.evaluate(names).items():
-        progress = engine.progress(name)
-        setattr(progress, field, loss if math.isfinite(loss) else None)
-        if field == "eval_loss" and not math.isfinite(loss):
-            progress.status, progress.error = "failed", "loss of the held-out data is not finite"
-        held_out = engine.prepared(name).eval_samples
-        progress.eval_target_tokens = sum(s.target_tokens for s in held_out)
 
 
 def _with_prompts(engine: Engine) -> list[PreparedTask]:

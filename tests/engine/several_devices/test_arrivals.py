@@ -1,8 +1,12 @@
 """Tasks come, go, pause and go on while rounds overlap on several devices."""
 
+import dataclasses
+
 import pytest
 
+from jaxmux.optimizers import SGD
 from jaxmux.planner.devices import Stage
+from tests.engine.conftest import random_samples
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +70,41 @@ def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
     for name, own in expected.items():
         assert [u.task_step for u in updates[name]] == [u.task_step for u in own]
         assert [u.loss for u in updates[name]] == pytest.approx([u.loss for u in own], rel=1e-3)
+
+
+def test_a_task_on_a_pipeline_stops_early_with_the_bits_of_one_device(
+    make_narrow_task, make_engine, assert_same_bits
+):
+    """Microbatches of the next round have begun when the held-out loss is known."""
+
+    def trained(**options):
+        tasks = [
+            dataclasses.replace(
+                make_narrow_task(
+                    name,
+                    steps=12,
+                    batch_size=8,
+                    optimizer=SGD(0.8),
+                    eval_data="random.jsonl",
+                    eval_every=1,
+                    patience=1,
+                    keep_best=True,
+                ),
+                eval_samples=random_samples(99, 5, (20, 90)),
+            )
+            for name in "ab"
+        ]
+        engine, found = make_engine(*tasks, **options), []
+        while not engine.finished:
+            engine.train_round()
+            found += engine.take_evaluations()
+        engine.drain()
+        found += engine.take_evaluations()
+        losses = {(done.task, done.task_step): done.loss for done in found}
+        return losses, {name: (engine.progress(name).step, engine.result(name)()) for name in "ab"}
+
+    losses, ends = trained(layers=(3, 1))
+    expected_losses, expected_ends = trained()
+    assert losses == expected_losses
+    assert_same_bits(ends, expected_ends)
+    assert min(step for step, _ in ends.values()) < 12

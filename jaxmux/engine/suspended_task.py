@@ -1,0 +1,54 @@
+"""A task outside the engine, and how its arrays are kept there."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxmux.peft import SlotArrays
+
+from .prepared_task import PreparedTask
+from .progress import TaskProgress
+from .slots import Slot
+
+# What the paths of the best adapter begin with, among the arrays of a task.
+BEST = "best/"
+
+
+class SuspendedTask(NamedTuple):
+    """A task that has left the engine, with all that it needs to go on.
+
+    Attributes:
+      slot: the task and its progress. The engine may still enter the results of the task's last
+        update into the progress.
+      arrays: function that waits for the task's arrays, and returns them by path.
+    """
+
+    slot: Slot
+    arrays: Callable[[], SlotArrays]
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedTask, progress: TaskProgress, arrays: Callable[[], SlotArrays]
+    ) -> "SuspendedTask":
+        """A task that another engine has suspended.
+
+        Args:
+          prepared: the task.
+          progress: its progress.
+          arrays: function that returns the arrays of `Engine.snapshot` at this progress.
+        """
+        return cls(Slot(prepared, progress), arrays)
+
+
+def best_arrays(slot: Slot) -> Callable[[], SlotArrays]:
+    """A function that returns the best adapter of a task, if it is kept, as it is saved."""
+    if (best := slot.best) is None:
+        return dict
+    return lambda: {f"{BEST}{path}": array for path, array in best().items()}
+
+
+def without_best(arrays: SlotArrays) -> tuple[SlotArrays, Callable[[], SlotArrays] | None]:
+    """The arrays of a task that lie on the devices, and a function that returns those of its best
+    adapter, if there is one."""
+    own = {path: array for path, array in arrays.items() if not path.startswith(BEST)}
+    best = {path.removeprefix(BEST): x for path, x in arrays.items() if path.startswith(BEST)}
+    return own, (lambda: best) if best else None

@@ -1,0 +1,162 @@
+"""Held-out losses during training: when they are measured, early stopping, and the best adapter."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxmux.engine import TaskProgress
+from jaxmux.optimizers import SGD
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.tasks import Task, TaskError
+from tests.engine.conftest import random_samples
+
+SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
+
+
+@pytest.fixture(scope="module")
+def make_measured(make_narrow_task):
+    """Makes a task with held-out samples. With a learning rate this high its held-out loss goes up
+    and down."""
+
+    def make(name, **fields):
+        fields = {"optimizer": SGD(0.8), "steps": 12, "eval_data": "random.jsonl"} | fields
+        held_out = random_samples(99, 5, (20, 90))
+        return dataclasses.replace(make_narrow_task(name, **fields), eval_samples=held_out)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def curve(make_measured, make_engine):
+    """The held-out loss and the adapter of the task "a" after every step, measured one by one."""
+    engine = make_engine(make_measured("a"), shape=SMALL)
+    losses, adapters = [], []
+    for _ in range(12):
+        engine.train_round()
+        engine.drain()
+        losses.append(engine.evaluate(["a"])["a"])
+        adapters.append(engine.adapter("a"))
+    return losses, adapters
+
+
+def end(engine):
+    """Trains to the end; returns what was measured of the task "a" after steps."""
+    found = []
+    while not engine.finished:
+        engine.train_round()
+        found += engine.take_evaluations()
+    engine.drain()
+    found += engine.take_evaluations()
+    return [done for done in found if done.task == "a" and done.task_step]
+
+
+def test_the_loss_is_measured_every_n_steps_and_at_the_end(make_measured, make_engine, curve):
+    engine = make_engine(make_measured("a", eval_every=5), shape=SMALL)
+    engine.begin_evaluation(["a"])
+    found = end(engine)
+    losses, _ = curve
+    assert [(done.task_step, done.loss) for done in found] == [
+        (step, losses[step - 1]) for step in (5, 10, 12)
+    ]
+    progress = engine.progress("a")
+    assert progress.eval_loss == losses[-1]
+    assert progress.eval_loss_first == pytest.approx(np.log(101), rel=0.5)
+    assert progress.eval_target_tokens == found[0].target_tokens > 0
+
+
+def test_without_eval_every_it_is_measured_at_the_end(make_measured, make_engine, curve):
+    found = end(make_engine(make_measured("a"), shape=SMALL))
+    assert [(done.task_step, done.loss) for done in found] == [(12, curve[0][-1])]
+
+
+def stopping_step(losses, patience):
+    """The step at which patience ends, and that of the lowest loss until then."""
+    for step in range(1, 13):
+        best = int(np.argmin(losses[:step])) + 1
+        if step - best >= patience:
+            return step, best
+    return 12, best
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_a_task_stops_when_its_patience_ends(
+    patience, make_measured, make_narrow_task, make_engine, curve, assert_same_bits
+):
+    losses, adapters = curve
+    step, best = stopping_step(losses, patience)
+    assert best < step < 12
+    measured = make_measured("a", eval_every=1, patience=patience, keep_best=True)
+    for others in ([], [make_narrow_task("b", steps=20), make_narrow_task("c", steps=2)]):
+        engine = make_engine(*others, measured, shape=SMALL)
+        assert [done.task_step for done in end(engine)] == list(range(1, step + 1))
+        progress = engine.progress("a")
+        assert (progress.status, progress.step, progress.best_step) == ("succeeded", step, best)
+        assert f"without a lower one than after step {best}" in progress.stopped_early
+        assert progress.eval_loss == losses[best - 1]
+        assert_same_bits(engine.result("a")(), adapters[best - 1])
+        assert_same_bits(engine.adapter("a"), adapters[step - 1])
+
+
+def test_without_keep_best_training_gives_the_last_adapter(
+    make_measured, make_engine, curve, assert_same_bits
+):
+    losses, adapters = curve
+    engine = make_engine(make_measured("a", eval_every=2), shape=SMALL)
+    end(engine)
+    assert engine.progress("a").best_step % 2 == 0
+    assert_same_bits(engine.result("a")(), adapters[-1])
+
+
+def test_the_best_adapter_survives_a_break(make_measured, make_engine, curve, assert_same_bits):
+    losses, adapters = curve
+    best = int(np.argmin(losses)) + 1
+    for restore in (False, True):
+        engine = make_engine(make_measured("a", eval_every=1, keep_best=True), shape=SMALL)
+        for _ in range(best):
+            engine.train_round()
+        engine.drain()
+        if restore:
+            arrays = engine.task_arrays("a")
+            progress = TaskProgress.from_json(engine.progress("a").to_json())
+            engine = make_engine(make_measured("a", eval_every=1, keep_best=True), shape=SMALL)
+            engine.restore_task("a", arrays, progress)
+        else:
+            suspended = engine.suspend("a")
+            engine = make_engine(shape=SMALL, modules=tuple(adapters[0]))
+            engine.resume(suspended)
+        end(engine)
+        assert engine.progress("a").best_step == best
+        assert_same_bits(engine.result("a")(), adapters[best - 1])
+
+
+def test_a_task_stops_when_its_time_is_over(make_measured, make_engine, curve):
+    engine = make_engine(make_measured("a", steps=10_000, max_seconds=0.3), shape=SMALL)
+    (found,) = end(engine)
+    progress = engine.progress("a")
+    assert progress.status == "succeeded" and progress.stopped_early == "trained for 0 s"
+    assert 0.3 <= progress.seconds < 30 and progress.step < 10_000
+    assert found.task_step == progress.step and progress.eval_loss == found.loss
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(make_measured, make_engine):
+    wild = make_measured("a", eval_every=1, keep_best=True, optimizer=SGD(1e30))
+    engine = make_engine(wild, shape=SMALL)
+    end(engine)
+    progress = engine.progress("a")
+    assert progress.status == "failed"
+    assert progress.best_loss is None or np.isfinite(progress.best_loss)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"patience": 2}, "patience needs eval_every"),
+        ({"keep_best": True}, "keep_best needs eval_every"),
+        ({"eval_every": 3, "eval_data": None}, "eval_every needs eval_data"),
+        ({"max_seconds": 0}, "max_seconds"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(TaskError, match=message):
+        Task("a", "a.jsonl", steps=1, **{"eval_data": "b.jsonl"} | fields)
