@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone, device_peak, planned_remat
+from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
@@ -138,6 +139,27 @@ class Engine:
         self._refuse_tasks(tasks)
         self._make_room(tasks)
         self._slots.add(tasks)
+
+    def warm_up(self) -> None:
+        """Allocates the pool of `options.reserved`, and compiles and runs all programs once.
+        Afterwards tasks that fit into the pool compile nothing when they come and go. Call it
+        before any task is registered.
+
+        Raises:
+          PlanningError, ValueError: as for `train_round`.
+          OutOfDeviceMemory: the device has too little memory for a microbatch.
+        """
+        self.register_tasks([])
+        own = self._slots
+        own.warm_up()
+        none = np.zeros(0, np.int32)
+        hyper = {
+            kind: dict.fromkeys(OPTIMIZERS[kind]().hyperparameters(), none.astype(np.float32))
+            for kind in own.optimizers
+        }
+        due = np.zeros(own.pool.slots, bool)
+        none_due = DueUpdates(due, own.rates({}), hyper, dict.fromkeys(own.optimizers, none))
+        self._executor.warm_up(none_due, own.pool.dropout)
 
     def refuse_implementations(self) -> None:
         """Checks that the implementations of attention and of the linears with adapters that the

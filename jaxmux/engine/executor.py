@@ -108,6 +108,16 @@ class Executor(Protocol):
         """
         ...
 
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+        """Compiles all programs and runs them once, so that no later round, update or measurement
+        compiles anything while the state keeps its size. The state keeps its bits.
+
+        Args:
+          none_due: no update, with all optimizer kinds that tasks may have.
+          dropout: whether the pool has dropout.
+        """
+        ...
+
     def release(self) -> None:
         """Frees the memory that the executor keeps from round to round besides the state. The next
         round takes it again. Between two rounds only, after `settle`."""

@@ -105,6 +105,12 @@ class PreparedTask:
         rates = kind.relative_rates(self.task.adapter, self.targets)
         return named_leaves({kind.name: rates})
 
+    def with_adapter(self) -> "PreparedTask":
+        """Returns a new prepared task that holds its initial adapter, which is large. Making it
+        takes long for large backbones, and can so be done beside training."""
+        adapter = self.make_adapter()
+        return dataclasses.replace(self, make_adapter=lambda: adapter)
+
     def extended(self, steps: int) -> "PreparedTask":
         """Returns a new prepared task that trains another number of steps. Its learning-rate
         schedule spreads over all of them.

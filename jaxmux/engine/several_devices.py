@@ -22,8 +22,10 @@ from .replica_pipeline import Queued, ReplicaPipeline
 from .replica_state import ReplicaState, filled_up
 from .rounds import (
     Dispatch,
+    PackedMicrobatch,
     ReplicaInput,
     RoundPlan,
+    empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
     slot_table,
@@ -293,6 +295,17 @@ class SeveralDevices:
             for i, own in groupby(microbatches, key=lambda microbatch: microbatch.replica)
         ]
         return lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses))
+
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+        self._refresh()
+        while not self._compile(dropout):
+            self.recover()
+        self._warm_up(none_due, dropout)
+        table = slot_table({}, None, len(none_due.due))
+        for i, replica in enumerate(self._replicas):
+            empty = [empty_microbatch(replica.input.shape)] * replica.input.replica.shards
+            jax.block_until_ready(replica.evaluate([PackedMicrobatch(i, empty, {}, {})], table))
+        self._measured_for = self._stored.layout
 
     def release(self) -> None:
         for replica in self._replicas:

@@ -26,6 +26,7 @@ from .programs import accumulate, accumulate_arguments, evaluate
 from .rounds import (
     ReplicaInput,
     RoundPlan,
+    empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
     slot_table,
@@ -171,19 +172,26 @@ class SingleDevice:
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, self.dispatch)
         for i, microbatch in enumerate(fill_microbatches(batches, self.replicas, shares)):
-            arguments = (
-                backbone.config,
-                forward,
-                backbone.weights,
-                self._state.adapters,
-                losses,
-                _placed(microbatch.arrays),
-                table,
-            )
+            weights, adapters = backbone.weights, self._state.adapters
+            arguments = weights, adapters, losses, _placed(microbatch.arrays), table
             if i == 0:
-                compiled(evaluate.lower(*arguments))
-            losses = evaluate(*arguments)
+                compiled(evaluate.lower(backbone.config, forward, *arguments))
+            losses = evaluate(backbone.config, forward, *arguments)
         return lambda: jax.device_get(losses)
+
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+        microbatch = _placed([empty_microbatch(self._options.shape)])
+        table = jax.device_put(slot_table({}, None, len(none_due.due)))
+        while not (
+            fits(self._accumulate, microbatch, table, dropout)
+            and fits(jax.block_until_ready, self._state.loss)
+        ):
+            self.recover()
+        state, _ = update(self._state, self._stored.layout, none_due, warm=True)
+        self._stored.states = [state]
+        forward = forward_options(self._backbone, self._options)
+        arguments = state.adapters, jnp.zeros(len(none_due.due)), microbatch, table
+        evaluate(self._backbone.config, forward, self._backbone.weights, *arguments)
 
     def release(self) -> None:
         pass

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import Layout, SlotArrays, crop, kind_of, own_leaves, pad
+from jaxmux.peft import Layout, LoRA, SlotArrays, crop, kind_of, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -295,6 +295,23 @@ class Slots:
         """Whether tasks can be added without another pool, for which programs would be compiled."""
         pool, specs = self._pool_with(tasks)
         return Layout(specs) == self.layout and pool.dropout == self.pool.dropout
+
+    def warm_up(self) -> None:
+        """Reads, writes and clears a slot once for every optimizer kind, so that nothing is
+        compiled when tasks come and go. No slot may be taken."""
+        for optimizer in self.optimizers:
+            kind = SlotKind(kind_of(LoRA()).name, optimizer)
+            specs = slot_specs(self.layout.tree, kind)
+            for fields in (("adapter",), ("adapter", "optimizer"), SlotState._fields):
+                arrays = self.stored.copy_to_host(kind, 0, specs, fields)()
+            self.stored.write_adapter(kind.adapter, 0, arrays["adapter"])
+            self.stored.write(kind, 0, specs, SlotState(**arrays))
+        self.stored.clear(0)
+
+    @property
+    def optimizers(self) -> list[str]:
+        """The optimizer kinds for which the pool has room."""
+        return [kind for kind in OPTIMIZERS if OPTIMIZERS[kind].moments <= _moments(self.pool)]
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
         """TaskError if a task needs another rank, linear, dropout or optimizer than the pool

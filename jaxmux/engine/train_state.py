@@ -5,7 +5,7 @@ neither adapter kinds nor modules.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -336,6 +336,7 @@ def _pad(leaf: Array, spec: LeafSpec) -> Array:
     return jnp.pad(leaf, missing, constant_values=np.asarray(spec.padding, spec.dtype))
 
 
+@cache
 def _optax_entries(kind: str) -> tuple[list[bool], jax.tree_util.PyTreeDef]:
     """For each entry of the kind's optax state, whether it is a count and not a moment; and the
     state's structure, in which each entry is a leaf."""

@@ -88,7 +88,7 @@ def no_stats(slots: int) -> UpdateStats:
 
 
 def update(
-    state: TrainState, layout: Layout, updates: DueUpdates
+    state: TrainState, layout: Layout, updates: DueUpdates, warm: bool = False
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due and clears their accumulators. Other slots keep their bits.
 
@@ -101,12 +101,14 @@ def update(
       state: the train state; it is donated.
       layout: the description of the state.
       updates: the updates that are due.
+      warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
+        updates the state keeps its bits.
 
     Returns:
       The new state, and the results of the update by slot.
     """
     stats = no_stats(len(updates.due))
-    for kind, due, hyper in updates.by_kind():
+    for kind, due, hyper in updates.by_kind(every=warm):
         state, stats = update_kind(kind, layout, state, stats, due, updates.rates, hyper)
     return state, stats
 

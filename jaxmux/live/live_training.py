@@ -66,8 +66,7 @@ class LiveTraining:
         """
         self._engine, self._clock = engine, clock
         self._store, self._save_every = store or MemoryStore(), save_every
-        # Allocates the pool.
-        engine.register_tasks([])
+        engine.warm_up()
         self._commands = CommandQueue()
         self._preparation = Preparation(
             prepare, self._commands.wake, prepared_at_once, most_preparation_seconds

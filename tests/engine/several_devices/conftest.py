@@ -43,6 +43,7 @@ def make_engine(backbone):
         first_device: int = 0,
         others: tuple[tuple[tuple[int, ...], Stage], ...] = (),
         slots: int = 4,
+        modules: tuple[str, ...] = (),
         **options,
     ) -> Engine:
         devices = iter(jax.devices()[first_device:])
@@ -57,7 +58,7 @@ def make_engine(backbone):
             first = placed(layers, stage, stages or len(layers))
             model = [first, *(placed(layers, stage, len(layers)) for layers, stage in others)]
         options = {"remat": "dots"} | options
-        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(slots, 8, ()), **options))
+        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(slots, 8, modules), **options))
         engine.register_tasks(tasks)
         return engine
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxmux.optimizers import SGD
+from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.planner.devices import Stage
 from tests.engine.conftest import random_samples
 
@@ -57,6 +57,31 @@ def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, mak
         change()
         assert order.begun > order.ended
         engine.train_round()
+    assert compiles[before:] == []
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],
+    ids=["pipeline", "unlike replicas"],
+)
+def test_after_a_warm_up_nothing_is_compiled(replicas, make_narrow_task, make_engine, compiles):
+    engine = make_engine(modules=("self_attn.q_proj", "mlp.down_proj"), **replicas)
+    engine.warm_up()
+    before = len(compiles)
+    kinds = {"adamw": AdamW(1e-2), "sgd": SGD(1e-2), "lion": Lion(1e-3)}
+    tasks = [make_narrow_task(kind, optimizer=own, steps=9) for kind, own in kinds.items()]
+    engine.register_tasks(tasks[:1])
+    engine.train_round()
+    engine.register_tasks(tasks[1:])
+    engine.begin_evaluation(engine.names)
+    engine.train_round()
+    suspended = engine.suspend("sgd")
+    engine.train_round()
+    engine.resume(suspended)
+    engine.release("lion")
+    engine.train_round()
+    engine.result("adamw")()
     assert compiles[before:] == []
 
 

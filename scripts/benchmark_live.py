@@ -1,0 +1,392 @@
+"""Tasks that come and go: what arrivals and departures cost, and that they change no adapter.
+
+On a CPU, tasks of the bundled demo backbone that arrive at random, beside the same tasks submitted
+at once and beside each task alone:
+
+  python scripts/benchmark_live.py demo --out benchmarks/live.json
+
+On one GPU, the shape of Llama-3.1-8B with random bf16 weights, with tasks of mixed rank and length
+of which one more arrives, one leaves, and many arrive and leave one after another:
+
+  python scripts/benchmark_live.py large --out benchmarks/live.json
+
+A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
+figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `--vocab` and
+`--scale` shorten a dry run.
+"""
+
+import argparse
+import dataclasses
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_records import Record, replace_records
+from benchmark_step import llama_config
+
+from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.installed_versions import installed_versions
+from jaxmux.live import LiveTraining, TaskStatus
+from jaxmux.models import Backbone, device_peak, load_backbone, planned_remat
+from jaxmux.package_files import resolve_path
+from jaxmux.planner.costs import PoolSpec
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.profiling import in_other_names, random_task
+from jaxmux.runs.run_shape import run_costs
+
+# Figures that should be reached.
+MOST_LESS_THROUGHPUT, MOST_LONGER_ROUND, MOST_PEAK_ERROR, MOST_WEAR = 0.05, 0.10, 0.02, 0.02
+
+
+def main() -> None:
+    args = parse_arguments()
+    prefix = f"live, {args.part}, "
+    records = [
+        {"name": prefix + record.pop("name")} | record | _circumstances()
+        for record in (demo(args) if args.part == "demo" else large(args))
+    ]
+    replace_records(args.out, prefix, records)
+    for record in records:
+        print(record["name"], record["value"], record["sense"], record["bound"], flush=True)
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "device": jax.devices()[0].device_kind,
+        "versions": installed_versions("jaxmux", "jax", "jaxlib"),
+    }
+
+
+# Small tasks that come and go at random.
+
+
+def demo(args: argparse.Namespace) -> list[Record]:
+    """Measures tasks of the demo backbone."""
+    backbone = load_backbone(resolve_path("jaxmux:demo/base"), "float32")
+    tasks = small_tasks(backbone, args)
+    slots = max(2, args.tasks // 4)
+    modules = tuple(sorted(tasks["task0"].targets))
+    options = EngineOptions(
+        ShapeClass(rows=8, row_len=128, chunk_len=64, max_sequences=8),
+        PoolSpec(slots, 16, modules),
+        remat="none",
+    )
+    at_once = Run(backbone, options, tasks)
+    at_once.train(dict.fromkeys(tasks, 0.0))
+    rng = np.random.default_rng(1)
+    # So many tasks arrive at first that there is always work, and the others in the time that the
+    # work takes.
+    spread = dict.fromkeys(tasks, 0.0) | {
+        name: float(rng.uniform(0, 0.9 * at_once.seconds)) for name in list(tasks)[slots:]
+    }
+    spread_out = Run(backbone, options, tasks)
+    spread_out.train(spread)
+    alone = adapters_alone(backbone, options, tasks)
+    equal = sum(_same(spread_out.adapters[name], alone[name]) for name in tasks)
+    ratio = spread_out.tokens_per_second / at_once.tokens_per_second
+    facts = {
+        "tasks": len(tasks),
+        "places": slots,
+        "seconds, at random": spread_out.seconds,
+        "seconds, at once": at_once.seconds,
+        "effective tokens/s, at random": spread_out.tokens_per_second,
+        "effective tokens/s, at once": at_once.tokens_per_second,
+    }
+    return [
+        {
+            "name": "programs compiled for arrivals and departures",
+            "value": spread_out.compilations,
+            "bound": 0,
+            "sense": "at most",
+            "unit": "programs",
+            "baselines": facts,
+        },
+        {
+            "name": "effective tokens/s over all tasks submitted at once",
+            "value": ratio,
+            "bound": 1 - MOST_LESS_THROUGHPUT,
+            "sense": "at least",
+            "unit": "ratio",
+            "baselines": facts,
+        },
+        {
+            "name": "adapters with the bits that the task gets alone",
+            "value": equal,
+            "bound": len(tasks),
+            "sense": "at least",
+            "unit": "adapters",
+            "baselines": facts,
+        },
+    ]
+
+
+def small_tasks(backbone: Backbone, args: argparse.Namespace) -> dict[str, PreparedTask]:
+    """By name, tasks of random lengths, ranks and batch sizes, which together train for about
+    `args.seconds` seconds."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for i in range(args.tasks):
+        longest = int(rng.choice([24, 48, 96]))
+        lengths = rng.integers(longest // 2, longest, 64).tolist()
+        batch, rank = int(rng.choice([4, 8, 16])), int(rng.choice([4, 8, 16]))
+        steps = max(2, round(float(rng.uniform(0.5, 1.5)) * args.seconds * 0.6))
+        found[f"task{i}"] = random_task(
+            backbone.config, f"task{i}", lengths, batch, steps, rank, seed=i
+        )
+    return found
+
+
+class Run:
+    """Trains tasks that arrive at given times.
+
+    Attributes:
+      seconds: seconds from the first arrival to the last end.
+      tokens_per_second: tokens of samples, without padding, per second.
+      compilations: number of programs that were compiled.
+      adapters: by name, the adapters.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        options: EngineOptions,
+        tasks: dict[str, PreparedTask],
+    ):
+        """Compiles the programs."""
+        self._tasks = tasks
+        self._engine = Engine(backbone, options)
+        self._live = LiveTraining(self._engine, lambda task: self._tasks[task.name])
+
+    def train(self, arrivals: dict[str, float]) -> None:
+        """Trains all tasks; `arrivals` gives the second in which each is registered."""
+        waiting = sorted(arrivals, key=lambda name: (arrivals[name], name))
+        began = time.perf_counter()
+        with counted_compilations() as compiled:
+            while waiting or not all(self._ended(name) for name in arrivals):
+                now = time.perf_counter() - began
+                while waiting and arrivals[waiting[0]] <= now:
+                    name = waiting.pop(0)
+                    self._live.register(self._tasks[name].task)
+                self._live.step()
+        self.seconds = time.perf_counter() - began
+        self.compilations = len(compiled)
+        tokens = sum(self._status(name).meter.effective_tokens for name in arrivals)
+        self.tokens_per_second = tokens / self.seconds
+        self.adapters = {name: self._live.adapter(name) for name in arrivals}
+        self._engine.close()
+
+    def _status(self, name: str) -> TaskStatus:
+        return self._live.status(name)
+
+    def _ended(self, name: str) -> bool:
+        # A command is carried out in the next step.
+        known = {status.name: status.state for status in self._live.statuses()}
+        return known.get(name) == "succeeded"
+
+
+def adapters_alone(
+    backbone: Backbone, options: EngineOptions, tasks: dict[str, PreparedTask]
+) -> dict[str, Any]:
+    """By name, the adapters that tasks get alone, in the same pool."""
+    engine = Engine(backbone, options)
+    found = {}
+    for name, task in tasks.items():
+        engine.register_tasks([task])
+        while not engine.finished:
+            engine.train_round()
+        engine.drain()
+        found[name] = engine.adapter(name)
+        engine.release(name)
+    engine.close()
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """The names of the programs that are compiled within the context."""
+    names: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("Compiling "):
+                names.append(record.getMessage().split()[1])
+
+    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Handler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    before = jax.config.jax_log_compiles
+    traced = logging.getLogger("jax._src.dispatch")
+    level = traced.level
+    traced.setLevel(logging.ERROR)
+    jax.config.update("jax_log_compiles", True)
+    try:
+        yield names
+    finally:
+        jax.config.update("jax_log_compiles", before)
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+        traced.setLevel(level)
+
+
+# A large backbone: what one arrival and one departure cost.
+
+
+def large(args: argparse.Namespace) -> list[Record]:
+    """Measures tasks of mixed rank and length on a large backbone."""
+    config = llama_config(args)
+    backbone = Backbone.random(config, dtype=jnp.bfloat16)
+    mixed = mixed_tasks(backbone, args, args.tasks + 1)
+    modules = tuple(sorted(mixed[0].targets))
+    pool = PoolSpec(args.tasks + 2, max(p.task.adapter.rank for p in mixed), modules)
+    row_len = 512 // args.scale
+    shape = ShapeClass(8192 // args.scale // row_len, row_len, max(64, 128 // args.scale), 4)
+    engine = Engine(backbone, EngineOptions(shape, pool))
+    engine.warm_up()
+    first, last = mixed[:-1], mixed[-1]
+    engine.register_tasks(first)
+    before = Rounds(engine).train(args.rounds)
+    arriving = Rounds(engine)
+    arriving.train(3)
+    engine.register_tasks([last])
+    arriving.train(args.rounds)
+    leaving = Rounds(engine)
+    leaving.train(3)
+    engine.release(last.task.name)
+    leaving.train(args.rounds)
+    comings(engine, mixed_tasks(backbone, args, 1)[0], args.comings)
+    after = Rounds(engine).train(args.rounds)
+    engine.drain()
+    fresh, worn = statistics.median(before.seconds[2:]), statistics.median(after.seconds[2:])
+    with_last = statistics.median(arriving.seconds[-args.rounds + 2 :])
+    peak, predicted = device_peak(), predicted_peak(engine, backbone, first, pool)
+    engine.close()
+    # The results of the round in which the task enters arrive with the second call after it.
+    entering = max(arriving.seconds[3:6]) / with_last - 1
+    going = max(leaving.seconds[3:6]) / with_last - 1
+    facts = {
+        "tasks": len(first),
+        "seconds a round": fresh,
+        "seconds a round, one task more": with_last,
+        "seconds of the rounds around the arrival": arriving.seconds[1:8],
+        "seconds of the rounds around the departure": leaving.seconds[1:8],
+        "seconds of the call of register_tasks": arriving.changed,
+        "arrivals and departures": args.comings,
+        "seconds a round, after them": worn,
+    }
+    records = [
+        ("the round after an arrival, over rounds of as many tasks", entering, MOST_LONGER_ROUND),
+        ("the round after a departure, over rounds of as many tasks", going, MOST_LONGER_ROUND),
+        (
+            "rounds after many arrivals and departures, over a fresh engine's",
+            worn / fresh - 1,
+            MOST_WEAR,
+        ),
+    ]
+    if peak:
+        facts |= {"peak GiB": peak / 2**30, "predicted peak GiB": predicted / 2**30}
+        error = abs(peak / predicted - 1)
+        records.append(("peak memory beside its prediction", error, MOST_PEAK_ERROR))
+    return [
+        {"name": n, "value": v, "bound": b, "sense": "at most", "unit": "ratio", "baselines": facts}
+        for n, v, b in records
+    ]
+
+
+def mixed_tasks(backbone: Backbone, args: argparse.Namespace, count: int) -> list[PreparedTask]:
+    """Tasks of three lengths and three ranks, that never end."""
+    kinds = [
+        random_task(
+            backbone.config, "kind", [length // args.scale] * 64, samples, 10**6, rank, seed=length
+        )
+        for length, samples, rank in ((64, 8, 8), (256, 2, 16), (512, 1, 32))
+    ]
+    kinds = [kind.with_adapter() for kind in kinds]
+    found = [in_other_names(kinds[i % 3], 1)[0] for i in range(count)]
+    return [
+        dataclasses.replace(p, task=dataclasses.replace(p.task, name=f"mixed{i}"))
+        for i, p in enumerate(found)
+    ]
+
+
+class Rounds:
+    """Rounds of an engine, with the seconds from the results of one to those of the next.
+
+    Attributes:
+      seconds: the seconds.
+      changed: seconds between the last call of `train` and the one before.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.seconds: list[float] = []
+        self.changed = 0.0
+        self._last = time.perf_counter()
+
+    def train(self, count: int) -> "Rounds":
+        self.changed = time.perf_counter() - self._last
+        for _ in range(count):
+            self._engine.train_round()
+            now = time.perf_counter()
+            self.seconds.append(now - self._last)
+            self._last = now
+        return self
+
+
+def comings(engine: Engine, task: PreparedTask, count: int) -> None:
+    """Lets tasks come and go one after another: in every round one leaves and one arrives."""
+    before = None
+    for i in range(count // 2):
+        name = f"visitor{i}"
+        renamed = dataclasses.replace(task, task=dataclasses.replace(task.task, name=name))
+        if before:
+            engine.release(before)
+        engine.register_tasks([renamed])
+        engine.train_round()
+        before = name
+    engine.release(before)
+
+
+def predicted_peak(
+    engine: Engine, backbone: Backbone, tasks: Sequence[PreparedTask], pool: PoolSpec
+) -> float:
+    costs = run_costs(tasks, backbone.config, backbone.compute_dtype)
+    admission = Admission(costs.replica, engine.options.shape, reserved=pool)
+    return admission.peak([p.pool for p in tasks], planned_remat(engine.remat))
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=("demo", "large"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--tasks", type=int, help="64 with the demo backbone, 32 with the large one"
+    )
+    parser.add_argument("--seconds", type=float, default=300, help="of the demo's tasks together")
+    parser.add_argument("--rounds", type=int, default=12, help="that are measured at a time")
+    parser.add_argument("--comings", type=int, default=200, help="arrivals and departures")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--scale", type=int, default=1, help="divides the lengths of a dry run")
+    args = parser.parse_args(arguments)
+    args.tasks = args.tasks or (64 if args.part == "demo" else 32)
+    return args
+
+
+if __name__ == "__main__":
+    main()
