@@ -315,13 +315,15 @@ class LiveTraining:
             self._unsaved = True
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
-        self._tasks.take_results(updates, seconds)
         told = [("update", update) for update in updates]
         told += [("evaluation", done) for done in self._engine.take_evaluations()]
         for kind, done in told:
             fields = done._asdict()
             del fields["task"]
             self._tell(done.task, kind, fields)
+        # A task's last update is told before its end.
+        self._tasks.take_results(updates, seconds)
+        for _, done in told:
             self._show(self._tasks[done.task])
 
     def _show_state(self, own: LiveTask) -> None:

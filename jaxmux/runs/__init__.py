@@ -9,17 +9,20 @@ from .run import fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names
 from .run_shape import best_shape
+from .server_options import ServerOptions
 from .specification_limits import SpecificationLimits
 from .summary import Summary
 from .task_json import read_specification, task_from_json, task_to_json
 from .task_schema import task_schema
 from .tenant_files import copy_files
+from .tuning_server import tuning_server
 
 __all__ = [
     "Interrupted",
     "RunDirectory",
     "RunDirectoryError",
     "RunOptions",
+    "ServerOptions",
     "SpecificationLimits",
     "Summary",
     "best_shape",
@@ -33,4 +36,5 @@ __all__ = [
     "task_from_json",
     "task_schema",
     "task_to_json",
+    "tuning_server",
 ]

@@ -1,9 +1,11 @@
 """A server with a folder: tasks come and go, and survive the end of the process."""
 
 import json
+import re
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,19 @@ def calm(tasks, serve, step_until, adapter_bytes, tmp_path_factory):
         step_until(server, lambda: all(s.state == "succeeded" for s in server.statuses()))
         meters = {status.name: status.meter for status in server.statuses()}
     return {name: adapter_bytes(folder / "adapters" / name) for name in tasks}, meters
+
+
+def test_the_documented_program_runs(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "tuning_server.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(program.splitlines()) <= 26
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "docs/tuning_server.md", "exec"), {})
+    printed = capsys.readouterr().out
+    for expected in ("mood 20 ", "mood succeeded", "urgent succeeded", "Meter("):
+        assert expected in printed
+    assert (tmp_path / "runs/server/adapters/mood/adapter_model.safetensors").exists()
+    assert not (tmp_path / "runs/server/adapters/mistake").exists()
 
 
 def ended(server, *names):
