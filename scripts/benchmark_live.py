@@ -84,10 +84,9 @@ def demo(args: argparse.Namespace) -> list[Record]:
     at_once = Run(backbone, options, tasks)
     at_once.train(dict.fromkeys(tasks, 0.0))
     rng = np.random.default_rng(1)
-    # So many tasks arrive at first that there is always work, and the others in the time that the
-    # work takes.
+    # Tasks arrive somewhat faster than they can be trained, so that no place stays free for long.
     spread = dict.fromkeys(tasks, 0.0) | {
-        name: float(rng.uniform(0, 0.9 * at_once.seconds)) for name in list(tasks)[slots:]
+        name: float(rng.uniform(0, 0.6 * at_once.seconds)) for name in list(tasks)[slots:]
     }
     spread_out = Run(backbone, options, tasks)
     spread_out.train(spread)
@@ -315,7 +314,12 @@ def mixed_tasks(backbone: Backbone, args: argparse.Namespace, count: int) -> lis
         )
         for length, samples, rank in ((64, 8, 8), (256, 2, 16), (512, 1, 32))
     ]
-    kinds = [kind.with_adapter() for kind in kinds]
+    # As a server does, adapters are made beside training.
+    made = [kind.make_adapter() for kind in kinds]
+    kinds = [
+        dataclasses.replace(kind, make_adapter=lambda adapter=adapter: adapter)
+        for kind, adapter in zip(kinds, made, strict=True)
+    ]
     found = [in_other_names(kinds[i % 3], 1)[0] for i in range(count)]
     return [
         dataclasses.replace(p, task=dataclasses.replace(p.task, name=f"mixed{i}"))

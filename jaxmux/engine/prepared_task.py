@@ -106,10 +106,14 @@ class PreparedTask:
         return named_leaves({kind.name: rates})
 
     def with_adapter(self) -> "PreparedTask":
-        """Returns a new prepared task that holds its initial adapter, which is large. Making it
-        takes long for large backbones, and can so be done beside training."""
-        adapter = self.make_adapter()
-        return dataclasses.replace(self, make_adapter=lambda: adapter)
+        """Returns a new prepared task that holds its initial adapter until it is asked for it. For
+        large backbones it takes long to make one, and can so be done beside training."""
+        ahead = [self.make_adapter()]
+
+        def make_adapter() -> Adapter:
+            return ahead.pop() if ahead else self.make_adapter()
+
+        return dataclasses.replace(self, make_adapter=make_adapter)
 
     def extended(self, steps: int) -> "PreparedTask":
         """Returns a new prepared task that trains another number of steps. Its learning-rate

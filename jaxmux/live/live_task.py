@@ -54,7 +54,9 @@ class LiveTask:
       priority: its priority; tasks of higher numbers go first.
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
-      prepared: the task with its data; None until they have been read.
+      prepared: the task with its data; None until they have been read, and after its end.
+      steps: number of steps that it is to train; None if that depends on data that have not been
+        read.
       fingerprints: hashes of its data; empty until they have been read.
       suspended: what the task needs to go on, while it has begun and does not train.
       progress: its progress; None until it has begun.
@@ -70,6 +72,7 @@ class LiveTask:
     arrival: int
     history: list[StateChange]
     prepared: PreparedTask | None = None
+    steps: int | None = None
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suspended: SuspendedTask | None = None
     progress: TaskProgress | None = None
@@ -86,6 +89,7 @@ class LiveTask:
             saved.priority,
             saved.arrival,
             list(saved.history),
+            steps=saved.steps,
             fingerprints=saved.fingerprints,
             progress=saved.progress,
             saved_arrays=saved.arrays,
@@ -111,12 +115,6 @@ class LiveTask:
         """Whether the task never trains again."""
         return self.state in ENDED
 
-    @property
-    def steps(self) -> int | None:
-        """Number of steps that the task is to train; None if it depends on data that have not been
-        read."""
-        return self.prepared.steps if self.prepared else self.task.steps
-
     def enter(self, state: str, reason: str | None, time: float) -> bool:
         """Enters a state, or replaces the reason of the present one.
 
@@ -136,6 +134,8 @@ class LiveTask:
         if state not in FOLLOWING[self.state]:
             raise RuntimeError(f"task {self.name!r}: {state} does not follow {self.state}")
         self.history.append(StateChange(state, reason, time))
+        if self.ended:
+            self.prepared = self.suspended = self.saved_arrays = None
         return True
 
     def set_prepared(self, prepared: PreparedTask) -> None:
@@ -155,7 +155,7 @@ class LiveTask:
                 "task for them"
             )
         self.fingerprints = found
-        self.prepared = prepared
+        self.prepared, self.steps = prepared, prepared.steps
         if prepared.task != self.task:
             self.extend(self.task.steps)
         if self.saved_arrays:
@@ -169,6 +169,7 @@ class LiveTask:
           steps: the number of steps.
         """
         self.task = dataclasses.replace(self.task, steps=steps, epochs=None)
+        self.steps = steps
         if self.prepared:
             self.prepared = self.prepared.extended(steps)
         if self.suspended:
@@ -193,6 +194,7 @@ class LiveTask:
             dataclasses.replace(self.progress) if self.progress else None,
             None if self.ended else arrays or self.saved_arrays,
             max(self.reached, self.progress.step if self.progress else 0),
+            self.steps,
         )
 
     def status(self) -> TaskStatus:

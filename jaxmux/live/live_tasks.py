@@ -1,5 +1,6 @@
 """The tasks of a live training, and what commands and results do to them."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
@@ -32,7 +33,9 @@ class LiveTasks:
         prepare: Callable[[Task], None],
         export: Callable[[Task, Callable[[], Adapter]], None],
         show: Callable[[LiveTask], None],
+        forget: Callable[[str], None],
         clock: Callable[[], float],
+        most_ended: int,
     ):
         """Starts without tasks.
 
@@ -42,15 +45,23 @@ class LiveTasks:
           export: function that keeps the adapter of a task that has succeeded, as `Store.export`.
           show: function that is called whenever a task's state, reason, priority or length has
             changed.
+          forget: function that is called with the name of a task that is no longer known.
           clock: function that returns the time in seconds since 1970.
+          most_ended: number of tasks that are known after their end.
         """
         self.changed = False
         self._engine, self._prepare, self._export = engine, prepare, export
         self._show, self._clock = show, clock
+        self._forget, self._most_ended = forget, most_ended
         self._tasks: dict[str, LiveTask] = {}
+        # The tasks that have ended, in the order of their ends.
+        self._ended: deque[str] = deque()
 
     def __getitem__(self, name: str) -> LiveTask:
         return self._tasks[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tasks
 
     def __iter__(self) -> Iterator[LiveTask]:
         """The tasks in the order in which they were registered."""
@@ -89,16 +100,16 @@ class LiveTasks:
         if command.kind == "register":
             task, priority = command.value
             first = StateChange(PREPARING, None, command.time)
-            self._tasks[task.name] = LiveTask(task, priority, arrival, [first])
+            own = LiveTask(task, priority, arrival, [first], steps=task.steps)
+            self._tasks[task.name] = own
             self._prepare(task)
-            self._show(self._tasks[task.name])
+            self._show(own)
             return
         own = self._tasks[command.task]
         self.changed = True
         if command.kind == "cancel":
             if own.state == RUNNING:
                 self._engine.release(own.name)
-            own.suspended = None
             self._enter(own, CANCELLED)
         elif command.kind == "pause":
             self._leave(own)
@@ -118,7 +129,9 @@ class LiveTasks:
           saved: the task.
         """
         own = self._tasks[saved.task.name] = LiveTask.of(saved)
-        if not own.ended:
+        if own.ended:
+            self._ended.append(own.name)
+        else:
             if own.state != PAUSED:
                 self._enter(own, PREPARING, "training was started again")
             self._prepare(own.task)
@@ -168,7 +181,8 @@ class LiveTasks:
                 self._start(self[name])
 
     def take_results(self, updates: Sequence[TaskUpdate], seconds: float) -> None:
-        """Meters updates, and ends the tasks that have ended with them.
+        """Meters updates, and ends the tasks that have ended with them. The tasks that ended longest
+        ago are forgotten.
 
         Args:
           updates: the updates.
@@ -181,6 +195,11 @@ class LiveTasks:
             progress = self._engine.progress(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
+        # No result of a task that has ended is still on its way, so its name may be used again.
+        while len(self._ended) > self._most_ended:
+            name = self._ended.popleft()
+            del self._tasks[name]
+            self._forget(name)
 
     def snapshots(self) -> dict[str, Callable[[], SlotArrays]]:
         """Begins to copy the arrays of all tasks that train, for `saved`."""
@@ -237,3 +256,5 @@ class LiveTasks:
         """Lets a task enter a state."""
         if own.enter(state, reason, self._clock()):
             self._show(own)
+            if own.ended:
+                self._ended.append(own.name)

@@ -47,6 +47,7 @@ class LiveTraining:
         save_every: int = 50,
         prepared_at_once: int = 2,
         most_preparation_seconds: float = 600.0,
+        most_ended: int = 10_000,
         clock: Callable[[], float] = time.time,
     ):
         """Starts without tasks, or with those that were saved.
@@ -62,6 +63,8 @@ class LiveTraining:
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time.
           most_preparation_seconds: a task fails if reading its data takes longer.
+          most_ended: number of tasks whose status is known after their end. The name of a task that
+            is no longer known can be used again.
           clock: function that returns the time of events, in seconds since 1970.
         """
         self._engine, self._clock = engine, clock
@@ -69,14 +72,23 @@ class LiveTraining:
         engine.warm_up()
         self._commands = CommandQueue()
         self._preparation = Preparation(
-            prepare, self._commands.wake, prepared_at_once, most_preparation_seconds
+            lambda task: prepare(task).with_adapter(),
+            self._commands.wake,
+            prepared_at_once,
+            most_preparation_seconds,
         )
         self._events = EventStream()
         # What other threads see of the tasks.
         self._lock = threading.Lock()
         self._statuses: dict[str, TaskStatus] = {}
         self._tasks = LiveTasks(
-            engine, self._preparation.add, self._store.export, self._show_state, clock
+            engine,
+            self._preparation.add,
+            self._store.export,
+            self._show_state,
+            self._forget,
+            clock,
+            most_ended,
         )
         for own in saved:
             self._tasks.restore(own)
@@ -324,7 +336,8 @@ class LiveTraining:
         # A task's last update is told before its end.
         self._tasks.take_results(updates, seconds)
         for _, done in told:
-            self._show(self._tasks[done.task])
+            if done.task in self._tasks:
+                self._show(self._tasks[done.task])
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""
@@ -334,6 +347,10 @@ class LiveTraining:
 
     def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
         self._store.tell(self._events.add(self._clock(), name, kind, fields))
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            del self._statuses[name]
 
     def _show(self, own: LiveTask) -> None:
         """Shows the present status of a task."""

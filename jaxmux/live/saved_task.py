@@ -27,6 +27,7 @@ class SavedTask(NamedTuple):
         or has ended.
       reached: number of steps that it is known to have trained, some of them perhaps after it was
         saved.
+      steps: number of steps that it is to train; None if that is not known yet.
     """
 
     task: Task
@@ -39,3 +40,4 @@ class SavedTask(NamedTuple):
     progress: TaskProgress | None
     arrays: Callable[[], SlotArrays] | None
     reached: int = 0
+    steps: int | None = None

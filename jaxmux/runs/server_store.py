@@ -165,6 +165,7 @@ def _fields(own: SavedTask) -> dict[str, Any]:
         "fingerprints": dict(own.fingerprints),
         "progress": own.progress and own.progress.to_json(),
         "reached": own.reached,
+        "steps": own.steps,
     }
 
 
@@ -186,4 +187,5 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None, reached: int) -> S
         progress=fields["progress"] and TaskProgress.from_json(fields["progress"]),
         arrays=None if arrays is None else lambda: arrays,
         reached=max(fields["reached"], reached),
+        steps=fields["steps"],
     )

@@ -277,3 +277,20 @@ def test_tasks_compile_nothing(make_live, tasks, compiles):
     train_to_the_end(live, *"abcde")
     live.adapter("a")
     assert compiles[before:] == []
+
+
+def test_tasks_that_ended_long_ago_are_forgotten_and_keep_no_data(make_live, tasks):
+    live = make_live(most_ended=2)
+    for name in "abc":
+        live.register(tasks[name].task)
+        live.step()
+        settle(live)
+        live.cancel(name) if name == "b" else None
+        for _ in range(20):
+            live.step()
+    assert [status.name for status in live.statuses()] == ["b", "c"]
+    assert all(own.prepared is own.suspended is None for own in live._tasks)
+    assert live.status("c").steps == 3
+    live.register(tasks["a"].task)
+    train_to_the_end(live, "a")
+    assert live.status("a").state == "succeeded"
