@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
 from cluster_records import replay_table
+from live_records import live_table
 from planner_tables import PLANNER_BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -318,6 +319,7 @@ BLOCKS = {
     "predictions": prediction_table,
     **PLANNER_BLOCKS,
     "live: cluster replay": replay_table,
+    "live: arrivals and departures": live_table,
 }
 
 

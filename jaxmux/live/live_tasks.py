@@ -181,8 +181,8 @@ class LiveTasks:
                 self._start(self[name])
 
     def take_results(self, updates: Sequence[TaskUpdate], seconds: float) -> None:
-        """Meters updates, and ends the tasks that have ended with them. The tasks that ended longest
-        ago are forgotten.
+        """Meters updates, and ends the tasks whose training has ended with them. The tasks that
+        ended longest ago are forgotten.
 
         Args:
           updates: the updates.
