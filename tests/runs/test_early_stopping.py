@@ -1,0 +1,73 @@
+"""Held-out losses during a training run: their file, early stopping, and the best adapter."""
+
+import json
+
+import pytest
+
+from jaxmux import AdamW
+from jaxmux.runs import checkpoints
+
+
+def lines(run_dir):
+    found = [json.loads(line) for line in (run_dir / "held_out.jsonl").read_text().splitlines()]
+    for line in found:
+        assert line.pop("time") > 0
+    return found
+
+
+@pytest.fixture
+def measured(make_task, data):
+    """A task whose held-out loss soon rises."""
+    return make_task(
+        "measured",
+        steps=40,
+        eval_data=data["short.eval"],
+        eval_every=2,
+        keep_best=True,
+        patience=3,
+        optimizer=AdamW(0.05),
+    )
+
+
+def test_a_run_that_was_killed_keeps_the_best_adapter(
+    measured, make_task, train, tmp_path, adapter_bytes, monkeypatch, capsys
+):
+    tasks = [measured, make_task("other", steps=20)]
+    whole = train(tmp_path / "whole", *tasks, checkpoint_every=5)
+    found, printed = whole.tasks["measured"], capsys.readouterr().out
+    assert found["status"] == "succeeded" and found["steps"] < 40
+    assert found["best_step"] == found["steps"] - 6
+    assert f"measured step {found['best_step']}/40 held-out loss " in printed
+    assert "task measured: stopped early, 3 measurements of the held-out loss" in printed
+    losses = {line["task_step"]: line["loss"] for line in lines(tmp_path / "whole")}
+    assert list(losses) == list(range(0, found["steps"] + 1, 2))
+    best = min((step for step in losses if step), key=losses.get)
+    assert (found["best_step"], found["eval_loss"]) == (best, losses[best])
+    assert found["eval_loss_first"] == losses[0]
+    save, calls = checkpoints.Checkpoints.save, []
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        calls.append(1)
+        # The best adapter is known by now, and training goes on.
+        if arguments[1] > best + 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", *tasks, checkpoint_every=1)
+    monkeypatch.undo()
+    again = train(tmp_path / "killed", *tasks, checkpoint_every=1)
+    assert again.tasks == whole.tasks
+    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
+    expected = adapter_bytes(tmp_path / "whole" / "adapters")
+    assert adapter_bytes(tmp_path / "killed" / "adapters") == expected
+
+
+def test_a_run_of_a_version_without_these_settings_goes_on(make_task, train, tmp_path):
+    train(tmp_path, make_task("a", steps=2))
+    record = json.loads((tmp_path / "run.json").read_text())
+    for field in ("eval_every", "keep_best", "patience", "max_seconds"):
+        del record["tasks"]["a"][field]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert train(tmp_path, make_task("a", steps=3)).tasks["a"]["steps"] == 3
