@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -148,9 +147,12 @@ class Engine:
         Raises:
           PlanningError, ValueError: as for `train_round`.
           OutOfDeviceMemory: the device has too little memory for a microbatch.
+          RuntimeError: a task is registered.
         """
-        self.register_tasks([])
         own = self._slots
+        if own.names or own.left:
+            raise RuntimeError("an engine can be warmed up only before tasks are registered")
+        self.register_tasks([])
         own.warm_up()
         none = np.zeros(0, np.int32)
         hyper = {
@@ -196,15 +198,30 @@ class Engine:
 
         Returns:
           A function that waits for the copy, and returns NumPy arrays by path, like `task_arrays`.
-          The gradients accumulated since the last update are left out.
+          The gradients accumulated since the last update are left out, and so is the best adapter.
 
         Raises:
           TaskError: no task of this name is registered.
         """
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
+        return self._copies.submit(lambda: copied() | {"loss": np.zeros((), np.float32)}).result
+
+    def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
+        """What has to be kept of a task, so that `SuspendedTask.of` can let it go on.
+
+        Args:
+          name: name of the task.
+          snapshot: from `snapshot`; the results of all updates before it have been fetched.
+
+        Returns:
+          A function that waits for the snapshot, and returns its arrays with those of the best
+          adapter that is known now, if the task keeps it.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
         best = best_arrays(self._slots.named(name))
-        loss = {"loss": np.zeros((), np.float32)}
-        return self._copies.submit(lambda: copied() | loss | best()).result
+        return lambda: snapshot() | best()
 
     def result(self, name: str) -> Callable[[], Adapter]:
         """Begins to copy the adapter to the host that the training of a task has given so far: the
@@ -260,9 +277,8 @@ class Engine:
         if self._results.awaits(slot):
             self._fetch()
         self._make_room([slot.prepared])
-        own, slot.best = without_best(suspended.arrays())
-        slot.timed_since = time.monotonic()
-        self._slots.put_back(slot, own)
+        slot.timed_since = None
+        self._slots.put_back(slot, suspended.arrays())
 
     def extend(self, name: str, steps: int) -> None:
         """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
@@ -303,6 +319,12 @@ class Engine:
     def capacity(self) -> int:
         """Number of places for tasks in the pool as it is."""
         return self._slots.pool.slots
+
+    @property
+    def free_places(self) -> int:
+        """Number of places that a task can take now. The place of a task that has left becomes free
+        when no round that has begun uses it, in a pipeline one round later."""
+        return self.capacity - len(self._slots.names) - len(self._slots.left)
 
     @property
     def names(self) -> list[str]:

@@ -34,7 +34,7 @@ class HeldOut:
           begun: the round after it, if it has begun.
           rounds: number of rounds that have been dispatched.
         """
-        self._stop_in_time(begun)
+        self._stop_in_time(plan, begun)
         running = {n: step for n, step in plan.steps.items() if self._slots.runs(n)}
         due = [n for n, step in running.items() if self._slots[n].is_measured_after(step + 1)]
         self.measure(due, rounds)
@@ -61,14 +61,14 @@ class HeldOut:
         losses = self._executor.evaluate({n: slot.prepared for n, slot in tasks.items()})
         self._results.add_evaluation(DispatchedEvaluation(rounds, steps, tasks, adapters, losses))
 
-    def _stop_in_time(self, begun: RoundPlan | None) -> None:
+    def _stop_in_time(self, plan: RoundPlan, begun: RoundPlan | None) -> None:
         """Lets tasks stop that have trained for their longest time: after the step that has been
         dispatched, or that has begun."""
-        for number, slot in self._slots:
-            longest = slot.prepared.task.max_seconds
-            if longest is None or slot.stop_after is not None or not slot.running:
+        trained = plan.steps | (begun.steps if begun else {})
+        for number, step in trained.items():
+            if not self._slots.runs(number):
                 continue
-            if slot.progress.seconds >= longest:
-                slot.stop_after = slot.progress.step + self._results.steps_awaited(slot)
-                if begun and number in begun.steps:
-                    slot.stop_after = begun.steps[number] + 1
+            slot = self._slots[number]
+            longest = slot.prepared.task.max_seconds
+            if longest and slot.stop_after is None and slot.progress.seconds >= longest:
+                slot.stop_after = step + 1

@@ -73,6 +73,8 @@ class SingleDevice:
         self._leaner_by = 0
         self._trial_rounds = 0
         self._guard: jax.Array | None = None
+        # The layout of the state for which the measurement of held-out losses is compiled.
+        self._measured_for: Layout | None = None
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
@@ -171,11 +173,12 @@ class SingleDevice:
         losses = jnp.zeros(capacity)
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, self.dispatch)
-        for i, microbatch in enumerate(fill_microbatches(batches, self.replicas, shares)):
+        for microbatch in fill_microbatches(batches, self.replicas, shares):
             weights, adapters = backbone.weights, self._state.adapters
             arguments = weights, adapters, losses, _placed(microbatch.arrays), table
-            if i == 0:
+            if self._measured_for != self._stored.layout:
                 compiled(evaluate.lower(backbone.config, forward, *arguments))
+                self._measured_for = self._stored.layout
             losses = evaluate(backbone.config, forward, *arguments)
         return lambda: jax.device_get(losses)
 

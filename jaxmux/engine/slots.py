@@ -37,7 +37,8 @@ class Slot:
       progress: its progress, which the engine changes.
       stop_after: number of steps after which the task stops although it has more; None if there is
         no such number.
-      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`.
+      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`; None
+        until the first results have arrived, because what comes before is mostly compilation.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
         arrays by path; None if it is not kept, or not known yet.
     """
@@ -45,7 +46,7 @@ class Slot:
     prepared: PreparedTask
     progress: TaskProgress
     stop_after: int | None = None
-    timed_since: float = dataclasses.field(default_factory=time.monotonic)
+    timed_since: float | None = None
     best: Callable[[], SlotArrays] | None = None
 
     @property
@@ -81,7 +82,7 @@ class Slot:
     def count_seconds(self) -> None:
         """Adds the time since the last call to the seconds of the task."""
         now = time.monotonic()
-        self.progress.seconds += now - self.timed_since
+        self.progress.seconds += 0.0 if self.timed_since is None else now - self.timed_since
         self.timed_since = now
 
 

@@ -34,9 +34,16 @@ class SuspendedTask(NamedTuple):
         Args:
           prepared: the task.
           progress: its progress.
-          arrays: function that returns the arrays of `Engine.snapshot` at this progress.
+          arrays: function that returns what `with_best` has returned at this progress, as NumPy
+            arrays on the host.
         """
-        return cls(Slot(prepared, progress), arrays)
+        own, best = without_best(arrays())
+        return cls(Slot(prepared, progress, best=best), lambda: own)
+
+    def with_best(self) -> Callable[[], SlotArrays]:
+        """What has to be kept of the task, as from `Engine.with_best`."""
+        best = best_arrays(self.slot)
+        return lambda: self.arrays() | best()
 
 
 def best_arrays(slot: Slot) -> Callable[[], SlotArrays]:

@@ -59,11 +59,12 @@ class CommandQueue:
             return future
 
     def take(self) -> list[Waiting]:
-        """The commands that wait, in their order. Whoever takes them sets their futures."""
+        """The commands that wait, in their order. Whoever takes them sets their futures. Commands
+        whose future was cancelled are left out."""
         with self._changed:
             waiting, self._waiting = list(self._waiting), deque()
             self._woken = False
-        return waiting
+        return [own for own in waiting if own[1].set_running_or_notify_cancel()]
 
     def wait(self, seconds: float | None) -> None:
         """Waits until there is a command, or `wake` or `close` is called.

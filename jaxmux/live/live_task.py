@@ -10,7 +10,7 @@ from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
 from .saved_task import SavedTask
-from .states import ENDED, FOLLOWING, StateChange
+from .states import ENDED, FOLLOWING, RUNNING, SUCCEEDED, StateChange
 
 
 class TaskStatus(NamedTuple):
@@ -55,6 +55,7 @@ class LiveTask:
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
       prepared: the task with its data; None until they have been read, and after its end.
+      preparing: whether its data are being read.
       steps: number of steps that it is to train; None if that depends on data that have not been
         read.
       fingerprints: hashes of its data; empty until they have been read.
@@ -72,6 +73,7 @@ class LiveTask:
     arrival: int
     history: list[StateChange]
     prepared: PreparedTask | None = None
+    preparing: bool = False
     steps: int | None = None
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suspended: SuspendedTask | None = None
@@ -149,15 +151,16 @@ class LiveTask:
         """
         found = prepared.fingerprints
         changed = [what for what, old in self.fingerprints.items() if found.get(what) != old]
-        if changed:
+        if changed and self.progress:
             raise TaskError(
                 f"the {' and the '.join(changed)} changed since the task began; register another "
                 "task for them"
             )
         self.fingerprints = found
+        extended_to = self.steps if self.steps not in (None, prepared.steps) else None
         self.prepared, self.steps = prepared, prepared.steps
-        if prepared.task != self.task:
-            self.extend(self.task.steps)
+        if extended_to:
+            self.extend(extended_to)
         if self.saved_arrays:
             self.suspended = SuspendedTask.of(self.prepared, self.progress, self.saved_arrays)
             self.saved_arrays = None
@@ -174,6 +177,10 @@ class LiveTask:
             self.prepared = self.prepared.extended(steps)
         if self.suspended:
             self.suspended.slot.prepared = self.prepared
+        progress = self.progress
+        if progress and progress.status == SUCCEEDED and progress.stopped_early is None:
+            # It lost its place when its last step had been dispatched, and has more steps now.
+            progress.status = RUNNING
 
     def saved(self, arrays: Callable[[], SlotArrays] | None) -> SavedTask:
         """The task as it is saved now.
@@ -182,7 +189,7 @@ class LiveTask:
           arrays: function that waits for its arrays, if it is in the engine.
         """
         if self.suspended:
-            arrays = self.suspended.arrays
+            arrays = self.suspended.with_best()
         return SavedTask(
             self.task,
             self.priority,
@@ -197,9 +204,25 @@ class LiveTask:
             self.steps,
         )
 
+    def saved_again(self, before: SavedTask) -> SavedTask:
+        """The task as it was copied some rounds ago, with what commands have changed since.
+
+        Args:
+          before: the task as it was copied.
+        """
+        return before._replace(
+            task=self.task,
+            priority=self.priority,
+            passes=self.passes,
+            history=tuple(self.history),
+            reached=max(before.reached, self.progress.step),
+            steps=self.steps,
+        )
+
     def status(self) -> TaskStatus:
         """What others may see of the task now."""
         progress = self.progress or TaskProgress()
+        measured = progress.best_step is not None or progress.evaluations_since_best > 0
         return TaskStatus(
             self.name,
             self.state,
@@ -208,7 +231,7 @@ class LiveTask:
             progress.step,
             self.steps,
             progress.train_loss_last,
-            progress.eval_loss_first if progress.best_step is None else progress.eval_loss,
+            progress.eval_loss if measured else progress.eval_loss_first,
             progress.best_step,
             dataclasses.replace(self.meter),
             tuple(self.history),

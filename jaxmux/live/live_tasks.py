@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
 from jaxmux.errors import first_line
 from jaxmux.peft import Adapter, SlotArrays
-from jaxmux.planner import PlanningError
 from jaxmux.planner.scheduling import Candidate, schedule
 from jaxmux.tasks import Task, TaskError
 
@@ -67,11 +66,13 @@ class LiveTasks:
         """The tasks in the order in which they were registered."""
         return iter(self._tasks.values())
 
-    def check(self, command: Command) -> None:
+    def check(self, command: Command, again: bool = False) -> None:
         """Checks that a command can be carried out.
 
         Args:
           command: the command.
+          again: whether it was carried out before, by a process that has ended. The data of its
+            task had then been read.
 
         Raises:
           TaskError: it cannot; the message says why.
@@ -87,8 +88,11 @@ class LiveTasks:
             raise TaskError(f"task {name!r}: it has ended ({own.state})")
         if command.kind == "resume" and own.state != PAUSED:
             raise TaskError(f"task {name!r}: it is not paused but {own.state}")
-        if command.kind == "extend" and own.steps is not None and command.value <= own.steps:
-            raise TaskError(f"task {name!r}: it has {own.steps} steps already")
+        if command.kind == "extend":
+            if own.steps is None and not again:
+                raise TaskError(f"task {name!r}: its data have not been read yet")
+            if own.steps is not None and command.value <= own.steps:
+                raise TaskError(f"task {name!r}: it has {own.steps} steps already")
 
     def carry_out(self, command: Command, arrival: int) -> None:
         """Carries out a command that `check` permits.
@@ -102,7 +106,7 @@ class LiveTasks:
             first = StateChange(PREPARING, None, command.time)
             own = LiveTask(task, priority, arrival, [first], steps=task.steps)
             self._tasks[task.name] = own
-            self._prepare(task)
+            self._read_data(own)
             self._show(own)
             return
         own = self._tasks[command.task]
@@ -116,6 +120,8 @@ class LiveTasks:
             self._enter(own, PAUSED)
         elif command.kind == "resume":
             self._enter(own, QUEUED if own.prepared else PREPARING)
+            if not own.prepared and not own.preparing:
+                self._read_data(own)
         elif command.kind == "set_priority":
             own.priority = command.value
             self._show(own)
@@ -134,7 +140,7 @@ class LiveTasks:
         else:
             if own.state != PAUSED:
                 self._enter(own, PREPARING, "training was started again")
-            self._prepare(own.task)
+            self._read_data(own)
         self._show(own)
 
     def enter_prepared(self, name: str, result: PreparedTask | Exception) -> None:
@@ -144,16 +150,22 @@ class LiveTasks:
           name: name of the task.
           result: the prepared task, or the exception that ended its preparation.
         """
-        own = self._tasks[name]
-        if own.ended:
+        own = self._tasks.get(name)
+        if own is None or own.ended:
             return
+        own.preparing = False
         try:
             if isinstance(result, Exception):
                 raise result
             self._engine.refuse_outgrowing(result)
-            own.set_prepared(result)
         except Exception as e:
-            # Whatever is wrong with a tenant's data is the end of this task only.
+            # Whatever is wrong with a tenant's data concerns this task only. What has been trained
+            # is kept: the data may be there again later, or the pool be larger.
+            self._enter(own, PAUSED if own.progress else FAILED, first_line(e))
+            return
+        try:
+            own.set_prepared(result)
+        except TaskError as e:
             self._enter(own, FAILED, first_line(e))
             return
         if own.state == PREPARING:
@@ -177,8 +189,13 @@ class LiveTasks:
             self._leave(self[name])
             self._enter(self[name], QUEUED, reason)
         for name in found.runs:
-            if self[name].state != RUNNING:
+            if self[name].state == RUNNING:
+                continue
+            if self._engine.free_places:
                 self._start(self[name])
+            else:
+                self._enter(self[name], QUEUED, "its place is becoming free")
+                self.changed = True
 
     def take_results(self, updates: Sequence[TaskUpdate], seconds: float) -> None:
         """Meters updates, and ends the tasks whose training has ended with them. The tasks that
@@ -201,17 +218,35 @@ class LiveTasks:
             del self._tasks[name]
             self._forget(name)
 
-    def snapshots(self) -> dict[str, Callable[[], SlotArrays]]:
-        """Begins to copy the arrays of all tasks that train, for `saved`."""
-        return {name: self._engine.snapshot(name) for name in self._engine.names}
+    @property
+    def running(self) -> list[str]:
+        """Names of the tasks that train."""
+        return self._engine.names
 
-    def saved(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> list[SavedTask]:
-        """All tasks, as they are saved after the results of the updates before `snapshots`.
+    def snapshots(self, names: Sequence[str]) -> dict[str, Callable[[], SlotArrays]]:
+        """Begins to copy the arrays of tasks that train, for `saved`.
+
+        Args:
+          names: names of the tasks.
+        """
+        return {name: self._engine.snapshot(name) for name in names}
+
+    def saved(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> dict[str, SavedTask]:
+        """By name, tasks that still train, as they are saved after the results of the updates
+        before `snapshots`.
 
         Args:
           snapshots: the result of the method `snapshots`, before a round was trained.
         """
-        return [own.saved(snapshots.get(own.name)) for own in self]
+        return {
+            name: self[name].saved(self._engine.with_best(name, snapshot))
+            for name, snapshot in snapshots.items()
+            if name in self and self[name].state == RUNNING
+        }
+
+    def _read_data(self, own: LiveTask) -> None:
+        own.preparing = True
+        self._prepare(own.task)
 
     def _refusal(self, names: Sequence[str]) -> str | None:
         """Why tasks cannot train together; None if they can."""
@@ -232,8 +267,12 @@ class LiveTasks:
             else:
                 self._engine.register_tasks([own.prepared])
                 self._engine.begin_evaluation([own.name])
-        except (TaskError, PlanningError, OSError) as e:
+        except (ValueError, KeyError, TypeError, OSError, MemoryError) as e:
+            # The errors of a tenant's files. Those of the devices concern all tasks.
+            if own.name in self._engine.names:
+                self._engine.release(own.name)
             self._enter(own, FAILED, first_line(e))
+            self.changed = True
             return
         own.suspended, own.passes = None, 0
         own.progress = self._engine.progress(own.name)

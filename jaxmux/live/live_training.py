@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from jaxmux.engine import Engine, PreparedTask, TaskUpdate
@@ -17,8 +18,13 @@ from .live_task import LiveTask, TaskStatus
 from .live_tasks import LiveTasks
 from .preparation import Preparation
 from .saved_task import SavedTask
-from .states import SUCCEEDED
+from .states import RUNNING, SUCCEEDED
 from .store import MemoryStore, Store
+
+# Seconds after which it is tried again to save tasks when the disk was busy or full.
+_RETRY = 1.0
+# Tasks that are copied to the host at the same time, while all are being saved.
+_COPIED_AT_ONCE = 4
 
 
 class LiveTraining:
@@ -44,6 +50,7 @@ class LiveTraining:
         store: Store | None = None,
         saved: Sequence[SavedTask] = (),
         commands: Sequence[Command] = (),
+        reached: Mapping[str, int] = MappingProxyType({}),
         save_every: int = 50,
         prepared_at_once: int = 2,
         most_preparation_seconds: float = 600.0,
@@ -60,6 +67,7 @@ class LiveTraining:
           store: keeps commands, tasks and adapters; None keeps them in memory.
           saved: the tasks of an earlier training, as its store has kept them.
           commands: what its store has recorded since then; they are carried out again.
+          reached: by name, the number of steps that tasks are known to have trained there.
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time.
           most_preparation_seconds: a task fails if reading its data takes longer.
@@ -81,6 +89,7 @@ class LiveTraining:
         # What other threads see of the tasks.
         self._lock = threading.Lock()
         self._statuses: dict[str, TaskStatus] = {}
+        self._unsaved = False
         self._tasks = LiveTasks(
             engine,
             self._preparation.add,
@@ -95,12 +104,21 @@ class LiveTraining:
         self._arrivals = 1 + max((own.arrival for own in saved), default=-1)
         for command in commands:
             with suppress(TaskError):
-                self._tasks.check(command)
+                self._tasks.check(command, again=True)
                 self._tasks.carry_out(command, self._arrivals)
             self._arrivals += 1
+        for own in self._tasks:
+            own.reached = max(own.reached, reached.get(own.name, 0))
         # Whether anything has changed since the tasks were saved, and the round of that moment.
         self._unsaved = bool(commands)
         self._saved_at = engine.rounds
+        # By name, the tasks that have been copied while they are being saved; else None.
+        self._saving: dict[str, SavedTask] | None = None
+        # The commands that are being carried out.
+        self._taken: Sequence[Waiting] = ()
+        # The thread that owns the engine, and the exception that has ended `run`.
+        self._owner: threading.Thread | None = None
+        self._failure: BaseException | None = None
         # Until when the devices' time has been divided among tasks; None while they are idle.
         self._metered_until: float | None = None
         self._closed = False
@@ -117,7 +135,9 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if the name is taken.
         """
-        return self._command("register", task.name, (task, priority))
+        if not isinstance(task, Task):
+            raise TypeError(f"task should be a Task, found {task!r}")
+        return self._command("register", task.name, (task, _integer("priority", priority)))
 
     def cancel(self, name: str) -> Future[None]:
         """Ends a task without a result.
@@ -163,7 +183,7 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if there is no such task, or it has ended.
         """
-        return self._command("set_priority", name, priority)
+        return self._command("set_priority", name, _integer("priority", priority))
 
     def extend(self, name: str, steps: int) -> Future[None]:
         """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
@@ -176,7 +196,7 @@ class LiveTraining:
           A future; it has a `TaskError` if there is no such task, it has ended, its data have not
           been read yet, or it has at least so many steps already.
         """
-        return self._command("extend", name, steps)
+        return self._command("extend", name, _integer("steps", steps))
 
     def status(self, name: str) -> TaskStatus:
         """What can be seen of a task, as of the last end of a round.
@@ -233,18 +253,38 @@ class LiveTraining:
             try:
                 while not self._closed:
                     if not self.step():
-                        self._commands.wait(self._preparation.seconds_left)
-                self.save()
+                        # Nothing else is kept as long as nothing happens.
+                        self.save()
+                        longest = self._preparation.seconds_left
+                        self._commands.wait(_RETRY if self._unsaved else longest)
+                if self._owner:
+                    self.save(wait=True)
+            except BaseException as e:
+                self._failure = e
+                raise
             finally:
-                self.close()
-                for _, future in self._commands.take():
-                    future.set_exception(RuntimeError("training was closed before the command"))
-                self._events.close()
+                self._end()
 
     def wait(self) -> None:
-        """Waits until `run` has returned, if it has been called."""
+        """Waits until `run` has returned, if it has been called.
+
+        Raises:
+          RuntimeError: `run` has ended with an exception in another thread.
+        """
         with self._running:
-            pass
+            if self._closed:
+                self._end()
+            if self._failure is not None and self._owner is not threading.current_thread():
+                raise RuntimeError("training has ended with an exception") from self._failure
+
+    def _end(self) -> None:
+        """Ends the commands that have not been carried out, and all iterators over events."""
+        self.close()
+        why = "training has ended" if self._failure else "training was closed"
+        for _, future in (*self._taken, *self._commands.take()):
+            if not future.done():
+                future.set_exception(RuntimeError(f"{why} before the command"))
+        self._events.close()
 
     def step(self) -> bool:
         """Carries out the commands that wait, chooses the tasks that train, and trains a round.
@@ -252,6 +292,7 @@ class LiveTraining:
         Returns:
           False if there was nothing to train.
         """
+        self._owner = threading.current_thread()
         self._carry_out(self._commands.take())
         for prepared in self._preparation.take():
             self._tasks.enter_prepared(prepared.task.name, prepared.result)
@@ -260,26 +301,56 @@ class LiveTraining:
         trains = not self._engine.finished
         if trains and self._metered_until is None:
             self._metered_until = time.monotonic()
-        saves = self._unsaved and self._engine.rounds - self._saved_at >= self._save_every
-        snapshots = self._tasks.snapshots() if saves else {}
+        snapshots = self._begin_saving()
         updates = self._engine.train_round()
         self._take_results(updates)
-        if saves:
-            # The results of all updates before the snapshots have been fetched.
-            self._save(snapshots)
+        self._go_on_saving(snapshots)
         if not trains:
             self._metered_until = None
         return trains or bool(updates) or self._tasks.changed
 
-    def save(self) -> None:
-        """Waits for the devices, and saves all tasks as they are."""
+    def save(self, wait: bool = False) -> None:
+        """Waits for the devices, and saves all tasks as they are, if anything has changed.
+
+        Args:
+          wait: whether to wait until an earlier call has been carried out. Otherwise nothing is
+            saved as long as the disk is busy.
+        """
         self._take_results(self._engine.drain())
         if self._unsaved:
-            self._save(self._tasks.snapshots())
+            self._saving = {}
+            for name in self._tasks.running:
+                # One after another, as in `_begin_saving`.
+                arrays = self._tasks.snapshots([name])[name]()
+                self._saving |= self._tasks.saved({name: lambda arrays=arrays: arrays})
+            self._finish_saving(wait)
 
-    def _save(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
-        self._store.save(self._tasks.saved(snapshots))
-        self._unsaved, self._saved_at = False, self._engine.rounds
+    def _begin_saving(self) -> dict[str, Callable[[], SlotArrays]]:
+        """Begins to copy some tasks to the host, when it is time to save. They are not all copied
+        at once, because the devices keep the copies until they have arrived."""
+        if self._saving is None:
+            if not self._unsaved or self._engine.rounds - self._saved_at < self._save_every:
+                return {}
+            self._saving = {}
+        left = [name for name in self._tasks.running if name not in self._saving]
+        return self._tasks.snapshots(left[:_COPIED_AT_ONCE])
+
+    def _go_on_saving(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
+        """Notes the tasks that were copied before a round, whose earlier results have all been
+        fetched; after the last ones, all tasks are saved."""
+        if self._saving is not None:
+            self._saving |= self._tasks.saved(snapshots)
+            if all(name in self._saving for name in self._tasks.running):
+                self._finish_saving(wait=False)
+
+    def _finish_saving(self, wait: bool) -> None:
+        # Commands since a task was copied may have changed it, or ended it.
+        tasks = [
+            own.saved_again(self._saving[own.name]) if own.state == RUNNING else own.saved(None)
+            for own in self._tasks
+        ]
+        self._unsaved = not self._store.save(tasks, wait)
+        self._saving, self._saved_at = None, self._engine.rounds
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
         return self._commands.put(Command(kind, name, value, self._clock()))
@@ -287,6 +358,7 @@ class LiveTraining:
     def _carry_out(self, waiting: Sequence[Waiting]) -> None:
         """Carries out commands: first those up to the second one for the same task, and so on.
         These do not depend on each other, so they are checked and recorded together."""
+        self._taken = waiting
         while waiting:
             names: set[str] = set()
             independent = 0
@@ -297,7 +369,7 @@ class LiveTraining:
                 independent += 1
             self._carry_out_independent(waiting[:independent])
             waiting = waiting[independent:]
-            self._arrivals += 1
+        self._taken = ()
 
     def _carry_out_independent(self, waiting: Sequence[Waiting]) -> None:
         permitted: list[Waiting] = []
@@ -317,6 +389,7 @@ class LiveTraining:
             return
         for command, future in permitted:
             self._unsaved = True
+            self._arrivals += 1
             self._tasks.carry_out(command, self._arrivals)
             future.set_result(None)
 
@@ -341,6 +414,7 @@ class LiveTraining:
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""
+        self._unsaved = True
         self._show(own)
         fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
         self._tell(own.name, "state", fields)
@@ -356,3 +430,9 @@ class LiveTraining:
         """Shows the present status of a task."""
         with self._lock:
             self._statuses[own.name] = own.status()
+
+
+def _integer(what: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} should be an integer, found {value!r}")
+    return value

@@ -43,11 +43,16 @@ class Store(Protocol):
         """
         ...
 
-    def save(self, tasks: Sequence[SavedTask]) -> None:
+    def save(self, tasks: Sequence[SavedTask], wait: bool = False) -> bool:
         """Keeps all tasks as they are after the commands that have been recorded so far.
 
         Args:
           tasks: the tasks.
+          wait: whether to wait until the tasks of an earlier call have been kept.
+
+        Returns:
+          False if nothing is kept this time: those tasks are still being written, or the disk is
+          full.
         """
         ...
 
@@ -76,8 +81,8 @@ class MemoryStore:
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()
 
-    def save(self, tasks: Sequence[SavedTask]) -> None:
-        pass
+    def save(self, tasks: Sequence[SavedTask], wait: bool = False) -> bool:
+        return True
 
     def tell(self, event: Event) -> None:
         pass

@@ -1,7 +1,9 @@
 """Reads and writes Hugging Face PEFT adapter folders, which `peft` and vLLM load."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ def export_adapter(
     Raises:
       ValueError: `spec.target_modules` matches no linear of the backbone.
       KeyError: `adapter` lacks a linear that `spec` targets.
+      OSError: a file cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +95,10 @@ def export_adapter(
     # The files are renamed when they are complete, because other processes may wait for them.
     weights = folder / ".weights.partial"
     metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
-    save_file(tensors, weights, metadata=metadata)
+    try:
+        save_file(tensors, weights, metadata=metadata)
+    except SafetensorError as e:
+        raise OSError(errno.EIO, str(e), str(weights)) from None
     _sort_metadata(weights)
     weights.replace(folder / WEIGHTS)
     write_atomically(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -100,7 +106,7 @@ def export_adapter(
 
 def _sort_metadata(path: Path) -> None:
     """Sorts the metadata in a safetensors file, whose order is otherwise another one each time, so
-    that equal adapters are equal files."""
+    that equal adapters are equal files. Returns when the file is on disk."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -109,6 +115,8 @@ def _sort_metadata(path: Path) -> None:
         file.write(
             json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
         )
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def import_adapter(

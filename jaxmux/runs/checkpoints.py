@@ -105,24 +105,25 @@ class Checkpoints:
             items[_TASK + name] = ocp.args.StandardSave(own)
         self._manager.save(number, args=ocp.args.Composite(**items))
 
-    def newest(self, wanted: Wanted) -> Found | None:
+    def newest(self, wanted: Wanted, beginning: bool = False) -> Found | None:
         """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
         renamed to "damaged.NUMBER".
 
         Args:
           wanted: tells which arrays to read.
+          beginning: whether training can begin anew if every checkpoint is damaged.
 
         Returns:
-          The checkpoint; None if there is none.
+          The checkpoint; None if there is none, or if training begins anew.
 
         Raises:
           RunDirectoryError: every checkpoint is damaged, or the newest has another format.
         """
         if not any(self._folder.iterdir()):
             return None
-        found = _newest_intact(self._manager, wanted, self._say, self._manager.all_steps())
-        if found is not None:
-            self._set_newer_aside(found.number)
+        steps = self._manager.all_steps()
+        found = _newest_intact(self._manager, wanted, self._say, steps, beginning)
+        self._set_newer_aside(found.number if found else 0)
         return found
 
     def wait(self) -> None:
@@ -224,6 +225,7 @@ def _newest_intact(
     wanted: Wanted,
     say: Callable[[str], None],
     steps: Iterable[int],
+    beginning: bool = False,
 ) -> Found | None:
     """Reads the newest checkpoint that is not damaged; None if there is no checkpoint.
 
@@ -232,6 +234,7 @@ def _newest_intact(
       wanted: tells which arrays to read.
       say: function that prints one line.
       steps: the numbers of the checkpoints to try.
+      beginning: whether training can begin anew if every checkpoint is damaged.
     """
     problems = []
     for step in sorted(steps, reverse=True):
@@ -245,6 +248,10 @@ def _newest_intact(
         for problem in problems:
             say(f"{manager.directory}: {problem}; the one of step {step} takes its place")
         return found
+    if beginning:
+        for problem in problems:
+            say(f"{manager.directory}: {problem}; training begins anew with all commands")
+        return None
     if problems:
         raise RunDirectoryError(
             f"{manager.directory}: {problems[0]}, and no other can be read; restore the folder "

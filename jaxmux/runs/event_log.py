@@ -26,12 +26,16 @@ class EventLog:
           say: function that prints one line; it is told if events are lost.
         """
         self._path, self._say, self._fails = path, say, False
+        # What the next event begins with: the end of a line that was cut off.
+        self._first = b""
         self.steps: dict[str, int] = {}
         if path.exists():
             for line in path.read_bytes().splitlines():
                 self._count(line)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        self._end_last_line()
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self._first = b"\n"
 
     def write(self, event: Event) -> None:
         """Appends an event.
@@ -41,8 +45,14 @@ class EventLog:
         """
         fields = {"time": round(event.time, 3), "task": event.task, "kind": event.kind}
         fields |= {key: _json_number(value) for key, value in event.fields.items()}
+        line = self._first + json.dumps(fields).encode() + b"\n"
         try:
-            os.write(self._file, json.dumps(fields).encode() + b"\n")
+            written = os.write(self._file, line)
+            # A full disk takes the beginning of a line, and says so at the next write.
+            while written < len(line):
+                self._first = b"\n"
+                written += os.write(self._file, line[written:])
+            self._first = b""
         except OSError as e:
             if not self._fails:
                 self._say(f"{self._path}: cannot be written ({e.strerror}); events are lost")
@@ -56,15 +66,11 @@ class EventLog:
         try:
             event = json.loads(line)
             if event["kind"] == "update":
-                self.steps[event["task"]] = event["task_step"]
+                # A task that was started again from an earlier step may not be back yet.
+                reached = self.steps.get(event["task"], 0)
+                self.steps[event["task"]] = max(reached, event["task_step"])
         except (ValueError, KeyError, TypeError):
             pass  # A line that a crash has cut off.
-
-    def _end_last_line(self) -> None:
-        """Ends a line that a crash has cut off."""
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
 
 
 def _json_number(value: Any) -> Any:

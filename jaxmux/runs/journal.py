@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmux.atomic_files import sync_folder
 from jaxmux.live import Command
 
 from .run_directory import RunDirectoryError
@@ -35,6 +36,13 @@ class Journal:
         # The descriptor of the segment that is written, and its length; -1 if there is none.
         self._file, self._length = -1, 0
         folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the segments, ascending."""
+        names = (_SEGMENT.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
 
     def read(self, after: int) -> list[Command]:
         """The commands that were carried out after a checkpoint.
@@ -47,7 +55,7 @@ class Journal:
         """
         return [
             command
-            for number in self._numbers()
+            for number in self.numbers
             if number >= after
             for command in _commands(self._path(number))
         ]
@@ -57,18 +65,22 @@ class Journal:
         number.
 
         Args:
-          number: number of the checkpoint.
+          number: number of the checkpoint, not smaller than that of any segment.
+
+        Raises:
+          OSError: the segment cannot be created. The one before it goes on.
         """
-        self.close()
         path = self._path(number)
-        self._length = _complete_length(path.read_bytes()) if path.exists() else 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        os.ftruncate(self._file, self._length)
-        folder = os.open(self._folder, os.O_RDONLY)
+        length = _complete_length(path.read_bytes()) if path.exists() else 0
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            os.ftruncate(file, length)
+            sync_folder(self._folder)
+        except OSError:
+            os.close(file)
+            raise
+        self.close()
+        self._file, self._length = file, length
 
     def append(self, commands: Sequence[Command]) -> None:
         """Returns when commands are on disk.
@@ -98,7 +110,7 @@ class Journal:
         Args:
           before: number of the oldest checkpoint.
         """
-        for number in self._numbers():
+        for number in self.numbers:
             if number < before:
                 self._path(number).unlink(missing_ok=True)
 
@@ -119,10 +131,6 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.jsonl"
-
-    def _numbers(self) -> list[int]:
-        names = (_SEGMENT.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
 
 
 def _line(command: Command) -> bytes:

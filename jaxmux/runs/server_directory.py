@@ -82,7 +82,7 @@ class ServerDirectory:
         record = self.path / "server.json"
         if "server.json" in found:
             self._refuse_other(record, identity)
-        elif others := sorted(set(os.listdir(self.path)) - {".lock"}):
+        elif others := sorted(set(os.listdir(self.path)) - {".lock", ".server.json.partial"}):
             raise self._error(
                 f"holds {', '.join(others[:3])} but no server.json, so it may be somebody else's; "
                 "choose another folder"

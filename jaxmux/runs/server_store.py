@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from jaxmux.atomic_files import sync_folder
 from jaxmux.engine import TaskProgress
 from jaxmux.live import Command, Event, Meter, SavedTask, StateChange
 from jaxmux.models import Backbone
@@ -28,10 +29,13 @@ class Kept(NamedTuple):
     Attributes:
       saved: the tasks of the newest checkpoint.
       commands: the commands since then.
+      reached: by name, the number of steps of tasks that have been written down as events, some of
+        them perhaps after the checkpoint.
     """
 
     saved: list[SavedTask]
     commands: list[Command]
+    reached: dict[str, int]
 
 
 class ServerStore:
@@ -59,6 +63,7 @@ class ServerStore:
           say: function that prints one line; it is told what cannot be written or read.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
+        self._keep = keep
         self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
         self._journal = Journal(directory.journal)
         self._events = EventLog(directory.events, say)
@@ -74,18 +79,22 @@ class ServerStore:
         Raises:
           RunDirectoryError: checkpoints or commands are damaged.
         """
-        found = self._checkpoints.newest(_begun)
-        reached = self._events.steps
+        segments = self._journal.numbers
+        # Segment 0 holds the commands before the first checkpoint.
+        found = self._checkpoints.newest(_begun, beginning=0 in segments)
         saved = []
         if found:
-            self._number = found.number
             saved = [
-                _saved(fields, found.arrays.get(name), reached.get(name, 0))
+                _saved(fields, found.arrays.get(name))
                 for name, fields in found.record["tasks"].items()
             ]
-        commands = self._journal.read(self._number)
+        number = found.number if found else 0
+        commands = self._journal.read(number)
+        # Later segments than the checkpoint's are there if the checkpoints of their numbers were
+        # not completed or are damaged. The next commands come after those in all of them.
+        self._number = max([number, *segments])
         self._journal.begin(self._number)
-        return Kept(saved, commands)
+        return Kept(saved, commands, self._events.steps)
 
     def record(self, commands: Sequence[Command]) -> None:
         self._journal.append(commands)
@@ -99,13 +108,19 @@ class ServerStore:
             return waiting[1]()
         return import_adapter(self._directory.adapter(task.name), self._backbone.config)[1]
 
-    def save(self, tasks: Sequence[SavedTask]) -> None:
-        if self._last and not self._last.done():
+    def save(self, tasks: Sequence[SavedTask], wait: bool = False) -> bool:
+        if self._last and not (wait or self._last.done()):
             # The disk is slower than training: the next call saves more.
-            return
-        self._number += 1
-        self._journal.begin(self._number)
-        self._last = self._writer.submit(self._write_checkpoint, self._number, tasks)
+            return False
+        number = self._number + 1
+        try:
+            self._journal.begin(number)
+        except OSError as e:
+            self._say(f"checkpoint {number}: cannot be begun ({e.strerror}); training goes on")
+            return False
+        self._number = number
+        self._last = self._writer.submit(self._write_checkpoint, number, tasks)
+        return True
 
     def tell(self, event: Event) -> None:
         self._events.write(event)
@@ -120,15 +135,18 @@ class ServerStore:
     def _write_adapters(self) -> bool:
         """Writes the adapters that have not been written; returns whether that succeeded."""
         for task, adapter in list(self._adapters.values()):
+            folder = self._directory.adapter(task.name)
             try:
                 export_adapter(
-                    self._directory.adapter(task.name),
+                    folder,
                     adapter(),
                     task.adapter,
                     self._backbone.config,
                     self._backbone.name_or_path,
                     base_fingerprint=self._backbone.fingerprint,
                 )
+                for parent in (folder.parent, self._directory.path):
+                    sync_folder(parent)
             except OSError as e:
                 self._say(f"adapter {task.name}: cannot be written ({e.strerror}); tried again")
                 return False
@@ -138,12 +156,15 @@ class ServerStore:
     def _write_checkpoint(self, number: int, tasks: Sequence[SavedTask]) -> None:
         if not self._write_adapters():
             return
-        arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
-        record = {"tasks": {own.task.name: _fields(own) for own in tasks}}
         try:
+            arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
+            record = {"tasks": {own.task.name: _fields(own) for own in tasks}}
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
-            self._journal.forget(before=self._checkpoints.numbers[0])
+            numbers = self._checkpoints.numbers
+            # Until there are others to fall back on, the beginning takes the place of the first.
+            if len(numbers) >= self._keep:
+                self._journal.forget(before=numbers[0])
         except Exception as e:  # orbax passes on the errors of many libraries
             self._say(f"checkpoint {number}: cannot be written ({e}); training goes on")
 
@@ -169,12 +190,11 @@ def _fields(own: SavedTask) -> dict[str, Any]:
     }
 
 
-def _saved(fields: dict[str, Any], arrays: SlotArrays | None, reached: int) -> SavedTask:
+def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
     """The inverse of `_fields`.
 
     Args:
       arrays: the task's arrays by path.
-      reached: number of steps of the task that have been written down as events.
     """
     return SavedTask(
         task=from_json(fields["specification"]),
@@ -186,6 +206,6 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None, reached: int) -> S
         fingerprints=fields["fingerprints"],
         progress=fields["progress"] and TaskProgress.from_json(fields["progress"]),
         arrays=None if arrays is None else lambda: arrays,
-        reached=max(fields["reached"], reached),
+        reached=fields["reached"],
         steps=fields["steps"],
     )

@@ -15,6 +15,7 @@ from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.sharding import PlacedBackbone
+from jaxmux.tasks import TaskError
 
 from .checkpoints import Checkpoints
 from .console import RunConsole
@@ -77,6 +78,12 @@ def train_tasks(
         # Long before `_begin` deletes anything.
         console.announce_restart(directory)
     if processes.count > 1:
+        timed = [p.task.name for p in prepared if p.task.max_seconds]
+        if timed:
+            raise TaskError(
+                f"task {timed[0]!r}: max_seconds needs a single process, because the processes of "
+                "a run have different clocks; give steps"
+            )
         # What the devices keep has to be the same everywhere.
         memory = options.memory or processes.least(device_memory())
         options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)

@@ -98,10 +98,13 @@ def tuning_server(
             store=store,
             saved=kept.saved,
             commands=kept.commands,
+            reached=kept.reached,
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,
             most_preparation_seconds=options.most_preparation_seconds,
         )
+        # The arrays are kept by those tasks alone that have not gone on yet.
+        del kept
         stack.callback(live.wait)
         stack.callback(live.close)
         yield live

@@ -1,5 +1,6 @@
 """Tasks that come and go: their states, their order, what they have used, and their adapters."""
 
+import dataclasses
 import threading
 import time
 
@@ -294,3 +295,70 @@ def test_tasks_that_ended_long_ago_are_forgotten_and_keep_no_data(make_live, tas
     live.register(tasks["a"].task)
     train_to_the_end(live, "a")
     assert live.status("a").state == "succeeded"
+
+
+def test_a_command_that_its_caller_gave_up_is_not_carried_out(make_live, tasks):
+    live = make_live()
+    live.register(tasks["a"].task)
+    live.step()
+    settle(live)
+    given_up = live.cancel("a")
+    assert given_up.cancel()
+    train_to_the_end(live, "a")
+    assert live.status("a").state == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (lambda live, task: live.register("a"), "task should be a Task"),
+        (lambda live, task: live.register(task, priority="high"), "priority should be an integer"),
+        (lambda live, task: live.set_priority("a", None), "priority should be an integer"),
+        (lambda live, task: live.extend("a", 9.5), "steps should be an integer"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused_at_once(command, message, make_live, tasks):
+    with pytest.raises(TypeError, match=message):
+        command(make_live(), tasks["a"].task)
+
+
+def test_a_task_that_cannot_begin_fails_alone_and_frees_its_place(make_live, tasks):
+    """Its first adapter can be made when its data are read, and not when it begins."""
+
+    def once(task):
+        def make_adapter(calls=[]):  # noqa: B006
+            calls.append(1)
+            if len(calls) > 1:
+                raise ValueError("adapter.safetensors is gone")
+            return tasks["a"].make_adapter()
+
+        gone = dataclasses.replace(tasks["a"], task=task, make_adapter=make_adapter)
+        gone.with_adapter()
+        return dataclasses.replace(gone, make_adapter=make_adapter)
+
+    live = make_live({"a": once})
+    for name in "abcd":
+        live.register(tasks[name].task)
+    train_to_the_end(live, *"abcd")
+    assert [live.status(name).state for name in "abcd"] == ["failed"] + ["succeeded"] * 3
+    assert live.status("a").reason == "adapter.safetensors is gone"
+
+
+def test_an_exception_of_the_devices_ends_training_and_tells_everybody(
+    make_live, tasks, monkeypatch
+):
+    live = make_live()
+    monkeypatch.setattr(live._engine, "train_round", lambda: 1 / 0)
+    events = live.events()
+    owner = threading.Thread(target=live.run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        owner.start()
+        with pytest.raises(RuntimeError, match="training has ended|takes no more"):
+            live.register(tasks["a"].task).result()
+            live.pause("a").result()
+            raise RuntimeError("training has ended")
+        owner.join()
+    with pytest.raises(RuntimeError, match="training has ended with an exception"):
+        live.wait()
+    list(events)

@@ -213,6 +213,42 @@ def test_data_that_changed_fail_a_task_that_had_begun(
     assert "the data of task 'mine' changed since the task began" in status.reason
 
 
+def test_data_that_are_away_for_a_while_only_pause_a_task_that_had_begun(
+    make_task, serve, step_until, write_lines, tmp_path
+):
+    path = Path(write_lines({"prompt": "apple", "completion": " red"}))
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(make_task("mine", data=str(path), steps=50))
+        step_until(server, lambda: server.status("mine").step > 1)
+        server.save()
+    path.rename(tmp_path / "away")
+    with serve(folder) as server:
+        step_until(server, lambda: server.status("mine").state == "paused")
+        assert "records.jsonl" in server.status("mine").reason
+        (tmp_path / "away").rename(path)
+        server.resume("mine")
+        step_until(server, ended(server, "mine"))
+        assert server.status("mine").state == "succeeded"
+
+
+def test_what_has_ended_is_saved_before_the_server_waits(tasks, serve, tmp_path):
+    with serve(tmp_path / "server", checkpoint_every=1000) as server:
+        owner = threading.Thread(target=server.run)
+        owner.start()
+        events = server.events()
+        server.register(tasks["d"]).result()
+        for event in events:
+            if event.kind == "state" and event.fields["state"] == "succeeded":
+                break
+        while server._unsaved:
+            time.sleep(0.01)
+        server._store._writer.submit(lambda: None).result()
+        copy = shutil.copytree(tmp_path / "server", tmp_path / "copy")
+    with serve(copy) as server:
+        assert server.status("d").state == "succeeded"
+
+
 def test_two_servers_cannot_share_a_folder(serve, tmp_path):
     with serve(tmp_path / "server"):
         with pytest.raises(RunDirectoryError, match="in use by another process"):

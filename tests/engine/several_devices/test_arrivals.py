@@ -1,9 +1,11 @@
 """Tasks come, go, pause and go on while rounds overlap on several devices."""
 
 import dataclasses
+import time
 
 import pytest
 
+from jaxmux.live import LiveTraining
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.planner.devices import Stage
 from tests.engine.conftest import random_samples
@@ -133,3 +135,26 @@ def test_a_task_on_a_pipeline_stops_early_with_the_bits_of_one_device(
     assert losses == expected_losses
     assert_same_bits(ends, expected_ends)
     assert min(step for step, _ in ends.values()) < 12
+
+
+def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
+    make_narrow_task, make_engine, compiles
+):
+    """The place of a task that has left is used by the round that has begun."""
+    tasks = {n: make_narrow_task(n, steps=99, batch_size=6, lengths=(60, 120)) for n in "abcde"}
+    engine = make_engine(layers=(3, 1), slots=2, modules=("self_attn.q_proj", "mlp.down_proj"))
+    live = LiveTraining(engine, lambda task: dataclasses.replace(tasks[task.name], task=task))
+    before = len(compiles)
+    for priority, name in enumerate(tasks):
+        live.register(tasks[name].task, priority)
+        for _ in range(4):
+            live.step()
+            while live._preparation.seconds_left is not None:
+                time.sleep(0.001)
+        assert engine.capacity == 2
+    states = [status.state for status in live.statuses()]
+    assert states == ["queued"] * 3 + ["running"] * 2
+    assert compiles[before:] == []
+    live.close()
+    live.wait()
+    engine.close()

@@ -1,0 +1,172 @@
+"""A disk for simulations: it can be full or slow, and it knows what a loss of power would leave."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from jaxmux.peft import peft_folder
+from jaxmux.runs import server_store
+from jaxmux.runs.checkpoints import Checkpoints
+
+
+class Crash(BaseException):
+    """The process ends here. Nothing in jaxmux catches it."""
+
+
+class SimulatedDisk:
+    """Stands between a server in this process and its folder.
+
+    Attributes:
+      full: whether files in the folder cannot be created, and cannot grow.
+      allowed: number of bytes of the next write to the journal after which the process crashes;
+        None for no crash.
+      lost: names of the tasks whose events could not be written.
+      steps: by number of a checkpoint, the steps of all tasks in it by name.
+    """
+
+    def __init__(self, monkeypatch, folder: Path):
+        """Takes the place of the real disk.
+
+        Args:
+          monkeypatch: the fixture of pytest.
+          folder: what lies in other folders is written as usual.
+        """
+        self.full, self.allowed = False, None
+        self.lost: set[str] = set()
+        self.steps: dict[int, dict[str, int]] = {}
+        self._folder = str(folder)
+        self._fast = threading.Event()
+        self._fast.set()
+        # By inode, the content of a file or the entries of a folder when it was synced.
+        self._synced: dict[int, bytes | dict[str, int]] = {}
+        self._replace_functions(monkeypatch)
+
+    @property
+    def slow(self) -> bool:
+        """Whether the thread that writes checkpoints and adapters waits."""
+        return not self._fast.is_set()
+
+    @slow.setter
+    def slow(self, slow: bool) -> None:
+        self._fast.clear() if slow else self._fast.set()
+
+    def unsynced(self, folder: Path) -> tuple[list[Path], list[Path]]:
+        """What a loss of power may destroy.
+
+        Args:
+          folder: a folder.
+
+        Returns:
+          The files whose content, and the files and folders whose entries, need not be on the disk.
+        """
+        contents, entries = [], []
+        for path in folder.rglob("*"):
+            synced = self._synced.get(path.stat().st_ino)
+            if path.is_file() and synced != path.read_bytes():
+                contents.append(path)
+            listed = self._synced.get(path.parent.stat().st_ino)
+            listed = listed if isinstance(listed, dict) else {}
+            if listed.get(path.name) != path.stat().st_ino:
+                entries.append(path)
+        return contents, entries
+
+    def sync(self, folder: Path) -> None:
+        """Everything in a folder has reached the disk.
+
+        Args:
+          folder: the folder.
+        """
+        for path in (folder, *folder.rglob("*")):
+            self._synced[path.stat().st_ino] = _content(path)
+
+    def _replace_functions(self, monkeypatch) -> None:
+        for name in ("open", "write", "pwrite", "fsync"):
+            real = getattr(os, name)
+            own = getattr(self, f"_{name}")
+            monkeypatch.setattr(os, name, lambda *a, real=real, own=own, **k: own(real, *a, **k))
+        for owner, name in (
+            (peft_folder, "save_file"),
+            (Checkpoints, "save"),
+            (server_store.ServerStore, "_write_adapters"),
+            (server_store.ServerStore, "_write_checkpoint"),
+            (server_store.ServerStore, "tell"),
+        ):
+            real, own = getattr(owner, name), getattr(self, f"_{name.strip('_')}")
+            monkeypatch.setattr(owner, name, lambda *a, real=real, own=own, **k: own(real, *a, **k))
+
+    def _ours(self, file: int) -> bool:
+        return os.readlink(f"/proc/self/fd/{file}").startswith(self._folder)
+
+    def _no_space(self, path: object = None) -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path and str(path))
+
+    def _open(self, real, path, flags, *args, **keywords):
+        creates = flags & os.O_CREAT and not os.path.exists(path)
+        if self.full and creates and str(path).startswith(self._folder):
+            raise self._no_space(path)
+        return real(path, flags, *args, **keywords)
+
+    def _write(self, real, file, content):
+        if self.full and self._ours(file):
+            # A disk is seldom full at the end of a line.
+            written = len(content) // 3
+            if self.full == "partly" and written:
+                self.full = True
+                return real(file, content[:written])
+            raise self._no_space()
+        return real(file, content)
+
+    def _pwrite(self, real, file, content, offset):
+        if self._ours(file):
+            if self.allowed is not None:
+                # What was written has reached the disk.
+                real(file, content[: self.allowed], offset)
+                os.fsync(file)
+                raise Crash
+            if self.full:
+                real(file, content[: len(content) // 2], offset)
+                raise self._no_space()
+        return real(file, content, offset)
+
+    def _fsync(self, real, file):
+        # Syncing for real would take most of the simulation's time.
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if not path.startswith(self._folder):
+            return real(file)
+        self._synced[os.fstat(file).st_ino] = _content(Path(path))
+
+    def _save_file(self, real, tensors, path, **keywords):
+        real(tensors, path, **keywords)
+        if self.full and str(path).startswith(self._folder):
+            os.truncate(path, os.path.getsize(path) // 2)
+            raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    def _save(self, real, checkpoints, number, record, arrays):
+        if self.full:
+            (checkpoints._folder / f"{number}.orbax-checkpoint-tmp").mkdir()
+            raise self._no_space(checkpoints._folder)
+        real(checkpoints, number, record, arrays)
+
+    def _write_adapters(self, real, store):
+        self._fast.wait()
+        return real(store)
+
+    def _write_checkpoint(self, real, store, number, tasks):
+        steps = {own.task.name: own.progress.step if own.progress else 0 for own in tasks}
+        self.steps[number] = steps
+        return real(store, number, tasks)
+
+    def _tell(self, real, store, event):
+        if self.full:
+            self.lost.add(event.task)
+        real(store, event)
+
+
+def _content(path: Path) -> bytes | dict[str, int]:
+    """The content of a file, or the inodes in a folder by name."""
+    if path.is_dir():
+        return {entry.name: entry.inode() for entry in os.scandir(path)}
+    return path.read_bytes()
