@@ -15,7 +15,9 @@ from .summary import Summary
 from .task_json import read_specification, task_from_json, task_to_json
 from .task_schema import task_schema
 from .tenant_files import copy_files
+from .tenant_limits import TenantLimits
 from .tuning_server import tuning_server
+from .watched_specification import watched_schema
 
 __all__ = [
     "Interrupted",
@@ -25,6 +27,7 @@ __all__ = [
     "ServerOptions",
     "SpecificationLimits",
     "Summary",
+    "TenantLimits",
     "best_shape",
     "check_names",
     "copy_files",
@@ -37,4 +40,5 @@ __all__ = [
     "task_schema",
     "task_to_json",
     "tuning_server",
+    "watched_schema",
 ]

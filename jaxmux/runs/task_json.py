@@ -50,21 +50,55 @@ def task_from_json(
         found and what was expected.
     """
     limits = limits or SpecificationLimits()
-    if name is not None:
-        _require_name(name)
-    where = "specification" if name is None else f"{name}{_SUFFIX}"
     try:
         fields = parse_object(text, limits.specification_bytes)
     except ValueError as e:
-        raise TaskError(f"{where}: {e}") from None
+        raise TaskError(f"{name_of_specification(name)}: {e}") from None
+    task = task_from_fields(fields, name, limits)
+    check_files(task, folder, limits, name_of_specification(name))
+    root = Path(folder).resolve()
+    return with_paths(task, lambda path: str(root / path))
+
+
+def task_from_fields(
+    fields: Mapping[str, Any], name: str | None, limits: SpecificationLimits
+) -> Task:
+    """Makes a task from the fields of a specification whose author is not trusted. Its files are
+    not looked at.
+
+    Args:
+      fields: the JSON object, from `parse_object`.
+      name: as for `task_from_json`.
+      limits: the most that the specification may ask for.
+
+    Returns:
+      The task, with paths relative to the tenant's folder.
+
+    Raises:
+      TaskError: the specification is refused.
+    """
+    where = name_of_specification(name)
     task = _Reader(where, limits).specification(Task, fields)
     if name not in (None, task.name):
         raise TaskError(
             f"{where}: name should be {name!r}, as the file is called, found {task.name!r}"
         )
-    check_files(task, folder, limits, where)
-    root = Path(folder).resolve()
-    return with_paths(task, lambda path: str(root / path))
+    return task
+
+
+def name_of_specification(name: str | None) -> str:
+    """The file of a specification, as it begins error messages.
+
+    Args:
+      name: its name without ".json"; None if it has no file.
+
+    Raises:
+      TaskError: no task may have this name.
+    """
+    if name is None:
+        return "specification"
+    _require_name(name)
+    return name + _SUFFIX
 
 
 def read_specification(

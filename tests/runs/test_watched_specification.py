@@ -1,0 +1,78 @@
+"""The files of a watched directory: what they may hold, and how they may change."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from jaxmux import LoRA, Schedule, Task, TaskError
+from jaxmux.runs import SpecificationLimits, TenantLimits, watched_schema
+from jaxmux.runs.task_fields import to_json
+from jaxmux.runs.watched_specification import refused_change, watched_specification
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "watched_directory.md").read_text()
+
+
+def test_the_specification_of_the_documentation_is_accepted():
+    text = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)[0]
+    Draft202012Validator(watched_schema()).validate(json.loads(text))
+    wanted = watched_specification(text.encode(), "billing", TenantLimits())
+    assert (wanted.priority, wanted.paused, wanted.task.steps) == (2, False, 500)
+
+
+def test_the_limits_of_the_documentation_are_the_defaults():
+    units = {"GiB": 2**30, "": 1}
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\d,]+) ?(\w*) \|$", PAGE, flags=re.MULTILINE)
+    found = {name: int(number.replace(",", "")) * units[unit] for name, number, unit in rows}
+    own = TenantLimits.__dataclass_fields__.keys() - SpecificationLimits.__dataclass_fields__
+    assert found == {name: getattr(TenantLimits(), name) for name in own}
+
+
+def test_the_published_schema_is_the_one_of_the_code():
+    published = (ROOT / "docs" / "watched_task.schema.json").read_text(encoding="utf-8")
+    made = json.dumps(watched_schema(), indent=2, ensure_ascii=False) + "\n"
+    assert published == made, "run scripts/write_task_schema.py"
+
+
+@pytest.mark.parametrize("value", [None, 1.5, 101, -101, True, "1", 0, 100])
+def test_the_schema_permits_exactly_the_priorities_that_the_reader_permits(value):
+    fields = {"name": "a", "data": "a.jsonl", "steps": 1, "priority": value}
+    try:
+        watched_specification(json.dumps(fields).encode(), "a", TenantLimits())
+        permitted = True
+    except TaskError:
+        permitted = False
+    assert Draft202012Validator(watched_schema()).is_valid(fields) == permitted
+
+
+def test_every_field_of_a_task_but_its_length_is_fixed():
+    old = Task("a", "a.jsonl", steps=5)
+    for field in dataclasses.fields(Task):
+        if field.name in ("steps", "epochs"):
+            continue
+        other = {
+            "name": "b",
+            "data": "b.jsonl",
+            "eval_data": "b.jsonl",
+            "adapter": LoRA(rank=3),
+            "optimizer": dataclasses.replace(old.optimizer, schedule=Schedule("cosine")),
+        }.get(field.name)
+        if other is None:
+            text = "string" in str(to_json(old)[field.name]) or getattr(old, field.name) is None
+            other = "b" if text else getattr(old, field.name) + 1
+        new = dataclasses.replace(old, **{field.name: other})
+        assert refused_change(old, new, 5).startswith(field.name)
+
+
+def test_a_task_may_only_become_longer():
+    old = Task("a", "a.jsonl", epochs=2)
+    longer = dataclasses.replace(old, epochs=None, steps=9)
+    assert refused_change(old, old, 8) is None
+    assert refused_change(old, longer, 8) is None
+    assert refused_change(old, longer, None) is None
+    assert "at least 10, as registered, found 9" in refused_change(old, longer, 10)
+    assert "epochs cannot change to 3" in refused_change(old, dataclasses.replace(old, epochs=3), 8)
