@@ -19,6 +19,10 @@ _OWN = {
     "journal": True,
     "checkpoints": True,
     "adapters": True,
+    "specifications": True,
+    "inputs": True,
+    "watched.json": False,
+    "config.gin": False,
 }
 
 

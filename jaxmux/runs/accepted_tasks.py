@@ -1,0 +1,208 @@
+"""The tasks that a server has accepted from tenants, and the copies of their files.
+
+The folder of the server gets two folders for this. "specifications/NAME.json" is what the tenant
+asked for when the task was accepted; it stays as long as the server's folder, because the server
+knows the task as long. "inputs/NAME/" has the copies, which are deleted when no one needs them.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from jaxmux.atomic_files import write_atomically
+from jaxmux.tasks import Task
+
+from .run_directory import RunDirectoryError
+from .task_fields import from_json, to_json
+from .tenant_files import copy_files, with_paths
+from .tenant_limits import TenantLimits
+
+_SUFFIX = ".json"
+
+
+class AcceptedTasks:
+    """The tasks by the names that they have in the server. One thread uses it."""
+
+    def __init__(self, folder: Path):
+        """Reads what an earlier server has accepted in the same folder.
+
+        Args:
+          folder: the folder of the server.
+
+        Raises:
+          RunDirectoryError: a specification that was accepted is damaged.
+        """
+        self._specifications, self._inputs = folder / "specifications", folder / "inputs"
+        self._tasks: dict[str, Task] = {}
+        # By name, the bytes of the copies that there are.
+        self._copied: dict[str, int] = {}
+        self._count: Counter[str] = Counter()
+        for own in (self._specifications, self._inputs):
+            own.mkdir(exist_ok=True)
+        for path in sorted(self._specifications.glob(f"*{_SUFFIX}")):
+            # Files whose names begin with a dot were not complete when a server ended.
+            if not path.name.startswith("."):
+                self._keep(path.name.removesuffix(_SUFFIX), _read(path))
+        for path in self._inputs.iterdir():
+            if path.name in self._tasks:
+                self._copied[path.name] = _size(path)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tasks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._tasks))
+
+    def __getitem__(self, name: str) -> Task:
+        """The task as its specification had it: with the tenant's own name and relative paths."""
+        return self._tasks[name]
+
+    @property
+    def with_copies(self) -> list[str]:
+        """The names of the tasks whose files are still there."""
+        return list(self._copied)
+
+    def copies(self, name: str) -> Path:
+        """Path of the folder with the copies of a task's files.
+
+        Args:
+          name: the name of the task in the server.
+        """
+        return self._inputs / name
+
+    def copied_bytes(self, tenant: str) -> int:
+        """Bytes of the copies of a tenant's files.
+
+        Args:
+          tenant: name of the tenant.
+        """
+        return sum(size for name, size in self._copied.items() if tenant_of(name) == tenant)
+
+    def count(self, tenant: str) -> int:
+        """Number of tasks that were ever accepted from a tenant.
+
+        Args:
+          tenant: name of the tenant.
+        """
+        return self._count[tenant]
+
+    def accept(self, name: str, task: Task, folder: Path, limits: TenantLimits) -> Task:
+        """Copies the files of a task, and keeps its specification. Both are on disk afterwards.
+
+        Args:
+          name: the name of the task in the server.
+          task: the task, with paths relative to `folder`.
+          folder: the tenant's folder.
+          limits: the most that the task may ask for.
+
+        Returns:
+          The task that the server is to train: with this name and the paths of the copies.
+
+        Raises:
+          TaskError: the files are refused, as by `copy_files`.
+          OSError: the copies cannot be written.
+        """
+        copies = self.copies(name)
+        copied = copy_files(_below(task, folder), folder, copies, limits)
+        try:
+            for path in copies.rglob("*"):
+                _sync(path)
+            _sync(self._inputs)
+            self._write(name, task)
+        except BaseException:
+            shutil.rmtree(copies, ignore_errors=True)
+            raise
+        self._copied[name] = _size(copies)
+        self._keep(name, task)
+        return dataclasses.replace(copied, name=name)
+
+    def extend(self, name: str, steps: int) -> None:
+        """Takes note of a task's new number of steps.
+
+        Args:
+          name: the name of the task in the server.
+          steps: the number of steps.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        task = dataclasses.replace(self._tasks[name], steps=steps, epochs=None)
+        self._write(name, task)
+        self._tasks[name] = task
+
+    def forget(self, name: str) -> None:
+        """Forgets a task that the server has not registered.
+
+        Args:
+          name: the name of the task in the server.
+        """
+        if self._tasks.pop(name, None):
+            self._count[tenant_of(name)] -= 1
+        self.delete_copies(name)
+        with suppress(OSError):
+            self._path(name).unlink(missing_ok=True)
+
+    def delete_copies(self, name: str) -> None:
+        """Deletes the copies of a task's files.
+
+        Args:
+          name: the name of the task in the server.
+        """
+        self._copied.pop(name, None)
+        shutil.rmtree(self.copies(name), ignore_errors=True)
+
+    def _keep(self, name: str, task: Task) -> None:
+        self._tasks[name] = task
+        self._count[tenant_of(name)] += 1
+
+    def _write(self, name: str, task: Task) -> None:
+        write_atomically(self._path(name), json.dumps(to_json(task), indent=2) + "\n")
+        _sync(self._specifications)
+
+    def _path(self, name: str) -> Path:
+        return self._specifications / f"{name}{_SUFFIX}"
+
+
+def tenant_of(name: str) -> str:
+    """The tenant of a task.
+
+    Args:
+      name: the name of the task in the server, TENANT.NAME. Names of tenants have no dots.
+    """
+    return name.partition(".")[0]
+
+
+def _below(task: Task, folder: Path) -> Task:
+    """The task with the absolute paths that `copy_files` expects."""
+    root = folder.resolve()
+    return with_paths(task, lambda path: str(root / path))
+
+
+def _read(path: Path) -> Task:
+    try:
+        return from_json(json.loads(path.read_bytes()))
+    except (ValueError, KeyError, TypeError) as e:
+        raise RunDirectoryError(
+            f"{path}: damaged ({e}); restore it from a backup, or delete it if the task is not "
+            "needed any more"
+        ) from None
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

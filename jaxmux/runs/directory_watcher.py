@@ -1,0 +1,355 @@
+"""Turns the files of a watched directory into commands, and the answers into status files.
+
+The files say what is wanted, and every poll compares this with what the server says of its tasks.
+So nothing has to be remembered of changes that came while nobody watched.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from jaxmux.errors import first_line
+from jaxmux.live import LiveTraining, TaskStatus
+from jaxmux.live.states import CANCELLED, ENDED, PAUSED
+from jaxmux.tasks import TaskError
+
+from .accepted_tasks import AcceptedTasks, tenant_of
+from .copies_needed import CopiesNeeded
+from .intake import Intake, TryLater
+from .status_file import Shown, places_in_queue
+from .status_files import StatusFiles
+from .tenant_limits import TenantLimits
+from .watched_directory import Place, Signature, WatchedDirectory
+from .watched_specification import WatchedSpecification, refused_change, watched_specification
+
+_log = logging.getLogger("jaxmux")
+
+# A file that is missing in so many polls is deleted. Some editors move a file away and write it
+# anew, so it is missing for a moment.
+_POLLS_OF_DELETION = 2
+# A poll takes in tasks for at most so many seconds.
+_SECONDS_A_POLL = 0.5
+_SECONDS_TO_RETRY = 10.0
+# At most this share of a core is spent on polls.
+_SHARE = 0.1
+# Lines about refused specifications that are printed in a minute; tenants can cause any number.
+_REFUSALS_A_MINUTE = 10
+
+
+@dataclasses.dataclass
+class _Watched:
+    """A specification and what has become of it.
+
+    Attributes:
+      task: the name of its task in the server.
+      seen: its signature in the last poll; None if it was missing.
+      missing: number of polls in a row in which it was missing.
+      read: its signature when it was read; None before.
+      wanted: what it asks for; None if it is refused as it is.
+      files: the files that it names, with their signatures in the last poll.
+      refused: `files` as they were when they were refused.
+      retry_at: the time before which nothing is tried again.
+      error: why it is refused, or a change of it.
+      commands: the commands that have been given and have no answer yet.
+    """
+
+    task: str
+    seen: Signature | None = None
+    missing: int = 0
+    read: Signature | None = None
+    wanted: WatchedSpecification | None = None
+    files: Mapping[str, Signature | None] | None = None
+    refused: Mapping[str, Signature | None] | None = None
+    retry_at: float = 0.0
+    error: str | None = None
+    commands: list[tuple[str, Future[None]]] = dataclasses.field(default_factory=list)
+
+
+class DirectoryWatcher:
+    """Watches a directory for a server. One thread calls `run`, or `poll` again and again."""
+
+    def __init__(
+        self,
+        directory: WatchedDirectory,
+        live: LiveTraining,
+        folder: Path,
+        limits: TenantLimits,
+        say: Callable[[str], None],
+        every: float = 1.0,
+    ):
+        """Goes on with the tasks that an earlier server in the same folder has accepted.
+
+        Args:
+          directory: the directory.
+          live: the server.
+          folder: the folder of the server.
+          limits: the most that tenants may ask for.
+          say: function that prints one line.
+          every: seconds from one poll to the next, and from one status of a task to the next.
+
+        Raises:
+          RunDirectoryError: a specification that was accepted is damaged.
+        """
+        self._directory, self._live, self._limits = directory, live, limits
+        self._say, self._every = say, every
+        self._status_files = StatusFiles(directory, folder / "adapters", say, every)
+        self._accepted = AcceptedTasks(folder)
+        self._copies = CopiesNeeded(folder / "checkpoints")
+        self._intake = Intake(directory, self._accepted, limits)
+        self._stopped = threading.Event()
+        # By tenant, why the folder was not read in the last poll.
+        self._problems: dict[str, str] = {}
+        self._refusals, self._refusals_since = 0, float("-inf")
+        self._watched: dict[Place, _Watched] = {}
+        registered = {status.name for status in live.statuses()}
+        for name in self._accepted:
+            if name in registered:
+                self._watched[Place(*name.split(".", 1))] = _Watched(name)
+            else:
+                # The process ended after the task was accepted, before it was registered.
+                self._accepted.forget(name)
+
+    def run(self) -> None:
+        """Polls until `stop` is called."""
+        while not self._stopped.is_set():
+            # Waiting for a disk disturbs nobody, so it does not count.
+            began = time.thread_time()
+            try:
+                self.poll()
+            except OSError as e:
+                self._tell_problems({"": f"cannot be read ({e.strerror}); tasks go on"})
+            except Exception as e:
+                # A server that has failed takes no more commands, and soon calls `stop`.
+                if self._stopped.wait(self._every):
+                    return
+                if str(e) not in self._problems.values():
+                    _log.exception("a look at the watched directory failed; tasks go on")
+                self._problems = {"": str(e)}
+            seconds = time.thread_time() - began
+            self._stopped.wait(max(self._every, seconds / _SHARE))
+
+    def stop(self) -> None:
+        """Lets `run` return after its present poll."""
+        self._stopped.set()
+
+    def poll(self) -> None:
+        """Looks at all files once.
+
+        Raises:
+          OSError: the directory cannot be read. Nothing has been done.
+          RuntimeError: the server takes no more commands.
+        """
+        scan = self._directory.scan(self._watched.keys())
+        self._tell_problems(scan.problems)
+        for place in scan.files:
+            if place not in self._watched:
+                self._watched[place] = _Watched(place.task)
+        statuses = self._live.statuses()
+        by_name = {status.name: status for status in statuses}
+        new: list[Place] = []
+        for place, own in list(self._watched.items()):
+            if own.commands and not self._answered(place, own):
+                continue
+            signature = scan.files.get(place)
+            if signature is None:
+                if place.tenant not in scan.problems:
+                    self._miss(place, own, by_name.get(own.task))
+            elif self._is_new(place, own, signature, by_name.get(own.task)):
+                new.append(place)
+            own.seen = signature
+        self._take_in(new, by_name)
+        places = places_in_queue(statuses)
+        self._status_files.write(
+            (place, self._shown(own, by_name, places.get(own.task)))
+            for place, own in self._watched.items()
+        )
+        self._delete_copies(by_name)
+
+    def _is_new(
+        self, place: Place, own: _Watched, signature: Signature, status: TaskStatus | None
+    ) -> bool:
+        """Reads a specification that has changed, and gives the commands that it asks for. Returns
+        whether its task is to be taken in."""
+        own.missing = 0
+        if signature != own.read:
+            if signature != own.seen:
+                # Perhaps somebody still writes it.
+                return False
+            own.read, own.refused, own.retry_at = signature, None, 0.0
+            own.wanted = self._read(place, own)
+            if own.wanted and own.task in self._accepted:
+                self._check_change(place, own, status)
+        if own.wanted is None:
+            return False
+        if own.task not in self._accepted:
+            return time.monotonic() >= own.retry_at
+        if status and status.state not in ENDED:
+            self._command(place, own, status)
+        return False
+
+    def _read(self, place: Place, own: _Watched) -> WatchedSpecification | None:
+        try:
+            self._intake.check_name(place)
+            data = self._directory.read(place)
+            wanted = watched_specification(data, place.name, self._limits)
+        except TaskError as e:
+            self._refuse(place, own, str(e))
+            return None
+        except Exception as e:
+            # Whatever is in a tenant's file must not be the end of the others.
+            _log.exception("%s cannot be read", place)
+            self._refuse(place, own, f"cannot be read: {first_line(e)}")
+            return None
+        own.error = None
+        return wanted
+
+    def _check_change(self, place: Place, own: _Watched, status: TaskStatus | None) -> None:
+        """Refuses a change that is not permitted; then nothing of the specification holds."""
+        old, new = self._accepted[own.task], own.wanted.task
+        problem = refused_change(old, new, status.steps if status else None)
+        if old != new and status and status.state in ENDED:
+            problem = f"has ended ({status.state}); give the file and the task another name"
+        if problem:
+            own.wanted = None
+            self._refuse(place, own, f"{place.name}.json: {problem}")
+
+    def _command(self, place: Place, own: _Watched, status: TaskStatus) -> None:
+        """Gives the commands without which a task is not as its specification wants it."""
+        wanted, name = own.wanted, own.task
+        if time.monotonic() < own.retry_at:
+            return
+        if wanted.priority != status.priority:
+            own.commands.append(("priority", self._live.set_priority(name, wanted.priority)))
+        if wanted.paused and status.state != PAUSED:
+            own.commands.append(("paused", self._live.pause(name)))
+        if not wanted.paused and status.state == PAUSED:
+            own.commands.append(("paused", self._live.resume(name)))
+        # Before the data have been read, the number of steps may not be known.
+        if wanted.task.steps != self._accepted[name].steps and status.steps is not None:
+            if wanted.task.steps == status.steps:
+                self._accepted.extend(name, status.steps)
+            else:
+                extended = self._live.extend(name, wanted.task.steps)
+                own.commands.append(("steps", extended))
+
+    def _answered(self, place: Place, own: _Watched) -> bool:
+        """Takes note of the answers to commands; returns whether all have been answered."""
+        if any(not future.done() for _, future in own.commands):
+            return False
+        commands, own.commands = own.commands, []
+        failed = [(what, e) for what, future in commands if (e := future.exception())]
+        if commands and not failed and own.wanted:
+            own.error = None
+        for what, error in failed[:1]:
+            if what == "register":
+                self._accepted.forget(own.task)
+            if isinstance(error, OSError):
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                self._refuse(place, own, f"{what} cannot be kept yet ({error.strerror})")
+            # A task that has ended meanwhile needs no further command.
+            elif isinstance(error, TaskError) and not self._has_ended(own.task):
+                own.wanted = None
+                self._refuse(place, own, str(error))
+        return True
+
+    def _has_ended(self, name: str) -> bool:
+        try:
+            return self._live.status(name).state in ENDED
+        except TaskError:
+            return False
+
+    def _miss(self, place: Place, own: _Watched, status: TaskStatus | None) -> None:
+        """A specification is not there."""
+        own.missing += 1
+        if own.missing < _POLLS_OF_DELETION:
+            return
+        own.read = own.wanted = own.error = None
+        if own.task not in self._accepted:
+            self._status_files.remove(place)
+            del self._watched[place]
+        elif status and status.state not in ENDED:
+            own.commands.append(("cancel", self._live.cancel(own.task)))
+        elif own.missing > _POLLS_OF_DELETION and self._status_files.tells(place, status):
+            self._status_files.forget(place)
+            del self._watched[place]
+
+    def _take_in(self, places: list[Place], by_name: Mapping[str, TaskStatus]) -> None:
+        """Takes in tasks, those of different tenants in turns."""
+        if not places:
+            return
+        end = time.monotonic() + _SECONDS_A_POLL
+        unfinished = Counter(
+            tenant_of(name)
+            for name in self._accepted
+            if name not in by_name or by_name[name].state not in ENDED
+        )
+        for place in self._intake.in_turns(places):
+            own = self._watched[place]
+            files = self._directory.files(place.tenant, own.wanted.task)
+            stable, own.files = files == own.files, files
+            # Files that were refused are not read again before they change.
+            if not stable or files == own.refused:
+                continue
+            try:
+                task = self._intake.take(place, own.wanted.task, files, unfinished[place.tenant])
+            except TryLater as e:
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                self._refuse(place, own, str(e))
+            except TaskError as e:
+                own.refused = files
+                self._refuse(place, own, str(e))
+            except OSError as e:
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                self._refuse(place, own, f"its files cannot be copied yet ({e.strerror or e})")
+            else:
+                own.error = own.refused = None
+                unfinished[place.tenant] += 1
+                registered = self._live.register(task, own.wanted.priority)
+                own.commands.append(("register", registered))
+                if own.wanted.paused:
+                    own.commands.append(("paused", self._live.pause(task.name)))
+            if time.monotonic() > end:
+                return
+
+    def _shown(self, own: _Watched, by_name: Mapping[str, TaskStatus], place: int | None) -> Shown:
+        """What the status file of a specification tells."""
+        # Others than those accepted here may have registered a task of this name.
+        status = by_name.get(own.task) if own.task in self._accepted else None
+        copies = self._accepted.copies(own.task)
+        return Shown(own.task, status, place if status else None, None, own.error, copies)
+
+    def _delete_copies(self, by_name: Mapping[str, TaskStatus]) -> None:
+        ended = {
+            name: by_name[name].state
+            for name in self._accepted.with_copies
+            if name in by_name and by_name[name].state in ENDED
+        }
+        # A command is on disk when it has been carried out, so this end cannot be undone.
+        gone = [name for name, state in ended.items() if state == CANCELLED]
+        for name in [*gone, *self._copies.not_needed(ended.keys() - gone)]:
+            self._accepted.delete_copies(name)
+
+    def _refuse(self, place: Place, own: _Watched, error: str) -> None:
+        if error == own.error:
+            return
+        own.error = error
+        now = time.monotonic()
+        if now - self._refusals_since > 60:
+            self._refusals, self._refusals_since = 0, now
+        self._refusals += 1
+        if self._refusals <= _REFUSALS_A_MINUTE:
+            self._say(f"{place}: refused: {error}")
+        elif self._refusals == _REFUSALS_A_MINUTE + 1:
+            self._say("more specifications are refused; their status files tell why")
+
+    def _tell_problems(self, problems: Mapping[str, str]) -> None:
+        """Prints what was not said in the poll before."""
+        for name, problem in problems.items():
+            if self._problems.get(name) != problem:
+                self._say(f"{self._directory.path}{name and '/'}{name}: {problem}")
+        self._problems = dict(problems)

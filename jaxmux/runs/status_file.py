@@ -1,0 +1,85 @@
+"""What a status file tells a tenant about a task."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmux.live import TaskStatus
+from jaxmux.live.states import QUEUED
+
+
+class Shown(NamedTuple):
+    """What a status file is made from. The file is written again when this changes.
+
+    Attributes:
+      task: the name of the task in the server; None if there can be none of this name.
+      status: the task as the server sees it; None if it is not registered.
+      place: the place of a waiting task in the queue, from 1; None if it does not wait.
+      adapter: the folder with the adapter of a task that has succeeded; None before.
+      error: why the specification is refused, or a change of it; None if it is not.
+      copies: the folder of the copies of the task's files; None if there are none.
+    """
+
+    task: str | None
+    status: TaskStatus | None = None
+    place: int | None = None
+    adapter: Path | None = None
+    error: str | None = None
+    copies: Path | None = None
+
+    def is_like(self, other: "Shown | None") -> bool:
+        """Whether another one says the same; quick for a status that has not changed.
+
+        Args:
+          other: the other one; None for none.
+        """
+        return (
+            other is not None
+            and self.status is other.status
+            and (self.place, self.adapter, self.error) == (other.place, other.adapter, other.error)
+        )
+
+    def text(self) -> str:
+        """The content of the status file."""
+        status, error = self.status, self.error
+        fields: dict[str, Any] = {"task": self.task, "state": "refused", "error": error}
+        if status:
+            fields |= {
+                "state": status.state,
+                "reason": self._of_tenant(status.reason),
+                "priority": status.priority,
+                "place_in_queue": self.place,
+                "step": status.step,
+                "steps": status.steps,
+                "loss": _finite(status.loss),
+                "adapter": self.adapter and str(self.adapter),
+                "meter": dataclasses.asdict(status.meter),
+                "history": [
+                    change._asdict() | {"reason": self._of_tenant(change.reason)}
+                    for change in status.history
+                ],
+            }
+        return json.dumps(fields, indent=2) + "\n"
+
+    def _of_tenant(self, reason: str | None) -> str | None:
+        """A reason with the tenant's own paths in place of those of the copies."""
+        return reason.replace(f"{self.copies}/", "") if reason and self.copies else reason
+
+
+def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:
+    """By name, the places of the waiting tasks, from 1. Tasks that arrived together have places one
+    after the other, although the scheduler may prefer a later one of them.
+
+    Args:
+      statuses: all tasks, in the order in which they were registered.
+    """
+    waiting = [status for status in statuses if status.state == QUEUED]
+    waiting.sort(key=lambda status: -status.priority)
+    return {status.name: place for place, status in enumerate(waiting, start=1)}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

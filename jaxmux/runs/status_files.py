@@ -1,0 +1,115 @@
+"""Writes the status files of a watched directory: when they change, and not too often."""
+
+import errno
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from jaxmux.live import TaskStatus
+from jaxmux.live.states import SUCCEEDED
+from jaxmux.peft.peft_folder import is_adapter_folder
+
+from .status_file import Shown
+from .watched_directory import Place, WatchedDirectory
+
+# Status files are written for at most so many seconds in a row; the others come next time.
+_SECONDS = 0.5
+# The folder may be gone, or the name may be too long for that of a status file.
+_FAULTS_OF_TENANTS = (errno.ENOENT, errno.ENAMETOOLONG)
+
+
+class StatusFiles:
+    """The status files. One thread uses it."""
+
+    def __init__(
+        self,
+        directory: WatchedDirectory,
+        adapters: Path,
+        say: Callable[[str], None],
+        every: float,
+    ):
+        """Starts without knowing what the files tell, so each is written anew.
+
+        Args:
+          directory: the directory of the specifications.
+          adapters: the folder of the server's adapters.
+          say: function that prints one line; it is told where no status file can be written.
+          every: seconds between two statuses of a task.
+        """
+        self._directory, self._adapters = directory, adapters
+        self._say, self._every = say, every
+        # What the file of a specification tells, and since when.
+        self._shown: dict[Place, tuple[Shown, float]] = {}
+        # The tenants in whose folders no status file could be written.
+        self._unwritable: set[str] = set()
+
+    def tells(self, place: Place, status: TaskStatus | None) -> bool:
+        """Whether the file tells a status, or it was tried to write it.
+
+        Args:
+          place: the place of the specification.
+          status: the status.
+        """
+        return place in self._shown and self._shown[place][0].status is status
+
+    def forget(self, place: Place) -> None:
+        """Leaves a status file as it is.
+
+        Args:
+          place: the place of the specification.
+        """
+        self._shown.pop(place, None)
+
+    def remove(self, place: Place) -> None:
+        """Deletes the status file of a specification, if it was written.
+
+        Args:
+          place: the place of the specification.
+        """
+        if self._shown.pop(place, None):
+            self._directory.remove_status(place)
+
+    def write(self, wanted: Iterable[tuple[Place, Shown]]) -> None:
+        """Writes the files that do not tell what they should, those first that were written longest
+        ago.
+
+        Args:
+          wanted: what the files of specifications should tell, but for the adapters.
+        """
+        now = time.monotonic()
+        due: list[tuple[float, Place, Shown]] = []
+        for place, shown in wanted:
+            if shown.status is None and shown.error is None:
+                continue
+            before, at = self._shown.get(place, (None, float("-inf")))
+            # A call may come a little earlier than the one before.
+            if now - at < 0.9 * self._every:
+                continue
+            if shown.status and shown.status.state == SUCCEEDED:
+                shown = shown._replace(adapter=self._adapter(shown.status.name, before))
+            if not shown.is_like(before):
+                due.append((at, place, shown))
+        due.sort(key=lambda own: own[0])
+        for _, place, shown in due:
+            self._shown[place] = shown, now
+            self._write(place, shown)
+            if time.monotonic() > now + _SECONDS:
+                return
+
+    def _write(self, place: Place, shown: Shown) -> None:
+        tenant = place.tenant
+        try:
+            self._directory.write_status(place, shown.text())
+            self._unwritable.discard(tenant)
+        except OSError as e:
+            if e.errno not in _FAULTS_OF_TENANTS and tenant not in self._unwritable:
+                self._unwritable.add(tenant)
+                folder = self._directory.folder(tenant)
+                self._say(f"{folder}: status files cannot be written ({e.strerror})")
+
+    def _adapter(self, name: str, before: Shown | None) -> Path | None:
+        """The folder of a task's adapter, once it is there."""
+        if before and before.adapter:
+            return before.adapter
+        folder = self._adapters / name
+        return folder if is_adapter_folder(folder) else None

@@ -1,0 +1,276 @@
+"""A directory with a folder for each tenant, which is looked at again and again.
+
+    DIR/TENANT/NAME.json          a task that the tenant wants
+    DIR/TENANT/NAME.status.json   what has become of it
+
+The directory is the operator's, and only the operator can write to it. A folder in it is the
+tenant's, who may do there whatever files permit, at any moment. So nothing below the directory is
+opened through a link, and everything is opened relative to a folder that is open already.
+"""
+
+import os
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmux.errors import InputError
+from jaxmux.tasks import Task
+
+from .confined_files import read_bytes
+from .folder_lock import FolderLock, FolderLockError
+from .tenant_limits import TenantLimits
+
+_LOCK = ".lock"
+_SUFFIX, _STATUS = ".json", ".status.json"
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_MOST_TENANTS = 10_000
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# The files of an adapter from which a task begins.
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# What changes when a file changes: its number, its size, and its times of change in nanoseconds.
+Signature = tuple[int, int, int, int]
+
+
+class WatchedDirectoryError(InputError):
+    """A directory cannot be watched. The message names it and says what to do."""
+
+
+class Place(NamedTuple):
+    """The place of a specification.
+
+    Attributes:
+      tenant: the name of the tenant's folder.
+      name: the name of the file without ".json". Tenants choose it, so it may hold anything.
+    """
+
+    tenant: str
+    name: str
+
+    @property
+    def task(self) -> str:
+        """The name of the task in the server."""
+        return f"{self.tenant}.{self.name}"
+
+    def __str__(self) -> str:
+        """The path in the directory, fit for a terminal."""
+        path = f"{self.tenant}/{self.name}{_SUFFIX}"
+        return path if re.fullmatch(r"[\w./-]+", path, re.ASCII) else ascii(path)
+
+
+class Scan(NamedTuple):
+    """What a look at the directory has found.
+
+    Attributes:
+      files: the specifications with their signatures.
+      problems: by tenant, why the folder was not read, or not all of it. Whether the files of such
+        a tenant are still there is not known.
+    """
+
+    files: dict[Place, Signature]
+    problems: dict[str, str]
+
+
+class WatchedDirectory:
+    """A directory that one process watches, locked against others until `close`.
+
+    Attributes:
+      path: absolute path of the directory.
+      created: whether it did not exist before.
+    """
+
+    def __init__(self, path: str | Path, limits: TenantLimits, known: bool = False):
+        """Opens the directory; it is created if it does not exist.
+
+        Args:
+          path: the directory.
+          limits: the most files that a tenant's folder may hold.
+          known: whether it was watched before. Then it is not created.
+
+        Raises:
+          WatchedDirectoryError: it is not writable, another process watches it, or it should have
+            been watched before and was not.
+        """
+        self.path, self._limits = Path(path).absolute(), limits
+        if known and not (self.path / _LOCK).exists():
+            # A disk that is not mounted must not look like a directory without tasks.
+            raise self._error(
+                f"the tasks of this server came from here, but {_LOCK} is missing in it; if its "
+                f"disk is mounted and it is the right one, create an empty file {_LOCK}"
+            )
+        try:
+            self._lock = FolderLock(self.path)
+        except FolderLockError as e:
+            raise self._error(str(e)) from None
+        self.created, self._begun = self._lock.created, False
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def begin(self) -> None:
+        """Takes note that the directory is in use. Before this, `close` removes the directory again
+        if it did not exist."""
+        self._begun = True
+
+    def close(self) -> None:
+        """Lets others watch the directory."""
+        os.close(self._fd)
+        self._lock.close(remove=not self._begun)
+
+    def folder(self, tenant: str) -> Path:
+        """Path of a tenant's folder.
+
+        Args:
+          tenant: its name.
+        """
+        return self.path / tenant
+
+    def scan(self, known: Collection[Place]) -> Scan:
+        """Looks which specifications there are, without reading them.
+
+        Args:
+          known: the specifications that are found even if there are more than permitted.
+
+        Raises:
+          OSError: the directory cannot be read, or another one has taken its place.
+        """
+        if not os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+            raise OSError(None, "another folder has taken its place", str(self.path))
+        scan = Scan({}, {})
+        tenants: list[str] = []
+        with os.scandir(self._fd) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                    continue
+                if not _TENANT.fullmatch(entry.name):
+                    scan.problems[ascii(entry.name)] = (
+                        "the name of a tenant's folder consists of letters, digits, '_' and '-', "
+                        "and begins with a letter or digit"
+                    )
+                else:
+                    tenants.append(entry.name)
+                if len(tenants) + len(scan.problems) > _MOST_TENANTS:
+                    raise OSError(None, f"has more than {_MOST_TENANTS} folders", str(self.path))
+        for tenant in tenants:
+            try:
+                problem = self._scan_tenant(tenant, known, scan.files)
+            except OSError as e:
+                problem = f"cannot be read ({e.strerror})"
+            if problem:
+                scan.problems[tenant] = problem
+        return scan
+
+    def read(self, place: Place) -> bytes:
+        """The content of a specification.
+
+        Args:
+          place: the specification.
+
+        Raises:
+          TaskError: it is no regular file, a link, or too large.
+        """
+        where = str(place).removeprefix(f"{place.tenant}/")
+        path = f"{place.tenant}/{place.name}{_SUFFIX}"
+        return read_bytes(self.path, path, self._limits.specification_bytes, where)
+
+    def files(self, tenant: str, task: Task) -> dict[str, Signature | None]:
+        """The files that a task names, with their signatures; None for those that are not there.
+
+        Args:
+          tenant: the tenant.
+          task: the task, with relative paths.
+        """
+        paths = [task.data.path]
+        if task.eval_data:
+            paths.append(task.eval_data.path)
+        if task.resume_from:
+            paths += [f"{task.resume_from}/{name}" for name in _ADAPTER_FILES]
+        found: dict[str, Signature | None] = {}
+        for path in paths:
+            try:
+                # A link on the way is found out later, when the file is opened.
+                own = os.stat(f"{tenant}/{path}", dir_fd=self._fd, follow_symlinks=False)
+                found[path] = _signature(own)
+            except OSError:
+                found[path] = None
+        return found
+
+    def write_status(self, place: Place, text: str) -> None:
+        """Replaces the status file beside a specification as a whole.
+
+        Whatever has its name is replaced, never followed or written to. The content is not waited
+        for: it is made anew when training is started again.
+
+        Args:
+          place: the specification.
+          text: the content.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        name = place.name + _STATUS
+        partial = f".{name}.partial"
+        folder = os.open(place.tenant, _FOLDER, dir_fd=self._fd)
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(partial, dir_fd=folder)
+            with open(os.open(partial, _NEW_FILE, 0o644, dir_fd=folder), "wb") as file:
+                file.write(text.encode())
+            os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(partial, dir_fd=folder)
+            raise
+        finally:
+            os.close(folder)
+
+    def remove_status(self, place: Place) -> None:
+        """Removes the status file of a specification, if it can be removed.
+
+        Args:
+          place: the specification.
+        """
+        with suppress(OSError):
+            folder = os.open(place.tenant, _FOLDER, dir_fd=self._fd)
+            try:
+                os.unlink(place.name + _STATUS, dir_fd=folder)
+            finally:
+                os.close(folder)
+
+    def _scan_tenant(
+        self, tenant: str, known: Collection[Place], files: dict[Place, Signature]
+    ) -> str | None:
+        """Adds the specifications of a tenant; returns why not all of them could be added."""
+        folder = os.open(tenant, _FOLDER, dir_fd=self._fd)
+        try:
+            found: dict[Place, Signature] = {}
+            with os.scandir(folder) as entries:
+                for number, entry in enumerate(entries):
+                    if number >= self._limits.folder_entries:
+                        return f"has more than {number} files, so they are not read"
+                    name = entry.name
+                    if name.endswith(_SUFFIX) and not name.endswith(_STATUS) and name[0] != ".":
+                        with suppress(FileNotFoundError):
+                            own = _signature(entry.stat(follow_symlinks=False))
+                            found[Place(tenant, name.removesuffix(_SUFFIX))] = own
+        finally:
+            os.close(folder)
+        most = self._limits.specifications
+        if len(found) <= most:
+            files |= found
+            return None
+        first = sorted(found, key=lambda place: (place not in known, place))
+        files |= {place: found[place] for place in first if place in known}
+        files |= {place: found[place] for place in first[:most]}
+        return (
+            f"has {len(found)} specifications, but a tenant may have {most}; the others are not "
+            "read"
+        )
+
+    def _error(self, message: str) -> WatchedDirectoryError:
+        return WatchedDirectoryError(f"watched directory {self.path}: {message}")
+
+
+def _signature(found: os.stat_result) -> Signature:
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
