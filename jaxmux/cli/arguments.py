@@ -12,6 +12,7 @@ from typing import NoReturn
 from jaxmux.similar_names import did_you_mean
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
+DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
 # Rounds of a plan if --rounds is not given and no global batch is large.
 DEFAULT_ROUNDS = 8
 
@@ -21,6 +22,11 @@ Hugging Face PEFT adapter for each task. Without a config it runs the bundled
 demo.
 
 If training is interrupted, the same command continues it.
+
+With --watch=DIR it serves tenants instead: it trains the tasks of JSON files
+DIR/TENANT/NAME.json as they come, change and go, until a signal stops it.
+NAME.status.json beside each file tells what has become of the task. The config
+sets serve.backbone and other options of the server, but no tasks.
 
 Exit codes:
   0         every task succeeded
@@ -45,6 +51,15 @@ a config:
 Paths are relative to the working directory. `python -c "import jaxmux;
 help(jaxmux.Task)"` shows the parameters of a task and their defaults; likewise
 jaxmux.fine_tune, RunOptions, LoRA, AdamW, SGD, Lion, Schedule and Source.
+
+a config for --watch:
+  serve.backbone = "/models/Llama-3.2-1B"
+  serve.reserved_slots = 16
+  serve.reserved_rank = 32
+  TenantLimits.steps = 20000
+
+`python -c "import jaxmux.runs; help(jaxmux.runs.ServerOptions)"` shows all
+options of a server; likewise TenantLimits, the most that a tenant may ask for.
 """
 _PLAN = """\
 Plans the training of a gin config's tasks without training anything, and shows
@@ -79,6 +94,11 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--restart", action="store_true", help="delete the files of earlier training first"
     )
+    parser.add_argument(
+        "--watch",
+        metavar="DIR",
+        help="train the tasks that tenants specify in this directory, until a signal comes",
+    )
     several = parser.add_argument_group(
         "several processes",
         "Every process runs the same command; fine_tune.mesh counts the devices of all.",
@@ -99,6 +119,12 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     options = _parse_with_bindings(parser, arguments)
     _check_processes(parser, options)
+    if options.watch == "":
+        parser.error("--watch should name a directory")
+    if options.watch and options.restart:
+        parser.error("--restart is for training runs; a server continues, or gets a new --run_dir")
+    if options.watch and is_one_of_several(options):
+        parser.error("--watch serves in one process; leave the options of several processes out")
     return options
 
 

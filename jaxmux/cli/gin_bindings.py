@@ -10,6 +10,7 @@ import shlex
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gin
 from gin import config_parser
@@ -20,6 +21,8 @@ from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS
 from jaxmux.runs import RunOptions
+from jaxmux.runs.server_options import ServerOptions
+from jaxmux.runs.tenant_limits import TenantLimits
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import Task
 
@@ -37,10 +40,22 @@ class RunConfig(RunOptions):
     tasks: Sequence[Task]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(ServerOptions):
+    """What a config says about a server. Configs call it `serve`.
+
+    Attributes:
+      backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
+    """
+
+    backbone: str
+
+
 _ADAPTERS = [kind.specification for kind in KINDS.values()]
 # By the name that configs use.
-_CONFIGURABLE = {"fine_tune": RunConfig} | {
-    part.__name__: part for part in (Task, Source, *_ADAPTERS, *OPTIMIZERS.values(), Schedule)
+_CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
+    part.__name__: part
+    for part in (Task, Source, *_ADAPTERS, *OPTIMIZERS.values(), Schedule, TenantLimits)
 }
 
 
@@ -83,14 +98,10 @@ def run_config() -> RunConfig:
       ConfigError: a parameter without a default is not given, or a value is refused.
       PlanningError: an option is outside its range.
     """
-    try:
-        arguments = gin.get_bindings("fine_tune")
-    except RecursionError:
-        raise ConfigError("the config refers to itself, for example by @fine_tune()") from None
-    except (RuntimeError, TypeError, ValueError) as e:
-        raise ConfigError(_without_postscript(e)) from None
+    arguments = _bindings("fine_tune")
     if missing := {"backbone", "tasks"} - arguments.keys():
-        raise ConfigError(f"the config does not set fine_tune.{min(missing)}")
+        hint = "; it is one for --watch=DIR" if _bindings("serve") else ""
+        raise ConfigError(f"the config does not set fine_tune.{min(missing)}{hint}")
     tasks = arguments["tasks"]
     if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task) for t in tasks):
         raise ConfigError(f"fine_tune.tasks should be a list of @NAME/Task(), found {tasks!r}")
@@ -100,15 +111,63 @@ def run_config() -> RunConfig:
     return RunConfig(**arguments)
 
 
+def serve_config() -> tuple[ServeConfig, TenantLimits]:
+    """The server of the config, and the limits of its tenants.
+
+    Raises:
+      ConfigError: the backbone is not given, a value is refused, or the config has tasks.
+      PlanningError: an option is outside its range.
+    """
+    arguments = _bindings("serve")
+    if "backbone" not in arguments:
+        raise ConfigError("the config does not set serve.backbone, which --watch needs")
+    for name in _CONFIGURABLE:
+        if name not in ("serve", "TenantLimits") and _bindings(name):
+            raise ConfigError(
+                f"the config sets parameters of {name}, but with --watch tasks come from the "
+                "directory"
+            )
+    _refuse_unknown_scopes()
+    try:
+        limits = TenantLimits(**_bindings("TenantLimits"))
+    except ValueError as e:
+        raise ConfigError(f"TenantLimits: {e}") from None
+    return ServeConfig(**arguments), limits
+
+
 def resolved_config() -> str:
-    """A config that sets the same, with the defaults of everything that was built."""
-    given = gin.get_bindings("fine_tune", resolve_references=False)
+    """A config of a training run that sets the same, with the defaults of everything that was
+    built."""
     own = [field for field in dataclasses.fields(RunConfig) if field.name in ("backbone", "tasks")]
-    lines = [
-        f"fine_tune.{field.name} = {given.get(field.name, field.default)!r}"
-        for field in (*own, *dataclasses.fields(RunOptions))
-    ]
+    lines = _resolved("fine_tune", (*own, *dataclasses.fields(RunOptions)))
     return "\n".join(lines) + "\n\n" + gin.operative_config_str(max_line_length=100)
+
+
+def resolved_serve_config() -> str:
+    """A config of a server that sets the same, with all defaults."""
+    own = [field for field in dataclasses.fields(ServeConfig) if field.name == "backbone"]
+    lines = _resolved("serve", (*own, *dataclasses.fields(ServerOptions)))
+    lines += ["", *_resolved("TenantLimits", dataclasses.fields(TenantLimits))]
+    return "\n".join(lines) + "\n"
+
+
+def _bindings(name: str) -> dict[str, Any]:
+    """The parameters that the config sets, with what they refer to.
+
+    Raises:
+      ConfigError: what they refer to cannot be built.
+    """
+    try:
+        return gin.get_bindings(name)
+    except RecursionError:
+        raise ConfigError(f"the config refers to itself, for example by @{name}()") from None
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise ConfigError(_without_postscript(e)) from None
+
+
+def _resolved(name: str, fields: Sequence[dataclasses.Field]) -> list[str]:
+    given = gin.get_bindings(name, resolve_references=False)
+    return [f"{name}.{own.name} = {given.get(own.name, own.default)!r}" for own in fields]
 
 
 def _refuse_unknown_scopes() -> None:

@@ -3,16 +3,19 @@
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import fine_tune, join_processes
 from jaxmux.runs.processes import leave, process_index, watching_others
+from jaxmux.runs.serving import serve
 
 from . import gin_bindings
-from .arguments import DEMO_CONFIG, is_one_of_several
+from .arguments import DEMO_CONFIG, DEMO_SERVER_CONFIG, is_one_of_several
 from .exit_codes import TASK_FAILED, exit_at_once, exit_code_of
 
 
@@ -23,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
     """
     # Orbax logs warnings about its own metadata when training resumes.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    if options.watch:
+        _serve(options)
     if not is_one_of_several(options):
         return _train(options)
     join_processes(options.coordinator, options.processes, options.process)
@@ -48,8 +53,7 @@ def _train(options: argparse.Namespace) -> int:
         if process_index() == 0:
             print("no --gin_file: running the bundled demo (--help shows how to train your own)")
         files = [DEMO_CONFIG]
-    run_dir = options.run_dir or Path("runs") / Path(files[-1]).stem
-    gin_bindings.parse([resolve_path(file) for file in files], options.bindings)
+    run_dir = _parse(files, options)
     config = gin_bindings.run_config()
     summary = fine_tune(
         config.backbone,
@@ -60,6 +64,33 @@ def _train(options: argparse.Namespace) -> int:
         config_text=gin_bindings.resolved_config(),
     )
     return 0 if summary.succeeded else TASK_FAILED
+
+
+def _serve(options: argparse.Namespace) -> NoReturn:
+    """Trains the tasks of a watched directory until a signal stops it, which is an exception."""
+    _keep_compiled_programs()
+    files = options.gin_file
+    if not files:
+        print("no --gin_file: serving the bundled demo's model (--help shows how to serve yours)")
+        files = [DEMO_SERVER_CONFIG]
+    run_dir = _parse(files, options)
+    config, limits = gin_bindings.serve_config()
+    serve(
+        config.backbone,
+        options.watch,
+        run_dir,
+        config,
+        limits,
+        config_text=gin_bindings.resolved_serve_config(),
+        end_at_once=_end_at_once,
+    )
+    raise AssertionError("only a signal ends a server")
+
+
+def _parse(files: Sequence[str], options: argparse.Namespace) -> str | Path:
+    """Reads configs and parameters; returns the run directory."""
+    gin_bindings.parse([resolve_path(file) for file in files], options.bindings)
+    return options.run_dir or Path("runs") / Path(files[-1]).stem
 
 
 def _keep_compiled_programs() -> None:

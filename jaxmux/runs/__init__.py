@@ -10,6 +10,7 @@ from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names
 from .run_shape import best_shape
 from .server_options import ServerOptions
+from .serving import serve
 from .specification_limits import SpecificationLimits
 from .summary import Summary
 from .task_json import read_specification, task_from_json, task_to_json
@@ -36,6 +37,7 @@ __all__ = [
     "read_record",
     "read_specification",
     "read_task",
+    "serve",
     "task_from_json",
     "task_schema",
     "task_to_json",

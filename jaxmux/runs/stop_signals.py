@@ -30,6 +30,7 @@ class StopSignals:
         """Handles nothing yet."""
         self.number = 0
         self._deferred = self._saved = False
+        self._notice = _STOPPING
         self._previous: dict[int, object] = {}
         # The lines to print; None ends the thread that prints them.
         self._lines: SimpleQueue[str | None] = SimpleQueue()
@@ -56,12 +57,13 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self, say: Callable[[str], None]) -> Iterator[None]:
+    def deferred(self, say: Callable[[str], None], notice: str = _STOPPING) -> Iterator[None]:
         """Within this context, a signal only sets `arrived`, so that the state can be saved.
 
         Args:
           say: function that prints one line; it is told that a signal has arrived, in a thread of
             its own.
+          notice: what it is told.
 
         Raises:
           Interrupted: a signal arrived before, but its exception was lost in code of others.
@@ -70,7 +72,7 @@ class StopSignals:
             raise Interrupted(self.number, saved=False)
         # A handler of signals may interrupt whatever prints, so a thread prints in its place.
         thread = threading.Thread(target=self._say_lines, args=(say,), daemon=True)
-        self._deferred = True
+        self._deferred, self._notice = True, notice
         thread.start()
         try:
             yield
@@ -88,4 +90,4 @@ class StopSignals:
         signal.signal(number, self._previous[number])
         if not self._deferred:
             raise Interrupted(number, saved=self._saved)
-        self._lines.put(_STOPPING)
+        self._lines.put(self._notice)

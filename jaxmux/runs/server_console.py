@@ -1,0 +1,190 @@
+"""Reports of a server: a live table on a terminal, plain lines elsewhere."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from jaxmux.live import TaskStatus
+from jaxmux.live.states import (
+    CANCELLED,
+    ENDED,
+    FAILED,
+    PAUSED,
+    PREPARING,
+    QUEUED,
+    RUNNING,
+    SUCCEEDED,
+)
+from jaxmux.planner.numbers import numbered
+
+from .console import RunConsole
+from .status_file import places_in_queue
+
+# Tasks in the order in which the table shows them.
+_STATES = (RUNNING, PREPARING, QUEUED, PAUSED)
+# Rates are means over so many seconds.
+_WINDOW = 15.0
+# Characters of a reason that are printed; a status file has all of them.
+_LONGEST_REASON = 500
+# Seconds between two lines about all tasks, where there is no terminal.
+_SECONDS_A_LINE = 60.0
+# Lines of the terminal that the table leaves free, and lines of the table without tasks.
+_OTHER_LINES = 7
+
+
+class ServerConsole:
+    """Prints what becomes of the tasks of a server."""
+
+    def __init__(self, console: Console | None = None, log_every: int | None = None):
+        """Creates the console; nothing is printed yet.
+
+        Args:
+          console: the rich console to print to; None for standard output.
+          log_every: where there is no terminal, number of a task's steps from one printed line to
+            the next; None prints none, but a line about all tasks once a minute.
+        """
+        lines = RunConsole(console)
+        self.say, self._console, self._log_every = lines.say, lines.console, log_every
+        self._live: Live | None = None
+        self._statuses: dict[str, TaskStatus] = {}
+        # By task that trains, its tokens at some moments of the last seconds.
+        self._tokens: dict[str, deque[tuple[float, int]]] = {}
+        self._said_at = time.monotonic()
+
+    def start(self, statuses: Sequence[TaskStatus]) -> None:
+        """Begins to show the tasks.
+
+        Args:
+          statuses: the tasks of an earlier server in the same folder.
+        """
+        self._statuses = {status.name: status for status in statuses}
+        if statuses:
+            self.say(f"tasks of an earlier start: {_counted(statuses)}")
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def show(self, statuses: Sequence[TaskStatus], adapters: str) -> None:
+        """Shows what has changed.
+
+        Args:
+          statuses: all tasks.
+          adapters: the folder of the adapters.
+        """
+        now = time.monotonic()
+        for status in statuses:
+            before = self._statuses.get(status.name)
+            if status is before:
+                continue
+            self._statuses[status.name] = status
+            self._count_tokens(status, now)
+            if before is None or before.state != status.state:
+                self._say_state(status, adapters)
+            elif self._says_steps(before, status):
+                self.say(_step_line(status))
+        trains = any(status.state == RUNNING for status in statuses)
+        if self._live:
+            self._live.update(self._table(statuses, now))
+        elif trains and now - self._said_at >= _SECONDS_A_LINE:
+            self._said_at = now
+            self.say(self._totals(statuses, now))
+
+    def stop(self) -> None:
+        """Removes the live table."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _say_state(self, status: TaskStatus, adapters: str) -> None:
+        name = status.name
+        match status.state:
+            case "running" if self._live is None and status.step == 0:
+                self.say(f"{name}: running, {numbered(status.steps or 0, 'step')}")
+            case "succeeded":
+                loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+                self.say(f"{name}: succeeded after {numbered(status.step, 'step')}{loss}")
+                self.say(f"adapter {name}: {adapters}/{name}")
+            case "failed":
+                self.say(f"FAILED {name}: {_printable(status.reason or '')}")
+            case "cancelled":
+                self.say(f"{name}: cancelled after {numbered(status.step, 'step')}")
+
+    def _says_steps(self, before: TaskStatus, status: TaskStatus) -> bool:
+        every = self._log_every
+        return bool(every and self._live is None and status.step // every > before.step // every)
+
+    def _count_tokens(self, status: TaskStatus, now: float) -> None:
+        if status.state != RUNNING:
+            self._tokens.pop(status.name, None)
+            return
+        own = self._tokens.setdefault(status.name, deque())
+        own.append((now, status.meter.effective_tokens))
+        while now - own[0][0] > _WINDOW:
+            own.popleft()
+
+    def _rate(self, name: str, now: float) -> float:
+        """Tokens of a task, without padding, per second; 0 as long as it is unknown."""
+        own = self._tokens.get(name)
+        if not own or len(own) < 2:
+            return 0.0
+        (first, before), (last, tokens) = own[0], own[-1]
+        # A task that has waited since then has a lower rate.
+        return (tokens - before) / max(last - first, now - last, 1e-9)
+
+    def _totals(self, statuses: Sequence[TaskStatus], now: float) -> str:
+        rate = sum(self._rate(name, now) for name in self._tokens)
+        return _counted(statuses) + (f"; {rate:,.0f} tokens/s" if rate else "")
+
+    def _table(self, statuses: Sequence[TaskStatus], now: float) -> Table:
+        places = places_in_queue(statuses)
+        shown = [status for status in statuses if status.state not in ENDED]
+        shown.sort(key=lambda s: (_STATES.index(s.state), places.get(s.name, 0)))
+        room = max(1, self._console.height - _OTHER_LINES)
+        caption = self._totals(statuses, now) if statuses else "no tasks yet"
+        table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+        for column in ("task", "state", "step", "loss", "tokens/s", "place"):
+            is_text = column in ("task", "state")
+            table.add_column(
+                column,
+                justify="left" if is_text else "right",
+                no_wrap=True,
+                overflow="ellipsis",
+                # Names have up to 100 characters, and the numbers are to stay readable.
+                max_width=max(12, self._console.width - 56) if column == "task" else None,
+            )
+        for status in shown[:room]:
+            rate, place = self._rate(status.name, now), places.get(status.name)
+            table.add_row(
+                status.name,
+                status.state,
+                f"{status.step}/{'?' if status.steps is None else status.steps}",
+                "" if status.loss is None else f"{status.loss:.4f}",
+                f"{rate:,.0f}" if rate else "",
+                "" if place is None else str(place),
+            )
+        if len(shown) > room:
+            table.add_row("…", f"{len(shown) - room} more", "", "", "", "")
+        return table
+
+
+def _step_line(status: TaskStatus) -> str:
+    loss = "" if status.loss is None else f" loss {status.loss:.4f}"
+    return f"{status.name} step {status.step}/{status.steps}{loss}"
+
+
+def _printable(text: str) -> str:
+    """A text that may hold what a tenant has written, without characters that a terminal obeys."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
+    return shown + "…" * (len(text) > _LONGEST_REASON)
+
+
+def _counted(statuses: Sequence[TaskStatus]) -> str:
+    """The numbers of tasks by state, as "3 running, 12 queued"."""
+    counts: Mapping[str, int] = Counter(status.state for status in statuses)
+    states = [s for s in (*_STATES, SUCCEEDED, FAILED, CANCELLED) if counts.get(s)]
+    return ", ".join(f"{counts[state]} {state}" for state in states) or "no tasks"

@@ -1,0 +1,357 @@
+"""A server with a watched directory: how it starts, what it prints, and how it ends."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gin
+import pytest
+from rich.console import Console
+
+from jaxmux import Interrupted, RunDirectoryError
+from jaxmux.cli import gin_bindings
+from jaxmux.cli.arguments import DEMO_SERVER_CONFIG, train_options
+from jaxmux.cli.main import run_command
+from jaxmux.live import Meter, StateChange, TaskStatus
+from jaxmux.package_files import resolve_path
+from jaxmux.runs import ServerOptions, TenantLimits, serve
+from jaxmux.runs.intake import Intake
+from jaxmux.runs.server_console import ServerConsole
+from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "watched_directory.md").read_text()
+OPTIONS = ServerOptions(
+    tokens_per_microbatch=256,
+    row_len=128,
+    chunk_len=64,
+    remat="none",
+    reserved_slots=2,
+    reserved_rank=4,
+    reserved_targets=("q_proj", "down_proj"),
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    """gin's configuration is global."""
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture
+def specify(tmp_path, data):
+    """Writes a specification of a tenant, with its data."""
+
+    def write(place: str, **fields) -> None:
+        path = tmp_path / "inbox" / f"{place}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "a.jsonl").write_text(Path(data["short"]).read_text())
+        adapter = {"kind": "lora", "rank": 2, "target_modules": ["q_proj", "down_proj"]}
+        defaults = {"name": path.stem, "data": "a.jsonl", "batch_size": 4, "adapter": adapter}
+        path.write_text(json.dumps(defaults | {"steps": 3} | fields))
+
+    return write
+
+
+@pytest.fixture
+def served(backbone, tmp_path):
+    """Serves until a condition holds, then sends SIGTERM to this process. Returns what it
+    printed."""
+
+    def run(until, **options) -> str:
+        printed = io.StringIO()
+        console = ServerConsole(Console(file=printed, width=80), options.pop("log_every", None))
+        done = threading.Event()
+
+        def stop():
+            while not done.is_set() and not until():
+                time.sleep(0.02)
+            if not done.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        try:
+            with pytest.raises(Interrupted) as stopped:
+                serve(
+                    backbone,
+                    tmp_path / "inbox",
+                    tmp_path / "server",
+                    OPTIONS,
+                    TenantLimits(),
+                    console=console,
+                    every=0.02,
+                    **options,
+                )
+        finally:
+            done.set()
+            thread.join()
+        assert stopped.value.signal_number == signal.SIGTERM and stopped.value.saved
+        return printed.getvalue()
+
+    return run
+
+
+def status_file(place: Path) -> Path:
+    return place.with_suffix(".status.json")
+
+
+def state_of(place: Path) -> str:
+    path = status_file(place)
+    return json.loads(path.read_text())["state"] if path.exists() else ""
+
+
+def test_a_server_trains_until_a_signal_comes_and_goes_on_later(served, specify, tmp_path):
+    specify("acme/short")
+    specify("acme/long", steps=3000)
+    specify("acme/wrong", steps=0)
+    inbox, server = tmp_path / "inbox", tmp_path / "server"
+    printed = served(lambda: state_of(inbox / "acme" / "short") == "succeeded", config_text="# x\n")
+    lines = printed.splitlines()
+    assert lines[0] == f"watching {inbox}: a task is a file TENANT/NAME.json in it"
+    assert "acme.long: running, 3000 steps" in lines
+    assert any(
+        re.fullmatch(r"acme.short: succeeded after 3 steps, loss \d\.\d{4}", x) for x in lines
+    )
+    assert f"adapter acme.short: {server}/adapters/acme.short" in lines
+    assert sum("wrong.json: steps should be" in line for line in lines) == 1
+    assert "stopping after this round; a second signal stops at once" in lines
+    assert len(lines) <= 7
+    assert (server / "config.gin").read_text() == "# x\n"
+    before = json.loads((inbox / "acme" / "long.status.json").read_text())["step"]
+    trained = iter(lambda: json.loads((inbox / "acme" / "long.status.json").read_text())["step"], 0)
+    printed = served(lambda: next(trained) > before + 3, log_every=1)
+    assert "tasks of an earlier start: 1 preparing, 1 succeeded" in printed
+    assert re.search(r"^acme.long step \d+/3000 loss \d", printed, re.MULTILINE)
+
+
+def test_before_anything_was_trained_a_signal_need_not_wait(served, specify, monkeypatch):
+    """The first round takes long, as while its programs are compiled."""
+    specify("acme/one")
+    begun, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr("jaxmux.runs.serving._PATIENCE", 0.1)
+
+    def round_of_compilation(self):
+        begun.set()
+        ended.wait(20)
+        self._carry_out(self._commands.take())
+        return False
+
+    monkeypatch.setattr("jaxmux.live.LiveTraining.step", round_of_compilation)
+    reasons = []
+
+    def end_at_once(reason):
+        reasons.append(reason)
+        ended.set()
+
+    began = time.monotonic()
+    served(begun.is_set, end_at_once=end_at_once)
+    assert time.monotonic() - began < 15
+    assert str(reasons[0]) == "stopped by SIGTERM; nothing was trained since the start"
+
+
+def test_an_error_of_training_ends_the_server(backbone, tmp_path, monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr("jaxmux.live.LiveTraining.step", broken)
+    quiet = ServerConsole(Console(quiet=True))
+    with pytest.raises(ZeroDivisionError):
+        serve(
+            backbone,
+            tmp_path / "inbox",
+            tmp_path / "server",
+            OPTIONS,
+            TenantLimits(),
+            console=quiet,
+            every=0.02,
+        )
+
+
+def refusal(backbone, watched, run_dir) -> str:
+    quiet = ServerConsole(Console(quiet=True))
+    with pytest.raises((RunDirectoryError, WatchedDirectoryError)) as error:
+        serve(backbone, watched, run_dir, OPTIONS, TenantLimits(), console=quiet)
+    return str(error.value)
+
+
+def test_files_of_tenants_and_of_the_server_are_apart(backbone, tmp_path):
+    for watched, run_dir in (("a", "a/b"), ("a/b", "a"), ("a", "a")):
+        found = refusal(backbone, tmp_path / watched, tmp_path / run_dir)
+        assert "should be apart from the watched directory" in found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_directory_does_not_look_like_deleted_tasks(backbone, served, specify, tmp_path):
+    specify("acme/one", steps=3000)
+    inbox, run_dir = tmp_path / "inbox", tmp_path / "server"
+    served(lambda: state_of(inbox / "acme" / "one") == "running")
+    found = refusal(backbone, tmp_path / "other", run_dir)
+    assert f"its tasks come from {inbox}, not from {tmp_path / 'other'}" in found
+    # As if the disk were not mounted.
+    inbox.rename(tmp_path / "aside")
+    inbox.mkdir()
+    assert ".lock is missing in it" in refusal(backbone, inbox, run_dir)
+    inbox.rmdir()
+    assert ".lock is missing in it" in refusal(backbone, inbox, run_dir)
+    assert not inbox.exists() and not (tmp_path / "other").exists()
+
+
+def test_a_refused_start_leaves_no_directory_behind(tmp_path):
+    quiet = ServerConsole(Console(quiet=True))
+    with pytest.raises(ValueError):
+        serve(
+            tmp_path / "nowhere",
+            tmp_path / "inbox",
+            tmp_path / "server",
+            OPTIONS,
+            TenantLimits(),
+            console=quiet,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tenants_take_turns():
+    intake = Intake(None, None, TenantLimits())
+    places = [Place("a", str(i)) for i in range(4)] + [Place("b", "x"), Place("c", "y")]
+    order = [f"{place.tenant}{place.name}" for place in intake.in_turns(places)]
+    assert order == ["a0", "bx", "cy", "a1", "a2", "a3"]
+    first = intake.in_turns(places)
+    assert [next(first).tenant for _ in range(2)] == ["b", "c"]
+    assert next(intake.in_turns(places)).tenant == "a"
+
+
+def task_status(name: str, state: str, step: int = 0, **fields) -> TaskStatus:
+    history = (StateChange(state, None, 0.0),)
+    loss = 1.0 if step else None
+    meter = Meter(effective_tokens=100 * step)
+    default = TaskStatus(name, state, None, 0, step, 9, loss, meter, history)
+    return default._replace(**fields)
+
+
+def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
+    printed = io.StringIO()
+    terminal = Console(file=printed, width=80, height=20, force_terminal=True)
+    console = ServerConsole(terminal)
+    waiting = [task_status(f"t.{i}", "queued") for i in range(30)]
+    long = "t." + "x" * 98
+    console.start([])
+    console.show([task_status(long, "running", 1), *waiting], "adapters")
+    later = time.monotonic() + 5
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    failed = task_status("t.b", "failed", reason="why\x1b[2J" + "y" * 1000)
+    last = [task_status(long, "running", 6), *waiting, failed]
+    console.show(last, "adapters")
+    console.stop()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.getvalue())
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines if "FAILED" not in line)
+    assert "FAILED t.b: why\\x1b[2Jyyy" in text and "y" * 600 not in text
+    assert re.search(r"t\.x+… +running +6/9 +1\.0000 +\d+", text)
+    assert re.search(r"t\.0 +queued +0/9 +1", text)
+    assert "18 more" in text and "1 running, 30 queued, 1 failed; " in text
+
+
+def test_a_command_line_that_makes_no_sense_is_refused(capsys):
+    for option, message in {
+        "--restart": "a server continues, or gets a new --run_dir",
+        "--distributed": "--watch serves in one process",
+        "--watch=": "--watch should name a directory",
+    }.items():
+        with pytest.raises(SystemExit):
+            train_options(["--watch=inbox", option], "jaxmux train")
+        assert message in capsys.readouterr().err
+
+
+def test_a_config_is_for_training_or_for_a_server(write_config, tmp_path, capsys):
+    serves = tmp_path / "serve.gin"
+    serves.write_text("serve.backbone = 'b'\nTenantLimits.rank = 7\n")
+    assert run_command("train", [f"--gin_file={serves}"], "jaxmux train") == 2
+    assert "does not set fine_tune.backbone; it is one for --watch=DIR" in capsys.readouterr().err
+    watch = f"--watch={tmp_path / 'inbox'}"
+    assert run_command("train", [watch, f"--gin_file={write_config()}"], "jaxmux train") == 2
+    assert "does not set serve.backbone, which --watch needs" in capsys.readouterr().err
+    both = [watch, f"--gin_file={write_config()}", "--gin.serve.backbone='b'"]
+    assert run_command("train", both, "jaxmux train") == 2
+    assert "sets parameters of fine_tune, but with --watch tasks" in capsys.readouterr().err
+    gin_bindings.parse([str(serves)], ["serve.reserved_slots=3"])
+    config, limits = gin_bindings.serve_config()
+    assert (config.backbone, config.reserved_slots, limits) == ("b", 3, TenantLimits(rank=7))
+    (tmp_path / "resolved.gin").write_text(gin_bindings.resolved_serve_config())
+    gin_bindings.parse([str(tmp_path / "resolved.gin")], [])
+    assert gin_bindings.serve_config() == (config, limits)
+
+
+def test_the_config_in_the_help_names_real_parameters(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        train_options(["--help"], "jaxmux train")
+    example = capsys.readouterr().out.split("a config for --watch:")[1].split("\n\n")[0]
+    path = tmp_path / "example.gin"
+    path.write_text("\n".join(line.strip() for line in example.splitlines()))
+    gin_bindings.parse([str(path)], [])
+    config, limits = gin_bindings.serve_config()
+    assert config.reserved_slots == 16 and limits.steps == 20_000
+
+
+def test_the_status_of_the_documentation_has_the_keys_of_a_status(served, specify, tmp_path):
+    specify("acme/billing", steps=3000)
+    inbox = tmp_path / "inbox"
+    served(lambda: state_of(inbox / "acme" / "billing") == "running")
+    _, example = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    shown, found = json.loads(example), json.loads(status_file(inbox / "acme/billing").read_text())
+    assert list(shown) == list(found)
+    assert list(shown["meter"]) == list(found["meter"])
+    assert list(shown["history"][0]) == list(found["history"][0])
+    table = PAGE.split("| key | meaning |")[1].split("\n\n")[0]
+    names = re.findall(r"^\|([^|]+)\|", table, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", "".join(names)) == list(found)
+
+
+def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(tmp_path):
+    """A second process is refused meanwhile."""
+    tenant = tmp_path / "inbox" / "acme"
+    tenant.mkdir(parents=True)
+    source = ROOT / "jaxmux" / "demo" / "tasks" / "mood.train.jsonl"
+    (tenant / "mood.jsonl").write_bytes(source.read_bytes())
+    fields = {"name": "mood", "data": "mood.jsonl", "steps": 2000, "batch_size": 4}
+    (tenant / "mood.json").write_text(json.dumps(fields | {"adapter": {"kind": "lora", "rank": 4}}))
+    command = [sys.executable, "-m", "jaxmux.train", "--watch=inbox"]
+    where = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **where)
+    try:
+        end = time.monotonic() + 100
+        while state_of(tenant / "mood") != "running" and time.monotonic() < end:
+            time.sleep(0.1)
+        second = subprocess.run(command, **where, timeout=60)
+        status = json.loads((tenant / "mood.status.json").read_text())
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=30)
+        seconds = time.monotonic() - began
+    finally:
+        process.kill()
+    assert second.returncode == 2
+    assert "watched directory " in second.stderr and "in use by another process" in second.stderr
+    assert process.returncode == 143, error
+    assert seconds < 10
+    assert error.splitlines()[-1].startswith("stopped by SIGTERM; ")
+    assert "Traceback" not in error
+    assert out.startswith("no --gin_file: serving the bundled demo's model (")
+    # What was trained is saved.
+    if status["step"]:
+        assert "state saved, the same command continues from here" in error
+        assert any((tmp_path / "runs" / "demo_server" / "checkpoints").iterdir())
+
+
+def test_the_shipped_config_serves_the_demo():
+    gin_bindings.parse([resolve_path(DEMO_SERVER_CONFIG)], [])
+    config, _ = gin_bindings.serve_config()
+    assert config.backbone == "jaxmux:demo/base"
