@@ -171,6 +171,9 @@ class LiveTasks:
         if own.state == PREPARING:
             self._enter(own, QUEUED)
             self.changed = True
+        else:
+            # Its number of steps may be known only now.
+            self._show(own)
 
     def choose(self) -> None:
         """Chooses the tasks that train, and lets them take and leave their places."""

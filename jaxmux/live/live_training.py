@@ -254,11 +254,12 @@ class LiveTraining:
                 while not self._closed:
                     if not self.step():
                         # Nothing else is kept as long as nothing happens.
-                        self.save()
+                        self.save(wait=False)
                         longest = self._preparation.seconds_left
-                        self._commands.wait(_RETRY if self._unsaved else longest)
+                        unsaved = self._unsaved or self._store.behind
+                        self._commands.wait(_RETRY if unsaved else longest)
                 if self._owner:
-                    self.save(wait=True)
+                    self.save()
             except BaseException as e:
                 self._failure = e
                 raise
@@ -309,15 +310,15 @@ class LiveTraining:
             self._metered_until = None
         return trains or bool(updates) or self._tasks.changed
 
-    def save(self, wait: bool = False) -> None:
+    def save(self, wait: bool = True) -> None:
         """Waits for the devices, and saves all tasks as they are, if anything has changed.
 
         Args:
-          wait: whether to wait until an earlier call has been carried out. Otherwise nothing is
-            saved as long as the disk is busy.
+          wait: whether to wait until an earlier call has been carried out. False saves nothing as
+            long as the disk is busy.
         """
         self._take_results(self._engine.drain())
-        if self._unsaved:
+        if self._unsaved or self._store.behind:
             self._saving = {}
             for name in self._tasks.running:
                 # One after another, as in `_begin_saving`.
@@ -329,7 +330,8 @@ class LiveTraining:
         """Begins to copy some tasks to the host, when it is time to save. They are not all copied
         at once, because the devices keep the copies until they have arrived."""
         if self._saving is None:
-            if not self._unsaved or self._engine.rounds - self._saved_at < self._save_every:
+            changed = self._unsaved or self._store.behind
+            if not changed or self._engine.rounds - self._saved_at < self._save_every:
                 return {}
             self._saving = {}
         left = [name for name in self._tasks.running if name not in self._saving]

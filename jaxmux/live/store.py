@@ -15,6 +15,11 @@ class Store(Protocol):
     """Keeps commands, tasks and adapters. The thread that owns the engine calls all methods but
     `adapter`, and none of them waits for the devices."""
 
+    @property
+    def behind(self) -> bool:
+        """Whether tasks or adapters that it was given could not be written."""
+        ...
+
     def record(self, commands: Sequence[Command]) -> None:
         """Keeps commands that are about to be carried out.
 
@@ -67,6 +72,8 @@ class Store(Protocol):
 
 class MemoryStore:
     """Keeps adapters in memory, and nothing else: the `Store` of a training without a folder."""
+
+    behind = False
 
     def __init__(self):
         """Starts empty."""

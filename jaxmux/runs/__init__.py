@@ -9,6 +9,7 @@ from .run import fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names
 from .run_shape import best_shape
+from .server import tuning_server
 from .server_options import ServerOptions
 from .serving import serve
 from .specification_limits import SpecificationLimits
@@ -17,7 +18,6 @@ from .task_json import read_specification, task_from_json, task_to_json
 from .task_schema import task_schema
 from .tenant_files import copy_files
 from .tenant_limits import TenantLimits
-from .tuning_server import tuning_server
 from .watched_specification import watched_schema
 
 __all__ = [

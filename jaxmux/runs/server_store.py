@@ -72,6 +72,7 @@ class ServerStore:
         self._adapters: dict[str, tuple[Task, Callable[[], Adapter]]] = {}
         self._number = 0
         self._last: Future[None] | None = None
+        self._behind = False
 
     def read(self) -> Kept:
         """What an earlier server has kept in the folder. Call it once, before any other method.
@@ -95,6 +96,10 @@ class ServerStore:
         self._number = max([number, *segments])
         self._journal.begin(self._number)
         return Kept(saved, commands, self._events.steps)
+
+    @property
+    def behind(self) -> bool:
+        return self._behind or bool(self._adapters)
 
     def record(self, commands: Sequence[Command]) -> None:
         self._journal.append(commands)
@@ -154,6 +159,7 @@ class ServerStore:
         return True
 
     def _write_checkpoint(self, number: int, tasks: Sequence[SavedTask]) -> None:
+        self._behind = True
         if not self._write_adapters():
             return
         try:
@@ -162,6 +168,7 @@ class ServerStore:
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
             numbers = self._checkpoints.numbers
+            self._behind = False
             # Until there are others to fall back on, the beginning takes the place of the first.
             if len(numbers) >= self._keep:
                 self._journal.forget(before=numbers[0])

@@ -16,11 +16,11 @@ from jaxmux.live import LiveTraining
 
 from .directory_watcher import DirectoryWatcher
 from .run_directory import RunDirectoryError
+from .server import tuning_server
 from .server_console import ServerConsole
 from .server_options import ServerOptions
 from .stop_signals import StopSignals
 from .tenant_limits import TenantLimits
-from .tuning_server import tuning_server
 from .watched_directory import WatchedDirectory
 
 _STOPPING = "stopping after this round; a second signal stops at once"

@@ -64,7 +64,7 @@ class SimulatedDisk:
         """
         contents, entries = [], []
         for path in folder.rglob("*"):
-            synced = self._synced.get(path.stat().st_ino)
+            synced = self._synced.get(path.stat().st_ino, b"")
             if path.is_file() and synced != path.read_bytes():
                 contents.append(path)
             listed = self._synced.get(path.parent.stat().st_ino)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from jaxmux import SGD, AdamW, Lion, LoRA, Task
 from jaxmux.live.states import ENDED
+from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
-from jaxmux.runs.tuning_server import tuning_server
 
 OPTIONS = {
     "tokens_per_microbatch": 256,
@@ -76,14 +76,16 @@ def tokens(meter) -> tuple[int, int, int]:
     return meter.effective_tokens, meter.computed_tokens, meter.trained_tokens
 
 
-def calm_outcomes(backbone, data, folder, adapter_bytes) -> dict[tuple[str, int], Outcome]:
+def calm_outcomes(
+    backbone, data, folder, adapter_bytes, **options
+) -> dict[tuple[str, int], Outcome]:
     """The outcomes of all kinds of tasks with all numbers of steps, by kind and number of steps.
 
     Every number of steps is a task of its own that ends there, so the tokens of a task that goes on
     can be compared after each of its steps.
     """
     wanted = [(kind, steps) for kind in KINDS for steps in range(1, MOST_STEPS + 1)]
-    with tuning_server(backbone, folder, ServerOptions(**OPTIONS), say=print) as server:
+    with tuning_server(backbone, folder, ServerOptions(**OPTIONS | options), say=print) as server:
         for kind, steps in wanted:
             task = make_task(kind, f"{kind}-{steps}", steps, data[KINDS[kind][0]])
             if kind == "epochs":

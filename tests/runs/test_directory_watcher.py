@@ -12,7 +12,7 @@ import pytest
 from jaxmux import AdamW, LoRA
 from jaxmux.runs import ServerOptions, TenantLimits
 from jaxmux.runs.directory_watcher import DirectoryWatcher
-from jaxmux.runs.tuning_server import tuning_server
+from jaxmux.runs.server import tuning_server
 from jaxmux.runs.watched_directory import Place, WatchedDirectory
 
 OPTIONS = ServerOptions(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxmux.runs import RunDirectoryError
+from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
-from jaxmux.runs.tuning_server import tuning_server
 
 OPTIONS = {
     "tokens_per_microbatch": 256,

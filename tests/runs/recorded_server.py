@@ -1,0 +1,64 @@
+"""A server whose folder is copied before every system call that changes it.
+
+    LD_PRELOAD=LIBRARY python -m tests.runs.recorded_server LIBRARY BACKBONE SHORT FOLDER COPIES
+
+LIBRARY is compiled from crash_points.c. Recording begins when there is a second checkpoint. From
+then on a task succeeds, commands are given, and a third checkpoint takes the place of the first.
+The commands that were acknowledged are printed as JSON lines, with the number of the next copy.
+"""
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+from jaxmux.runs.server import tuning_server
+from jaxmux.runs.server_options import ServerOptions
+
+from .simulated_tasks import OPTIONS, make_task
+
+# By name of the task, its kind and number of steps.
+TASKS = {"one": ("adamw", 5), "two": ("lion", 7), "late": ("adamw", 3)}
+
+
+def main(library: str, backbone: str, short: str, folder: str, copies: str) -> None:
+    """Runs the server."""
+    shim = ctypes.CDLL(library)
+
+    def register(name):
+        kind, steps = TASKS[name]
+        return server.register(make_task(kind, name, steps, short))
+
+    def acknowledged(kind, name, future):
+        server.step()
+        future.result(timeout=0)
+        print(json.dumps([shim.recorded(), kind, name]), flush=True)
+
+    def checkpoints():
+        server._store._writer.submit(lambda: None).result()
+        return len(list(Path(folder, "checkpoints").glob("[0-9]*")))
+
+    Path(copies).mkdir()
+    options = ServerOptions(**OPTIONS | {"checkpoint_every": 1000, "keep_checkpoints": 2})
+    with tuning_server(backbone, folder, options, say=print) as server:
+        for name in ("one", "two"):
+            acknowledged("register", name, register(name))
+        while server.status("two").step < 1:
+            server.step()
+        server.save()
+        server.step()
+        server.save()
+        assert checkpoints() == 2
+        shim.record(folder.encode(), copies.encode())
+        acknowledged("register", "late", register("late"))
+        acknowledged("pause", "two", server.pause("two"))
+        while server.status("one").state != "succeeded":
+            server.step()
+        server.save()
+        acknowledged("resume", "two", server.resume("two"))
+        assert checkpoints() == 2
+        shim.record(None, None)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,221 @@
+"""A server in this process, whose crashes and restarts are simulated."""
+
+import json
+import shutil
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from random import Random
+
+from jaxmux.runs import server as server_module
+from jaxmux.runs.server import tuning_server
+from jaxmux.runs.server_options import ServerOptions
+
+from . import crash_images
+from .server_model import ServerModel
+from .simulated_disk import SimulatedDisk
+from .simulated_tasks import OPTIONS
+
+# Slots and rank of the pool; each pair costs a compilation. Another rank changes the last bits.
+POOLS = ((2, 4), (3, 4), (4, 4))
+POOLS_OF_ALL_RANKS = ((2, 4), (4, 8))
+
+
+class SimulatedServer:
+    """A server, its model, and the disk between them.
+
+    Attributes:
+      history: the last operations, in words.
+      operations: number of operations so far.
+      said: the lines that the servers have said.
+    """
+
+    def __init__(
+        self,
+        seed,
+        backbone,
+        data,
+        calm,
+        adapter_bytes,
+        folder,
+        monkeypatch,
+        *,
+        pools=POOLS,
+        meshes=("",),
+    ):
+        """Starts a server in an empty folder.
+
+        Args:
+          seed: an int or a text, from which everything follows.
+          backbone: folder of the backbone.
+          data: paths of records by name.
+          calm: outcomes of calm tasks, for `ServerModel`.
+          adapter_bytes: function that reads an adapter folder.
+          folder: an empty folder for all files.
+          monkeypatch: the fixture of pytest.
+          pools: slots and rank of the pools with which servers are started.
+          meshes: the meshes on which servers are started; "" stands for one device.
+        """
+        self.random = Random(seed)
+        self.history: deque[str] = deque(maxlen=40)
+        self.operations = 0
+        self._backbone, self._data = backbone, data
+        self._pools, self._meshes = pools, meshes
+        self._adapter_bytes, self._files = adapter_bytes, folder
+        self._model = ServerModel(calm, same_bits=pools is POOLS)
+        self._disk = SimulatedDisk(monkeypatch, folder)
+        self._images = 0
+        self._folder = folder / "server0"
+        self.said: list[str] = []
+        self._tears = 0
+        # By task, the event that lets its data be read.
+        self._slow: dict[str, threading.Event] = {}
+        self._raises: set[str] = set()
+        self._patch(monkeypatch)
+        self._start()
+
+    def close(self) -> None:
+        """Lets the server and its threads end, also after a failure."""
+        self._disk.full = self._disk.slow = False
+        self._disk.allowed = None
+        for event in self._slow.values():
+            event.set()
+        self._close()
+
+    def _patch(self, monkeypatch) -> None:
+        """Puts seams around the preparation of data and the loading of the backbone."""
+        prepare, load = server_module.prepare_task, server_module.load_on
+        loaded = {}
+
+        def prepare_slowly(task, **keywords):
+            if waits := self._slow.get(task.name):
+                waits.wait()
+            if task.name in self._raises:
+                raise RuntimeError("the source broke down")
+            return prepare(task, **keywords)
+
+        def load_once(deployment, *arguments):
+            if str(deployment) not in loaded:
+                loaded[str(deployment)] = load(deployment, *arguments)
+            return loaded[str(deployment)]
+
+        monkeypatch.setattr(server_module, "prepare_task", prepare_slowly)
+        monkeypatch.setattr(server_module, "load_on", load_once)
+
+    def _start(self) -> None:
+        self._slots, rank = self.random.choice(self._pools)
+        sizes = {
+            "reserved_slots": self._slots,
+            "reserved_rank": rank,
+            "checkpoint_every": self.random.choice((1, 2, 3, 5, 20)),
+            "keep_checkpoints": self.random.choice((2, 3)),
+        }
+        if mesh := self.random.choice(self._meshes):
+            sizes["mesh"] = mesh
+        self._note(f"start with {sizes}")
+        options = ServerOptions(**OPTIONS | sizes)
+        self._context = tuning_server(self._backbone, self._folder, options, say=self.said.append)
+        self._live = self._context.__enter__()
+        tell = self._live._store.tell
+        self._live._store.tell = lambda event: (self._model.take_event(event), tell(event))
+        self._model.lost |= self._disk.lost
+        self._model.begin_server(self._live)
+        self._model.check(self._live, self._slots)
+
+    def _close(self) -> None:
+        """Lets the present server end. Nothing is saved, because nobody runs `LiveTraining.run`."""
+        context, self._context = self._context, None
+        if context:
+            context.__exit__(None, None, None)
+
+    def _restart(self) -> None:
+        """Ends and starts the server as one should."""
+        self._disk.slow = False
+        self._idle()
+        self._live.save()
+        self._close()
+        saved = {} if self._disk.full else {s.name: s.step for s in self._live.statuses()}
+        self._let_all_slow_data_go()
+        self._disk.full = False
+        self._start()
+        for name, step in saved.items():
+            assert self._live.status(name).step == step, (self._live.status(name), step)
+
+    def _crash(self) -> None:
+        """Goes on with an image of the folder as it is now, damaged as a crash could damage it."""
+        self._idle()
+        self._images += 1
+        image = self._files / f"server{self._images}"
+        shutil.copytree(self._folder, image)
+        unsynced = self._disk.unsynced(self._folder)
+        self._disk.slow = self._disk.full = False
+        self._let_all_slow_data_go()
+        self._close()
+        damaged = self._damage(image, unsynced)
+        shutil.rmtree(self._folder)
+        self._folder, said = image, len(self.said)
+        self._disk.sync(image)
+        self._start()
+        if damaged:
+            assert any("is damaged" in line for line in self.said[said:]), damaged
+        numbers = crash_images.checkpoint_numbers(image)
+        for name, step in self._disk.steps.get(max(numbers, default=-1), {}).items():
+            assert self._live.status(name).step == step, (self._live.status(name), step)
+
+    def _damage(self, image: Path, unsynced) -> list[str]:
+        """Damages an image; returns what newest checkpoints were damaged."""
+        # The files differ a little each time, and with them how many numbers are drawn.
+        random, damaged = Random(self.random.random()), []
+        checkpoints, numbers = image / "checkpoints", crash_images.checkpoint_numbers(image)
+        if random.random() < 0.5:
+            crash_images.lose_power(random, image, self._folder, unsynced)
+        if random.random() < 0.4:
+            self._tear_events(random, image / "events.jsonl")
+        if random.random() < 0.3 and checkpoints.is_dir():
+            number = max(numbers, default=0) + 1
+            crash_images.leave_unfinished_checkpoint(random, checkpoints, number)
+        replaceable = len(numbers) > 1 or (numbers and (image / "journal" / "0.jsonl").exists())
+        if random.random() < 0.3 and replaceable:
+            newest = checkpoints / str(numbers[-1])
+            arrays = sorted(path for path in newest.iterdir() if path.name.startswith("task."))
+            if arrays and random.random() < 0.5:
+                shutil.rmtree(random.choice(arrays))
+            else:
+                crash_images.torn(random, newest / "run" / "metadata")
+                (newest / "run" / "metadata").write_bytes(b"{")
+            damaged.append(str(newest))
+        self._note(f"damaged: {damaged}")
+        return damaged
+
+    def _tear_events(self, random: Random, path: Path) -> None:
+        content = path.read_bytes()
+        end = random.randrange(max(0, len(content) - 400), len(content) + 1)
+        path.write_bytes(content[:end])
+        self._tears += 1
+        begin = content.rfind(b"\n", 0, end) + 1
+        for line in content[begin:].splitlines():
+            try:
+                self._model.lost.add(json.loads(line)["task"])
+            except (ValueError, TypeError):
+                pass
+
+    def _note(self, text: str) -> None:
+        self.history.append(f"{self.operations}: {text}")
+
+    def _let_all_slow_data_go(self) -> None:
+        for event in self._slow.values():
+            event.set()
+        self._slow.clear()
+
+    def _idle(self) -> None:
+        """Waits for threads, but not for those that are slow on purpose."""
+        preparation = self._live._preparation
+        while True:
+            with preparation._lock:
+                active = {task.name for task, _ in preparation._active.values()}
+            if active <= self._slow.keys():
+                break
+            time.sleep(0.0005)
+        if not self._disk.slow:
+            self._live._store._writer.submit(lambda: None).result()

@@ -1,0 +1,300 @@
+"""Faults of the disk that a server survives: each test is one of those that simulations found."""
+
+import json
+import os
+import resource
+import shutil
+import time
+
+import pytest
+
+from jaxmux.live.states import ENDED
+from jaxmux.runs import journal, server_store
+from jaxmux.runs.server import tuning_server
+from jaxmux.runs.server_options import ServerOptions
+
+from .simulated_disk import SimulatedDisk
+from .simulated_tasks import OPTIONS
+
+
+@pytest.fixture(scope="module")
+def serve(backbone):
+    """Opens a server on the tiny backbone."""
+
+    def open_server(folder, said=None, **options):
+        chosen = ServerOptions(**OPTIONS | options)
+        return tuning_server(
+            backbone, folder, chosen, say=[].append if said is None else said.append
+        )
+
+    return open_server
+
+
+@pytest.fixture(scope="module")
+def task(make_task, data):
+    def make(name, **fields):
+        fields = {} if "epochs" in fields else {"steps": 6} | fields
+        return make_task(name, **fields) if fields else make_task(name, epochs=2)
+
+    return make
+
+
+def settle(server):
+    while server._preparation.seconds_left is not None:
+        time.sleep(0.001)
+    server._store._writer.submit(lambda: None).result()
+
+
+def step(server, times=1):
+    for _ in range(times):
+        server.step()
+        settle(server)
+
+
+def finish(server):
+    for _ in range(500):
+        step(server)
+        if all(status.state in ENDED for status in server.statuses()):
+            return
+    raise AssertionError(server.statuses())
+
+
+def test_commands_after_a_checkpoint_that_was_not_completed_come_last(
+    serve, task, tmp_path, monkeypatch
+):
+    """The next server goes on with the last segment of the journal, not with the checkpoint's."""
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(task("a"))
+        step(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(server_store.ServerStore, "_write_checkpoint", lambda *_: None)
+            server.save()
+        server.pause("a")
+        step(server)
+    with serve(folder) as server:
+        server.resume("a")
+        server.step()
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    with serve(copy) as server:
+        assert server.status("a").state != "paused"
+
+
+def test_a_damaged_only_checkpoint_gives_way_to_the_beginning(serve, task, tmp_path):
+    folder, said = tmp_path / "server", []
+    with serve(folder) as server:
+        server.register(task("a"))
+        step(server, 3)
+        server.save()
+        server.set_priority("a", 4)
+        step(server)
+    (folder / "checkpoints" / "1" / "run" / "metadata").write_text("{")
+    with serve(folder, said) as server:
+        assert server.status("a").priority == 4
+        finish(server)
+        status = server.status("a")
+    assert (status.state, status.step) == ("succeeded", 6)
+    assert "the checkpoint of step 1 is damaged" in said[0]
+    assert said[0].endswith("training begins anew with all commands")
+    # Its steps before the crash are known from events.jsonl.
+    assert status.meter.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("lost", ["place", "paused"])
+def test_a_task_that_is_extended_after_its_last_step_was_dispatched_trains_on(
+    lost, serve, task, tmp_path
+):
+    with serve(tmp_path / "server", reserved_slots=1) as server:
+        server.register(task("a", steps=2))
+        step(server, 3)
+        # Its last step has been dispatched, and its result has not been fetched.
+        assert (server.status("a").state, server.status("a").step) == ("running", 1)
+        if lost == "place":
+            server.register(task("b", steps=3), priority=1)
+            server._carry_out(server._commands.take())
+            settle(server)
+        else:
+            server.pause("a")
+        step(server)
+        assert server.status("a").state in ("queued", "paused")
+        assert server.status("a").step == 2
+        server.extend("a", 4)
+        step(server)
+        if lost == "paused":
+            server.resume("a")
+        finish(server)
+        assert (server.status("a").state, server.status("a").step) == ("succeeded", 4)
+
+
+def test_epochs_cannot_be_cut_short_before_their_data_are_read_again(serve, task, tmp_path):
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(task("a", epochs=2))
+        step(server, 6)
+        server.save()
+        trained = server.status("a").step
+        assert trained > 2
+    with serve(folder) as server:
+        refused = server.extend("a", 2)
+        finish(server)
+        assert "it has 8 steps already" in str(refused.exception(timeout=0))
+        assert (server.status("a").state, server.status("a").step) == ("succeeded", 8)
+
+
+def test_steps_that_are_computed_a_third_time_count_as_recomputed(serve, task, tmp_path):
+    folder = tmp_path / "server"
+    with serve(folder, checkpoint_every=1000) as server:
+        server.register(task("a"))
+        step(server, 6)
+    with serve(folder, checkpoint_every=1000) as server:
+        settle(server)
+        step(server, 3)
+        assert 0 < server.status("a").step < 4
+    with serve(folder) as server:
+        finish(server)
+        meter = server.status("a").meter
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    first = [event for event in events if event["kind"] == "update"][:4]
+    assert meter.recomputed_tokens >= sum(event["computed_tokens"] for event in first)
+
+
+def test_a_full_disk_stops_neither_training_nor_the_next_checkpoint(
+    serve, task, tmp_path, monkeypatch
+):
+    disk, said, folder = SimulatedDisk(monkeypatch, tmp_path), [], tmp_path / "server"
+    with serve(folder, said, checkpoint_every=2) as server:
+        server.register(task("a", steps=3))
+        server.register(task("b", steps=9))
+        step(server, 4)
+        disk.full = "partly"
+        step(server, 6)
+        assert server.status("a").state == "succeeded"
+        disk.full = False
+        step(server, 2)
+        server.save()
+        settle(server)
+        before = server.status("b")
+    assert any("adapter a: cannot be written" in line for line in said)
+    assert any("cannot be begun (No space left on device)" in line for line in said)
+    # The event that the full disk cut off spoils no other.
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    spoiled = [line for line in lines if not line.endswith("}")]
+    assert len(spoiled) == 1
+    with serve(folder) as server:
+        assert server.status("b").step == before.step
+        assert server.status("b").meter == before.meter
+        server.adapter("a")
+        finish(server)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_disk_that_takes_no_more_bytes_leaves_earlier_checkpoints_intact(serve, task, tmp_path):
+    """The limit on the size of files holds for writes of C++ too."""
+    folder, said = tmp_path / "server", []
+    with serve(folder, said) as server:
+        server.register(task("a", steps=30))
+        step(server, 3)
+        server.save()
+        settle(server)
+        saved = server.status("a").step
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
+        try:
+            step(server, 2)
+            server.save()
+            settle(server)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert any("checkpoint 2: cannot be written" in line for line in said), said
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        step(server)
+        server.save()
+        settle(server)
+        later = server.status("a").step
+    with serve(copy) as server:
+        assert server.status("a").step == saved
+    with serve(folder) as server:
+        assert server.status("a").step == later
+
+
+def test_what_a_full_disk_refused_is_written_at_the_end(serve, task, tmp_path, monkeypatch):
+    disk, folder = SimulatedDisk(monkeypatch, tmp_path), tmp_path / "server"
+    # The journal can be written, and nothing else.
+    monkeypatch.setattr(SimulatedDisk, "_open", lambda self, real, *a, **k: real(*a, **k))
+    with serve(folder) as server:
+        server.register(task("a"))
+        step(server, 2)
+        disk.full = True
+        finish(server)
+        server.save()
+        settle(server)
+        disk.full = False
+        server.save()
+    with serve(folder) as server:
+        assert server.status("a").state == "succeeded"
+        server.adapter("a")
+
+
+def test_a_final_save_waits_for_the_one_before(serve, task, tmp_path, monkeypatch):
+    disk, folder = SimulatedDisk(monkeypatch, tmp_path), tmp_path / "server"
+    with serve(folder, checkpoint_every=2) as server:
+        server.register(task("a", steps=30))
+        step(server, 2)
+        disk.slow = True
+        for _ in range(6):
+            server.step()
+        disk.slow = False
+        server.save()
+        status = server.status("a")
+    with serve(folder) as server:
+        assert server.status("a").step == status.step
+
+
+def test_a_loss_of_power_spares_names_and_adapters(serve, task, tmp_path, monkeypatch):
+    """Only checkpoints, which have checksums, and events.jsonl may lose what was written last."""
+    disk, folder = SimulatedDisk(monkeypatch, tmp_path), tmp_path / "server"
+    with serve(folder) as server:
+        server.register(task("a", steps=2))
+        finish(server)
+        server.save()
+        settle(server)
+        contents, entries = disk.unsynced(folder)
+    lost = {path.relative_to(folder).parts[0] for path in (*contents, *entries)}
+    assert lost <= {".lock", "checkpoints", "events.jsonl"}
+
+
+def test_a_folder_whose_record_was_half_written_is_used(serve, task, tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / ".server.json.partial").write_text('{"form')
+    with serve(tmp_path / "server") as server:
+        server.register(task("a", steps=1))
+        finish(server)
+
+
+def test_a_paused_task_shows_its_steps_when_its_data_have_been_read(serve, task, tmp_path):
+    with serve(tmp_path / "server") as server:
+        server.register(task("a", epochs=2))
+        server.pause("a")
+        step(server, 2)
+        assert server.status("a").steps == 8
+
+
+def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
+    from jaxmux.live import Command
+
+    own = journal.Journal(tmp_path / "journal")
+    own.begin(0)
+    real = os.open
+
+    def full(path, flags, *arguments):
+        if flags & os.O_CREAT:
+            raise OSError(28, "No space left on device")
+        return real(path, flags, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="No space left"):
+            own.begin(1)
+    own.append([Command("pause", "a", None, 1.0)])
+    assert [command.kind for command in own.read(0)] == ["pause"]
+    own.close()
