@@ -55,6 +55,8 @@ class Shown(NamedTuple):
                 "step": status.step,
                 "steps": status.steps,
                 "loss": _finite(status.loss),
+                "held_out_loss": _finite(status.held_out_loss),
+                "best_step": status.best_step,
                 "adapter": self.adapter and str(self.adapter),
                 "meter": dataclasses.asdict(status.meter),
                 "history": [
