@@ -1,8 +1,9 @@
 """The tasks that a server has accepted from tenants, and the copies of their files.
 
 The folder of the server gets two folders for this. "specifications/NAME.json" is what the tenant
-asked for when the task was accepted; it stays as long as the server's folder, because the server
-knows the task as long. "inputs/NAME/" has the copies, which are deleted when no one needs them.
+asked for when the task was accepted, and how it ended: the server forgets tasks some time after
+their ends, and they must not begin anew. "inputs/NAME/" has the copies, which are deleted when no
+one needs them.
 """
 
 import dataclasses
@@ -39,6 +40,8 @@ class AcceptedTasks:
         """
         self._specifications, self._inputs = folder / "specifications", folder / "inputs"
         self._tasks: dict[str, Task] = {}
+        # By name, the states in which tasks have ended for good.
+        self._ends: dict[str, str] = {}
         # By name, the bytes of the copies that there are.
         self._copied: dict[str, int] = {}
         self._count: Counter[str] = Counter()
@@ -47,9 +50,9 @@ class AcceptedTasks:
         for path in sorted(self._specifications.glob(f"*{_SUFFIX}")):
             # Files whose names begin with a dot were not complete when a server ended.
             if not path.name.startswith("."):
-                self._keep(path.name.removesuffix(_SUFFIX), _read(path))
+                self._keep(path.name.removesuffix(_SUFFIX), *_read(path))
         for path in self._inputs.iterdir():
-            if path.name in self._tasks:
+            if path.name in self._tasks and path.name not in self._ends:
                 self._copied[path.name] = _size(path)
             else:
                 shutil.rmtree(path, ignore_errors=True)
@@ -86,7 +89,7 @@ class AcceptedTasks:
         return sum(size for name, size in self._copied.items() if tenant_of(name) == tenant)
 
     def count(self, tenant: str) -> int:
-        """Number of tasks that were ever accepted from a tenant.
+        """Number of tasks of a tenant that are known, those that have ended included.
 
         Args:
           tenant: name of the tenant.
@@ -115,12 +118,12 @@ class AcceptedTasks:
             for path in copies.rglob("*"):
                 _sync(path)
             _sync(self._inputs)
-            self._write(name, task)
+            self._write(name, task, None)
         except BaseException:
             shutil.rmtree(copies, ignore_errors=True)
             raise
         self._copied[name] = _size(copies)
-        self._keep(name, task)
+        self._keep(name, task, None)
         return dataclasses.replace(copied, name=name)
 
     def extend(self, name: str, steps: int) -> None:
@@ -134,36 +137,57 @@ class AcceptedTasks:
           OSError: it cannot be written.
         """
         task = dataclasses.replace(self._tasks[name], steps=steps, epochs=None)
-        self._write(name, task)
+        self._write(name, task, None)
         self._tasks[name] = task
 
+    def ended(self, name: str) -> str | None:
+        """The state in which a task has ended for good; None if it may still go on.
+
+        Args:
+          name: the name of the task in the server.
+        """
+        return self._ends.get(name)
+
+    def end(self, name: str, state: str) -> None:
+        """Takes note that a task has ended, and deletes the copies of its files.
+
+        Args:
+          name: the name of the task in the server.
+          state: the state in which it has ended.
+
+        Raises:
+          OSError: it cannot be written; the copies are still there.
+        """
+        self._write(name, self._tasks[name], state)
+        self._ends[name] = state
+        self._delete_copies(name)
+
     def forget(self, name: str) -> None:
-        """Forgets a task that the server has not registered.
+        """Forgets a task that the server does not know. The name may be used again.
 
         Args:
           name: the name of the task in the server.
         """
         if self._tasks.pop(name, None):
             self._count[tenant_of(name)] -= 1
-        self.delete_copies(name)
+        self._ends.pop(name, None)
+        self._delete_copies(name)
         with suppress(OSError):
             self._path(name).unlink(missing_ok=True)
 
-    def delete_copies(self, name: str) -> None:
-        """Deletes the copies of a task's files.
-
-        Args:
-          name: the name of the task in the server.
-        """
+    def _delete_copies(self, name: str) -> None:
         self._copied.pop(name, None)
         shutil.rmtree(self.copies(name), ignore_errors=True)
 
-    def _keep(self, name: str, task: Task) -> None:
+    def _keep(self, name: str, task: Task, end: str | None) -> None:
         self._tasks[name] = task
         self._count[tenant_of(name)] += 1
+        if end:
+            self._ends[name] = end
 
-    def _write(self, name: str, task: Task) -> None:
-        write_atomically(self._path(name), json.dumps(to_json(task), indent=2) + "\n")
+    def _write(self, name: str, task: Task, end: str | None) -> None:
+        record = {"ended": end, "specification": to_json(task)}
+        write_atomically(self._path(name), json.dumps(record, indent=2) + "\n")
         _sync(self._specifications)
 
     def _path(self, name: str) -> Path:
@@ -185,9 +209,11 @@ def _below(task: Task, folder: Path) -> Task:
     return with_paths(task, lambda path: str(root / path))
 
 
-def _read(path: Path) -> Task:
+def _read(path: Path) -> tuple[Task, str | None]:
+    """What was accepted, and how it ended."""
     try:
-        return from_json(json.loads(path.read_bytes()))
+        record = json.loads(path.read_bytes())
+        return from_json(record["specification"]), record["ended"]
     except (ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(
             f"{path}: damaged ({e}); restore it from a backup, or delete it if the task is not "

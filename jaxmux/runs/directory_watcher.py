@@ -35,6 +35,7 @@ _POLLS_OF_DELETION = 2
 # A poll takes in tasks for at most so many seconds.
 _SECONDS_A_POLL = 0.5
 _SECONDS_TO_RETRY = 10.0
+_SECONDS_TO_RESUME = 60.0
 # At most this share of a core is spent on polls.
 _SHARE = 0.1
 # Lines about refused specifications that are printed in a minute; tenants can cause any number.
@@ -54,6 +55,7 @@ class _Watched:
       files: the files that it names, with their signatures in the last poll.
       refused: `files` as they were when they were refused.
       retry_at: the time before which nothing is tried again.
+      resume_at: the time before which a task is not resumed that the server has paused.
       error: why it is refused, or a change of it.
       commands: the commands that have been given and have no answer yet.
     """
@@ -66,6 +68,7 @@ class _Watched:
     files: Mapping[str, Signature | None] | None = None
     refused: Mapping[str, Signature | None] | None = None
     retry_at: float = 0.0
+    resume_at: float = 0.0
     error: str | None = None
     commands: list[tuple[str, Future[None]]] = dataclasses.field(default_factory=list)
 
@@ -108,7 +111,7 @@ class DirectoryWatcher:
         self._watched: dict[Place, _Watched] = {}
         registered = {status.name for status in live.statuses()}
         for name in self._accepted:
-            if name in registered:
+            if name in registered or self._accepted.ended(name):
                 self._watched[Place(*name.split(".", 1))] = _Watched(name)
             else:
                 # The process ended after the task was accepted, before it was registered.
@@ -168,7 +171,7 @@ class DirectoryWatcher:
             (place, self._shown(own, by_name, places.get(own.task)))
             for place, own in self._watched.items()
         )
-        self._delete_copies(by_name)
+        self._note_ends(by_name)
 
     def _is_new(
         self, place: Place, own: _Watched, signature: Signature, status: TaskStatus | None
@@ -212,8 +215,9 @@ class DirectoryWatcher:
         """Refuses a change that is not permitted; then nothing of the specification holds."""
         old, new = self._accepted[own.task], own.wanted.task
         problem = refused_change(old, new, status.steps if status else None)
-        if old != new and status and status.state in ENDED:
-            problem = f"has ended ({status.state}); give the file and the task another name"
+        state = status.state if status else self._accepted.ended(own.task)
+        if old != new and state in ENDED:
+            problem = f"has ended ({state}); give the file and the task another name"
         if problem:
             own.wanted = None
             self._refuse(place, own, f"{place.name}.json: {problem}")
@@ -227,12 +231,18 @@ class DirectoryWatcher:
             own.commands.append(("priority", self._live.set_priority(name, wanted.priority)))
         if wanted.paused and status.state != PAUSED:
             own.commands.append(("paused", self._live.pause(name)))
-        if not wanted.paused and status.state == PAUSED:
+        if not wanted.paused and status.state == PAUSED and time.monotonic() >= own.resume_at:
+            # The server itself has paused a task with a reason, which may last.
+            own.resume_at = time.monotonic() + (_SECONDS_TO_RESUME if status.reason else 0)
             own.commands.append(("paused", self._live.resume(name)))
         # Before the data have been read, the number of steps may not be known.
         if wanted.task.steps != self._accepted[name].steps and status.steps is not None:
             if wanted.task.steps == status.steps:
-                self._accepted.extend(name, status.steps)
+                try:
+                    self._accepted.extend(name, status.steps)
+                except OSError as e:
+                    own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                    _log.warning("task %s: its steps cannot be kept yet (%s)", name, e.strerror)
             else:
                 extended = self._live.extend(name, wanted.task.steps)
                 own.commands.append(("steps", extended))
@@ -274,6 +284,11 @@ class DirectoryWatcher:
             del self._watched[place]
         elif status and status.state not in ENDED:
             own.commands.append(("cancel", self._live.cancel(own.task)))
+        elif status is None and self._accepted.ended(own.task):
+            # The server knows nothing of it any more, and nobody wants it.
+            self._accepted.forget(own.task)
+            self._status_files.forget(place)
+            del self._watched[place]
         elif own.missing > _POLLS_OF_DELETION and self._status_files.tells(place, status):
             self._status_files.forget(place)
             del self._watched[place]
@@ -323,16 +338,22 @@ class DirectoryWatcher:
         copies = self._accepted.copies(own.task)
         return Shown(own.task, status, place if status else None, None, own.error, copies)
 
-    def _delete_copies(self, by_name: Mapping[str, TaskStatus]) -> None:
+    def _note_ends(self, by_name: Mapping[str, TaskStatus]) -> None:
+        """Deletes the copies of the tasks that cannot go on any more, whatever happens."""
         ended = {
             name: by_name[name].state
             for name in self._accepted.with_copies
             if name in by_name and by_name[name].state in ENDED
         }
         # A command is on disk when it has been carried out, so this end cannot be undone.
-        gone = [name for name, state in ended.items() if state == CANCELLED]
+        gone = {name for name, state in ended.items() if state == CANCELLED}
         for name in [*gone, *self._copies.not_needed(ended.keys() - gone)]:
-            self._accepted.delete_copies(name)
+            try:
+                self._accepted.end(name, ended[name])
+            except OSError as e:
+                # The next poll tries it again.
+                _log.debug("task %s: its end cannot be kept yet (%s)", name, e.strerror)
+                return
 
     def _refuse(self, place: Place, own: _Watched, error: str) -> None:
         if error == own.error:

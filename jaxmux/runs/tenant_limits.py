@@ -20,7 +20,7 @@ class TenantLimits(SpecificationLimits):
         trained before those of others.
       specifications: specifications that the tenant's folder may hold, and tasks of the tenant that
         have not ended.
-      tasks: tasks of the tenant that a server takes in as long as its folder exists.
+      tasks: tasks of the tenant that the server knows, those that have ended included.
       folder_entries: files and folders that lie directly in the tenant's folder. A folder with more
         is not read.
       copied_bytes: bytes of the copies of the tenant's files, for tasks that have not ended.

@@ -80,7 +80,7 @@ def watch(backbone):
             with tuning_server(backbone, folder, OPTIONS, say=said.append) as live:
                 watcher = DirectoryWatcher(directory, live, folder, limits, said.append, every=0)
                 yield Server(live, watcher, inbox, folder, said)
-                live.save()
+                live.save(wait=True)
         finally:
             directory.close()
 
@@ -346,6 +346,57 @@ def test_a_task_that_was_accepted_and_not_registered_is_taken_in_again(watch, pu
         assert server.live.statuses() == []
         assert not (server.folder / "inputs" / "acme.one").exists()
         server.until("acme/one", "succeeded")
+
+
+def test_a_task_that_the_server_has_forgotten_does_not_begin_anew(watch, put, tmp_path):
+    """Servers forget tasks some time after their ends."""
+    put("acme/stays", steps=400)
+    path = put("acme/one", steps=400)
+    with watch(tmp_path) as server:
+        server.until("acme/one", "running", "queued")
+        path.unlink()
+        server.until("acme/one", "cancelled")
+        put("acme/one", steps=400)
+        server.poll(4)
+
+        name = server.live._tasks._ended.popleft()
+        del server.live._tasks._tasks[name]
+        server.live._forget(name)
+        server.live._unsaved = True
+        server.poll(4)
+        assert server.state("acme/one") == "cancelled"
+    with watch(tmp_path) as server:
+        server.poll(4)
+        assert [status.name for status in server.live.statuses()] == ["acme.stays"]
+        put("acme/one", steps=500)
+        server.poll_until(lambda: "has ended (cancelled)" in "".join(server.said))
+        path.unlink()
+        server.poll(4)
+        put("acme/one", steps=3)
+        server.until("acme/one", "succeeded")
+
+
+def test_a_task_that_the_server_has_paused_is_not_resumed_all_the_time(
+    watch, put, tmp_path, monkeypatch
+):
+    """As when its copies are away: each time, its data would be read in vain."""
+    put("acme/one", steps=4000)
+    with watch(tmp_path) as server:
+        server.poll_until(lambda: server.state("acme/one") == "running")
+        server.poll(2)
+    copies = tmp_path / "server" / "inputs" / "acme.one" / "data" / "short.jsonl"
+    copies.rename(copies.with_suffix(".away"))
+    with watch(tmp_path) as server:
+        assert "file not found" in server.until("acme/one", "paused")["reason"]
+        server.poll(3)
+        resumed = []
+        monkeypatch.setattr(server.live, "resume", resumed.append)
+        server.poll(5)
+        assert resumed == []
+        copies.with_suffix(".away").rename(copies)
+        monkeypatch.undo()
+        server.watcher._watched[Place("acme", "one")].resume_at = 0.0
+        server.until("acme/one", "running")
 
 
 def link_to_secret(place: Path, secret: Path) -> None:
