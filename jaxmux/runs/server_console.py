@@ -84,7 +84,7 @@ class ServerConsole:
             self._statuses[status.name] = status
             self._count_tokens(status, now)
             if before is None or before.state != status.state:
-                self._say_state(status, adapters)
+                self._say_state(status, before, adapters)
             elif self._says_steps(before, status):
                 self.say(_step_line(status))
         trains = any(status.state == RUNNING for status in statuses)
@@ -100,10 +100,10 @@ class ServerConsole:
             self._live.stop()
             self._live = None
 
-    def _say_state(self, status: TaskStatus, adapters: str) -> None:
-        name = status.name
+    def _say_state(self, status: TaskStatus, before: TaskStatus | None, adapters: str) -> None:
+        name, begins = status.name, before is None or before.step == 0
         match status.state:
-            case "running" if self._live is None and status.step == 0:
+            case "running" if self._live is None and begins:
                 self.say(f"{name}: running, {numbered(status.steps or 0, 'step')}")
             case "succeeded":
                 loss = "" if status.loss is None else f", loss {status.loss:.4f}"

@@ -27,8 +27,8 @@ _STOPPING = "stopping after this round; a second signal stops at once"
 _RECORD = "watched.json"
 # How often signals and results are looked at, in seconds.
 _TICK = 0.25
-# Where nothing has been trained that could be lost, the first round may still be compiled. Then its
-# end is waited for no longer than this, in seconds.
+# Where nothing has been trained that could be lost, the end of the first round is waited for no
+# longer than this, in seconds.
 _PATIENCE = 2.0
 
 
@@ -71,19 +71,24 @@ def serve(
     # A higher rank does not fit into the pool.
     limits = dataclasses.replace(limits, rank=min(limits.rank, options.reserved_rank))
     known = _recorded_directory(run_dir, watched)
-    with StopSignals() as stop, closing(WatchedDirectory(watched, limits, known)) as directory:
-        with tuning_server(backbone, run_dir, options, say=console.say) as live:
-            watcher = DirectoryWatcher(directory, live, run_dir, limits, console.say, every)
-            if config_text is not None:
-                _write(run_dir / "config.gin", config_text)
-            _write(run_dir / _RECORD, json.dumps({"directory": str(watched)}) + "\n")
-            directory.begin()
-            if watched.stat().st_mode & 0o002:
-                console.say(f"{watched}: anybody can write to it, and so take tenants' places")
-            created = " (created)" if directory.created else ""
-            console.say(f"watching {watched}{created}: a task is a file TENANT/NAME.json in it")
-            with stop.deferred(console.say, _STOPPING):
-                _serve(live, watcher, stop, console, str(run_dir / "adapters"), end_at_once)
+    try:
+        with StopSignals() as stop, closing(WatchedDirectory(watched, limits, known)) as directory:
+            console.say("loading the model and compiling the training step; this can take a minute")
+            with tuning_server(backbone, run_dir, options, say=console.say) as live:
+                watcher = DirectoryWatcher(directory, live, run_dir, limits, console.say, every)
+                if config_text is not None:
+                    _write(run_dir / "config.gin", config_text)
+                _write(run_dir / _RECORD, json.dumps({"directory": str(watched)}) + "\n")
+                directory.begin()
+                if watched.stat().st_mode & 0o002:
+                    console.say(f"{watched}: anybody can write to it, and so take tenants' places")
+                created = " (created)" if directory.created else ""
+                console.say(f"watching {watched}{created}: a task is a file TENANT/NAME.json in it")
+                with stop.deferred(console.say, _STOPPING):
+                    _serve(live, watcher, stop, console, str(run_dir / "adapters"), end_at_once)
+    except RuntimeError as e:
+        # The server tells that training has ended with an exception, which is what matters.
+        raise (e.__cause__ if type(e) is RuntimeError and e.__cause__ else e) from None
 
 
 def refuse_nested(watched: Path, run_dir: Path) -> None:
@@ -124,8 +129,9 @@ def _serve(
                     console.show(live.statuses(), adapters)
                     if stop.arrived and stopped_at is None:
                         stopped_at = time.monotonic()
-                        # The second signal ends the process, whatever it waits for.
-                        signal.signal(signal.SIGINT, signal.SIG_DFL)
+                        # A second signal ends the process, whatever it waits for.
+                        for number in (signal.SIGINT, signal.SIGTERM):
+                            signal.signal(number, signal.SIG_DFL)
                         watcher.stop()
                         live.close()
                     if stopped_at and end_at_once and time.monotonic() - stopped_at > _PATIENCE:
