@@ -5,15 +5,16 @@ from pathlib import Path
 from random import Random
 
 
-def torn(random: Random, path: Path) -> None:
+def torn(random: Random, path: Path, least: int = 0) -> None:
     """Cuts a file off somewhere, or fills what was not written with zeros, as file systems do.
 
     Args:
       random: source of random numbers.
       path: the file.
+      least: number of bytes that are kept.
     """
     content = path.read_bytes()
-    kept = random.randrange(len(content) + 1)
+    kept = random.randint(least, len(content))
     zeros = random.choice((0, len(content) - kept))
     path.write_bytes(content[:kept] + bytes(zeros))
 
@@ -85,7 +86,7 @@ def lose_power(random: Random, image: Path, folder: Path, unsynced) -> None:
       random: source of random numbers.
       image: the copy.
       folder: the folder of the server.
-      unsynced: the files of `folder` whose content, and the paths whose entries, were not synced.
+      unsynced: the result of `SimulatedDisk.unsynced` for `folder`.
     """
     contents, entries = unsynced
     for path in sorted({*contents, *entries}):
@@ -98,4 +99,4 @@ def lose_power(random: Random, image: Path, folder: Path, unsynced) -> None:
         if path in entries:
             shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
         else:
-            torn(random, copy)
+            torn(random, copy, contents[path])

@@ -136,7 +136,8 @@ class ServerModel:
           slots: number of tasks that it can train at the same time.
         """
         statuses = live.statuses()
-        assert [status.name for status in statuses] == list(self.tasks)
+        names = [status.name for status in statuses]
+        assert names == list(self.tasks), (names, list(self.tasks))
         for status in statuses:
             self._check_task(status)
         running = [own.priority for own in statuses if own.state == "running"]

@@ -113,6 +113,8 @@ class Simulation(SimulatedServer):
         if problem == "broke down":
             self._raises.add(name)
             return self._data["short"]
+        # An earlier registration of this name may have been refused.
+        path.unlink(missing_ok=True)
         if problem == "JSON":
             path.write_text('{"prompt": "apple", "completion": " red"}\n{"prompt": "pl')
         return str(path)

@@ -53,20 +53,21 @@ class SimulatedDisk:
     def slow(self, slow: bool) -> None:
         self._fast.clear() if slow else self._fast.set()
 
-    def unsynced(self, folder: Path) -> tuple[list[Path], list[Path]]:
+    def unsynced(self, folder: Path) -> tuple[dict[Path, int], list[Path]]:
         """What a loss of power may destroy.
 
         Args:
           folder: a folder.
 
         Returns:
-          The files whose content, and the files and folders whose entries, need not be on the disk.
+          By file, the bytes at its beginning that are on the disk, if the rest need not be; and the
+          files and folders whose names need not be there.
         """
-        contents, entries = [], []
+        contents, entries = {}, []
         for path in folder.rglob("*"):
             synced = self._synced.get(path.stat().st_ino, b"")
-            if path.is_file() and synced != path.read_bytes():
-                contents.append(path)
+            if path.is_file() and synced != (content := path.read_bytes()):
+                contents[path] = len(os.path.commonprefix([synced, content]))
             listed = self._synced.get(path.parent.stat().st_ino)
             listed = listed if isinstance(listed, dict) else {}
             if listed.get(path.name) != path.stat().st_ino:
