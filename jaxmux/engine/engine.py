@@ -729,9 +729,12 @@ class Engine:
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Prepares for tasks to be added: rounds that are planned and have not begun are planned
-        anew, and if the state has to grow, the devices end what has begun and free memory."""
+        anew. If the only free places are those of tasks that have just left, the devices end what
+        has begun; if the state has to grow, they also free memory."""
         if not self._slots.have_room_for(tasks):
             self._settle()
+            self._clear_left_slots()
+        if not self._slots.have_room_for(tasks):
             self._executor.release()
             self._peak = device_peak() or 0
         self._position.discard_plans()
@@ -741,6 +744,8 @@ class Engine:
         current = self._position.current
         for number in self._slots.left.difference(current.steps if current else ()):
             self._slots.clear(number)
+            # What a round that had begun has accumulated for the task is gone too.
+            self._position.restore(number, ())
 
     def close(self) -> None:
         """Ends the threads of the engine, and frees what it keeps from round to round. Call it when

@@ -62,6 +62,22 @@ def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, mak
     assert compiles[before:] == []
 
 
+def test_a_place_that_was_just_left_is_taken_without_a_larger_pool(
+    tasks, make_engine, train, assert_same_bits
+):
+    alone = make_engine(tasks["d"], slots=3)
+    train(alone)
+    engine = make_engine(*(tasks[name] for name in "abc"), slots=3, layers=(3, 1))
+    engine.train_round()
+    engine.train_round()
+    engine.release("a")
+    engine.register_tasks([tasks["d"]])
+    assert engine.capacity == 3
+    train(engine)
+    expected, found = alone.task_arrays("d"), engine.task_arrays("d")
+    assert_same_bits(found, {path: expected[path] for path in found})
+
+
 @pytest.mark.parametrize(
     "replicas",
     [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],

@@ -12,7 +12,7 @@ def calm(backbone, data, adapter_bytes, tmp_path_factory):
     return calm_outcomes(backbone, data, folder, adapter_bytes)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 14])
 def test_random_operations_on_several_meshes_lose_nothing(
     seed, backbone, data, calm, adapter_bytes, tmp_path, monkeypatch
 ):
