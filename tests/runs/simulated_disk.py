@@ -67,6 +67,8 @@ class SimulatedDisk:
         for path in folder.rglob("*"):
             synced = self._synced.get(path.stat().st_ino, b"")
             if path.is_file() and synced != (content := path.read_bytes()):
+                # The number of the inode may have been that of a folder.
+                synced = synced if isinstance(synced, bytes) else b""
                 contents[path] = len(os.path.commonprefix([synced, content]))
             listed = self._synced.get(path.parent.stat().st_ino)
             listed = listed if isinstance(listed, dict) else {}
