@@ -56,7 +56,8 @@ class TaskProgress:
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
-    seconds: float = 0.0
+    # It is no result of training: equal tasks take different times.
+    seconds: float = dataclasses.field(default=0.0, compare=False)
     status: str = "running"
     error: str | None = None
     stopped_early: str | None = None

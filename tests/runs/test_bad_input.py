@@ -172,7 +172,7 @@ def test_setting_that_its_class_refuses_is_named_with_its_task(kind, refused):
 
 def test_unknown_reference_is_named_with_those_that_there_are(refused):
     message = refused("bad/Task.optimizer = @Adafactor()")
-    assert "'@Adafactor()'; there are fine_tune, Task, " in message
+    assert "'@Adafactor()'; there are fine_tune, serve, Task, " in message
     assert "AdamW, SGD, Lion" in message
 
 
