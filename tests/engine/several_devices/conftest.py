@@ -86,8 +86,6 @@ def assert_same_training(assert_same_bits):
         assert updates == expected_updates
         for name in expected.names:
             assert_same_bits(found.task_arrays(name), expected.task_arrays(name))
-            assert dataclasses.asdict(found.progress(name)) == dataclasses.asdict(
-                expected.progress(name)
-            )
+            assert found.progress(name) == expected.progress(name)
 
     return check
