@@ -46,23 +46,23 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are on disk. A file that was synced can still lose its
-    name if the machine loses power.
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on disk. A file that was synced can still
+    lose its name if the machine loses power before its folder was.
 
     Args:
-      folder: the folder.
+      path: the file or the folder.
 
     Raises:
       OSError: its file system reports an error.
     """
-    opened = os.open(folder, os.O_RDONLY)
+    opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:

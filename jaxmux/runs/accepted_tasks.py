@@ -8,14 +8,13 @@ one needs them.
 
 import dataclasses
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from jaxmux.atomic_files import write_atomically
+from jaxmux.atomic_files import sync, write_atomically
 from jaxmux.tasks import Task
 
 from .run_directory import RunDirectoryError
@@ -116,8 +115,8 @@ class AcceptedTasks:
         copied = copy_files(_below(task, folder), folder, copies, limits)
         try:
             for path in copies.rglob("*"):
-                _sync(path)
-            _sync(self._inputs)
+                sync(path)
+            sync(self._inputs)
             self._write(name, task, None)
         except BaseException:
             shutil.rmtree(copies, ignore_errors=True)
@@ -188,7 +187,6 @@ class AcceptedTasks:
     def _write(self, name: str, task: Task, end: str | None) -> None:
         record = {"ended": end, "specification": to_json(task)}
         write_atomically(self._path(name), json.dumps(record, indent=2) + "\n")
-        _sync(self._specifications)
 
     def _path(self, name: str) -> Path:
         return self._specifications / f"{name}{_SUFFIX}"
@@ -223,12 +221,3 @@ def _read(path: Path) -> tuple[Task, str | None]:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

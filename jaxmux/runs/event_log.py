@@ -1,13 +1,13 @@
 """The events of a server, as lines of events.jsonl."""
 
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from jaxmux.live import Event
+
+from .json_lines import json_line
 
 
 class EventLog:
@@ -44,8 +44,7 @@ class EventLog:
           event: the event. Numbers that are not finite become null.
         """
         fields = {"time": round(event.time, 3), "task": event.task, "kind": event.kind}
-        fields |= {key: _json_number(value) for key, value in event.fields.items()}
-        line = self._first + json.dumps(fields).encode() + b"\n"
+        line = self._first + json_line(fields | event.fields)
         try:
             written = os.write(self._file, line)
             # A full disk takes the beginning of a line, and says so at the next write.
@@ -71,8 +70,3 @@ class EventLog:
                 self.steps[event["task"]] = max(reached, event["task_step"])
         except (ValueError, KeyError, TypeError):
             pass  # A line that a crash has cut off.
-
-
-def _json_number(value: Any) -> Any:
-    """The value, or None for a number that is not finite, which JSON cannot express."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmux.atomic_files import sync_folder
+from jaxmux.atomic_files import sync
 from jaxmux.live import Command
 
 from .run_directory import RunDirectoryError
@@ -36,7 +36,7 @@ class Journal:
         # The descriptor of the segment that is written, and its length; -1 if there is none.
         self._file, self._length = -1, 0
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
     @property
     def numbers(self) -> list[int]:
@@ -75,7 +75,7 @@ class Journal:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             os.ftruncate(file, length)
-            sync_folder(self._folder)
+            sync(self._folder)
         except OSError:
             os.close(file)
             raise

@@ -12,6 +12,7 @@ from tensorboardX import SummaryWriter
 
 from jaxmux.engine import TaskEvaluation, TaskUpdate
 
+from .json_lines import json_line
 from .run_checkpoint import RunPosition
 from .run_directory import RunDirectory
 
@@ -107,9 +108,7 @@ class _Lines:
         """Appends lines, with the time of day."""
         try:
             for fields in lines:
-                line = {key: _json_number(value) for key, value in fields.items()}
-                line["time"] = round(time.time(), 3)
-                self._file.write(json.dumps(line).encode() + b"\n")
+                self._file.write(json_line({**fields, "time": round(time.time(), 3)}))
             self._file.flush()
         except OSError as e:
             raise OSError(e.errno, e.strerror, self._file.name) from None
@@ -145,8 +144,3 @@ def _end_of_line(file: BinaryIO, size: int) -> int:
     """The length of the complete lines in the first `size` bytes of a file."""
     file.seek(0)
     return file.read(size).rfind(b"\n") + 1
-
-
-def _json_number(value: Any) -> Any:
-    """The value, or None for a number that is not finite, which JSON cannot express."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,12 +1,12 @@
 """The devices of a training run, and the shape classes of the microbatches that they train."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmux.engine import PreparedTask
+from jaxmux.engine import EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.remat_choice import bytes_of
@@ -214,6 +214,32 @@ def _dispatch_costs(fits: Mapping[Replica, ReplicaFit]) -> "SequenceCosts":
     from jaxmux.planner.replicas import ShapeCosts
 
     return ShapeCosts({replica: (fit.costs, fit.shape) for replica, fit in fits.items()})
+
+
+def engine_options(
+    options: RunOptions, config: BackboneConfig, shape: ShapeClass, **others: Any
+) -> EngineOptions:
+    """The options of the engine of a training run or a server.
+
+    Args:
+      options: settings of the training run or the server.
+      config: configuration of the backbone.
+      shape: shape class of the microbatches.
+      **others: further fields of `EngineOptions`.
+
+    Raises:
+      PlanningError: `options.reserved_targets` matches no linear of the backbone.
+    """
+    return EngineOptions(
+        shape,
+        options.reserved(config),
+        options.remat,
+        options.memory,
+        options.attention,
+        options.grouped_lora,
+        max_bad_steps=options.max_bad_steps,
+        **others,
+    )
 
 
 def load_on(

@@ -9,7 +9,7 @@ import jax
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineOptions, prepare_task
+from jaxmux.engine import Engine, prepare_task
 from jaxmux.live import LiveTraining
 from jaxmux.models import (
     BackboneConfig,
@@ -20,7 +20,7 @@ from jaxmux.models import (
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import MIN_CHUNK_LEN
 
-from .run_layout import load_on, refuse_mesh
+from .run_layout import engine_options, load_on, refuse_mesh
 from .server_directory import ServerDirectory
 from .server_options import ServerOptions
 from .server_store import ServerStore
@@ -74,20 +74,13 @@ def tuning_server(
         raise PlanningError("a server trains in one process; start it in one")
     refuse_mesh(options.deployment, config)
     fingerprint, dtype = backbone_fingerprint(path), backbone_dtype(options.dtype)
-    engine_options = EngineOptions(
-        options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN),
-        options.reserved(config),
-        options.remat,
-        options.memory,
-        options.attention,
-        options.grouped_lora,
-        max_bad_steps=options.max_bad_steps,
-    )
+    shape = options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN)
+    own_options = engine_options(options, config, shape)
     with ExitStack() as stack:
         identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
         model = load_on(options.deployment, path, dtype, config)
-        engine = stack.enter_context(closing(Engine(model, engine_options)))
+        engine = stack.enter_context(closing(Engine(model, own_options)))
         store = stack.enter_context(
             closing(ServerStore(directory, engine.backbone, options.keep_checkpoints, say))
         )

@@ -1,12 +1,11 @@
 """What a tuning server keeps in its folder: commands, tasks, adapters and events."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxmux.atomic_files import sync_folder
+from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskProgress
 from jaxmux.live import Command, Event, Meter, SavedTask, StateChange
 from jaxmux.models import Backbone
@@ -19,8 +18,6 @@ from .event_log import EventLog
 from .journal import Journal
 from .server_directory import ServerDirectory
 from .task_fields import from_json, to_json
-
-_log = logging.getLogger("jaxmux")
 
 
 class Kept(NamedTuple):
@@ -151,7 +148,7 @@ class ServerStore:
                     base_fingerprint=self._backbone.fingerprint,
                 )
                 for parent in (folder.parent, self._directory.path):
-                    sync_folder(parent)
+                    sync(parent)
             except OSError as e:
                 self._say(f"adapter {task.name}: cannot be written ({e.strerror}); tried again")
                 return False

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.live import TaskStatus
 from jaxmux.live.states import QUEUED
+
+from .json_lines import finite_or_none
 
 
 class Shown(NamedTuple):
@@ -54,8 +55,8 @@ class Shown(NamedTuple):
                 "place_in_queue": self.place,
                 "step": status.step,
                 "steps": status.steps,
-                "loss": _finite(status.loss),
-                "held_out_loss": _finite(status.held_out_loss),
+                "loss": finite_or_none(status.loss),
+                "held_out_loss": finite_or_none(status.held_out_loss),
                 "best_step": status.best_step,
                 "adapter": self.adapter and str(self.adapter),
                 "meter": dataclasses.asdict(status.meter),
@@ -81,7 +82,3 @@ def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:
     waiting = [status for status in statuses if status.state == QUEUED]
     waiting.sort(key=lambda status: -status.priority)
     return {status.name: place for place, status in enumerate(waiting, start=1)}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

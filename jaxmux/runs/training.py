@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine import Engine, PreparedTask
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
@@ -25,7 +25,7 @@ from .recorder import Recorder, RunFiles
 from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs
-from .run_layout import RunLayout, choose_layout, load_on
+from .run_layout import RunLayout, choose_layout, engine_options, load_on
 from .run_options import RunOptions
 from .stop_signals import StopSignals
 from .summary import Summary
@@ -92,14 +92,10 @@ def train_tasks(
             lambda: choose_layout(prepared, config, options, directory.shapes, console)
         )
     )
-    engine_options = EngineOptions(
+    own_options = engine_options(
+        options,
+        config,
         layout.shape,
-        options.reserved(config),
-        options.remat,
-        options.memory,
-        options.attention,
-        options.grouped_lora,
-        max_bad_steps=options.max_bad_steps,
         replica_shapes=layout.shapes if layout.costs else (),
         sequence_costs=layout.costs,
     )
@@ -108,11 +104,11 @@ def train_tasks(
     with ExitStack() as stack:
         programs = None
         if layout.deployment.devices == 1:
-            programs = ProgramsAhead(config, dtype, engine_options, prepared)
+            programs = ProgramsAhead(config, dtype, own_options, prepared)
             stack.enter_context(closing(programs))
         model = processes.together(lambda: load_on(layout.deployment, backbone, dtype, config))
         admission, *others = layout.admissions or (None,)
-        engine = Engine(model, engine_options, admission, programs, others)
+        engine = Engine(model, own_options, admission, programs, others)
         engine.register_tasks(prepared)
         engine.refuse_implementations()
         checkpoints = processes.on_first(

@@ -17,6 +17,13 @@ def settle(live):
         time.sleep(0.001)
 
 
+def step_with_data(live):
+    """Steps twice, so that the data of new tasks have been read and they have been chosen from."""
+    live.step()
+    settle(live)
+    live.step()
+
+
 def states(live, name):
     return [change.state for change in live.status(name).history]
 
@@ -82,9 +89,7 @@ def test_a_task_without_a_place_waits_and_is_told_why(make_live, tasks):
     live = make_live()
     for name in "abcd":
         live.register(tasks[name].task)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     assert [live.status(name).state for name in "abcd"] == ["running"] * 3 + ["queued"]
     assert live.status("d").reason == "all 3 places are taken"
 
@@ -93,13 +98,9 @@ def test_a_task_of_higher_priority_takes_a_place_and_gives_it_back(make_live, ta
     live = make_live()
     for name in "abc":
         live.register(tasks[name].task)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     live.register(tasks["d"].task, priority=1)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
     train_to_the_end(live, *"abcd")
     assert states(live, "c") == [
@@ -111,9 +112,7 @@ def test_a_changed_priority_changes_who_trains(make_live, tasks):
     live = make_live()
     for name in "abcd":
         live.register(tasks[name].task)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     live.set_priority("d", 5)
     live.step()
     assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
@@ -124,9 +123,7 @@ def test_an_extended_task_trains_more_steps(make_live, tasks):
     live = make_live()
     for name in "ab":
         live.register(tasks[name].task)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     for name, steps in (("a", 9), ("b", 7)):
         live.extend(name, steps)
     live.pause("b")
@@ -265,14 +262,10 @@ def test_tasks_compile_nothing(make_live, tasks, compiles):
     before = len(compiles)
     for name in "abc":
         live.register(tasks[name].task)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     live.pause("b")
     live.register(tasks["d"].task, priority=1)
-    live.step()
-    settle(live)
-    live.step()
+    step_with_data(live)
     live.resume("b")
     live.register(tasks["e"].task)
     train_to_the_end(live, *"abcde")

@@ -38,6 +38,8 @@ FRUITS = ("apple", "pear", "plum", "fig", "quince", "lemon", "melon", "cherry")
 COLOURS = ("red", "green", "purple", "brown", "yellow", "white", "orange", "black")
 ROW = 128
 RUN = {"tokens_per_microbatch": 2 * ROW, "row_len": ROW, "chunk_len": 64, "remat": "none"}
+POOL = {"reserved_rank": 4, "reserved_targets": ("q_proj", "down_proj")}
+SERVER = RUN | POOL | {"reserved_slots": 3}
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,9 @@ from jaxmux.live.states import ENDED
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
-OPTIONS = {
-    "tokens_per_microbatch": 256,
-    "row_len": 128,
-    "chunk_len": 64,
-    "remat": "none",
-    "reserved_slots": 3,
-    "reserved_rank": 4,
-    "reserved_targets": ("q_proj", "down_proj"),
+from .conftest import SERVER
+
+OPTIONS = SERVER | {
     "reserved_dropout": False,
     "max_bad_steps": 3,
     "prepared_at_once": 4,

@@ -15,14 +15,12 @@ from jaxmux.runs.directory_watcher import DirectoryWatcher
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.watched_directory import Place, WatchedDirectory
 
+from .conftest import POOL, RUN
+
 OPTIONS = ServerOptions(
-    tokens_per_microbatch=256,
-    row_len=128,
-    chunk_len=64,
-    remat="none",
+    **RUN,
+    **POOL,
     reserved_slots=2,
-    reserved_rank=4,
-    reserved_targets=("q_proj", "down_proj"),
     checkpoint_every=2,
     keep_checkpoints=2,
 )

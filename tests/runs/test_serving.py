@@ -26,17 +26,11 @@ from jaxmux.runs.intake import Intake
 from jaxmux.runs.server_console import ServerConsole
 from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
 
+from .conftest import POOL, RUN
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "watched_directory.md").read_text()
-OPTIONS = ServerOptions(
-    tokens_per_microbatch=256,
-    row_len=128,
-    chunk_len=64,
-    remat="none",
-    reserved_slots=2,
-    reserved_rank=4,
-    reserved_targets=("q_proj", "down_proj"),
-)
+OPTIONS = ServerOptions(**RUN, **POOL, reserved_slots=2)
 
 
 @pytest.fixture(autouse=True)

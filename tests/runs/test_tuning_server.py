@@ -13,15 +13,7 @@ from jaxmux.runs import RunDirectoryError
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
-OPTIONS = {
-    "tokens_per_microbatch": 256,
-    "row_len": 128,
-    "chunk_len": 64,
-    "remat": "none",
-    "reserved_slots": 3,
-    "reserved_rank": 4,
-    "reserved_targets": ("q_proj", "down_proj"),
-}
+from .conftest import SERVER
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +22,7 @@ def serve(backbone):
 
     def open_server(folder, **options):
         said = options.pop("said", [])
-        chosen = ServerOptions(**OPTIONS | options)
+        chosen = ServerOptions(**SERVER | options)
         return tuning_server(backbone, folder, chosen, say=said.append)
 
     return open_server
@@ -163,7 +155,9 @@ def test_a_command_that_cannot_be_written_is_not_carried_out(
         step_until(server, ended(server, "a", "d"))
 
 
-def test_a_torn_last_command_was_never_carried_out(tasks, serve, tmp_path):
+@pytest.fixture
+def journaled(tasks, serve, tmp_path):
+    """The folder of a server that was given two tasks and was killed, and its only segment."""
     folder = tmp_path / "server"
     with serve(folder) as server:
         server.register(tasks["a"])
@@ -171,6 +165,11 @@ def test_a_torn_last_command_was_never_carried_out(tasks, serve, tmp_path):
         server.step()
         copy = shutil.copytree(folder, tmp_path / "copy")
     (segment,) = (copy / "journal").iterdir()
+    return copy, segment
+
+
+def test_a_torn_last_command_was_never_carried_out(tasks, serve, journaled):
+    copy, segment = journaled
     content = segment.read_bytes()
     segment.write_bytes(content[:-20])
     with serve(copy) as server:
@@ -181,14 +180,8 @@ def test_a_torn_last_command_was_never_carried_out(tasks, serve, tmp_path):
         assert [status.name for status in server.statuses()] == ["a", "d"]
 
 
-def test_a_damaged_command_is_named(tasks, serve, tmp_path):
-    folder = tmp_path / "server"
-    with serve(folder) as server:
-        server.register(tasks["a"])
-        server.register(tasks["b"])
-        server.step()
-        copy = shutil.copytree(folder, tmp_path / "copy")
-    (segment,) = (copy / "journal").iterdir()
+def test_a_damaged_command_is_named(serve, journaled):
+    copy, segment = journaled
     lines = segment.read_bytes().splitlines(keepends=True)
     segment.write_bytes(lines[0].replace(b'"steps": 9', b'"steps": 8') + lines[1])
     with pytest.raises(RunDirectoryError, match=r"0\.jsonl, line 1: damaged .its checksum differs"):
