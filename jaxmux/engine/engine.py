@@ -321,12 +321,6 @@ class Engine:
         return self._slots.pool.slots
 
     @property
-    def free_places(self) -> int:
-        """Number of places that a task can take now. The place of a task that has left becomes free
-        when no round that has begun uses it, in a pipeline one round later."""
-        return self.capacity - len(self._slots.names) - len(self._slots.left)
-
-    @property
     def names(self) -> list[str]:
         """Names of the registered tasks, in the order of their registration."""
         return self._slots.names

@@ -192,13 +192,8 @@ class LiveTasks:
             self._leave(self[name])
             self._enter(self[name], QUEUED, reason)
         for name in found.runs:
-            if self[name].state == RUNNING:
-                continue
-            if self._engine.free_places:
+            if self[name].state != RUNNING:
                 self._start(self[name])
-            else:
-                self._enter(self[name], QUEUED, "its place is becoming free")
-                self.changed = True
 
     def take_results(self, updates: Sequence[TaskUpdate], seconds: float) -> None:
         """Meters updates, and ends the tasks whose training has ended with them. The tasks that

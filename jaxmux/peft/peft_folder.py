@@ -23,8 +23,8 @@ _PREFIX = "base_model.model."
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The key of the base model's fingerprint in the metadata of the weights.
 _BASE = "jaxmux.base_fingerprint"
-# Data types of tensors, as safetensors names them, that NumPy can read and that hold weights.
-_DTYPES = ("F16", "F32", "F64")
+# Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
+_DTYPES = ("BF16", "F16", "F32", "F64")
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
     "use_dora",
