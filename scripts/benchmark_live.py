@@ -10,6 +10,10 @@ of which one more arrives, one leaves, and many arrive and leave one after anoth
 
   python scripts/benchmark_live.py large --out benchmarks/live.json
 
+On the same shape, a task with a batch of 4 beside one with a batch of 512:
+
+  python scripts/benchmark_live.py waiting --out benchmarks/live.json
+
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `--vocab` and
 `--scale` shorten a dry run.
@@ -45,6 +49,8 @@ from jaxmux.runs.run_shape import run_costs
 
 # Figures that should be reached.
 MOST_LESS_THROUGHPUT, MOST_LONGER_ROUND, MOST_PEAK_ERROR, MOST_WEAR = 0.05, 0.10, 0.02, 0.02
+# A round of four microbatches may need a fifth one for the small task.
+LEAST_MORE_STEPS, LEAST_KEPT = 2.0, 0.8
 
 
 def main() -> None:
@@ -52,7 +58,7 @@ def main() -> None:
     prefix = f"live, {args.part}, "
     records = [
         {"name": prefix + record.pop("name")} | record | _circumstances()
-        for record in (demo(args) if args.part == "demo" else large(args))
+        for record in PARTS[args.part](args)
     ]
     replace_records(args.out, prefix, records)
     for record in records:
@@ -327,6 +333,77 @@ def mixed_tasks(backbone: Backbone, args: argparse.Namespace, count: int) -> lis
     ]
 
 
+# A small task beside a large one.
+
+
+def waiting(args: argparse.Namespace) -> list[Record]:
+    """Measures a small task beside a large one, in rounds of whole batches and in rounds of at most
+    four microbatches of a task, as a server trains them."""
+    backbone = Backbone.random(llama_config(args), dtype=jnp.bfloat16)
+    row_len = 512 // args.scale
+    shape = ShapeClass(8192 // args.scale // row_len, row_len, max(64, 128 // args.scale), 4)
+    sizes, rng = {"small": 4, "large": 512}, np.random.default_rng(0)
+    lengths = {
+        name: (rng.integers(64, 448, batch) // args.scale).tolist() for name, batch in sizes.items()
+    }
+    tasks = [
+        random_task(backbone.config, name, lengths[name], batch, 10**6, 16)
+        for name, batch in sizes.items()
+    ]
+    found = {}
+    for name, most_tokens in (("whole batches", None), ("turns", 4 * shape.tokens)):
+        pool = PoolSpec(2, 16, tuple(sorted(tasks[0].targets)))
+        engine = Engine(backbone, EngineOptions(shape, pool, round_tokens=most_tokens))
+        engine.warm_up()
+        engine.register_tasks(tasks)
+        found[name] = steps_and_seconds(engine, args.rounds)
+        engine.close()
+        del engine
+    facts = {
+        f"{what}, {name}": value
+        for name, (steps, seconds) in found.items()
+        for what, value in [
+            *((f"steps/s of a batch of {sizes[task]}", n / seconds) for task, n in steps.items()),
+            ("tokens/s", sum(sum(lengths[t]) * n for t, n in steps.items()) / seconds),
+        ]
+    }
+
+    def ratio(what: str) -> float:
+        return facts[f"{what}, turns"] / facts[f"{what}, whole batches"]
+
+    return [
+        {
+            "name": f"{what} beside a batch of 512, over rounds of whole batches",
+            "value": ratio(what),
+            "bound": bound,
+            "sense": "at least",
+            "unit": "ratio",
+            "baselines": facts,
+        }
+        for what, bound in (
+            ("steps/s of a batch of 4", LEAST_MORE_STEPS),
+            ("tokens/s", LEAST_KEPT),
+        )
+    ]
+
+
+def steps_and_seconds(engine: Engine, batches: int) -> tuple[dict[str, int], float]:
+    """The steps of each task, and the seconds, of some global batches of the large task, after its
+    first one."""
+
+    def steps() -> dict[str, int]:
+        return {name: engine.progress(name).step for name in engine.names}
+
+    def train(large: int) -> float:
+        while engine.progress("large").step < large:
+            engine.train_round()
+        return time.perf_counter()
+
+    began, before = train(1), steps()
+    seconds = train(1 + batches) - began
+    return {name: n - before[name] for name, n in steps().items()}, seconds
+
+
 class Rounds:
     """Rounds of an engine, with the seconds from the results of one to those of the next.
 
@@ -373,9 +450,12 @@ def predicted_peak(
     return admission.peak([p.pool for p in tasks], planned_remat(engine.remat))
 
 
+PARTS = {"demo": demo, "large": large, "waiting": waiting}
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("demo", "large"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--tasks", type=int, help="64 with the demo backbone, 32 with the large one"

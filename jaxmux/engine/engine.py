@@ -24,14 +24,14 @@ from .executor import Executor
 from .held_out import HeldOut
 from .prepared_task import PreparedTask
 from .progress import TaskEvaluation, TaskProgress, TaskUpdate
-from .results import DispatchedUpdate, Results
+from .results import DispatchedTurns, DispatchedUpdate, Results
 from .round_position import RoundPosition
 from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
 from .slots import Slots
 from .stored_state import StoredState
-from .suspended_task import SuspendedTask, best_arrays, without_best
+from .suspended_task import SuspendedTask, after_last_update, best_arrays, without_best
 from .train_state import SlotState, TrainState
 from .updates import DueUpdates
 
@@ -43,10 +43,11 @@ class Engine:
     state.
 
     A *task* is one fine-tuning job. A *step* of a task is one global batch (the samples of one
-    optimizer update) with its update. A *round* is one step of every live task, packed into
-    *microbatches*, the units of one forward and backward pass. A task is live while it has not
-    failed and has steps left. The arrays of all tasks are stacked in a *pool*; the place of a task
-    in it is its *slot*.
+    optimizer update) with its update. A *round* is a *turn* of every live task, packed into
+    *microbatches*, the units of one forward and backward pass. A turn is a global batch, or as much
+    of it as `options.round_tokens` allows; the update follows the last turn. A task is live while
+    it has not failed and has steps left. The arrays of all tasks are stacked in a *pool*; the place
+    of a task in it is its *slot*.
 
     The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
     results of the round before it. `drain` fetches the results of the last round. Tasks may come
@@ -204,7 +205,7 @@ class Engine:
           TaskError: no task of this name is registered.
         """
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
-        return self._copies.submit(lambda: copied() | {"loss": np.zeros((), np.float32)}).result
+        return self._copies.submit(lambda: after_last_update(copied())).result
 
     def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
         """What has to be kept of a task, so that `SuspendedTask.of` can let it go on.
@@ -244,7 +245,7 @@ class Engine:
 
     def suspend(self, name: str) -> SuspendedTask:
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
-        on from its last update.
+        on from its last update, or from its last turn if its global batch is not complete.
 
         Args:
           name: name of the task.
@@ -257,7 +258,14 @@ class Engine:
           RuntimeError: a round is unfinished.
         """
         self._refuse_unfinished_round()
-        suspended = SuspendedTask(self._slots.named(name), self.snapshot(name))
+        slot, number = self._slots.named(name), self._slots.number(name)
+        accumulated: list[int] = []
+        if self._position.goes_on(number):
+            # What has begun of the next turn must have ended, because its gradients are kept too.
+            self._settle()
+            accumulated = self._position.accumulated(number)
+        copied = self._copies.submit(self._slots.copy_to_host(name)).result if accumulated else None
+        suspended = SuspendedTask(slot, copied or self.snapshot(name), accumulated)
         self.release(name)
         return suspended
 
@@ -279,6 +287,7 @@ class Engine:
         self._make_room([slot.prepared])
         slot.timed_since = None
         self._slots.put_back(slot, suspended.arrays())
+        self._position.restore(self._slots.number(slot.name), suspended.accumulated)
 
     def extend(self, name: str, steps: int) -> None:
         """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
@@ -379,8 +388,8 @@ class Engine:
     def train_round(
         self, stop: Callable[[], bool] = lambda: False, stream: bool = True
     ) -> list[TaskUpdate]:
-        """Dispatches a round (one global batch of every live task), and returns the results of the
-        round before it.
+        """Dispatches a round (a turn of every live task), and returns the results of the round
+        before it.
 
         The call returns before the device has finished the round. It compiles the programs if
         necessary. If no task is live, it only calls `drain`.
@@ -435,19 +444,31 @@ class Engine:
                     return self.drain()
                 continue
             updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
-            if not updates:
+            if not updates and len(done) == len(current.microbatches):
                 break
+            self._count_turns(position.following, outcome.ahead)
             position.stop(updates, outcome.ahead)
             self._fetch()
             # A round that has lost a task would be packed otherwise next time: finish it first.
             if all(self._slots.runs(slot) for slot in current.steps):
                 return self._results.take()
             stop = lambda: False  # noqa: E731
+        self._end_turns(current)
         position.end(outcome.ahead)
         self._clear_left_slots()
         self.rounds += 1
         self._held_out.end_round(current, position.current, self.rounds)
         return self._results.take()
+
+    def _end_turns(self, plan: RoundPlan) -> None:
+        """Takes note of the turns of a dispatched round whose global batches go on."""
+        tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
+        if not tasks:
+            return
+        if not plan.ends:
+            # No update has waited for the round before.
+            self._fetch()
+        self._results.add(DispatchedTurns(plan, tasks, self._executor.marker()))
 
     def begin_evaluation(self, names: Sequence[str]) -> None:
         """Begins to measure the held-out losses of tasks with their current adapters. The results
@@ -464,6 +485,12 @@ class Engine:
         """
         self._refuse_unfinished_round()
         self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
+
+    def take_computed_tokens(self) -> dict[str, int]:
+        """By name of the task, the number of tokens, with padding, of the rounds whose results have
+        arrived since the last call, by which the time of these rounds can be divided among the
+        tasks. Tasks that have left since have their share, too."""
+        return self._results.take_computed_tokens()
 
     def take_evaluations(self) -> list[TaskEvaluation]:
         """The held-out losses whose results have arrived since the last call, also of tasks that
@@ -485,11 +512,19 @@ class Engine:
         """Ends what the executor has begun of the current round before the round before had ended.
         The round is then planned anew, without the samples that are trained."""
         position = self._position
+        # A stopped executor has ended everything that had begun.
+        ended = self._executor.settle() or position.done
         if position.begun_ahead:
-            # A stopped executor has ended everything that had begun.
-            ended = self._executor.settle() or position.done
             self._count(position.current, ended[len(position.done) :])
+            self._count_turns(position.current, ended)
             position.settle(ended)
+
+    def _count_turns(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
+        """Counts the turns that have been trained of a round that is forgotten, if their global
+        batches go on. They are not planned again."""
+        for number in plan.trained_turns(ended) if plan else ():
+            if number in self._slots:
+                self._results.count(self._slots[number], plan.computed_tokens[number])
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
@@ -512,6 +547,8 @@ class Engine:
         )
         self._count(self._position.current, self._position.done, times=-1)
         self._position.begin_again()
+        for _, slot in self._slots:
+            slot.computed_tokens = 0
 
     def accumulated(self, name: str) -> list[int]:
         """The samples of a task's unfinished global batch whose gradients are already accumulated.
@@ -687,7 +724,7 @@ class Engine:
         """
         trained = {} if after is None else after.steps
         steps = {
-            number: trained[number] + 1
+            number: trained[number] + (number in after.ends)
             if number in trained
             else slot.progress.step + self._results.steps_awaited(slot)
             for number, slot in self._slots

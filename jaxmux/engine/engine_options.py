@@ -21,9 +21,9 @@ class EngineOptions:
     Except for `max_bad_steps`, they affect speed and memory; the results of tasks differ only by
     rounding.
 
-    The engine trains *rounds*, each with one global batch (the samples of one optimizer update) of
-    every task that still trains. A round is packed into *microbatches*, the units of one forward
-    and backward pass.
+    The engine trains *rounds*, each with a *turn* of every task that still trains: a global batch
+    (the samples of one optimizer update), or as much of it as `round_tokens` allows. A round is
+    packed into *microbatches*, the units of one forward and backward pass.
 
     Attributes:
       shape: shape of the microbatches: `rows` rows of `row_len` tokens, each with at most
@@ -50,6 +50,10 @@ class EngineOptions:
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
       unroll: True compiles every layer separately, which takes longer to compile and runs faster on
         a GPU. False compiles one layer and loops over it. None means True on a GPU, else False.
+      round_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own. A
+        task with larger global batches needs several rounds for each, and is updated in the last of
+        them. Tasks with small batches then need not wait for it, and new tasks begin sooner. None
+        lets every turn be a global batch.
       max_bad_steps: number of consecutive skipped updates after which a task has failed. An update
         is skipped if the task's loss, gradient or new parameters are not finite.
       packing: function that lays out the samples of tasks that share microbatches; None packs them
@@ -84,6 +88,7 @@ class EngineOptions:
     attention: str | None = None
     grouped_lora: str | None = None
     unroll: bool | None = None
+    round_tokens: int | None = None
     max_bad_steps: int = 10
     packing: Packing | None = None
     schedule: str = "1f1b"

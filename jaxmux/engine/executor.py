@@ -1,7 +1,7 @@
 """What the engine asks of the devices: an executor runs rounds and evaluates held-out samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -81,9 +81,13 @@ class Executor(Protocol):
         """
         ...
 
+    def marker(self) -> Any:
+        """Small arrays that are ready when all dispatched microbatches have ended."""
+        ...
+
     def settle(self) -> tuple[int, ...]:
         """Ends the microbatches of the following round that have begun, so that tasks can be read
-        and changed. The round itself is forgotten.
+        and changed. The round itself is forgotten. All gradients are then in the `StoredState`.
 
         Returns:
           The indices of its microbatches that have ended, in this call and before.

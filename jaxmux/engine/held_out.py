@@ -35,8 +35,8 @@ class HeldOut:
           rounds: number of rounds that have been dispatched.
         """
         self._stop_in_time(plan, begun)
-        running = {n: step for n, step in plan.steps.items() if self._slots.runs(n)}
-        due = [n for n, step in running.items() if self._slots[n].is_measured_after(step + 1)]
+        updated = {n: plan.steps[n] for n in plan.steps if n in plan.ends and self._slots.runs(n)}
+        due = [n for n, step in updated.items() if self._slots[n].is_measured_after(step + 1)]
         self.measure(due, rounds)
 
     def measure(self, numbers: Sequence[int], rounds: int) -> None:

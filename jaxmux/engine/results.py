@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +40,21 @@ class DispatchedUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
+class DispatchedTurns:
+    """The turns of a round whose global batches go on in the following round.
+
+    Attributes:
+      plan: the round.
+      tasks: by slot number, the tasks.
+      marker: arrays that are ready when the round has ended, from `Executor.marker`.
+    """
+
+    plan: RoundPlan
+    tasks: Mapping[int, Slot]
+    marker: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class DispatchedEvaluation:
     """A measurement of held-out losses whose results have not been fetched.
 
@@ -67,15 +84,17 @@ class Results:
           max_bad_steps: number of consecutive skipped updates after which a task has failed.
         """
         self._max_bad_steps = max_bad_steps
-        self._dispatched: list[DispatchedUpdate] = []
+        self._dispatched: list[DispatchedUpdate | DispatchedTurns] = []
         self._measured: list[DispatchedEvaluation] = []
         # Results that have been fetched and not yet taken.
         self._fetched: list[TaskUpdate] = []
         self._evaluations: list[TaskEvaluation] = []
+        # By name of the task, the tokens of the rounds that have been fetched, with padding.
+        self._computed: Counter[str] = Counter()
 
-    def add(self, update: DispatchedUpdate) -> None:
-        """Adds an update that has been dispatched."""
-        self._dispatched.append(update)
+    def add(self, dispatched: DispatchedUpdate | DispatchedTurns) -> None:
+        """Adds an update, or turns, that have been dispatched."""
+        self._dispatched.append(dispatched)
 
     def add_evaluation(self, evaluation: DispatchedEvaluation) -> None:
         """Adds a measurement of held-out losses that has been dispatched after all updates."""
@@ -83,7 +102,8 @@ class Results:
 
     def steps_awaited(self, slot: Slot) -> int:
         """Number of updates of this task whose results have not been fetched: 0 or 1."""
-        return sum(slot is own for update in self._dispatched for own in update.tasks.values())
+        updates = (own for own in self._dispatched if isinstance(own, DispatchedUpdate))
+        return sum(slot is own for update in updates for own in update.tasks.values())
 
     def awaits(self, slot: Slot) -> bool:
         """Whether a result of this task has not been fetched."""
@@ -91,17 +111,22 @@ class Results:
         return any(slot is own for results in dispatched for own in results.tasks.values())
 
     def fetch(self) -> Iterator[DispatchedUpdate]:
-        """Waits for all updates and measurements, records their results, and yields each update
-        when that is done.
+        """Waits for all that has been added, records the results, and yields each update when that
+        is done.
 
         Raises:
           jax.errors.JaxRuntimeError: a round has failed on the device.
         """
         while self._dispatched:
-            update = self._dispatched[0]
-            self._record(update, jax.device_get(update.stats))
-            del self._dispatched[0]
-            yield update
+            first = self._dispatched[0]
+            if isinstance(first, DispatchedTurns):
+                jax.block_until_ready(first.marker)
+                self._record_turns(first)
+                del self._dispatched[0]
+            else:
+                self._record(first, jax.device_get(first.stats))
+                del self._dispatched[0]
+                yield first
         while self._measured:
             self._record_evaluation(self._measured[0], self._measured[0].losses())
             del self._measured[0]
@@ -110,6 +135,12 @@ class Results:
         """The results of updates that have been fetched since the last call."""
         fetched, self._fetched = self._fetched, []
         return fetched
+
+    def take_computed_tokens(self) -> dict[str, int]:
+        """By name of the task, the number of tokens, with padding, of the rounds whose results have
+        been fetched since the last call."""
+        computed, self._computed = dict(self._computed), Counter()
+        return computed
 
     def take_evaluations(self) -> list[TaskEvaluation]:
         """The held-out losses that have been fetched since the last call."""
@@ -120,6 +151,8 @@ class Results:
         for number, slot in update.tasks.items():
             if not slot.running:
                 continue
+            self.count(slot, update.plan.computed_tokens[number])
+            computed, slot.computed_tokens = slot.computed_tokens, 0
             done = TaskUpdate(
                 step=update.index,
                 task=slot.name,
@@ -129,7 +162,7 @@ class Results:
                 grad_norm=float(stats.grad_norm[number]),
                 target_tokens=update.plan.target_tokens[number],
                 tokens=update.plan.tokens[number],
-                computed_tokens=update.plan.computed_tokens[number],
+                computed_tokens=computed,
                 skipped=not stats.applied[number],
             )
             slot.count_seconds()
@@ -137,6 +170,16 @@ class Results:
             if slot.progress.status == "succeeded" and slot.steps < slot.prepared.steps:
                 slot.progress.stopped_early = f"trained for {slot.progress.seconds:.0f} s"
             self._fetched.append(done)
+
+    def _record_turns(self, turns: DispatchedTurns) -> None:
+        for number, slot in turns.tasks.items():
+            if slot.running:
+                self.count(slot, turns.plan.computed_tokens[number])
+
+    def count(self, slot: Slot, tokens: int) -> None:
+        """Counts what a round has computed of a task, in tokens with padding."""
+        slot.computed_tokens += tokens
+        self._computed[slot.name] += tokens
 
     def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:
         for number, slot in evaluation.tasks.items():

@@ -1,6 +1,6 @@
 """How far the current round has come, and what has begun of the round after it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .round_stream import RoundStream
 from .rounds import Due, RoundPlan, SampleIndices
@@ -31,9 +31,9 @@ class RoundPosition:
         self.following: RoundPlan | None = None
         self.begun_ahead = False
         self._stream = stream
-        # By slot, indices of the samples whose gradients were in the accumulators when the current
-        # round began; and, for slots that are updated in the current round, of the samples of
-        # their following global batch.
+        # By slot, indices of the samples of a global batch whose gradients were in the accumulators
+        # when the current round began; and of the samples of the following round that have been
+        # trained, although it was stopped.
         self._accumulated: dict[int, list[int]] = {}
         self._accumulated_ahead: dict[int, list[int]] = {}
 
@@ -57,7 +57,7 @@ class RoundPosition:
         if self._accumulated_ahead:
             # A part of it has been trained before the current round was stopped.
             return None
-        self.following = self._stream.next(live, {}) if live else None
+        self.following = self._stream.next(live, self._accumulated_after_round()) if live else None
         return self.following
 
     def stop(self, updates: tuple[Due, ...], ahead: Sequence[int]) -> None:
@@ -77,9 +77,10 @@ class RoundPosition:
         Args:
           ahead: indices of its microbatches that have been dispatched.
         """
+        self._accumulated = self._accumulated_after_round()
         self.current, self.following = self.following, None
         self.done, self.begun_ahead = list(ahead), self.current is not None
-        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
+        self._add_what_is_ahead()
 
     def settle(self, ended: Sequence[int]) -> None:
         """Notes that what had begun ahead of the current round has ended. The rest of the round is
@@ -90,7 +91,7 @@ class RoundPosition:
         """
         self.following, self.current = self.current, None
         self._forget_following(ended)
-        self._accumulated, self._accumulated_ahead = self._accumulated_ahead, {}
+        self._add_what_is_ahead()
         self.done, self.begun_ahead = [], False
 
     def begin_again(self) -> None:
@@ -114,11 +115,19 @@ class RoundPosition:
         plan, before = self.current, self._accumulated.get(number, ())
         if plan is None:
             return sorted(before)
-        if not any(number in due.slots for due in plan.updates):
+        ahead = self._accumulated_ahead.get(number, ())
+        if number in plan.ends and not any(number in due.slots for due in plan.updates):
             # The global batch is complete, and its update is dispatched.
-            return sorted(self._accumulated_ahead.get(number, ()))
-        done = (plan.microbatches[i].samples.get(number, ()) for i in self.done)
-        return sorted([*before, *(sample for microbatch in done for sample in microbatch)])
+            return sorted(ahead)
+        return sorted([*before, *_samples(plan, self.done, number), *ahead])
+
+    def goes_on(self, number: int) -> bool:
+        """Whether rounds before the current one have begun a slot's global batch.
+
+        Args:
+          number: number of the slot.
+        """
+        return bool(self._accumulated.get(number))
 
     def restore(self, number: int, accumulated: Sequence[int]) -> None:
         """Sets the result of `accumulated` for a slot, between two rounds.
@@ -128,6 +137,25 @@ class RoundPosition:
           accumulated: indices of samples; empty also for a slot whose task has left.
         """
         self._accumulated[number] = list(accumulated)
+
+    def _accumulated_after_round(self) -> dict[int, list[int]]:
+        """What `_accumulated` is after the current round."""
+        plan = self.current
+        kept = {n: samples for n, samples in self._accumulated.items() if n not in plan.steps}
+        goes_on = (number for number in plan.steps if number not in plan.ends)
+        return kept | {
+            number: [
+                *self._accumulated.get(number, ()),
+                *_samples(plan, range(len(plan.microbatches)), number),
+            ]
+            for number in goes_on
+        }
+
+    def _add_what_is_ahead(self) -> None:
+        """Counts what has been trained of a stopped round as trained before the next one."""
+        for number, samples in self._accumulated_ahead.items():
+            self._accumulated.setdefault(number, []).extend(samples)
+        self._accumulated_ahead = {}
 
     def _forget_following(self, ended: Sequence[int]) -> None:
         """Forgets the following round, of which these microbatches have been trained."""
@@ -139,3 +167,8 @@ class RoundPosition:
                 self._accumulated_ahead.setdefault(number, []).extend(own)
         self.following = None
         self._stream.close()
+
+
+def _samples(plan: RoundPlan, microbatches: Iterable[int], number: int) -> Iterator[int]:
+    """The samples of a slot in the microbatches of a round with these indices."""
+    return (i for m in microbatches for i in plan.microbatches[m].samples.get(number, ()))

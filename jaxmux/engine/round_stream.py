@@ -39,7 +39,7 @@ class RoundStream:
 
         Args:
           live: by slot, the next step of every live task.
-          accumulated: by slot, indices of the samples of the round whose gradients are in the
+          accumulated: by slot, indices of the samples of these steps whose gradients are in the
             accumulators already.
         """
         if self._rounds is None or self._following != live.keys():
@@ -54,6 +54,7 @@ class RoundStream:
                     self._options.packing,
                     self._executor.dispatch,
                     accumulated,
+                    self._options.round_tokens,
                 )
             )
         asked = time.perf_counter()
@@ -62,7 +63,7 @@ class RoundStream:
         self._following = {
             number
             for number, step in following.steps.items()
-            if step + 1 < self._slots[number].steps
+            if number not in following.ends or step + 1 < self._slots[number].steps
         }
         return following
 

@@ -1,7 +1,7 @@
-"""Rounds: one global batch of every live task, packed while the device trains earlier rounds."""
+"""Rounds: a turn of every live task, packed while the device trains earlier rounds."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
 from .batch_lengths import BatchLengths
 from .prepared_task import PreparedTask
+from .turns import Turns
 
 # For each group, the slots of its tasks.
 Groups = Sequence[tuple[int, ...]]
@@ -89,22 +90,25 @@ class Due(NamedTuple):
 
 
 class RoundPlan(NamedTuple):
-    """One round (a global batch of every live task), ready for an executor.
+    """One round (a turn of every live task), ready for an executor.
 
     Attributes:
       steps: by slot, the index of the task's global batch in the round, from 0.
+      ends: the slots whose global batches are complete with the round; the others go on in the
+        following round.
       microbatches: the microbatches, where the executor reads them.
-      updates: the updates of all slots, in the order in which they become due.
+      updates: the updates of the slots in `ends`, in the order in which they become due.
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
       optimizers: the optimizer kinds of the tasks.
       tokens: by slot, number of tokens in the task's global batch, without padding.
       target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
-      computed_tokens: by slot, number of tokens of the chunks that hold the task's global batch,
-        with padding.
+      computed_tokens: by slot, number of tokens of the chunks that hold the task's turn, with
+        padding.
     """
 
     steps: dict[int, int]
+    ends: frozenset[int]
     microbatches: list[PackedMicrobatch]
     updates: tuple[Due, ...]
     slots: SlotTable
@@ -113,6 +117,16 @@ class RoundPlan(NamedTuple):
     tokens: dict[int, int]
     target_tokens: dict[int, int]
     computed_tokens: dict[int, int]
+
+    def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
+        """The slots whose global batches go on, and of which these microbatches hold all samples.
+
+        Args:
+          microbatches: indices of microbatches.
+        """
+        rest = set(range(len(self.microbatches))) - {*microbatches}
+        left = {slot for i in rest for slot in self.microbatches[i].samples}
+        return [slot for slot in self.steps if slot not in self.ends and slot not in left]
 
 
 def pack_tightly(
@@ -145,6 +159,7 @@ def training_rounds(
     packing: Packing | None = None,
     dispatch: Dispatch | None = None,
     accumulated: SampleIndices | None = None,
+    most_tokens: int | None = None,
 ) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
 
@@ -157,14 +172,20 @@ def training_rounds(
       packing: lays out the samples of a group of tasks; None for `pack_tightly`, by which groups
         may share a microbatch.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
-      accumulated: by slot, indices of samples in the first round whose gradients are in the
-        accumulators already. The whole round is packed, so that the other samples keep their
-        places; then these samples are left out.
+      accumulated: by slot, indices of samples in the first global batches whose gradients are in
+        the accumulators already. They are packed with the others of their round, so that those keep
+        their places; then they are left out.
+      most_tokens: most tokens of a task in a round, see `Turns`.
     """
-    steps, done, groups_of = dict(steps), accumulated or {}, TaskGroups(replicas)
-    while live := {slot: t for slot, t in tasks.items() if steps[slot] < t.steps}:
-        batches = {slot: t.batches[steps[slot]] for slot, t in live.items()}
-        shares = shares_of_replicas(batches, dispatch)
+    turns_of, groups_of = Turns(tasks, steps, most_tokens, accumulated), TaskGroups(replicas)
+    done = dict(accumulated or {})
+    while turns := turns_of.next():
+        live = {slot: tasks[slot] for slot in turns}
+        steps = {slot: turn.step for slot, turn in turns.items()}
+        ends = frozenset(slot for slot, turn in turns.items() if turn.last)
+        batches = {slot: turn.batch for slot, turn in turns.items()}
+        samples_of = {slot: turn.samples for slot, turn in turns.items()}
+        shares = shares_of_replicas(batches, samples_of, dispatch)
         groups, microbatches, computed = groups_of(live), [], Counter()
         # Groups that share no microbatch are packed by themselves.
         apart = groups_of.task_by_task or packing
@@ -176,9 +197,10 @@ def training_rounds(
                     placed = replicas[found.replica].place(found.arrays)
                     microbatches.append(found._replace(arrays=placed))
         yield RoundPlan(
-            {slot: steps[slot] for slot in live},
+            steps,
+            ends,
             microbatches,
-            _updates(groups, microbatches),
+            _updates(groups, ends, microbatches),
             slot_table(live, steps, pool.slots),
             pool.dropout,
             frozenset(task.task.optimizer.kind for task in live.values()),
@@ -186,30 +208,43 @@ def training_rounds(
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
             dict(computed),
         )
-        done = {}
-        for slot in live:
-            steps[slot] += 1
+        done = {slot: samples for slot, samples in done.items() if slot not in ends}
 
 
 def shares_of_replicas(
-    batches: Mapping[int, Sequence[Sample]], dispatch: Dispatch | None
+    batches: Mapping[int, Sequence[Sample]], samples: SampleIndices, dispatch: Dispatch | None
 ) -> Sequence[SampleIndices]:
-    """The samples that each replica trains.
+    """The samples that each replica reads.
 
     Args:
-      batches: by slot, the samples of the task's global batch.
+      batches: by slot, samples of the task.
+      samples: by slot, indices of the samples that are read.
       dispatch: divides the samples; None gives all of them to one replica.
     """
     if dispatch is None:
-        return [{slot: range(len(batch)) for slot, batch in batches.items()}]
-    return dispatch({slot: [s.stream_length for s in batch] for slot, batch in batches.items()})
+        return [samples]
+    lengths = {
+        slot: [batches[slot][i].stream_length for i in indices] for slot, indices in samples.items()
+    }
+    return [
+        {slot: [samples[slot][i] for i in own] for slot, own in share.items()}
+        for share in dispatch(lengths)
+    ]
 
 
-def _updates(groups: Groups, microbatches: Sequence[PackedMicrobatch]) -> tuple[Due, ...]:
-    """The updates of a round. One program updates all slots of a group, so it is cheapest at the
-    group's end."""
+def all_samples(batches: Mapping[int, Sequence[Sample]]) -> SampleIndices:
+    """By slot, the indices of all samples."""
+    return {slot: range(len(batch)) for slot, batch in batches.items()}
+
+
+def _updates(
+    groups: Groups, ends: frozenset[int], microbatches: Sequence[PackedMicrobatch]
+) -> tuple[Due, ...]:
+    """The updates of a round. One program updates all slots of a group that are due, so it is
+    cheapest at their end."""
     last = {slot: i for i, microbatch in enumerate(microbatches) for slot in microbatch.samples}
-    due = (Due(max(last.get(slot, -1) for slot in group), group) for group in groups)
+    complete = (tuple(slot for slot in group if slot in ends) for group in groups)
+    due = (Due(max(last.get(slot, -1) for slot in own), own) for own in complete if own)
     return tuple(sorted(due, key=lambda update: update.after))
 
 

@@ -25,6 +25,7 @@ from .rounds import (
     PackedMicrobatch,
     ReplicaInput,
     RoundPlan,
+    all_samples,
     empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
@@ -208,8 +209,12 @@ class SeveralDevices:
             self._full = [replica for replica, fit in pairs if not fit]
         return not self._full
 
+    def marker(self) -> list[jax.Array]:
+        return [state.marker() for state in (self._stored, *(copy.own for copy in self._copies))]
+
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:
+            self._collect()
             return ()
         for replica in self._replicas:
             while True:
@@ -269,6 +274,7 @@ class SeveralDevices:
             for copy in self._copies:
                 copy.warm_up()
             update_parts(self._stored, none_due, warm=True)
+            self.marker()
         self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
 
     def _forget(self) -> None:
@@ -276,9 +282,15 @@ class SeveralDevices:
         others."""
         for replica in self._replicas:
             replica.forget()
-        for copy in self._copies:
-            copy.send_gradients(np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32))
+        self._collect()
         self._ahead, self._ahead_done = None, []
+
+    def _collect(self) -> None:
+        """Moves the gradients of the copies into the train state."""
+        for copy in self._copies:
+            if copy.own.states:
+                slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
+                copy.send_gradients(slots)
 
     def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Callable[[], np.ndarray]:
         self._refresh()
@@ -287,7 +299,7 @@ class SeveralDevices:
             jax.block_until_ready([replica.state.states for replica in self._replicas])
             self._measured_for = self._stored.layout
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
-        shares = shares_of_replicas(batches, self.dispatch)
+        shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
         microbatches = fill_microbatches(batches, self.replicas, shares)
         table = slot_table(tasks, None, *self._stored.layout.tree.loss.shape)
         losses = [

@@ -26,6 +26,7 @@ from .programs import accumulate, accumulate_arguments, evaluate
 from .rounds import (
     ReplicaInput,
     RoundPlan,
+    all_samples,
     empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
@@ -125,8 +126,14 @@ class SingleDevice:
             done.append(i)
             if stop():
                 return outcome
+        tried = self._trial_rounds and not plan.updates
+        if tried and not fits(jax.block_until_ready, self._state.loss):
+            return outcome._replace(lost=True)
         self._trial_rounds = max(0, self._trial_rounds - 1)
         return outcome
+
+    def marker(self) -> jax.Array:
+        return self._stored.marker()
 
     def _accumulate(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> None:
         """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
@@ -172,7 +179,7 @@ class SingleDevice:
         table = jax.device_put(slot_table(tasks, None, capacity))
         losses = jnp.zeros(capacity)
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
-        shares = shares_of_replicas(batches, self.dispatch)
+        shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
         for microbatch in fill_microbatches(batches, self.replicas, shares):
             weights, adapters = backbone.weights, self._state.adapters
             arguments = weights, adapters, losses, _placed(microbatch.arrays), table
@@ -192,6 +199,7 @@ class SingleDevice:
             self.recover()
         state, _ = update(self._state, self._stored.layout, none_due, warm=True)
         self._stored.states = [state]
+        self.marker()
         forward = forward_options(self._backbone, self._options)
         arguments = state.adapters, jnp.zeros(len(none_due.due)), microbatch, table
         evaluate(self._backbone.config, forward, self._backbone.weights, *arguments)

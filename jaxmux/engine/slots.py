@@ -41,6 +41,8 @@ class Slot:
         until the first results have arrived, because what comes before is mostly compilation.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
         arrays by path; None if it is not kept, or not known yet.
+      computed_tokens: number of tokens, with padding, that have been computed of the current global
+        batch, as far as results have been fetched.
     """
 
     prepared: PreparedTask
@@ -48,6 +50,7 @@ class Slot:
     stop_after: int | None = None
     timed_since: float | None = None
     best: Callable[[], SlotArrays] | None = None
+    computed_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -111,6 +114,10 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         # Slots whose tasks have left, and that are not empty yet.
         self._left: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a slot is taken."""
+        return number in self._slots
 
     def __iter__(self) -> Iterator[tuple[int, Slot]]:
         """The slots that are taken, with their numbers, in the order in which their tasks were

@@ -118,6 +118,11 @@ class StoredState:
         """Empties one slot in place."""
         self._change(clear_slot, slot)
 
+    def marker(self) -> jax.Array:
+        """A small array that is ready when the microbatches that have been dispatched have ended on
+        the devices of the last part."""
+        return run_on(self.homes[-1], _copied, self.states[-1].loss)
+
     def empty_accumulators(self) -> None:
         """Replaces accumulators and losses by zeros, also if they were donated to a program that
         failed."""
@@ -237,3 +242,9 @@ def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
     copies = np.zeros(spec.shape, spec.dtype)
     copies[0] = value
     return copies
+
+
+@jax.jit
+def _copied(array: jax.Array) -> jax.Array:
+    """A copy, which stays when the array is donated."""
+    return jnp.copy(array)

@@ -1,7 +1,9 @@
 """A task outside the engine, and how its arrays are kept there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxmux.peft import SlotArrays
 
@@ -11,6 +13,8 @@ from .slots import Slot
 
 # What the paths of the best adapter begin with, among the arrays of a task.
 BEST = "best/"
+# And those of the gradients of the current global batch.
+ACCUMULATED = "accumulators/"
 
 
 class SuspendedTask(NamedTuple):
@@ -20,10 +24,13 @@ class SuspendedTask(NamedTuple):
       slot: the task and its progress. The engine may still enter the results of the task's last
         update into the progress.
       arrays: function that waits for the task's arrays, and returns them by path.
+      accumulated: indices of the samples of its current global batch whose gradients are among
+        these arrays.
     """
 
     slot: Slot
     arrays: Callable[[], SlotArrays]
+    accumulated: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -43,7 +50,13 @@ class SuspendedTask(NamedTuple):
     def with_best(self) -> Callable[[], SlotArrays]:
         """What has to be kept of the task, as from `Engine.with_best`."""
         best = best_arrays(self.slot)
-        return lambda: self.arrays() | best()
+        return lambda: after_last_update(self.arrays()) | best()
+
+
+def after_last_update(arrays: SlotArrays) -> SlotArrays:
+    """The arrays of a task without what has been accumulated since its last update."""
+    kept = {path: array for path, array in arrays.items() if not path.startswith(ACCUMULATED)}
+    return kept | {"loss": np.zeros((), np.float32)}
 
 
 def best_arrays(slot: Slot) -> Callable[[], SlotArrays]:

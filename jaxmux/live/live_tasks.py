@@ -195,17 +195,22 @@ class LiveTasks:
             if self[name].state != RUNNING:
                 self._start(self[name])
 
-    def take_results(self, updates: Sequence[TaskUpdate], seconds: float) -> None:
-        """Meters updates, and ends the tasks whose training has ended with them. The tasks that
-        ended longest ago are forgotten.
+    def take_results(
+        self, updates: Sequence[TaskUpdate], computed: Mapping[str, int], seconds: float
+    ) -> None:
+        """Meters what has been trained, and ends the tasks whose training has ended with it. The
+        tasks that ended longest ago are forgotten.
 
         Args:
           updates: the updates.
+          computed: by name of the task, the number of tokens that have been computed.
           seconds: the time that the devices have spent on them.
         """
-        for update, part in zip(updates, parts_of(seconds, updates), strict=True):
+        for update in updates:
             own = self[update.task]
-            own.meter.add(update, part, again=update.task_step <= own.reached)
+            own.meter.add(update, again=update.task_step <= own.reached)
+        for name, part in parts_of(seconds, computed).items():
+            self[name].meter.device_seconds += part
         for name in self._engine.names:
             progress = self._engine.progress(name)
             if progress.status != RUNNING:

@@ -398,7 +398,8 @@ class LiveTraining:
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
         """Enters the results of updates."""
         now, seconds = time.monotonic(), 0.0
-        if updates:
+        computed = self._engine.take_computed_tokens()
+        if computed:
             self._unsaved = True
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
@@ -409,7 +410,7 @@ class LiveTraining:
             del fields["task"]
             self._tell(done.task, kind, fields)
         # A task's last update is told before its end.
-        self._tasks.take_results(updates, seconds)
+        self._tasks.take_results(updates, computed, seconds)
         for _, done in told:
             if done.task in self._tasks:
                 self._show(self._tasks[done.task])

@@ -1,7 +1,7 @@
 """What a task has used, for bills and quotas."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from jaxmux.engine import TaskUpdate
 
@@ -30,27 +30,25 @@ class Meter:
     trained_tokens: int = 0
     device_seconds: float = 0.0
 
-    def add(self, update: TaskUpdate, seconds: float, again: bool = False) -> None:
+    def add(self, update: TaskUpdate, again: bool = False) -> None:
         """Counts an update.
 
         Args:
           update: the update.
-          seconds: the task's part of the time of the update's round.
           again: whether it was computed before, by a process that ended before it was saved.
         """
         self.recomputed_tokens += update.computed_tokens if again else 0
         self.effective_tokens += update.tokens
         self.computed_tokens += update.computed_tokens
         self.trained_tokens += 0 if update.skipped else update.target_tokens
-        self.device_seconds += seconds
 
 
-def parts_of(seconds: float, updates: Sequence[TaskUpdate]) -> list[float]:
-    """Divides time among updates, in proportion to their computed tokens.
+def parts_of(seconds: float, computed: Mapping[str, int]) -> dict[str, float]:
+    """Divides time among tasks, in proportion to their computed tokens.
 
     Args:
-      seconds: the time in which the updates were computed.
-      updates: the updates.
+      seconds: the time in which the tokens were computed.
+      computed: by name of the task, the number of tokens.
     """
-    total = sum(update.computed_tokens for update in updates)
-    return [seconds * update.computed_tokens / max(total, 1) for update in updates]
+    total = sum(computed.values())
+    return {name: seconds * tokens / max(total, 1) for name, tokens in computed.items()}

@@ -75,7 +75,7 @@ def tuning_server(
     refuse_mesh(options.deployment, config)
     fingerprint, dtype = backbone_fingerprint(path), backbone_dtype(options.dtype)
     shape = options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN)
-    own_options = engine_options(options, config, shape)
+    own_options = engine_options(options, config, shape, round_tokens=options.most_tokens(shape))
     with ExitStack() as stack:
         identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))

@@ -9,6 +9,8 @@ from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_cla
 from .run_options import RunOptions
 
 _count = partial(integer, least=1)
+# Microbatches of one task that a round trains unless `round_tokens` says otherwise.
+_MICROBATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class ServerOptions(RunOptions):
       chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
         takes the shortest one that the device's kernels support.
       max_sequences: most samples of a row; None makes room for one for every 16 tokens.
+      round_tokens: most tokens of one task that a round trains, see `EngineOptions`; None for four
+        microbatches of the mesh. The bits of a task whose global batches are larger depend on it.
       reserved_slots: number of tasks that train at the same time.
       reserved_rank: the highest rank that a task may have.
       reserved_targets: the linears that tasks may adapt, chosen like `LoRA.target_modules`.
@@ -31,12 +35,22 @@ class ServerOptions(RunOptions):
     """
 
     row_len: int | None = _count(1024)
+    round_tokens: int | None = _count(None, optional=True)
     reserved_slots: int = _count(8)
     reserved_rank: int = _count(16)
     reserved_targets: str | tuple[str, ...] | None = names("all-linear", optional=True)
     reserved_dropout: bool = flag(True)
     prepared_at_once: int = _count(2)
     most_preparation_seconds: float = number(600.0, above=0)
+
+    def most_tokens(self, shape: ShapeClass) -> int:
+        """Most tokens of one task that a round trains.
+
+        Args:
+          shape: shape class of the microbatches.
+        """
+        shards = sum(replica.shards for replica in self.deployment.replicas)
+        return self.round_tokens or _MICROBATCHES * shards * shape.tokens
 
     def shape(self, least_chunk_len: int = MIN_CHUNK_LEN) -> ShapeClass:
         """The shape class of the microbatches.

@@ -18,23 +18,27 @@ def tasks(make_narrow_task):
     }
 
 
+@pytest.fixture(scope="module", params=[None, 60], ids=["whole batches", "parts of batches"])
+def options(request):
+    return {"shape": SMALL, "round_tokens": request.param}
+
+
 @pytest.fixture(scope="module")
-def alone(tasks, make_engine, train):
+def alone(tasks, options, make_engine, train):
     """Each task's updates and final arrays, trained alone."""
     found = {}
     for name, task in tasks.items():
-        engine = make_engine(task, shape=SMALL)
+        engine = make_engine(task, **options)
         updates = train(engine)[name]
         found[name] = updates, engine.task_arrays(name)
     return found
 
 
 def test_whatever_comes_and_goes_every_task_gets_the_bits_it_gets_alone(
-    tasks, alone, make_engine, drive_at_random, assert_same_bits
+    tasks, options, alone, make_engine, drive_at_random, assert_same_bits
 ):
     for seed in range(4):
-        engine = make_engine(shape=SMALL)
-        updates, arrays = drive_at_random(engine, tasks, seed)
+        updates, arrays = drive_at_random(make_engine(**options), tasks, seed)
         for name, (expected, own) in alone.items():
             assert [u._replace(step=0) for u in updates[name]] == [
                 u._replace(step=0) for u in expected

@@ -14,6 +14,8 @@ OPTIONS = SERVER | {
     "reserved_dropout": False,
     "max_bad_steps": 3,
     "prepared_at_once": 4,
+    # The task "large" needs several rounds for a step.
+    "round_tokens": 64,
 }
 # No task of the simulation has more steps.
 MOST_STEPS = 7

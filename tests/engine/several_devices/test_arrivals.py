@@ -20,16 +20,20 @@ def tasks(make_narrow_task):
     }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "lorapp"])
+@pytest.mark.parametrize(
+    ("schedule", "round_tokens"),
+    [("1f1b", None), ("lorapp", None), ("1f1b", 100)],
+    ids=["1f1b", "lorapp", "parts of batches"],
+)
 def test_every_task_gets_the_bits_it_gets_alone_on_a_pipeline(
-    schedule, tasks, make_engine, train, drive_at_random, assert_same_bits
+    schedule, round_tokens, tasks, make_engine, train, drive_at_random, assert_same_bits
 ):
     alone = {}
     for name, task in tasks.items():
-        engine = make_engine(task)
+        engine = make_engine(task, round_tokens=round_tokens)
         alone[name] = train(engine)[name], engine.task_arrays(name)
     for seed in range(2):
-        engine = make_engine(layers=(3, 1), schedule=schedule)
+        engine = make_engine(layers=(3, 1), schedule=schedule, round_tokens=round_tokens)
         updates, arrays = drive_at_random(engine, tasks, seed)
         for name, (expected, own) in alone.items():
             assert [u._replace(step=0) for u in updates[name]] == [
@@ -103,10 +107,11 @@ def test_after_a_warm_up_nothing_is_compiled(replicas, make_narrow_task, make_en
     assert compiles[before:] == []
 
 
+@pytest.mark.parametrize("round_tokens", [None, 100], ids=["whole batches", "parts of batches"])
 def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
-    tasks, make_engine, train, drive_at_random
+    round_tokens, tasks, make_engine, train, drive_at_random
 ):
-    pair = {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}
+    pair = {"layers": (2, 2), "others": (((4,), Stage(tp=2)),), "round_tokens": round_tokens}
     engine = make_engine(*tasks.values(), slots=len(tasks), **pair)
     expected = train(engine)
     updates, _ = drive_at_random(make_engine(**pair), tasks, 0)
