@@ -14,6 +14,10 @@ On the same shape, a task with a batch of 4 beside one with a batch of 512:
 
   python scripts/benchmark_live.py waiting --out benchmarks/live.json
 
+On the same shape, an engine that grows and shrinks while it trains:
+
+  python scripts/benchmark_live.py growth --out benchmarks/live.json
+
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `--vocab` and
 `--scale` shorten a dry run.
@@ -36,7 +40,7 @@ import numpy as np
 from benchmark_records import Record, replace_records
 from benchmark_step import llama_config
 
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine import Engine, EngineOptions, EngineSize, PreparedTask
 from jaxmux.installed_versions import installed_versions
 from jaxmux.live import LiveTraining, TaskStatus
 from jaxmux.models import Backbone, device_peak, load_backbone, planned_remat
@@ -404,6 +408,58 @@ def steps_and_seconds(engine: Engine, batches: int) -> tuple[dict[str, int], flo
     return {name: n - before[name] for name, n in steps().items()}, seconds
 
 
+# An engine that grows and shrinks.
+
+
+def growth(args: argparse.Namespace) -> list[Record]:
+    """Measures an engine whose pool and microbatches are doubled and halved while tasks of mixed
+    rank and length train."""
+    backbone = Backbone.random(llama_config(args), dtype=jnp.bfloat16)
+    tasks = mixed_tasks(backbone, args, args.tasks // 2)
+    row_len = 512 // args.scale
+    rows, slots = 8192 // args.scale // row_len, args.tasks // 2 + 2
+    shape = ShapeClass(rows // 2, row_len, max(64, 128 // args.scale), 4)
+    pool = PoolSpec(slots, max(p.task.adapter.rank for p in tasks), tuple(sorted(tasks[0].targets)))
+    engine = Engine(backbone, EngineOptions(shape, pool))
+    engine.warm_up()
+    engine.register_tasks(tasks)
+    small, large = engine.size, EngineSize(2 * slots, rows)
+    facts: dict[str, float | list[float]] = {"tasks": len(tasks)}
+    switches = []
+    for name, size in (("growing", large), ("shrinking", small)):
+        before = statistics.median(Rounds(engine).train(args.rounds).seconds[2:])
+        programs, beside = engine.compile_ahead(size), Rounds(engine)
+        began = time.perf_counter()
+        while not programs.ready:
+            beside.train(1)
+        compiling = time.perf_counter() - began
+        engine.drain()
+        began = time.perf_counter()
+        engine.resize(size, programs)
+        jax.block_until_ready(engine.state)
+        switches.append((time.perf_counter() - began) / before)
+        facts |= {
+            f"seconds a round before {name}": before,
+            f"seconds of compiling beside training before {name}": compiling,
+            f"seconds a round beside it, before {name}": statistics.median(beside.seconds),
+            f"seconds of {name}": switches[-1] * before,
+        }
+    after = statistics.median(Rounds(engine).train(args.rounds).seconds[2:])
+    facts["seconds a round after shrinking"] = after
+    engine.close()
+    return [
+        {
+            "name": f"the time of {name}, over a round",
+            "value": switch,
+            "bound": 1.0,
+            "sense": "at most",
+            "unit": "ratio",
+            "baselines": facts,
+        }
+        for name, switch in zip(("growing", "shrinking"), switches, strict=True)
+    ]
+
+
 class Rounds:
     """Rounds of an engine, with the seconds from the results of one to those of the next.
 
@@ -450,7 +506,7 @@ def predicted_peak(
     return admission.peak([p.pool for p in tasks], planned_remat(engine.remat))
 
 
-PARTS = {"demo": demo, "large": large, "waiting": waiting}
+PARTS = {"demo": demo, "large": large, "waiting": waiting, "growth": growth}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

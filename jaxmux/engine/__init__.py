@@ -16,16 +16,19 @@ round and, at the end, the adapter of every task.
 """
 
 from .engine import Engine
-from .engine_options import EngineOptions
+from .engine_options import EngineOptions, EngineSize
 from .prepared_task import PreparedTask, prepare_task
 from .progress import TaskEvaluation, TaskProgress, TaskUpdate
+from .size_ahead import SizeAhead
 from .suspended_task import BEST, SuspendedTask
 
 __all__ = [
     "BEST",
     "Engine",
     "EngineOptions",
+    "EngineSize",
     "PreparedTask",
+    "SizeAhead",
     "SuspendedTask",
     "TaskEvaluation",
     "TaskProgress",

@@ -5,23 +5,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions
 from jaxmux.models.modules import abstract_weights
-from jaxmux.optimizers import optimizer_class
-from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
-from jaxmux.peft.leaves import named_leaves
 
-from .compile import compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .prepared_task import PreparedTask
-from .programs import evaluate
-from .rounds import empty_microbatch, slot_table
+from .programs_of_shapes import ProgramsOfShapes
 from .slots import pool_of
-from .train_state import TrainState
-from .updates import no_stats, update_kind
 
 
 class ProgramsAhead:
@@ -55,7 +47,9 @@ class ProgramsAhead:
         self._on_gpu = jax.default_backend() == "gpu"
         self._thread = ThreadPoolExecutor(1)
         backbone = Backbone(config, abstract_weights(config, dtype), "")
-        self._programs = _Programs(backbone, options, tasks)
+        pool, _ = pool_of(config, [task.pool for task in tasks], options.reserved)
+        kinds = list(dict.fromkeys(task.task.optimizer.kind for task in tasks))
+        self._programs = ProgramsOfShapes(backbone, options, pool, kinds)
         self._evaluation: list[Future] = []
         if any(task.eval_samples for task in tasks):
             self._evaluation.append(self._thread.submit(self._programs.compile_evaluate))
@@ -99,43 +93,3 @@ class ProgramsAhead:
     def close(self) -> None:
         """Compiles no further program."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-class _Programs:
-    """Compiles programs for arguments that have shapes and dtypes but no values."""
-
-    def __init__(self, backbone: Backbone, options: EngineOptions, tasks: Sequence[PreparedTask]):
-        self.backbone, self.options = backbone, options
-        self.kinds = list(dict.fromkeys(task.task.optimizer.kind for task in tasks))
-        self.pool, specs = pool_of(backbone.config, [task.pool for task in tasks], options.reserved)
-        self.layout = Layout(specs)
-        self.state: TrainState = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs
-        )
-        self.microbatch = empty_microbatch(options.shape)
-        self.table = slot_table({}, None, self.pool.slots)
-
-    def compile_evaluate(self) -> None:
-        backbone, state = self.backbone, self.state
-        forward = forward_options(backbone, self.options)
-        losses = jax.ShapeDtypeStruct((self.pool.slots,), jnp.float32)
-        arguments = backbone.weights, state.adapters, losses, self.microbatch, self.table
-        compiled(evaluate.lower(backbone.config, forward, *arguments))
-
-    def compile_accumulate(self) -> ForwardOptions:
-        return compile_accumulate(
-            self.backbone,
-            self.options,
-            self.pool.dropout,
-            self.state,
-            self.microbatch,
-            self.table,
-        )
-
-    def compile_update(self, kind: str) -> None:
-        leaves, slots = len(named_leaves(self.layout.tree.accumulators)), self.pool.slots
-        rates = np.zeros((leaves, self.backbone.config.num_layers, slots), np.float32)
-        none = np.zeros(slots, np.float32)
-        hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
-        arguments = self.state, no_stats(slots), none > 0, rates, hyper
-        update_kind.lower(kind, self.layout, *arguments).compile()

@@ -1,7 +1,7 @@
 """The settings of the engine."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
@@ -12,6 +12,18 @@ from .rounds import Packing
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
+
+
+class EngineSize(NamedTuple):
+    """What of an engine can grow and shrink while it trains.
+
+    Attributes:
+      slots: number of slots of the pool, the most tasks that train at the same time.
+      rows: number of rows of a microbatch.
+    """
+
+    slots: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +114,21 @@ class EngineOptions:
                 f"shape has rows of {self.shape.row_len} tokens, the longest of replica_shapes "
                 f"{longest}; they should be equal"
             )
+
+    def of_size(self, size: EngineSize) -> "EngineOptions":
+        """The options of an engine of another size.
+
+        Args:
+          size: the size.
+
+        Raises:
+          PlanningError: `replica_shapes` is not empty.
+        """
+        if self.replica_shapes:
+            raise PlanningError("an engine whose replicas have different shapes keeps its size")
+        shape = dataclasses.replace(self.shape, rows=size.rows)
+        reserved = self.reserved._replace(slots=size.slots)
+        return dataclasses.replace(self, shape=shape, reserved=reserved)
 
     def of_replicas(self, count: int) -> list["EngineOptions"]:
         """The options of each replica, whose `shape` is that of its own microbatches.

@@ -112,13 +112,17 @@ class Executor(Protocol):
         """
         ...
 
-    def warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         """Compiles all programs and runs them once, so that no later round, update or measurement
-        compiles anything while the state keeps its size. The state keeps its bits.
+        compiles anything while the state keeps its size.
 
         Args:
           none_due: no update, with all optimizer kinds that tasks may have.
           dropout: whether the pool has dropout.
+
+        Returns:
+          True if the state keeps its bits; False if accumulators and losses are empty, because the
+          devices ran out of memory and layers recompute more now.
         """
         ...
 

@@ -129,6 +129,19 @@ class RoundPosition:
         """
         return bool(self._accumulated.get(number))
 
+    def renumber(self, numbers: Mapping[int, int], stream: RoundStream) -> None:
+        """Takes note of new numbers of the slots, between two rounds.
+
+        Args:
+          numbers: by old number, the new one of every slot that has a task.
+          stream: plans the rounds from now on.
+        """
+        self._accumulated = {
+            numbers[old]: samples for old, samples in self._accumulated.items() if old in numbers
+        }
+        self.discard_plans()
+        self._stream = stream
+
     def restore(self, number: int, accumulated: Sequence[int]) -> None:
         """Sets the result of `accumulated` for a slot, between two rounds.
 

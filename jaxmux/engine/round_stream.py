@@ -18,15 +18,18 @@ class RoundStream:
       seconds_waited: seconds that `next` has waited for rounds to be packed.
     """
 
-    def __init__(self, slots: Slots, options: EngineOptions, executor: Executor):
+    def __init__(
+        self, slots: Slots, options: EngineOptions, executor: Executor, seconds_waited: float = 0.0
+    ):
         """Creates a stream; the first call of `next` starts its thread.
 
         Args:
           slots: the slots, with the tasks that are trained.
           options: the options of the engine.
           executor: the executor, which places the microbatches.
+          seconds_waited: seconds that an earlier stream of the engine has waited.
         """
-        self.seconds_waited = 0.0
+        self.seconds_waited = seconds_waited
         self._slots = slots
         self._options = options
         self._executor = executor

@@ -308,16 +308,19 @@ class SeveralDevices:
         ]
         return lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses))
 
-    def warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         self._refresh()
+        kept = True
         while not self._compile(dropout):
             self.recover()
+            kept = False
         self._warm_up(none_due, dropout)
         table = slot_table({}, None, len(none_due.due))
         for i, replica in enumerate(self._replicas):
             empty = [empty_microbatch(replica.input.shape)] * replica.input.replica.shards
             jax.block_until_ready(replica.evaluate([PackedMicrobatch(i, empty, {}, {})], table))
         self._measured_for = self._stored.layout
+        return kept
 
     def release(self) -> None:
         for replica in self._replicas:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.data.microbatch import Microbatch
@@ -32,6 +31,7 @@ from .rounds import (
     shares_of_replicas,
     slot_table,
 )
+from .size_ahead import SizeAhead
 from .stored_state import StoredState
 from .train_state import TrainState
 from .updates import DueUpdates, update
@@ -52,7 +52,7 @@ class SingleDevice:
         backbone: Backbone,
         options: EngineOptions,
         stored: StoredState,
-        programs: ProgramsAhead | None = None,
+        programs: ProgramsAhead | SizeAhead | None = None,
     ):
         """Creates an executor; nothing is compiled yet.
 
@@ -177,7 +177,7 @@ class SingleDevice:
         backbone, capacity = self._backbone, len(self._state.loss)
         forward = forward_options(backbone, self._options)
         table = jax.device_put(slot_table(tasks, None, capacity))
-        losses = jnp.zeros(capacity)
+        losses = np.zeros(capacity, np.float32)
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
         for microbatch in fill_microbatches(batches, self.replicas, shares):
@@ -189,7 +189,7 @@ class SingleDevice:
             losses = evaluate(backbone.config, forward, *arguments)
         return lambda: jax.device_get(losses)
 
-    def warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         microbatch = _placed([empty_microbatch(self._options.shape)])
         table = jax.device_put(slot_table({}, None, len(none_due.due)))
         while not (
@@ -201,8 +201,10 @@ class SingleDevice:
         self._stored.states = [state]
         self.marker()
         forward = forward_options(self._backbone, self._options)
-        arguments = state.adapters, jnp.zeros(len(none_due.due)), microbatch, table
+        none = np.zeros(len(none_due.due), np.float32)
+        arguments = state.adapters, none, microbatch, table
         evaluate(self._backbone.config, forward, self._backbone.weights, *arguments)
+        return not self._leaner_by
 
     def release(self) -> None:
         pass

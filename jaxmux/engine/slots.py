@@ -27,6 +27,9 @@ from .train_state import (
 )
 from .updates import Hyperparameters, SlotsByOptimizer
 
+# Fields of `SlotState` that are read together: those of an adapter, of a snapshot, and all.
+READ_FIELDS = (("adapter",), ("adapter", "optimizer"), SlotState._fields)
+
 
 @dataclasses.dataclass
 class Slot:
@@ -247,6 +250,33 @@ class Slots:
         self.stored.clear(number)
         self._left.remove(number)
 
+    def resize(self, slots: int) -> dict[int, int]:
+        """Gives the state another number of slots. A task keeps its slot if there still is one of
+        this number; else it moves to the free one with the lowest number. No slot may be waiting
+        for `clear`.
+
+        Args:
+          slots: the number of slots, at least that of the tasks.
+
+        Returns:
+          By old number, the new number of every slot that is taken.
+
+        Raises:
+          ValueError: there are more tasks.
+          jax.errors.JaxRuntimeError: a device has too little memory; nothing has changed.
+        """
+        if slots < len(self._slots):
+            raise ValueError(f"{len(self._slots)} tasks have no room in {slots} slots")
+        free = iter(sorted(set(range(slots)) - self._slots.keys()))
+        numbers = {old: old if old < slots else next(free) for old in sorted(self._slots)}
+        sources = np.full(slots, self.pool.slots, np.int32)
+        sources[list(numbers.values())] = list(numbers)
+        pool, specs = pool_of(self._config, [], self.pool._replace(slots=slots), keep_moments=True)
+        self.stored.resize(specs, sources)
+        self.pool = pool
+        self._slots = {numbers[old]: slot for old, slot in self._slots.items()}
+        return numbers
+
     def own_specs(self, name: str) -> SlotState:
         """Shapes and dtypes of the arrays that a checkpoint holds of a task: a `SlotState` of
         `LeafSpec`."""
@@ -310,7 +340,7 @@ class Slots:
         for optimizer in self.optimizers:
             kind = SlotKind(kind_of(LoRA()).name, optimizer)
             specs = slot_specs(self.layout.tree, kind)
-            for fields in (("adapter",), ("adapter", "optimizer"), SlotState._fields):
+            for fields in READ_FIELDS:
                 arrays = self.stored.copy_to_host(kind, 0, specs, fields)()
             self.stored.write_adapter(kind.adapter, 0, arrays["adapter"])
             self.stored.write(kind, 0, specs, SlotState(**arrays))

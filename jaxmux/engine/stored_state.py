@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
@@ -20,6 +21,7 @@ from .train_state import (
     clear_slot,
     empty_state,
     grown,
+    moved,
     read_slot,
     slot_specs,
     with_empty_accumulators,
@@ -70,11 +72,7 @@ class StoredState:
         layout = Layout(specs)
         if layout == self.layout:
             return
-        self.summed = [Layout(_of_part(specs, part)) for part in self.parts]
-        layouts = [
-            Layout(with_copies(own.tree, home))
-            for own, home in zip(self.summed, self.homes, strict=True)
-        ]
+        self.summed, layouts = self._described(specs)
         if not self.states:
             self.states = [_empty(own, home) for own, home in zip(layouts, self.homes, strict=True)]
         for i, own in enumerate(layouts):
@@ -83,6 +81,37 @@ class StoredState:
                 larger = grown(leaves, own.tree, self.homes[i])
                 self.states[i] = _placed(larger, own, self.homes[i])
         self.layout, self.layouts = layout, layouts
+
+    def resize(self, specs: TrainState, sources: Int[np.ndarray, " T"]) -> None:
+        """Gives the state another number of slots.
+
+        The devices hold only one array twice at any time. If one of them has too little memory, the
+        state is what it was before.
+
+        Args:
+          specs: the description of the whole new state, which differs in the number of slots only.
+          sources: for every new slot, the number of the old slot that it continues; the old number
+            of slots for an empty one.
+
+        Raises:
+          jax.errors.JaxRuntimeError: a device has too little memory.
+        """
+        if Layout(specs) == self.layout:
+            return
+        capacity = self.layout.tree.loss.shape[0]
+        kept = sources < capacity
+        back = np.full(capacity, len(sources), np.int32)
+        back[sources[kept]] = np.flatnonzero(kept)
+        summed, layouts = self._described(specs)
+        try:
+            for i, layout in enumerate(layouts):
+                self._move(i, layout, sources)
+        except jax.errors.JaxRuntimeError:
+            for i, layout in enumerate(self.layouts):
+                self._move(i, layout, back)
+            raise
+        self.layout, self.summed, self.layouts = Layout(specs), summed, layouts
+        self.changes = {}
 
     def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
         """Replaces the adapter of one slot in place.
@@ -121,7 +150,7 @@ class StoredState:
     def marker(self) -> jax.Array:
         """A small array that is ready when the microbatches that have been dispatched have ended on
         the devices of the last part."""
-        return run_on(self.homes[-1], _copied, self.states[-1].loss)
+        return run_on(self.homes[-1], copied, self.states[-1].loss)
 
     def empty_accumulators(self) -> None:
         """Replaces accumulators and losses by zeros, also if they were donated to a program that
@@ -165,14 +194,33 @@ class StoredState:
                 return np.asarray(leaves[0])
             return np.concatenate([np.asarray(leaf) for leaf in leaves], spec.axes.index("layer"))
 
-        def copied() -> dict[str, Any]:
+        def wait() -> dict[str, Any]:
             described = {field: getattr(specs, field) for field in fields}
             arrays = jax.tree.map(joined, described, *found)
             if "loss" in fields:
                 arrays["loss"] = np.asarray(found[-1]["loss"])
             return arrays
 
-        return copied
+        return wait
+
+    def _described(self, specs: TrainState) -> tuple[list[Layout], list[Layout]]:
+        """`summed` and `layouts` of a state."""
+        summed = [Layout(_of_part(specs, part)) for part in self.parts]
+        pairs = zip(summed, self.homes, strict=True)
+        return summed, [Layout(with_copies(own.tree, home)) for own, home in pairs]
+
+    def _move(self, i: int, layout: Layout, sources: Int[np.ndarray, " T"]) -> None:
+        """Gives the arrays of a part another number of slots, those that have it not yet."""
+        leaves, structure = named_leaves(self.states[i]), jax.tree.structure(self.states[i])
+        self.states[i] = None
+        try:
+            for name, spec in named_leaves(layout.tree).items():
+                if leaves[name].shape != spec.shape:
+                    larger = run_on(self.homes[i], moved, leaves[name], spec, sources)
+                    leaves[name] = jax.block_until_ready(larger)
+        finally:
+            state = jax.tree.unflatten(structure, leaves.values())
+            self.states[i] = _placed(state, layout, self.homes[i])
 
     def _change(
         self,
@@ -245,6 +293,6 @@ def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def _copied(array: jax.Array) -> jax.Array:
+def copied(array: jax.Array) -> jax.Array:
     """A copy, which stays when the array is donated."""
     return jnp.copy(array)

@@ -154,6 +154,19 @@ def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = 
     return jax.tree.unflatten(jax.tree.structure(specs), new)
 
 
+@partial(jax.jit, static_argnums=1)
+def moved(leaf: Array, spec: LeafSpec, sources: Int[Array, " T"]) -> Array:
+    """An array with another number of slots.
+
+    Args:
+      leaf: the array.
+      spec: its description.
+      sources: for every new slot, the number of the old slot with its values; the old number of
+        slots for an empty one.
+    """
+    return jnp.take(leaf, sources, spec.slot_axis, mode="fill", fill_value=spec.padding)
+
+
 def optax_state(kind: str, moments: Sequence[Any], count: Any) -> Any:
     """An optax state of an optimizer kind that holds the given moments and count.
 

@@ -181,8 +181,7 @@ class LiveTasks:
         found = schedule(
             [
                 Candidate(own.name, own.priority, own.arrival, own.state == RUNNING, own.passes)
-                for own in self
-                if own.state in (QUEUED, RUNNING)
+                for own in self.candidates
             ],
             self._refusal,
         )
@@ -222,6 +221,11 @@ class LiveTasks:
             self._forget(name)
 
     @property
+    def candidates(self) -> list[LiveTask]:
+        """The tasks that train or wait for a place."""
+        return [own for own in self if own.state in (QUEUED, RUNNING)]
+
+    @property
     def running(self) -> list[str]:
         """Names of the tasks that train."""
         return self._engine.names
@@ -253,7 +257,7 @@ class LiveTasks:
 
     def _refusal(self, names: Sequence[str]) -> str | None:
         """Why tasks cannot train together; None if they can."""
-        capacity = self._engine.capacity
+        capacity = self._engine.size.slots
         return f"all {capacity} places are taken" if len(names) > capacity else None
 
     def _extend(self, own: LiveTask, steps: int) -> None:

@@ -8,11 +8,12 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from jaxmux.engine import Engine, PreparedTask, TaskUpdate
+from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskUpdate
 from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .commands import Command, CommandQueue, Waiting
+from .elastic_size import ElasticSize
 from .events import Event, EventStream
 from .live_task import LiveTask, TaskStatus
 from .live_tasks import LiveTasks
@@ -55,6 +56,8 @@ class LiveTraining:
         prepared_at_once: int = 2,
         most_preparation_seconds: float = 600.0,
         most_ended: int = 10_000,
+        most: EngineSize | None = None,
+        quiet_rounds: int = 100,
         clock: Callable[[], float] = time.time,
     ):
         """Starts without tasks, or with those that were saved.
@@ -73,11 +76,19 @@ class LiveTraining:
           most_preparation_seconds: a task fails if reading its data takes longer.
           most_ended: number of tasks whose status is known after their end. The name of a task that
             is no longer known can be used again.
+          most: the size up to which the engine grows; it shrinks down to its present size again.
+            The programs are compiled beside training. A task's results then depend on the load, but
+            only in the order of sums. None keeps the engine's size.
+          quiet_rounds: number of rounds for which a smaller size must have sufficed before the
+            engine shrinks.
           clock: function that returns the time of events, in seconds since 1970.
         """
         self._engine, self._clock = engine, clock
         self._store, self._save_every = store or MemoryStore(), save_every
         engine.warm_up()
+        self._size = ElasticSize(engine, most, quiet_rounds) if most else None
+        # Number of tokens of the last round, with padding.
+        self._round_tokens = 0
         self._commands = CommandQueue()
         self._preparation = Preparation(
             lambda task: prepare(task).with_adapter(),
@@ -297,6 +308,9 @@ class LiveTraining:
         self._carry_out(self._commands.take())
         for prepared in self._preparation.take():
             self._tasks.enter_prepared(prepared.task.name, prepared.result)
+        wanting = len(self._tasks.candidates)
+        if self._size and wanting and self._size.adjust(wanting, self._round_tokens):
+            self._tasks.changed = True
         if self._tasks.changed:
             self._tasks.choose()
         trains = not self._engine.finished
@@ -401,6 +415,7 @@ class LiveTraining:
         computed = self._engine.take_computed_tokens()
         if computed:
             self._unsaved = True
+            self._round_tokens = sum(computed.values())
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
         told = [("update", update) for update in updates]

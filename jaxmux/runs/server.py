@@ -9,7 +9,7 @@ import jax
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, prepare_task
+from jaxmux.engine import Engine, EngineSize, prepare_task
 from jaxmux.live import LiveTraining
 from jaxmux.models import (
     BackboneConfig,
@@ -75,7 +75,10 @@ def tuning_server(
     refuse_mesh(options.deployment, config)
     fingerprint, dtype = backbone_fingerprint(path), backbone_dtype(options.dtype)
     shape = options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN)
+    most = EngineSize(options.reserved_slots, shape.rows)
     own_options = engine_options(options, config, shape, round_tokens=options.most_tokens(shape))
+    if options.elastic:
+        own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
     with ExitStack() as stack:
         identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
@@ -95,6 +98,7 @@ def tuning_server(
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,
             most_preparation_seconds=options.most_preparation_seconds,
+            most=most if options.elastic else None,
         )
         # The arrays are kept by those tasks alone that have not gone on yet.
         del kept

@@ -30,6 +30,9 @@ class ServerOptions(RunOptions):
       reserved_rank: the highest rank that a task may have.
       reserved_targets: the linears that tasks may adapt, chosen like `LoRA.target_modules`.
       reserved_dropout: whether tasks may have dropout.
+      elastic: whether pool and microbatches begin with a quarter of their sizes, and follow the
+        load up to them. A task's results then depend on its neighbours, but only in the order of
+        sums. False keeps all sizes, and a task's bits depend on itself alone. On one device only.
       prepared_at_once: number of tasks whose data are read at the same time, beside training.
       most_preparation_seconds: a task fails if reading its data takes longer, in seconds.
     """
@@ -40,6 +43,7 @@ class ServerOptions(RunOptions):
     reserved_rank: int = _count(16)
     reserved_targets: str | tuple[str, ...] | None = names("all-linear", optional=True)
     reserved_dropout: bool = flag(True)
+    elastic: bool = flag(False)
     prepared_at_once: int = _count(2)
     most_preparation_seconds: float = number(600.0, above=0)
 

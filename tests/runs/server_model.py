@@ -142,7 +142,7 @@ class ServerModel:
             self._check_task(status)
         running = [own.priority for own in statuses if own.state == "running"]
         queued = [own.priority for own in statuses if own.state == "queued"]
-        assert live._engine.capacity == slots, live._engine.capacity
+        assert live._engine.size.slots == slots, live._engine.size.slots
         assert len(running) <= slots
         if running and queued:
             assert max(queued) <= min(running), "a task waits for one of lower priority"

@@ -1,5 +1,6 @@
 """A server with a folder: tasks come and go, and survive the end of the process."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -81,6 +82,19 @@ def test_the_documented_program_runs(tmp_path, monkeypatch, capsys):
 
 def ended(server, *names):
     return lambda: all(server.status(name).state in ("succeeded", "failed") for name in names)
+
+
+def test_an_elastic_server_grows_with_its_load(tasks, serve, step_until, tmp_path):
+    with serve(tmp_path / "server", reserved_slots=4, elastic=True) as server:
+        for task in tasks.values():
+            server.register(dataclasses.replace(task, epochs=None, steps=10_000))
+        assert server._engine.size.slots == 1
+        step_until(server, lambda: server._engine.size.slots == 4)
+        server.step()
+        assert [status.state for status in server.statuses()] == ["running"] * 4
+        for name in tasks:
+            server.cancel(name)
+        server.step()
 
 
 def test_a_server_that_is_started_again_loses_nothing(

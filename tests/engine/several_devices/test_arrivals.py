@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from jaxmux.engine import EngineSize
 from jaxmux.live import LiveTraining
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.planner.devices import Stage
@@ -66,6 +67,27 @@ def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, mak
     assert compiles[before:] == []
 
 
+@pytest.mark.parametrize(
+    "replicas",
+    [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],
+    ids=["pipeline", "unlike replicas"],
+)
+def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, train):
+    """With what has been accumulated of their global batches."""
+    both = [tasks["a"], tasks["c"]]
+    expected = train(make_engine(*both, round_tokens=100, **replicas))
+    engine = make_engine(*both, round_tokens=100, **replicas)
+    updates = engine.train_round() + engine.train_round()
+    engine.resize(EngineSize(6, 1))
+    updates += engine.train_round() + engine.train_round()
+    engine.resize(EngineSize(2, 2))
+    rest = train(engine)
+    for name, own in expected.items():
+        found = [u for u in updates if u.task == name] + rest[name]
+        assert [u.task_step for u in found] == [u.task_step for u in own]
+        assert [u.loss for u in found] == pytest.approx([u.loss for u in own], rel=1e-4)
+
+
 def test_a_place_that_was_just_left_is_taken_without_a_larger_pool(
     tasks, make_engine, train, assert_same_bits
 ):
@@ -76,7 +98,7 @@ def test_a_place_that_was_just_left_is_taken_without_a_larger_pool(
     engine.train_round()
     engine.release("a")
     engine.register_tasks([tasks["d"]])
-    assert engine.capacity == 3
+    assert engine.size.slots == 3
     train(engine)
     expected, found = alone.task_arrays("d"), engine.task_arrays("d")
     assert_same_bits(found, {path: expected[path] for path in found})
@@ -172,7 +194,7 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
             live.step()
             while live._preparation.seconds_left is not None:
                 time.sleep(0.001)
-        assert engine.capacity == 2
+        assert engine.size.slots == 2
     states = [status.state for status in live.statuses()]
     assert states == ["queued"] * 3 + ["running"] * 2
     assert compiles[before:] == []

@@ -1,0 +1,117 @@
+"""Programs that are compiled for arguments with shapes and dtypes, but without values."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.models import Backbone, ForwardOptions
+from jaxmux.optimizers import optimizer_class
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import Layout, LoRA, kind_of
+from jaxmux.peft.leaves import named_leaves
+from jaxmux.planner.costs.pool_spec import PoolSpec
+
+from .compile import compile_accumulate, forward_options
+from .engine_options import EngineOptions
+from .programs import evaluate
+from .rounds import empty_microbatch, slot_table
+from .slots import READ_FIELDS, pool_of
+from .stored_state import copied
+from .train_state import (
+    SlotKind,
+    TrainState,
+    clear_slot,
+    moved,
+    read_slot,
+    slot_specs,
+    write_adapter,
+    write_slot,
+)
+from .updates import no_stats, update_kind
+
+
+class ProgramsOfShapes:
+    """Compiles the programs of one device for a pool and a shape class.
+
+    JAX keeps compiled programs by the shapes and dtypes of their arguments, so an engine finds them
+    although they are compiled without any array.
+
+    Attributes:
+      pool: sizes of the pool.
+      layout: the description of the train state.
+      kinds: the optimizer kinds of the tasks.
+    """
+
+    def __init__(
+        self, backbone: Backbone, options: EngineOptions, pool: PoolSpec, kinds: Sequence[str]
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          backbone: the frozen backbone; of its weights, only shapes and dtypes are read.
+          options: the options of the engine, with the shape class.
+          pool: sizes of the pool.
+          kinds: the optimizer kinds of the tasks.
+        """
+        self.pool, specs = pool_of(backbone.config, [], pool, keep_moments=True)
+        self.layout, self.kinds = Layout(specs), list(kinds)
+        self._backbone, self._options = backbone, options
+        self._state: TrainState = _arrays(specs)
+        self._microbatch = empty_microbatch(options.shape)
+        self._table = slot_table({}, None, self.pool.slots)
+
+    def compile_evaluate(self) -> None:
+        """Compiles the measurement of held-out losses."""
+        backbone, state = self._backbone, self._state
+        forward = forward_options(backbone, self._options)
+        losses = jax.ShapeDtypeStruct((self.pool.slots,), jnp.float32)
+        arguments = backbone.weights, state.adapters, losses, self._microbatch, self._table
+        compiled(evaluate.lower(backbone.config, forward, *arguments))
+
+    def compile_accumulate(self) -> ForwardOptions:
+        """Compiles the training step; returns the options of its forward pass."""
+        return compile_accumulate(
+            self._backbone,
+            self._options,
+            self.pool.dropout,
+            self._state,
+            self._microbatch,
+            self._table,
+        )
+
+    def compile_update(self, kind: str) -> None:
+        """Compiles the update of the tasks with one kind of optimizer."""
+        leaves, slots = len(named_leaves(self.layout.tree.accumulators)), self.pool.slots
+        rates = np.zeros((leaves, self._backbone.config.num_layers, slots), np.float32)
+        none = np.zeros(slots, np.float32)
+        hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
+        arguments = self._state, no_stats(slots), none > 0, rates, hyper
+        update_kind.lower(kind, self.layout, *arguments).compile()
+
+    def compile_slots(self, before: Layout) -> None:
+        """Compiles what reads, writes and clears a slot, and what continues a state of another
+        size.
+
+        Args:
+          before: the description of that state.
+        """
+        state, layout = self._state, self.layout
+        clear_slot.lower(state, layout, 0).compile()
+        copied.lower(state.loss).compile()
+        for optimizer in self.kinds:
+            kind = SlotKind(kind_of(LoRA()).name, optimizer)
+            own = _arrays(slot_specs(layout.tree, kind))
+            for fields in READ_FIELDS:
+                read_slot.lower(state, layout, kind, fields, 0).compile()
+            write_slot.lower(state, layout, kind, 0, own).compile()
+            write_adapter.lower(state, layout, kind.adapter, 0, own.adapter).compile()
+        sources = np.zeros(self.pool.slots, np.int32)
+        for name, spec in named_leaves(layout.tree).items():
+            moved.lower(_arrays(named_leaves(before.tree)[name]), spec, sources).compile()
+
+
+def _arrays(specs):
+    """Shapes and dtypes of the arrays of a tree of `LeafSpec`."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)

@@ -1,0 +1,419 @@
+"""Trains round after round: plans them, has them run, and fetches their results."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
+from jaxmux.models import Backbone
+from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.sharding import PlacedBackbone, consecutive_parts
+
+from .compile_ahead import ProgramsAhead
+from .engine_options import EngineOptions
+from .executor import Executor
+from .held_out import HeldOut
+from .progress import TaskEvaluation, TaskUpdate
+from .results import DispatchedTurns, DispatchedUpdate, Results
+from .round_position import RoundPosition
+from .round_stream import RoundStream
+from .rounds import RoundPlan
+from .single_device import SingleDevice
+from .size_ahead import SizeAhead
+from .slots import Slots
+from .stored_state import StoredState
+from .updates import DueUpdates
+
+_log = logging.getLogger("jaxmux")
+
+
+class RoundLoop:
+    """Trains the tasks in the slots, round after round. `Engine` is the loop with tasks that come
+    and go.
+
+    Attributes:
+      backbone: the frozen backbone; of several replicas, the first one.
+      options: the settings.
+      rounds: number of rounds dispatched so far.
+      microbatches: number of microbatches dispatched so far, those of all data shards together.
+      computed_tokens: number of tokens of these microbatches, with padding.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone | PlacedBackbone | Sequence[PlacedBackbone],
+        options: EngineOptions,
+        programs: ProgramsAhead | None,
+        observe: Callable[[Sequence[PoolSpec]], None],
+    ):
+        """Creates a loop without tasks.
+
+        Args:
+          backbone, options, programs: as for `Engine`.
+          observe: function that is called after every round whose results have been fetched, with
+            the pool that each of its tasks needs alone.
+        """
+        self.options = options
+        self.rounds = 0
+        self.microbatches = 0
+        self.computed_tokens = 0
+        if isinstance(backbone, Backbone):
+            self._replicas, self.backbone = None, backbone
+            stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])
+        else:
+            self._replicas = [backbone] if isinstance(backbone, PlacedBackbone) else list(backbone)
+            if not self._replicas:
+                raise PlanningError("an engine needs at least one replica of the backbone")
+            self.backbone = self._replicas[0]
+            stored = StoredState(self.backbone.parts, self.backbone.homes)
+        self._slots = Slots(self.backbone.config, options.reserved, stored)
+        self._observe = observe
+        self._results = Results(options.max_bad_steps)
+        # Waits for copies on their way to the host, so that they do not stay on the devices.
+        self._copies = ThreadPoolExecutor(1)
+        self._executor = self._make_executor(programs)
+        self._stream = RoundStream(self._slots, options, self._executor)
+        self._position = RoundPosition(self._stream)
+        self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
+        # By the slots of an update that is being dispatched, the learning rate of each slot.
+        self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def _make_executor(self, programs: ProgramsAhead | SizeAhead | None) -> Executor:
+        """An executor for the present options and state."""
+        if self._replicas is None:
+            (options,) = self.options.of_replicas(1)
+            return SingleDevice(self.backbone, options, self._slots.stored, programs)
+        # Training on one device needs neither schedules nor their planner.
+        from .several_devices import SeveralDevices
+
+        return SeveralDevices(self._replicas, self.options, self._slots.stored)
+
+    def _take_options(
+        self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
+    ) -> None:
+        """Goes on with other options, after the state has got the sizes that they reserve, and runs
+        all programs once.
+
+        Args:
+          options: the options.
+          numbers: by old number, the new number of every slot that is taken.
+          programs: programs that have been compiled for them, or None.
+        """
+        self.options, waited = options, self._stream.seconds_waited
+        self._stream.close()
+        self._executor = self._make_executor(programs)
+        self._stream = RoundStream(self._slots, options, self._executor, waited)
+        self._position.renumber(numbers, self._stream)
+        self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compiles all programs for the state as it is, and runs them once."""
+        own, none = self._slots, np.zeros(0, np.int32)
+        hyper = {
+            kind: dict.fromkeys(OPTIMIZERS[kind]().hyperparameters(), none.astype(np.float32))
+            for kind in own.optimizers
+        }
+        due = np.zeros(own.pool.slots, bool)
+        none_due = DueUpdates(due, own.rates({}), hyper, dict.fromkeys(own.optimizers, none))
+        if not self._executor.warm_up(none_due, own.pool.dropout):
+            self._lose_gradients()
+
+    @property
+    def finished(self) -> bool:
+        """True if every task has succeeded, has failed or has had its last step dispatched. The
+        results of the last round may still have to be fetched with `drain`."""
+        return not self._live()
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that `train_round` has waited for rounds to be packed. The device may still be
+        busy with earlier rounds in this time."""
+        return self._stream.seconds_waited
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        """The remat policy of every layer, or one policy for all layers, with which the training
+        program is compiled; None before it is."""
+        return self._executor.remat
+
+    def train_round(
+        self, stop: Callable[[], bool] = lambda: False, stream: bool = True
+    ) -> list[TaskUpdate]:
+        """Dispatches a round (a turn of every live task), and returns the results of the round
+        before it.
+
+        The call returns before the device has finished the round. It compiles the programs if
+        necessary. If no task is live, it only calls `drain`.
+
+        Args:
+          stop: function without arguments that is called after every microbatch, for example to
+            react to a signal. Once it returns True, `train_round` fetches the results of the round
+            before and returns with this round unfinished. The next call continues with the
+            remaining microbatches. If the fetched results end a task of this round, the round is
+            finished all the same.
+          stream: whether a pipeline may begin the round after this one before this one has ended.
+            False leaves no gradients of that round behind, so that a checkpoint after this call is
+            restored to the same bits on the same devices.
+
+        Returns:
+          One `TaskUpdate` for each task of the round before, except tasks that had failed before
+          that round was updated. Empty for the first round, and if these results have been fetched
+          already.
+
+        Raises:
+          PlanningError: `options.attention` cannot serve this device, dtype or row length.
+          ValueError: `options.grouped_lora` or `options.remat` is unknown, or
+            `options.grouped_lora` cannot serve these tasks on this device.
+        """
+        position = self._position
+        if position.current is None and self.finished:
+            return self.drain()
+        while True:
+            current = position.begin(self._live())
+            done, before = position.done, len(position.done)
+            try:
+                outcome = self._executor.run(
+                    current,
+                    done,
+                    stop,
+                    self._due,
+                    self._plan_following if stream else lambda: None,
+                )
+            finally:
+                self._count(current, done[before:])
+            self._count(position.following, outcome.ahead)
+            for slots, stats in outcome.updates.items():
+                rates = self._learning_rates.pop(slots)
+                tasks = {number: self._slots[number] for number in slots if number in rates}
+                pools = list(self._slots.pools.values())
+                self._results.add(
+                    DispatchedUpdate(self.rounds, current, tasks, rates, pools, stats)
+                )
+            if outcome.lost:
+                self._begin_again()
+                if self.finished:
+                    return self.drain()
+                continue
+            updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
+            if not updates and len(done) == len(current.microbatches):
+                break
+            self._count_turns(position.following, outcome.ahead)
+            position.stop(updates, outcome.ahead)
+            self._fetch()
+            # A round that has lost a task would be packed otherwise next time: finish it first.
+            if all(self._slots.runs(slot) for slot in current.steps):
+                return self._results.take()
+            stop = lambda: False  # noqa: E731
+        self._end_turns(current)
+        position.end(outcome.ahead)
+        self._clear_left_slots()
+        self.rounds += 1
+        self._held_out.end_round(current, position.current, self.rounds)
+        return self._results.take()
+
+    def _end_turns(self, plan: RoundPlan) -> None:
+        """Takes note of the turns of a dispatched round whose global batches go on."""
+        tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
+        if not tasks:
+            return
+        if not plan.ends:
+            # No update has waited for the round before.
+            self._fetch()
+        self._results.add(DispatchedTurns(plan, tasks, self._executor.marker()))
+
+    def _plan_following(self) -> RoundPlan | None:
+        """The round after the current one, as far as is known; None if it may not begin yet."""
+        return self._position.plan_following(self._live(after=self._position.current))
+
+    def _count(self, plan: RoundPlan | None, dispatched: Sequence[int], times: int = 1) -> None:
+        """Counts what all data shards have trained of microbatches with these indices."""
+        for i in dispatched:
+            replica = self._executor.replicas[plan.microbatches[i].replica]
+            self.microbatches += times * replica.replica.shards
+            self.computed_tokens += times * replica.tokens
+
+    def _settle(self) -> None:
+        """Ends what the executor has begun of the current round before the round before had ended.
+        The round is then planned anew, without the samples that are trained."""
+        position = self._position
+        # A stopped executor has ended everything that had begun.
+        ended = self._executor.settle() or position.done
+        if position.begun_ahead:
+            self._count(position.current, ended[len(position.done) :])
+            self._count_turns(position.current, ended)
+            position.settle(ended)
+
+    def _count_turns(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
+        """Counts the turns that have been trained of a round that is forgotten, if their global
+        batches go on. They are not planned again."""
+        for number in plan.trained_turns(ended) if plan else ():
+            if number in self._slots:
+                self._results.count(self._slots[number], plan.computed_tokens[number])
+
+    def _due(self, slots: tuple[int, ...]) -> DueUpdates:
+        """The numbers of the updates of these slots."""
+        self._fetch()
+        own = self._slots
+        due = np.zeros(own.pool.slots, bool)
+        due[[number for number in slots if own.runs(number)]] = True
+        rates = {number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own}
+        if slots:
+            self._learning_rates[slots] = rates
+        return DueUpdates(due, own.rates(rates), own.hyperparameters, own.members)
+
+    def _begin_again(self) -> None:
+        """Plans the round anew, from its first microbatch, after the device ran out of memory."""
+        self._fetch()
+        self._executor.recover()
+        _log.warning(
+            "the device ran out of memory; round %d begins again, with more recomputation",
+            self.rounds,
+        )
+        self._count(self._position.current, self._position.done, times=-1)
+        self._lose_gradients()
+
+    def _lose_gradients(self) -> None:
+        """Lets all global batches begin again, because the accumulators are empty."""
+        self._position.begin_again()
+        for _, slot in self._slots:
+            slot.computed_tokens = 0
+
+    def drain(self) -> list[TaskUpdate]:
+        """Waits for the last round whose update was dispatched, and records its results in the
+        `progress` of its tasks.
+
+        Returns:
+          One `TaskUpdate` for each task of that round, except tasks that had failed before its
+          update. Empty if all results have been fetched already.
+        """
+        self._settle()
+        self._fetch()
+        return self._results.take()
+
+    def _fetch(self) -> None:
+        """Waits for all dispatched updates, and records their results."""
+        try:
+            for update in self._results.fetch():
+                self._observe(update.pools)
+        except jax.errors.JaxRuntimeError as e:
+            if not ran_out_of_memory(e):
+                raise
+            raise OutOfDeviceMemory(
+                f"a device ran out of memory in round {self.rounds}; try remat='full', "
+                f"tokens_per_microbatch={self.options.shape.tokens // 2}, or fewer or smaller "
+                "tasks"
+            ) from None
+
+    def accumulated(self, name: str) -> list[int]:
+        """The samples of a task's unfinished global batch whose gradients are already accumulated.
+
+        A checkpoint in the middle of a round stores this list, for `restore_task`.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          Indices of these samples in the task's current global batch, ascending; empty between
+          rounds.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        return self._position.accumulated(self._slots.number(name))
+
+    def begin_evaluation(self, names: Sequence[str]) -> None:
+        """Begins to measure the held-out losses of tasks with their current adapters. The results
+        arrive with those of the next round, or with `drain`. The engine does this by itself after a
+        task's last step, and every `Task.eval_every` steps.
+
+        Args:
+          names: names of registered tasks. Those without held-out samples are left out.
+
+        Raises:
+          TaskError: a name is not registered.
+          PlanningError, ValueError: as for `evaluate`.
+          RuntimeError: a round is unfinished.
+        """
+        self._refuse_unfinished_round()
+        self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
+
+    def take_evaluations(self) -> list[TaskEvaluation]:
+        """The held-out losses whose results have arrived since the last call, also of tasks that
+        have left since."""
+        return self._results.take_evaluations()
+
+    def take_computed_tokens(self) -> dict[str, int]:
+        """By name of the task, the number of tokens, with padding, of the rounds whose results have
+        arrived since the last call, by which the time of these rounds can be divided among the
+        tasks. Tasks that have left since have their share, too."""
+        return self._results.take_computed_tokens()
+
+    def evaluate(self, names: Sequence[str]) -> dict[str, float]:
+        """The loss of tasks on their held-out samples, with their current adapters and without
+        dropout.
+
+        Args:
+          names: names of registered tasks.
+
+        Returns:
+          By name, the mean cross entropy in nats per target token (token that counts in the loss);
+          NaN if the forward pass was not finite. Tasks without held-out samples are left out.
+
+        Raises:
+          TaskError: a name is not registered.
+          PlanningError: `options.attention` cannot serve this device, dtype or row length.
+          ValueError: `options.grouped_lora` is unknown or cannot serve these tasks on this device.
+        """
+        named = {self._slots.number(name): self._slots.named(name).prepared for name in names}
+        tasks = {slot: task for slot, task in named.items() if task.eval_samples}
+        if not tasks:
+            return {}
+        found = self._executor.evaluate(tasks)()
+        return {task.task.name: float(found[slot]) for slot, task in tasks.items()}
+
+    def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
+        """The next step of every slot whose task has one.
+
+        Args:
+          after: a round that is being dispatched, whose steps count as trained; None if there is
+            none.
+        """
+        trained = {} if after is None else after.steps
+        steps = {
+            number: trained[number] + (number in after.ends)
+            if number in trained
+            else slot.progress.step + self._results.steps_awaited(slot)
+            for number, slot in self._slots
+        }
+        return {
+            number: step
+            for number, step in steps.items()
+            if self._slots.runs(number) and step < self._slots[number].steps
+        }
+
+    def _refuse_unfinished_round(self) -> None:
+        position = self._position
+        if position.current is not None and not position.begun_ahead:
+            raise RuntimeError("tasks may change at the end of a round, and this one is unfinished")
+
+    def _clear_left_slots(self) -> None:
+        """Empties the slots of tasks that have left, once no round that has begun uses them."""
+        current = self._position.current
+        for number in self._slots.left.difference(current.steps if current else ()):
+            self._slots.clear(number)
+            # What a round that had begun has accumulated for the task is gone too.
+            self._position.restore(number, ())
+
+    def close(self) -> None:
+        """Ends the threads of the engine, and frees what it keeps from round to round. Call it when
+        training ends. A later `train_round` prepares microbatches in a new thread, but no more
+        snapshots can be taken."""
+        self._stream.close()
+        self._executor.release()
+        self._copies.shutdown()

@@ -1,0 +1,105 @@
+"""Lets an engine grow and shrink with its load."""
+
+import logging
+
+from jaxmux.engine import Engine, EngineSize, SizeAhead
+from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.models import Backbone
+from jaxmux.planner import PlanningError
+from jaxmux.planner.growth import fitting_size
+
+_log = logging.getLogger("jaxmux")
+
+
+class ElasticSize:
+    """Chooses the size of an engine between two rounds.
+
+    The pool is doubled when more tasks want to train than it has slots, and the microbatches when
+    a round needs more than one. Both are halved when a quarter has sufficed for some time. The
+    programs of another size are compiled beside training, and for more slots before they are
+    needed: when three quarters are taken.
+    """
+
+    def __init__(self, engine: Engine, most: EngineSize, quiet_rounds: int):
+        """Begins with the engine's present size, which is also the smallest one.
+
+        Args:
+          engine: the engine, on one device.
+          most: the largest size.
+          quiet_rounds: number of rounds for which a smaller size must have sufficed.
+
+        Raises:
+          PlanningError: `most` is smaller than the engine, or there are several devices.
+        """
+        if not isinstance(engine.backbone, Backbone):
+            raise PlanningError("an engine on several devices keeps its size")
+        self._engine, self._least, self._most = engine, engine.size, most
+        if most.slots < self._least.slots or most.rows < self._least.rows:
+            raise PlanningError(f"the largest size {most} should be at least {self._least}")
+        self._quiet_rounds = quiet_rounds
+        self._ahead: SizeAhead | None = None
+        # The round in which the present size was needed last, and the largest size needed since.
+        self._needed_at = engine.rounds
+        self._needed = self._least
+
+    def adjust(self, tasks: int, tokens: int) -> bool:
+        """Changes the size of the engine if it should be another one and the programs for it are
+        compiled; begins to compile them if they are not.
+
+        Args:
+          tasks: number of tasks that train or wait for a place.
+          tokens: number of tokens of the last round, with padding.
+
+        Returns:
+          Whether the size has changed.
+        """
+        rows = -(-tokens // self._engine.options.shape.row_len)
+        size = self._wanted(tasks, rows)
+        if size != self._engine.size:
+            return self._compiled(size) and self._resize(size)
+        if 4 * tasks > 3 * size.slots:
+            self._compiled(self._fitting(size.slots + 1, rows))
+        return False
+
+    def _fitting(self, tasks: int, rows: int) -> EngineSize:
+        """The size for so many tasks, and rounds of so many rows."""
+        needs = EngineSize(tasks, rows)
+        given = zip(needs, self._engine.size, self._least, self._most, strict=True)
+        return EngineSize(*(fitting_size(*own) for own in given))
+
+    def _wanted(self, tasks: int, rows: int) -> EngineSize:
+        """The size that the engine should have now."""
+        fitting, present = self._fitting(tasks, rows), self._engine.size
+        self._needed = _larger(self._needed, fitting)
+        if _larger(fitting, present) != present:
+            return _larger(fitting, present)
+        if self._needed == present:
+            self._needed_at, self._needed = self._engine.rounds, fitting
+        if self._engine.rounds - self._needed_at < self._quiet_rounds:
+            return present
+        return self._needed
+
+    def _compiled(self, size: EngineSize) -> bool:
+        """Whether the programs for a size are compiled. If none are being compiled, it begins."""
+        present = self._engine.size
+        if self._ahead is None or (self._ahead.ready and self._ahead.sizes != (present, size)):
+            if size != present:
+                self._ahead = self._engine.compile_ahead(size)
+            return False
+        return self._ahead.ready and self._ahead.sizes == (present, size)
+
+    def _resize(self, size: EngineSize) -> bool:
+        present, programs, self._ahead = self._engine.size, self._ahead, None
+        try:
+            self._engine.resize(size, programs)
+        except OutOfDeviceMemory as e:
+            _log.warning("%s; the engine keeps %d slots", e, present.slots)
+            self._most = present
+            return False
+        _log.info("%d slots, microbatches of %d rows", *size)
+        self._needed_at, self._needed = self._engine.rounds, self._least
+        return True
+
+
+def _larger(one: EngineSize, other: EngineSize) -> EngineSize:
+    return EngineSize(*map(max, one, other))

@@ -1,0 +1,126 @@
+"""An engine that grows and shrinks with its load."""
+
+import logging
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.engine import EngineSize
+from jaxmux.live import elastic_size
+from jaxmux.live.elastic_size import ElasticSize
+from jaxmux.planner import PlanningError
+
+from .test_live_training import settle, train_to_the_end
+
+MOST = EngineSize(12, 4)
+
+
+class FakeEngine:
+    """An engine whose sizes cost nothing; programs are compiled when `compile` is called."""
+
+    def __init__(self, make_live_engine):
+        self.backbone = make_live_engine().backbone
+        self.options = make_live_engine().options
+        self.size, self.rounds = EngineSize(3, 1), 0
+        self.begun = []
+
+    def compile_ahead(self, size):
+        self.begun.append(size)
+        self.programs = type("Programs", (), {"sizes": (self.size, size), "ready": False})()
+        return self.programs
+
+    def compile(self):
+        self.programs.ready = True
+
+    def resize(self, size, programs):
+        assert programs.ready and programs.sizes == (self.size, size)
+        self.size = size
+
+
+@pytest.fixture
+def engine(make_live_engine):
+    return FakeEngine(make_live_engine)
+
+
+def test_it_grows_when_its_programs_are_compiled(engine):
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    assert not elastic.adjust(2, 100) and engine.begun == []
+    # Three of three places are taken: the next size is compiled, and not taken yet.
+    assert not elastic.adjust(3, 100) and engine.begun == [(6, 1)]
+    engine.compile()
+    assert not elastic.adjust(3, 100) and engine.size == (3, 1)
+    assert elastic.adjust(4, 100) and engine.size == (6, 1)
+    # A round of more than a microbatch, in which more tasks want to train than ever can.
+    assert not elastic.adjust(50, 300) and engine.begun[-1] == (12, 4)
+    engine.compile()
+    assert elastic.adjust(50, 300) and engine.size == (12, 4)
+    assert not elastic.adjust(50, 9000) and len(engine.begun) == 2
+
+
+def test_it_shrinks_when_less_has_sufficed_for_some_time(engine):
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    engine.size = EngineSize(12, 4)
+    for tasks, rounds in ((1, 3), (5, 4), (1, 3)):
+        for _ in range(rounds):
+            engine.rounds += 1
+            assert not elastic.adjust(tasks, 400)
+    # Five tasks were trained less than five rounds ago.
+    assert engine.begun == []
+    while not engine.begun:
+        engine.rounds += 1
+        elastic.adjust(1, 400)
+    engine.compile()
+    assert elastic.adjust(1, 400) and engine.size == (3, 4)
+
+
+def test_a_size_without_memory_is_not_tried_again(engine, monkeypatch, caplog):
+    def full(size, programs):
+        raise elastic_size.OutOfDeviceMemory("too little memory")
+
+    monkeypatch.setattr(engine, "resize", full)
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    elastic.adjust(9, 100)
+    engine.compile()
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        assert not elastic.adjust(9, 100)
+        assert not elastic.adjust(9, 100)
+    assert [r.message for r in caplog.records] == ["too little memory; the engine keeps 3 slots"]
+    assert engine.begun == [(12, 1)]
+
+
+def test_several_devices_keep_their_size(engine):
+    engine.backbone = object()
+    with pytest.raises(PlanningError, match="on several devices keeps its size"):
+        ElasticSize(engine, MOST, quiet_rounds=5)
+
+
+def test_a_smaller_size_than_the_engine_has_is_refused(engine):
+    with pytest.raises(PlanningError, match="should be at least"):
+        ElasticSize(engine, EngineSize(2, 1), quiet_rounds=5)
+
+
+def test_tasks_get_what_they_get_without_growth(make_live, tasks):
+    """Up to the order of sums, which moves an adapter by far less than its training did."""
+    calm, live = make_live(), make_live(most=EngineSize(5, 2), quiet_rounds=2)
+    sizes = set()
+    for own in (calm, live):
+        for name in "abcde":
+            own.register(tasks[name].task)
+        own.step()
+        settle(own)
+    for _ in range(10):
+        live.step()
+        sizes.add(live._engine.size)
+        while live._size._ahead and not live._size._ahead.ready:
+            time.sleep(0.001)
+    assert max(size.slots for size in sizes) == 5
+    for own in (calm, live):
+        train_to_the_end(own, *"abcde")
+    for name in "abcde":
+        expected, found = (jax.tree.leaves(own.adapter(name)) for own in (calm, live))
+        before = jax.tree.leaves(tasks[name].make_adapter())
+        change = sum(np.square(x - y).sum() for x, y in zip(expected, before, strict=True))
+        error = sum(np.square(x - y).sum() for x, y in zip(found, expected, strict=True))
+        assert error**0.5 < 1e-4 * change**0.5
