@@ -98,6 +98,7 @@ def tuning_server(
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,
             most_preparation_seconds=options.most_preparation_seconds,
+            most_ended=options.most_ended,
             most=most if options.elastic else None,
         )
         # The arrays are kept by those tasks alone that have not gone on yet.

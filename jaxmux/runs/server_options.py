@@ -34,6 +34,7 @@ class ServerOptions(RunOptions):
         load up to them. A task's results then depend on its neighbours, but only in the order of
         sums. False keeps all sizes, and a task's bits depend on itself alone. On one device only.
       prepared_at_once: number of tasks whose data are read at the same time, beside training.
+      most_ended: number of tasks whose status is known after their end.
       most_preparation_seconds: a task fails if reading its data takes longer, in seconds.
     """
 
@@ -45,6 +46,7 @@ class ServerOptions(RunOptions):
     reserved_dropout: bool = flag(True)
     elastic: bool = flag(False)
     prepared_at_once: int = _count(2)
+    most_ended: int = _count(10_000)
     most_preparation_seconds: float = number(600.0, above=0)
 
     def most_tokens(self, shape: ShapeClass) -> int:
