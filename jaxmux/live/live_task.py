@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxmux.engine import PreparedTask, SuspendedTask, TaskProgress
@@ -28,6 +29,7 @@ class TaskStatus(NamedTuple):
       held_out_loss: loss of the held-out data when it was measured last, in nats per target token;
         None before the first time.
       best_step: number of steps after which it was lowest; None before the first time.
+      share: the task's part of the tokens of the last round, padding included; 0 unless it trains.
       meter: what the task has used.
       history: the states so far, with reasons and times; the last one is the present state.
     """
@@ -41,6 +43,7 @@ class TaskStatus(NamedTuple):
     loss: float | None
     held_out_loss: float | None
     best_step: int | None
+    share: float
     meter: Meter
     history: tuple[StateChange, ...]
 
@@ -63,6 +66,7 @@ class LiveTask:
       progress: its progress; None until it has begun.
       saved_arrays: function that returns the arrays with which it goes on, until its data have been
         read again; else None.
+      share: its part of the tokens of the last round.
       meter: what the task has used.
       passes: number of later tasks of its priority that have begun before it.
       reached: number of steps that it had trained before training was started again.
@@ -79,6 +83,7 @@ class LiveTask:
     suspended: SuspendedTask | None = None
     progress: TaskProgress | None = None
     saved_arrays: Callable[[], SlotArrays] | None = None
+    share: float = 0.0
     meter: Meter = dataclasses.field(default_factory=Meter)
     passes: int = 0
     reached: int = 0
@@ -111,6 +116,14 @@ class LiveTask:
     @property
     def reason(self) -> str | None:
         return self.history[-1].reason
+
+    @cached_property
+    def batch_tokens(self) -> int:
+        """Number of tokens of a global batch on average, without padding. The data have been
+        read."""
+        samples = self.prepared.samples.samples
+        total = sum(sample.stream_length for sample in samples)
+        return round(self.task.batch_size * total / len(samples))
 
     @property
     def ended(self) -> bool:
@@ -233,6 +246,7 @@ class LiveTask:
             progress.train_loss_last,
             progress.eval_loss if measured else progress.eval_loss_first,
             progress.best_step,
+            self.share if self.state == RUNNING else 0.0,
             dataclasses.replace(self.meter),
             tuple(self.history),
         )

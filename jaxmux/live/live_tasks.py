@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
 from jaxmux.errors import first_line
 from jaxmux.peft import Adapter, SlotArrays
-from jaxmux.planner.scheduling import Candidate, schedule
+from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.tasks import Task, TaskError
 
 from .commands import Command
 from .live_task import LiveTask
-from .meter import parts_of
+from .meter import shares_of
 from .saved_task import SavedTask
 from .states import CANCELLED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCEEDED, StateChange
 
@@ -184,6 +184,7 @@ class LiveTasks:
                 for own in self.candidates
             ],
             self._refusal,
+            self._worth,
         )
         for name in found.passed:
             self[name].passes += 1
@@ -208,8 +209,9 @@ class LiveTasks:
         for update in updates:
             own = self[update.task]
             own.meter.add(update, again=update.task_step <= own.reached)
-        for name, part in parts_of(seconds, computed).items():
-            self[name].meter.device_seconds += part
+        for name, share in shares_of(computed).items():
+            self[name].share = share
+            self[name].meter.device_seconds += share * seconds
         for name in self._engine.names:
             progress = self._engine.progress(name)
             if progress.status != RUNNING:
@@ -259,6 +261,13 @@ class LiveTasks:
         """Why tasks cannot train together; None if they can."""
         capacity = self._engine.size.slots
         return f"all {capacity} places are taken" if len(names) > capacity else None
+
+    def _worth(self, names: Sequence[str]) -> float:
+        """The throughput of tasks that train together."""
+        options = self._engine.options
+        return tokens_per_microbatch(
+            [self[name].batch_tokens for name in names], options.shape, options.round_tokens
+        )
 
     def _extend(self, own: LiveTask, steps: int) -> None:
         if own.state == RUNNING:

@@ -37,7 +37,8 @@ class LiveTraining:
     Their results are futures: `result()` waits until the command has been carried out, and raises
     its error.
 
-    Tasks are trained by priority; among equals, those that came first go first. A task that cannot
+    Tasks are trained by priority; among equals, those that came first go first, and of those that
+    came at the same end of a round, the ones with the highest throughput. A task that cannot
     train yet waits, and its status tells why; a running task makes room for one of higher priority
     and goes on later with the same bits. A task that does not fit into the engine's pool and
     microbatches even alone is refused, so programs are never compiled again.
@@ -375,6 +376,8 @@ class LiveTraining:
         """Carries out commands: first those up to the second one for the same task, and so on.
         These do not depend on each other, so they are checked and recorded together."""
         self._taken = waiting
+        # Tasks that are registered at the same end of a round have arrived together.
+        self._arrivals += bool(waiting)
         while waiting:
             names: set[str] = set()
             independent = 0
@@ -405,7 +408,6 @@ class LiveTraining:
             return
         for command, future in permitted:
             self._unsaved = True
-            self._arrivals += 1
             self._tasks.carry_out(command, self._arrivals)
             future.set_result(None)
 
@@ -426,9 +428,9 @@ class LiveTraining:
             self._tell(done.task, kind, fields)
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
-        for _, done in told:
-            if done.task in self._tasks:
-                self._show(self._tasks[done.task])
+        for name in {*computed, *(done.task for _, done in told)}:
+            if name in self._tasks:
+                self._show(self._tasks[name])
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""

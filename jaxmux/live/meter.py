@@ -43,12 +43,11 @@ class Meter:
         self.trained_tokens += 0 if update.skipped else update.target_tokens
 
 
-def parts_of(seconds: float, computed: Mapping[str, int]) -> dict[str, float]:
-    """Divides time among tasks, in proportion to their computed tokens.
+def shares_of(computed: Mapping[str, int]) -> dict[str, float]:
+    """By name of the task, its part of all tokens that were computed.
 
     Args:
-      seconds: the time in which the tokens were computed.
       computed: by name of the task, the number of tokens.
     """
     total = sum(computed.values())
-    return {name: seconds * tokens / max(total, 1) for name, tokens in computed.items()}
+    return {name: tokens / max(total, 1) for name, tokens in computed.items()}

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from .packing.shape_class import ShapeClass
+
 # So many later tasks of its priority may begin before a task that does not fit yet.
 MOST_PASSES = 8
 
@@ -13,6 +15,24 @@ Refusal = Callable[[Sequence[str]], str | None]
 # A function from the names of tasks that train together to what their training is worth, for
 # example the predicted effective tokens (tokens without padding) per second.
 Worth = Callable[[Sequence[str]], float]
+
+
+def tokens_per_microbatch(
+    batches: Sequence[int], shape: ShapeClass, round_tokens: int | None = None
+) -> float:
+    """The effective tokens (tokens without padding) of a microbatch, on average over a round.
+    Microbatches of one shape class take equally long, so this is the throughput of tasks that train
+    together, up to a factor (MuxTune 3.3).
+
+    Args:
+      batches: for each task, the tokens of a global batch.
+      shape: shape class of the microbatches.
+      round_tokens: most tokens of a task in a round; None for no such number.
+    """
+    turns = [min(tokens, round_tokens or tokens) for tokens in batches]
+    # A chunk belongs to one task.
+    padded = sum(-(-tokens // shape.chunk_len) * shape.chunk_len for tokens in turns)
+    return sum(turns) / max(1, -(-padded // shape.tokens))
 
 
 class Candidate(NamedTuple):

@@ -58,6 +58,7 @@ class Shown(NamedTuple):
                 "loss": finite_or_none(status.loss),
                 "held_out_loss": finite_or_none(status.held_out_loss),
                 "best_step": status.best_step,
+                "share": round(status.share, 4),
                 "adapter": self.adapter and str(self.adapter),
                 "meter": dataclasses.asdict(status.meter),
                 "history": [

@@ -24,6 +24,26 @@ def step_with_data(live):
     live.step()
 
 
+def live_with(make_live, tasks, *together):
+    """A live training after the first choice among tasks. Each text has the names of tasks that are
+    registered at the same end of a round; data are read when all are registered."""
+    registered = threading.Event()
+
+    def prepared(task):
+        registered.wait()
+        return tasks[task.name]
+
+    live = make_live(dict.fromkeys("".join(together), prepared))
+    for names in together:
+        for name in names:
+            live.register(tasks[name].task)
+        live.step()
+    registered.set()
+    settle(live)
+    live.step()
+    return live
+
+
 def states(live, name):
     return [change.state for change in live.status(name).history]
 
@@ -86,10 +106,7 @@ def test_states_follow_each_other_as_documented(make_live, tasks):
 
 
 def test_a_task_without_a_place_waits_and_is_told_why(make_live, tasks):
-    live = make_live()
-    for name in "abcd":
-        live.register(tasks[name].task)
-    step_with_data(live)
+    live = live_with(make_live, tasks, "abc", "d")
     assert [live.status(name).state for name in "abcd"] == ["running"] * 3 + ["queued"]
     assert live.status("d").reason == "all 3 places are taken"
 
@@ -109,10 +126,7 @@ def test_a_task_of_higher_priority_takes_a_place_and_gives_it_back(make_live, ta
 
 
 def test_a_changed_priority_changes_who_trains(make_live, tasks):
-    live = make_live()
-    for name in "abcd":
-        live.register(tasks[name].task)
-    step_with_data(live)
+    live = live_with(make_live, tasks, "abc", "d")
     live.set_priority("d", 5)
     live.step()
     assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
@@ -355,3 +369,28 @@ def test_an_exception_of_the_devices_ends_training_and_tells_everybody(
     with pytest.raises(RuntimeError, match="training has ended with an exception"):
         live.wait()
     list(events)
+
+
+def test_of_tasks_that_arrive_together_those_with_the_most_tokens_train(make_live, tasks):
+    live = live_with(make_live, tasks, "abcd")
+    # Batches of 2, 3, 4 and 5 samples; there are three places.
+    assert [live.status(name).state for name in "abcd"] == ["queued"] + ["running"] * 3
+    assert live.status("a").reason == "all 3 places are taken"
+    live.register(tasks["e"].task)
+    train_to_the_end(live, *"abcde")
+    began = {name: live.status(name).history[-2].time for name in "ae"}
+    assert began["a"] < began["e"]
+
+
+def test_the_shares_of_a_round_add_up(make_live, tasks):
+    live = make_live()
+    for name in "abd":
+        live.register(tasks[name].task)
+    step_with_data(live)
+    live.step()
+    live.step()
+    shares = [live.status(name).share for name in "abd"]
+    assert all(share > 0 for share in shares) and sum(shares) == pytest.approx(1)
+    live.pause("d")
+    live.step()
+    assert live.status("d").share == 0

@@ -4,7 +4,8 @@ from itertools import combinations
 
 import numpy as np
 
-from jaxmux.planner.scheduling import MOST_PASSES, Candidate, schedule
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.scheduling import MOST_PASSES, Candidate, schedule, tokens_per_microbatch
 
 
 def room(sizes: dict[str, int], capacity: int):
@@ -123,3 +124,14 @@ def test_waiting_tasks_are_told_for_whom_they_wait():
         "large": "5 of 4",
         "small": "waits behind task 'large', which came before",
     }
+
+
+def test_the_throughput_counts_full_microbatches():
+    shape = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+    assert tokens_per_microbatch([256], shape) == 256
+    # The second task's chunk needs another microbatch, the third one's finds room beside it.
+    assert tokens_per_microbatch([256, 10], shape) == 133
+    assert tokens_per_microbatch([256, 10, 54], shape) == 160
+    # A round trains no more of a large batch.
+    assert tokens_per_microbatch([10_000, 10], shape, round_tokens=128) == 138
+    assert tokens_per_microbatch([], shape) == 0

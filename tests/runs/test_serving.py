@@ -227,7 +227,7 @@ def task_status(name: str, state: str, step: int = 0, **fields) -> TaskStatus:
     history = (StateChange(state, None, 0.0),)
     loss = 1.0 if step else None
     meter = Meter(effective_tokens=100 * step)
-    default = TaskStatus(name, state, None, 0, step, 9, loss, None, None, meter, history)
+    default = TaskStatus(name, state, None, 0, step, 9, loss, None, None, 0.5, meter, history)
     return default._replace(**fields)
 
 
