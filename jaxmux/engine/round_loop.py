@@ -170,6 +170,8 @@ class RoundLoop:
           PlanningError: `options.attention` cannot serve this device, dtype or row length.
           ValueError: `options.grouped_lora` or `options.remat` is unknown, or
             `options.grouped_lora` cannot serve these tasks on this device.
+          OutOfDeviceMemory: a device has too little memory for a microbatch. The tasks are as after
+            their last updates; `resize` can make room.
         """
         position = self._position
         if position.current is None and self.finished:
@@ -185,6 +187,10 @@ class RoundLoop:
                     self._due,
                     self._plan_following if stream else lambda: None,
                 )
+            except OutOfDeviceMemory:
+                # The executor has emptied the accumulators, and the tasks have their last updates.
+                self._lose_gradients()
+                raise
             finally:
                 self._count(current, done[before:])
             self._count(position.following, outcome.ahead)

@@ -61,6 +61,13 @@ class ElasticSize:
             self._compiled(self._fitting(size.slots + 1, rows))
         return False
 
+    def limit(self) -> None:
+        """Lets the present number of slots be the largest one, because there is no memory for
+        more."""
+        self._most = self._most._replace(slots=self._engine.size.slots)
+        self._least = EngineSize(*map(min, self._least, self._most))
+        self._needed = self._least
+
     def _fitting(self, tasks: int, rows: int) -> EngineSize:
         """The size for so many tasks, and rounds of so many rows."""
         needs = EngineSize(tasks, rows)

@@ -195,6 +195,20 @@ class LiveTasks:
             if self[name].state != RUNNING:
                 self._start(self[name])
 
+    def requeue(self, most: int, reason: str) -> None:
+        """Lets the tasks that came last, and among the lowest priority, give up their places.
+
+        Args:
+          most: number of tasks that keep theirs.
+          reason: why, in words.
+        """
+        running = [own for own in self if own.state == RUNNING]
+        running.sort(key=lambda own: (-own.priority, own.arrival))
+        for own in running[most:]:
+            self._leave(own)
+            self._enter(own, QUEUED, reason)
+        self.changed = True
+
     def take_results(
         self, updates: Sequence[TaskUpdate], computed: Mapping[str, int], seconds: float
     ) -> None:

@@ -1,5 +1,6 @@
 """Trains tasks that come and go on one engine (MuxTune 3.2, mLoRA 3.4)."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskUpdate
+from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.tasks import Task, TaskError
 
@@ -21,6 +23,8 @@ from .preparation import Preparation
 from .saved_task import SavedTask
 from .states import RUNNING, SUCCEEDED
 from .store import MemoryStore, Store
+
+_log = logging.getLogger("jaxmux")
 
 # Seconds after which it is tried again to save tasks when the disk was busy or full.
 _RETRY = 1.0
@@ -318,12 +322,28 @@ class LiveTraining:
         if trains and self._metered_until is None:
             self._metered_until = time.monotonic()
         snapshots = self._begin_saving()
-        updates = self._engine.train_round()
+        try:
+            updates = self._engine.train_round()
+        except OutOfDeviceMemory as e:
+            self._leave_slots(e)
+            return True
         self._take_results(updates)
         self._go_on_saving(snapshots)
         if not trains:
             self._metered_until = None
         return trains or bool(updates) or self._tasks.changed
+
+    def _leave_slots(self, error: OutOfDeviceMemory) -> None:
+        """Goes on with half of the slots, because the device has too little memory."""
+        size, slots = self._engine.size, self._engine.size.slots // 2
+        if slots == 0:
+            raise error
+        self._take_results(self._engine.drain())
+        self._tasks.requeue(slots, "the device ran out of memory; the task waits for a place")
+        self._engine.resize(size._replace(slots=slots))
+        if self._size:
+            self._size.limit()
+        _log.warning("%s; training goes on with %d of %d slots", error, slots, size.slots)
 
     def save(self, wait: bool = True) -> None:
         """Waits for the devices, and saves all tasks as they are, if anything has changed.

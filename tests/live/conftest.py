@@ -52,12 +52,13 @@ def make_live(make_live_engine, tasks):
     """Makes a live training in which tasks are prepared by their name. `prepare` replaces the
     preparation of some tasks: by name, a function of the task."""
 
-    def make(prepare=None, **options) -> LiveTraining:
+    def make(prepare=None, engine_options=None, **options) -> LiveTraining:
         def prepared(task):
             if prepare and task.name in prepare:
                 return prepare[task.name](task)
             return dataclasses.replace(tasks[task.name], task=task)
 
-        return LiveTraining(make_live_engine(), prepared, **options)
+        engine = make_live_engine(**engine_options or {})
+        return LiveTraining(engine, prepared, **options)
 
     return make

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import EngineSize
+from jaxmux.engine import EngineSize, single_device
 from jaxmux.live import elastic_size
 from jaxmux.live.elastic_size import ElasticSize
 from jaxmux.planner import PlanningError
 
-from .test_live_training import settle, train_to_the_end
+from .test_live_training import live_with, settle, train_to_the_end
 
 MOST = EngineSize(12, 4)
 
@@ -124,3 +124,25 @@ def test_tasks_get_what_they_get_without_growth(make_live, tasks):
         change = sum(np.square(x - y).sum() for x, y in zip(expected, before, strict=True))
         error = sum(np.square(x - y).sum() for x, y in zip(found, expected, strict=True))
         assert error**0.5 < 1e-4 * change**0.5
+
+
+def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, monkeypatch, caplog):
+    """With fewer places; the task that came last waits."""
+    live = live_with(lambda prepare: make_live(prepare, {"remat": "full"}), tasks, *"abd")
+    accumulate = single_device.accumulate
+
+    def full(*arguments):
+        if len(arguments[5]) > 1:
+            accumulate(*arguments)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return accumulate(*arguments)
+
+    monkeypatch.setattr(single_device, "accumulate", full)
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        live.step()
+    assert caplog.records[-1].message.endswith("training goes on with 1 of 3 slots")
+    assert [live.status(name).state for name in "abd"] == ["running", "queued", "queued"]
+    assert live.status("d").reason == "the device ran out of memory; the task waits for a place"
+    train_to_the_end(live, *"abd")
+    for name in "abd":
+        assert live.status(name).step == tasks[name].steps
