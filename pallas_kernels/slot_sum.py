@@ -1,5 +1,7 @@
 """Adds the values of chunks to the accumulators of the slots that own the chunks."""
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,7 +17,9 @@ def add_to_slots(
     Values are selected and never multiplied by a mask, so a NaN in one task's chunk reaches no
     other slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks that
     starts from the accumulator, so a task's sum has the same bits however its chunks are spread
-    over microbatches and whichever tasks own the chunks between them.
+    over microbatches and whichever tasks own the chunks between them. On a GPU this holds for
+    single numbers, such as losses. Arrays are first summed within the microbatch there, in an order
+    that depends on where the chunks lie.
 
     Args:
       accumulators: one value for each slot.
@@ -25,8 +29,9 @@ def add_to_slots(
     Returns:
       The new accumulators.
     """
+    elsewhere = _unrolled_left_fold if per_chunk.ndim == 1 else _select_and_reduce
     return jax.lax.platform_dependent(
-        accumulators, per_chunk, chunk_slot, cpu=_left_fold, default=_select_and_reduce
+        accumulators, per_chunk, chunk_slot, cpu=_left_fold, default=elsewhere
     )
 
 
@@ -34,6 +39,11 @@ def _left_fold(accumulators, per_chunk, chunk_slot):
     slots = accumulators.shape[0]
     owner = jnp.where(chunk_slot < 0, slots, chunk_slot)
     return accumulators.at[owner].add(per_chunk, mode="drop")
+
+
+def _unrolled_left_fold(accumulators, per_chunk, chunk_slot):
+    owned = chunk_slot[:, None] == jnp.arange(accumulators.shape[0])
+    return reduce(jnp.add, jnp.where(owned, per_chunk[:, None], 0), accumulators)
 
 
 def _select_and_reduce(accumulators, per_chunk, chunk_slot):

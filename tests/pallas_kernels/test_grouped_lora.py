@@ -242,10 +242,10 @@ def test_unknown_implementation_is_refused_by_name():
 SUMS = {"left fold": slot_sum._left_fold, "select": slot_sum._select_and_reduce}
 
 
-def slot_sum_inputs():
+def slot_sum_inputs(shape=(3, 5)):
     rng = np.random.default_rng(1)
-    accumulators = rng.standard_normal((SLOTS, 3, 5)).astype(np.float32)
-    per_chunk = rng.standard_normal((40, 3, 5)).astype(np.float32)
+    accumulators = rng.standard_normal((SLOTS, *shape)).astype(np.float32)
+    per_chunk = rng.standard_normal((40, *shape)).astype(np.float32)
     return accumulators, per_chunk, rng.integers(-1, SLOTS - 1, 40).astype(np.int32)
 
 
@@ -270,17 +270,21 @@ def test_a_broken_chunk_reaches_its_owner_alone(add, poison):
     assert not np.isfinite(found[0]).any()
 
 
-def test_on_cpu_the_sum_is_one_left_fold_however_it_is_split():
-    accumulators, per_chunk, chunk_slot = slot_sum_inputs()
+@pytest.mark.parametrize(
+    ("add", "shape"),
+    [(slot_sum.add_to_slots, (3, 5)), (slot_sum._unrolled_left_fold, ())],
+    ids=["on CPU", "numbers elsewhere"],
+)
+def test_the_sum_is_one_left_fold_however_it_is_split(add, shape):
+    accumulators, per_chunk, chunk_slot = slot_sum_inputs(shape)
     expected = accumulators.copy()
     for value, slot in zip(per_chunk, chunk_slot, strict=True):
         if slot >= 0:
             expected[slot] += value
-    add = jax.jit(slot_sum.add_to_slots)
     for pieces in (1, 2, 5, 40):
         total = accumulators
         for values, slots in zip(
             np.split(per_chunk, pieces), np.split(chunk_slot, pieces), strict=True
         ):
-            total = add(total, values, slots)
+            total = jax.jit(add)(total, values, slots)
         np.testing.assert_array_equal(total, expected)
