@@ -10,7 +10,11 @@ of which one more arrives, one leaves, and many arrive and leave one after anoth
 
   python scripts/benchmark_live.py large --out benchmarks/live.json
 
-On the same shape, a task with a batch of 4 beside one with a batch of 512:
+The same on two GPUs that are the stages of a pipeline, which should never be empty meanwhile:
+
+  NCCL_NVLS_ENABLE=0 python scripts/benchmark_live.py pipeline --out benchmarks/live.json
+
+On one GPU with the same shape, a task with a batch of 4 beside one with a batch of 512:
 
   python scripts/benchmark_live.py waiting --out benchmarks/live.json
 
@@ -20,7 +24,11 @@ On the same shape, an engine that grows and shrinks while it trains:
 
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `--vocab` and
-`--scale` shorten a dry run.
+`--scale` shorten a dry run; that of the pipeline needs two devices:
+
+  XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/benchmark_live.py pipeline \
+      --out /tmp/dry.json --tasks 12 --rounds 6 --comings 4 --layers 2 --hidden 256 --vocab 512 \
+      --scale 8
 """
 
 import argparse
@@ -29,24 +37,32 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_records import Record, replace_records
+from benchmark_sharding import random_backbone
 from benchmark_step import llama_config
 
 from jaxmux.engine import Engine, EngineOptions, EngineSize, PreparedTask
 from jaxmux.installed_versions import installed_versions
 from jaxmux.live import LiveTraining, TaskStatus
-from jaxmux.models import Backbone, device_peak, load_backbone, planned_remat
+from jaxmux.models import (
+    Backbone,
+    BackboneConfig,
+    device_peak,
+    load_backbone,
+    planned_remat,
+)
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import ONE_DEVICE, Deployment
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs.run_shape import run_costs
@@ -257,36 +273,95 @@ def counted_compilations() -> Iterator[list[str]]:
 
 def large(args: argparse.Namespace) -> list[Record]:
     """Measures tasks of mixed rank and length on a large backbone."""
+    backbone = random_backbone(llama_config(args), Deployment((ONE_DEVICE,)))
+    tasks = mixed_tasks(backbone.config, args, args.tasks + 1)
+    course = come_and_go(backbone, tasks, args)
+    wear = course.worn / course.fresh - 1
+    name = "rounds after many arrivals and departures, over a fresh engine's"
+    records = [*longer_rounds(course), _at_most(name, wear, MOST_WEAR)]
+    peak = device_peak()
+    facts = course.facts
+    if peak:
+        predicted = predicted_peak(course, backbone, tasks[:-1])
+        facts |= {"peak GiB": peak / 2**30, "predicted peak GiB": predicted / 2**30}
+        error = abs(peak / predicted - 1)
+        records.append(_at_most("peak memory beside its prediction", error, MOST_PEAK_ERROR))
+    return [record | {"baselines": facts} for record in records]
+
+
+def pipeline(args: argparse.Namespace) -> list[Record]:
+    """Measures the same tasks on a pipeline of two stages. Its rounds overlap, so microbatches
+    should be in flight whenever a task comes or goes."""
     config = llama_config(args)
-    backbone = Backbone.random(config, dtype=jnp.bfloat16)
-    mixed = mixed_tasks(backbone, args, args.tasks + 1)
-    modules = tuple(sorted(mixed[0].targets))
-    pool = PoolSpec(args.tasks + 2, max(p.task.adapter.rank for p in mixed), modules)
+    backbone = random_backbone(config, Deployment.parse("pp2"))
+    course = come_and_go(backbone, mixed_tasks(config, args, args.tasks + 1), args)
+    never_empty: Record = {
+        "name": "arrivals and departures before and after which microbatches are in flight",
+        "value": course.changes.in_flight,
+        "bound": course.changes.count,
+        "sense": "at least",
+        "unit": "changes",
+    }
+    records = [*longer_rounds(course), never_empty]
+    return [record | {"baselines": course.facts} for record in records]
+
+
+class Course(NamedTuple):
+    """Rounds of an engine before, around and after arrivals and departures.
+
+    Attributes:
+      entering: the longest round around an arrival over the median of rounds of as many tasks, less
+        one.
+      going: the same around a departure.
+      fresh: median seconds of a round before the first arrival.
+      worn: median seconds of a round after the last departure, of as many tasks.
+      changes: the arrivals and departures.
+      options: the options of the engine.
+      remat: the remat policies of the engine's layers.
+      facts: the figures that these were made from.
+    """
+
+    entering: float
+    going: float
+    fresh: float
+    worn: float
+    changes: "Changes"
+    options: EngineOptions
+    remat: str | tuple[str, ...]
+    facts: dict[str, Any]
+
+
+def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Namespace) -> Course:
+    """Trains all tasks but the last one, lets that one arrive and later leave, and then lets many
+    others come and go.
+
+    Args:
+      backbone: from `random_backbone`.
+      tasks: from `mixed_tasks`.
+      args: the arguments of the command.
+    """
+    *first, last = tasks
+    ranks, modules = (p.task.adapter.rank for p in tasks), tuple(sorted(last.targets))
+    # A task that leaves a pipeline keeps its place until the round that has begun has ended.
+    pool = PoolSpec(len(first) + 2, max(ranks), modules)
     row_len = 512 // args.scale
     shape = ShapeClass(8192 // args.scale // row_len, row_len, max(64, 128 // args.scale), 4)
     engine = Engine(backbone, EngineOptions(shape, pool))
     engine.warm_up()
-    first, last = mixed[:-1], mixed[-1]
     engine.register_tasks(first)
     before = Rounds(engine).train(args.rounds)
-    arriving = Rounds(engine)
-    arriving.train(3)
-    engine.register_tasks([last])
+    changes = Changes(engine)
+    arriving = Rounds(engine).train(3)
+    changes.arrive(last)
     arriving.train(args.rounds)
-    leaving = Rounds(engine)
-    leaving.train(3)
-    engine.release(last.task.name)
+    leaving = Rounds(engine).train(3)
+    changes.leave(last.task.name)
     leaving.train(args.rounds)
-    comings(engine, mixed_tasks(backbone, args, 1)[0], args.comings)
+    comings(engine, changes, tasks[0], args.comings)
     after = Rounds(engine).train(args.rounds)
     engine.drain()
     fresh, worn = statistics.median(before.seconds[2:]), statistics.median(after.seconds[2:])
     with_last = statistics.median(arriving.seconds[-args.rounds + 2 :])
-    peak, predicted = device_peak(), predicted_peak(engine, backbone, first, pool)
-    engine.close()
-    # The results of the round in which the task enters arrive with the second call after it.
-    entering = max(arriving.seconds[3:6]) / with_last - 1
-    going = max(leaving.seconds[3:6]) / with_last - 1
     facts = {
         "tasks": len(first),
         "seconds a round": fresh,
@@ -294,34 +369,34 @@ def large(args: argparse.Namespace) -> list[Record]:
         "seconds of the rounds around the arrival": arriving.seconds[1:8],
         "seconds of the rounds around the departure": leaving.seconds[1:8],
         "seconds of the call of register_tasks": arriving.changed,
-        "arrivals and departures": args.comings,
+        "arrivals and departures": changes.count,
         "seconds a round, after them": worn,
     }
-    records = [
-        ("the round after an arrival, over rounds of as many tasks", entering, MOST_LONGER_ROUND),
-        ("the round after a departure, over rounds of as many tasks", going, MOST_LONGER_ROUND),
-        (
-            "rounds after many arrivals and departures, over a fresh engine's",
-            worn / fresh - 1,
-            MOST_WEAR,
-        ),
-    ]
-    if peak:
-        facts |= {"peak GiB": peak / 2**30, "predicted peak GiB": predicted / 2**30}
-        error = abs(peak / predicted - 1)
-        records.append(("peak memory beside its prediction", error, MOST_PEAK_ERROR))
+    # The results of the round in which the task enters arrive with the second call after it, those
+    # of a pipeline with the third.
+    entering = max(arriving.seconds[3:7]) / with_last - 1
+    going = max(leaving.seconds[3:7]) / with_last - 1
+    course = Course(entering, going, fresh, worn, changes, engine.options, engine.remat, facts)
+    engine.close()
+    return course
+
+
+def longer_rounds(course: Course) -> list[Record]:
+    """The records of the rounds around one arrival and one departure, without their baselines."""
     return [
-        {"name": n, "value": v, "bound": b, "sense": "at most", "unit": "ratio", "baselines": facts}
-        for n, v, b in records
+        _at_most(f"the round after {what}, over rounds of as many tasks", value, MOST_LONGER_ROUND)
+        for what, value in (("an arrival", course.entering), ("a departure", course.going))
     ]
 
 
-def mixed_tasks(backbone: Backbone, args: argparse.Namespace, count: int) -> list[PreparedTask]:
+def _at_most(name: str, value: float, bound: float) -> Record:
+    return {"name": name, "value": value, "bound": bound, "sense": "at most", "unit": "ratio"}
+
+
+def mixed_tasks(config: BackboneConfig, args: argparse.Namespace, count: int) -> list[PreparedTask]:
     """Tasks of three lengths and three ranks, that never end."""
     kinds = [
-        random_task(
-            backbone.config, "kind", [length // args.scale] * 64, samples, 10**6, rank, seed=length
-        )
+        random_task(config, "kind", [length // args.scale] * 64, samples, 10**6, rank, seed=length)
         for length, samples, rank in ((64, 8, 8), (256, 2, 16), (512, 1, 32))
     ]
     # As a server does, adapters are made beside training.
@@ -415,7 +490,7 @@ def growth(args: argparse.Namespace) -> list[Record]:
     """Measures an engine whose pool and microbatches are doubled and halved while tasks of mixed
     rank and length train."""
     backbone = Backbone.random(llama_config(args), dtype=jnp.bfloat16)
-    tasks = mixed_tasks(backbone, args, args.tasks // 2)
+    tasks = mixed_tasks(backbone.config, args, args.tasks // 2)
     row_len = 512 // args.scale
     rows, slots = 8192 // args.scale // row_len, args.tasks // 2 + 2
     shape = ShapeClass(rows // 2, row_len, max(64, 128 // args.scale), 4)
@@ -484,38 +559,75 @@ class Rounds:
         return self
 
 
-def comings(engine: Engine, task: PreparedTask, count: int) -> None:
+class Changes:
+    """Arrivals and departures between two rounds of an engine.
+
+    Attributes:
+      count: number of arrivals and departures so far.
+      in_flight: number of those before and after which a pipeline had microbatches in flight.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.count = self.in_flight = 0
+
+    def arrive(self, task: PreparedTask) -> None:
+        self._change(lambda: self._engine.register_tasks([task]))
+
+    def leave(self, name: str) -> None:
+        self._change(lambda: self._engine.release(name))
+
+    def _change(self, change: Callable[[], None]) -> None:
+        before = microbatches_in_flight(self._engine)
+        change()
+        self.count += 1
+        self.in_flight += min(before, microbatches_in_flight(self._engine)) > 0
+
+
+def microbatches_in_flight(engine: Engine) -> int:
+    """Number of microbatches that have begun in a pipeline and whose last backward pass has not
+    been dispatched; 0 on one device, which has no pipeline."""
+    replicas = getattr(engine._executor, "_replicas", [])
+    return sum(replica._order.begun - replica._order.ended for replica in replicas)
+
+
+def comings(engine: Engine, changes: Changes, task: PreparedTask, count: int) -> None:
     """Lets tasks come and go one after another: in every round one leaves and one arrives."""
     before = None
     for i in range(count // 2):
         name = f"visitor{i}"
         renamed = dataclasses.replace(task, task=dataclasses.replace(task.task, name=name))
         if before:
-            engine.release(before)
-        engine.register_tasks([renamed])
+            changes.leave(before)
+        changes.arrive(renamed)
         engine.train_round()
         before = name
-    engine.release(before)
+    if before:
+        changes.leave(before)
 
 
-def predicted_peak(
-    engine: Engine, backbone: Backbone, tasks: Sequence[PreparedTask], pool: PoolSpec
-) -> float:
+def predicted_peak(course: Course, backbone: Backbone, tasks: Sequence[PreparedTask]) -> float:
     costs = run_costs(tasks, backbone.config, backbone.compute_dtype)
-    admission = Admission(costs.replica, engine.options.shape, reserved=pool)
-    return admission.peak([p.pool for p in tasks], planned_remat(engine.remat))
+    options = course.options
+    admission = Admission(costs.replica, options.shape, reserved=options.reserved)
+    return admission.peak([p.pool for p in tasks], planned_remat(course.remat))
 
 
-PARTS = {"demo": demo, "large": large, "waiting": waiting, "growth": growth}
+PARTS = {
+    "demo": demo,
+    "large": large,
+    "pipeline": pipeline,
+    "waiting": waiting,
+    "growth": growth,
+}
+TASKS = {"demo": 64, "large": 32, "pipeline": 64, "growth": 32}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--tasks", type=int, help="64 with the demo backbone, 32 with the large one"
-    )
+    parser.add_argument("--tasks", type=int, help="64, on one GPU with the large backbone 32")
     parser.add_argument("--seconds", type=float, default=300, help="of the demo's tasks together")
     parser.add_argument("--rounds", type=int, default=12, help="that are measured at a time")
     parser.add_argument("--comings", type=int, default=200, help="arrivals and departures")
@@ -524,7 +636,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--scale", type=int, default=1, help="divides the lengths of a dry run")
     args = parser.parse_args(arguments)
-    args.tasks = args.tasks or (64 if args.part == "demo" else 32)
+    args.tasks = args.tasks or TASKS.get(args.part)
     return args
 
 

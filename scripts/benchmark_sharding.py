@@ -239,15 +239,7 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
     tasks = in_other_names(task, args.tasks)
     prediction = predict(args, tasks, config, deployment)
     started = time.perf_counter()
-    backbone: Backbone | list[PlacedBackbone] = []
-    if deployment.devices == 1:
-        backbone = Backbone.random(config, dtype=jnp.bfloat16)
-    else:
-        left = iter(devices)
-        for replica in deployment.replicas:
-            homes = stage_meshes(replica, list(islice(left, replica.devices)), config)
-            parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
-            backbone.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
+    backbone = random_backbone(config, deployment)
     options = EngineOptions(prediction.shape, remat=args.remat, schedule=args.schedule)
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(tasks)
@@ -275,6 +267,21 @@ def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
         idle,
         prediction,
     )
+
+
+def random_backbone(
+    config: BackboneConfig, deployment: Deployment
+) -> Backbone | list[PlacedBackbone]:
+    """A backbone of random bf16 weights on one device, or on the first devices, one for each
+    replica of the deployment. Pipeline stages get the layers that `jaxmux train` gives them."""
+    if deployment.devices == 1:
+        return Backbone.random(config, dtype=jnp.bfloat16)
+    left, found = iter(jax.devices()), []
+    for replica in deployment.replicas:
+        homes = stage_meshes(replica, list(islice(left, replica.devices)), config)
+        parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
+        found.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
+    return found
 
 
 def predict(
