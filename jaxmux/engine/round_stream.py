@@ -7,7 +7,7 @@ from jaxmux.data import Prefetch
 
 from .engine_options import EngineOptions
 from .executor import Executor
-from .rounds import RoundPlan, SampleIndices, training_rounds
+from .rounds import RoundPlan, SampleIndices, TaskGroups, training_rounds
 from .slots import Slots
 
 
@@ -33,6 +33,7 @@ class RoundStream:
         self._slots = slots
         self._options = options
         self._executor = executor
+        self._groups = TaskGroups(executor.replicas)
         self._rounds: Prefetch[RoundPlan] | None = None
         # The slots whose tasks have a global batch in the round that follows.
         self._following: set[int] = set()
@@ -48,9 +49,11 @@ class RoundStream:
         if self._rounds is None or self._following != live.keys():
             # Tasks that end as planned leave the stream by themselves; others make it begin again.
             self.close()
+            tasks = {number: self._slots[number].prepared for number in live}
+            self._groups.begin_anew(tasks)
             self._rounds = Prefetch(
                 training_rounds(
-                    {number: self._slots[number].prepared for number in live},
+                    tasks,
                     live,
                     self._slots.pool,
                     self._executor.replicas,
@@ -58,6 +61,7 @@ class RoundStream:
                     self._executor.dispatch,
                     accumulated,
                     self._options.round_tokens,
+                    self._groups,
                 )
             )
         asked = time.perf_counter()

@@ -22,6 +22,10 @@ from .turns import Turns
 # For each group, the slots of its tasks.
 Groups = Sequence[tuple[int, ...]]
 
+# Rounds after a change of the tasks before new groups are searched. They are more than the rounds
+# that are packed ahead, so that while tasks change often, no search is begun in vain.
+_ROUNDS_WITHOUT_SEARCH = 8
+
 # A function from the stream lengths of samples, by slot, and the shape class to the placements of
 # the samples in each microbatch.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
@@ -160,6 +164,7 @@ def training_rounds(
     dispatch: Dispatch | None = None,
     accumulated: SampleIndices | None = None,
     most_tokens: int | None = None,
+    groups_of: "TaskGroups | None" = None,
 ) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
 
@@ -176,8 +181,10 @@ def training_rounds(
         the accumulators already. They are packed with the others of their round, so that those keep
         their places; then they are left out.
       most_tokens: most tokens of a task in a round, see `Turns`.
+      groups_of: chooses the groups of these replicas; None lets a new `TaskGroups` do so.
     """
-    turns_of, groups_of = Turns(tasks, steps, most_tokens, accumulated), TaskGroups(replicas)
+    turns_of = Turns(tasks, steps, most_tokens, accumulated)
+    groups_of = groups_of or TaskGroups(replicas)
     done = dict(accumulated or {})
     while turns := turns_of.next():
         live = {slot: tasks[slot] for slot in turns}
@@ -251,8 +258,12 @@ def _updates(
 class TaskGroups:
     """Divides the tasks of a round into groups, whose microbatches follow each other.
 
-    While one group is updated, the others keep a pipeline busy. The groups depend only on which
-    tasks are live, so a training run that goes on has the same.
+    While one group is updated, the others keep a pipeline busy. To find the best groups of many
+    tasks takes longer than a round. That is no matter for tasks that end as planned, because rounds
+    are packed ahead. After any other change of the tasks the pipeline would become empty meanwhile,
+    so the first rounds keep the groups of before, and each new task joins the one with the fewest
+    tokens. Apart from these rounds, the groups depend only on which tasks are live, so a training
+    run that goes on has the same.
 
     Attributes:
       task_by_task: whether every task is a group, which shares no microbatch with others.
@@ -270,14 +281,44 @@ class TaskGroups:
         streams = [replica for replica in replicas if replica.streams]
         self._longest = max(streams, key=lambda own: own.replica.pp, default=None)
         self._devices = sum(replica.replica.devices for replica in replicas)
-        self._known: dict[tuple[int, ...], Groups] = {}
+        # By the names of the live tasks, with their slots.
+        self._known: dict[frozenset[tuple[int, str]], Groups] = {}
+        self._last: tuple[frozenset[tuple[int, str]], Groups] = frozenset(), ()
+        # The groups of the rounds after a change of the tasks, and the number of these rounds left.
+        self._kept: Groups = ()
+        self._rounds_left = 0
+
+    def begin_anew(self, tasks: Mapping[int, PreparedTask]) -> None:
+        """Prepares for rounds of other tasks than those of the last call. Nothing is searched.
+
+        Args:
+          tasks: by slot, the live tasks.
+        """
+        names, (before, groups) = _names(tasks), self._last
+        self._known = {names: self._known[names]} if names in self._known else {}
+        stay = {slot for slot, _ in names & before}
+        kept = [own for group in groups if (own := [slot for slot in group if slot in stay])]
+        self._rounds_left = 0
+        if self.task_by_task or names in self._known:
+            return
+        if len(kept) < 2 or 2 * len(stay) < len(tasks):
+            return
+        tokens = {slot: sum(_lengths(task)[0]) for slot, task in tasks.items()}
+        for slot in sorted(tasks.keys() - stay):
+            min(kept, key=lambda group: sum(tokens[own] for own in group)).append(slot)
+        self._kept, self._rounds_left = [tuple(group) for group in kept], _ROUNDS_WITHOUT_SEARCH
 
     def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
         """The groups of live tasks, by slot."""
-        slots = tuple(sorted(tasks))
-        if slots not in self._known:
-            self._known[slots] = self._choose({slot: tasks[slot] for slot in slots})
-        return self._known[slots]
+        names = _names(tasks)
+        if self._rounds_left and {slot for group in self._kept for slot in group} == tasks.keys():
+            self._rounds_left -= 1
+            self._last = names, self._kept
+            return self._kept
+        if names not in self._known:
+            self._known[names] = self._choose({slot: tasks[slot] for slot in sorted(tasks)})
+        self._last = names, self._known[names]
+        return self._known[names]
 
     def _choose(self, tasks: Mapping[int, PreparedTask]) -> Groups:
         if self.task_by_task:
@@ -287,9 +328,17 @@ class TaskGroups:
         from jaxmux.planner.pipeline import grouping_of_share
 
         replica, slots = self._longest.replica, list(tasks)
-        lengths = [BatchLengths(task.batches, task.steps) for task in tasks.values()]
+        lengths = [_lengths(task) for task in tasks.values()]
         grouping = grouping_of_share(lengths, replica, self._longest.shape, self._devices)
         return [tuple(slots[i] for i in group) for group in grouping.groups]
+
+
+def _names(tasks: Mapping[int, PreparedTask]) -> frozenset[tuple[int, str]]:
+    return frozenset((slot, task.task.name) for slot, task in tasks.items())
+
+
+def _lengths(task: PreparedTask) -> BatchLengths:
+    return BatchLengths(task.batches, task.steps)
 
 
 def fill_microbatches(

@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxmux.engine.rounds import ReplicaInput, training_rounds
+from jaxmux.engine.rounds import ReplicaInput, TaskGroups, training_rounds
 from jaxmux.models import BackboneConfig
+from jaxmux.planner import pipeline
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
@@ -67,3 +68,49 @@ def test_unlike_replicas_train_every_sample_once_and_update_every_task_once_a_ro
         for update in plan.updates:
             last = [i for i, m in enumerate(plan.microbatches) if {*m.samples} & {*update.slots}]
             assert update.after == max(last)
+
+
+@pytest.fixture
+def pipeline_tasks():
+    """Tasks by slot, and `TaskGroups` of a pipeline of two stages."""
+    tasks = {
+        slot: random_task(CONFIG, f"task{slot}", [100] * 40, batch, 100, rank=4)
+        for slot, batch in enumerate((8, 6, 6, 8, 2))
+    }
+    replica = ReplicaInput(ShapeClass(4, 128, 64, 16), Replica.uniform(pp=2, tp=1), streams=True)
+    return tasks, TaskGroups([replica])
+
+
+def test_after_a_change_of_the_tasks_no_groups_are_searched_for_some_rounds(
+    pipeline_tasks, monkeypatch
+):
+    tasks, groups_of = pipeline_tasks
+    before = groups_of({slot: tasks[slot] for slot in range(4)})
+    assert len(before) > 1
+    changed = {slot: tasks[slot] for slot in (0, 2, 3, 4)}
+    best = TaskGroups([groups_of._longest])(changed)
+    searches, search = [], pipeline.grouping_of_share
+    monkeypatch.setattr(
+        pipeline, "grouping_of_share", lambda *own: searches.append(own) or search(*own)
+    )
+    groups_of.begin_anew(changed)
+    kept = groups_of(changed)
+    stay = [tuple(slot for slot in group if slot != 1) for group in before]
+    assert {slot for group in kept for slot in group} == changed.keys()
+    assert [tuple(slot for slot in group if slot != 4) for group in kept] == stay
+    (joined,) = (group for group in kept if 4 in group)
+    sizes = {slot: own.task.batch_size for slot, own in changed.items()}
+    assert sum(sizes[slot] for slot in joined) - sizes[4] == min(
+        sum(sizes[slot] for slot in group) for group in stay
+    )
+    while not searches:
+        last = groups_of(changed)
+    assert last == best and groups_of(changed) == best
+    assert len(searches) == 1
+
+
+def test_when_most_tasks_are_new_groups_are_searched_at_once(pipeline_tasks):
+    tasks, groups_of = pipeline_tasks
+    groups_of({0: tasks[0], 1: tasks[1]})
+    groups_of.begin_anew(tasks)
+    assert groups_of(tasks) == TaskGroups([groups_of._longest])(tasks)
