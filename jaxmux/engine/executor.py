@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .prepared_task import PreparedTask
-from .rounds import Dispatch, ReplicaInput, RoundPlan
+from .replica_input import ReplicaInput
+from .rounds import Dispatch, RoundPlan
 from .updates import DueUpdates, UpdateStats
 
 

@@ -16,8 +16,9 @@ from jaxmux.sharding.stage_mesh import DATA
 
 from .compiled_stages import CompiledStages
 from .engine_options import EngineOptions
+from .replica_input import ReplicaInput
 from .round_table import SCHEDULES, STREAMING, TASK_BY_TASK, round_table
-from .rounds import PackedMicrobatch, ReplicaInput, RoundPlan
+from .rounds import PackedMicrobatch, RoundPlan
 from .stored_state import StoredState
 
 

@@ -7,8 +7,9 @@ from jaxmux.data import Prefetch
 
 from .engine_options import EngineOptions
 from .executor import Executor
-from .rounds import RoundPlan, SampleIndices, TaskGroups, training_rounds
+from .rounds import RoundPlan, SampleIndices, training_rounds
 from .slots import Slots
+from .task_groups import TaskGroups
 
 
 class RoundStream:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,19 +12,12 @@ from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
-from .batch_lengths import BatchLengths
 from .prepared_task import PreparedTask
+from .replica_input import PlacedMicrobatch, ReplicaInput
+from .task_groups import Groups, TaskGroups
 from .turns import Turns
-
-# For each group, the slots of its tasks.
-Groups = Sequence[tuple[int, ...]]
-
-# Rounds after a change of the tasks before new groups are searched. They are more than the rounds
-# that are packed ahead, so that while tasks change often, no search is begun in vain.
-_ROUNDS_WITHOUT_SEARCH = 8
 
 # A function from the stream lengths of samples, by slot, and the shape class to the placements of
 # the samples in each microbatch.
@@ -35,33 +28,6 @@ SampleIndices = Mapping[int, Sequence[int]]
 
 # A function from the stream lengths of a round's samples, by slot, to the samples of each replica.
 Dispatch = Callable[[Mapping[int, Sequence[int]]], Sequence[SampleIndices]]
-
-# The microbatches of all data shards where an executor reads them: arrays on one device, or on the
-# devices of each stage.
-PlacedMicrobatch = Any
-
-
-class ReplicaInput(NamedTuple):
-    """What a replica (a copy of the backbone on its devices) trains at a time.
-
-    Attributes:
-      shape: shape class of its microbatches.
-      replica: its devices. Each data shard of a stage trains a microbatch of its own.
-      streams: whether rounds follow each other in its pipeline without a gap.
-      task_by_task: whether every task has microbatches and an update of its own.
-      place: copies the microbatches of all data shards to where the replica reads them.
-    """
-
-    shape: ShapeClass
-    replica: Replica = ONE_DEVICE
-    streams: bool = False
-    task_by_task: bool = False
-    place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the microbatches of all data shards together, with padding."""
-        return self.replica.shards * self.shape.tokens
 
 
 class PackedMicrobatch(NamedTuple):
@@ -164,7 +130,7 @@ def training_rounds(
     dispatch: Dispatch | None = None,
     accumulated: SampleIndices | None = None,
     most_tokens: int | None = None,
-    groups_of: "TaskGroups | None" = None,
+    groups_of: TaskGroups | None = None,
 ) -> Iterator[RoundPlan]:
     """Yields the remaining rounds, until every task has trained its last step.
 
@@ -253,92 +219,6 @@ def _updates(
     complete = (tuple(slot for slot in group if slot in ends) for group in groups)
     due = (Due(max(last.get(slot, -1) for slot in own), own) for own in complete if own)
     return tuple(sorted(due, key=lambda update: update.after))
-
-
-class TaskGroups:
-    """Divides the tasks of a round into groups, whose microbatches follow each other.
-
-    While one group is updated, the others keep a pipeline busy. To find the best groups of many
-    tasks takes longer than a round. That is no matter for tasks that end as planned, because rounds
-    are packed ahead. After any other change of the tasks the pipeline would become empty meanwhile,
-    so the first rounds keep the groups of before, and each new task joins the one with the fewest
-    tokens. Apart from these rounds, the groups depend only on which tasks are live, so a training
-    run that goes on has the same.
-
-    Attributes:
-      task_by_task: whether every task is a group, which shares no microbatch with others.
-    """
-
-    def __init__(self, replicas: Sequence[ReplicaInput]):
-        """Chooses no groups yet.
-
-        Args:
-          replicas: the replicas. The groups are those that suit the longest pipeline of them, with
-            its share of the samples.
-        """
-        self.task_by_task = any(replica.task_by_task for replica in replicas)
-        # Only where rounds follow each other is a pipeline busy during an update.
-        streams = [replica for replica in replicas if replica.streams]
-        self._longest = max(streams, key=lambda own: own.replica.pp, default=None)
-        self._devices = sum(replica.replica.devices for replica in replicas)
-        # By the names of the live tasks, with their slots.
-        self._known: dict[frozenset[tuple[int, str]], Groups] = {}
-        self._last: tuple[frozenset[tuple[int, str]], Groups] = frozenset(), ()
-        # The groups of the rounds after a change of the tasks, and the number of these rounds left.
-        self._kept: Groups = ()
-        self._rounds_left = 0
-
-    def begin_anew(self, tasks: Mapping[int, PreparedTask]) -> None:
-        """Prepares for rounds of other tasks than those of the last call. Nothing is searched.
-
-        Args:
-          tasks: by slot, the live tasks.
-        """
-        names, (before, groups) = _names(tasks), self._last
-        self._known = {names: self._known[names]} if names in self._known else {}
-        stay = {slot for slot, _ in names & before}
-        kept = [own for group in groups if (own := [slot for slot in group if slot in stay])]
-        self._rounds_left = 0
-        if self.task_by_task or names in self._known:
-            return
-        if len(kept) < 2 or 2 * len(stay) < len(tasks):
-            return
-        tokens = {slot: sum(_lengths(task)[0]) for slot, task in tasks.items()}
-        for slot in sorted(tasks.keys() - stay):
-            min(kept, key=lambda group: sum(tokens[own] for own in group)).append(slot)
-        self._kept, self._rounds_left = [tuple(group) for group in kept], _ROUNDS_WITHOUT_SEARCH
-
-    def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
-        """The groups of live tasks, by slot."""
-        names = _names(tasks)
-        if self._rounds_left and {slot for group in self._kept for slot in group} == tasks.keys():
-            self._rounds_left -= 1
-            self._last = names, self._kept
-            return self._kept
-        if names not in self._known:
-            self._known[names] = self._choose({slot: tasks[slot] for slot in sorted(tasks)})
-        self._last = names, self._known[names]
-        return self._known[names]
-
-    def _choose(self, tasks: Mapping[int, PreparedTask]) -> Groups:
-        if self.task_by_task:
-            return [(slot,) for slot in tasks]
-        if self._longest is None or self._longest.replica.pp == 1 or len(tasks) == 1:
-            return [tuple(tasks)]
-        from jaxmux.planner.pipeline import grouping_of_share
-
-        replica, slots = self._longest.replica, list(tasks)
-        lengths = [_lengths(task) for task in tasks.values()]
-        grouping = grouping_of_share(lengths, replica, self._longest.shape, self._devices)
-        return [tuple(slots[i] for i in group) for group in grouping.groups]
-
-
-def _names(tasks: Mapping[int, PreparedTask]) -> frozenset[tuple[int, str]]:
-    return frozenset((slot, task.task.name) for slot, task in tasks.items())
-
-
-def _lengths(task: PreparedTask) -> BatchLengths:
-    return BatchLengths(task.batches, task.steps)
 
 
 def fill_microbatches(

@@ -18,12 +18,12 @@ from .engine_options import EngineOptions
 from .executor import RoundOutcome
 from .out_of_memory import fits
 from .prepared_task import PreparedTask
+from .replica_input import ReplicaInput
 from .replica_pipeline import Queued, ReplicaPipeline
 from .replica_state import ReplicaState, filled_up
 from .rounds import (
     Dispatch,
     PackedMicrobatch,
-    ReplicaInput,
     RoundPlan,
     all_samples,
     empty_microbatch,

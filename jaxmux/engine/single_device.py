@@ -22,8 +22,8 @@ from .executor import RoundOutcome
 from .out_of_memory import fits
 from .prepared_task import PreparedTask
 from .programs import accumulate, accumulate_arguments, evaluate
+from .replica_input import ReplicaInput
 from .rounds import (
-    ReplicaInput,
     RoundPlan,
     all_samples,
     empty_microbatch,

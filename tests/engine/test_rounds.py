@@ -6,7 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxmux.engine.rounds import ReplicaInput, TaskGroups, training_rounds
+from jaxmux.engine.replica_input import ReplicaInput
+from jaxmux.engine.rounds import training_rounds
+from jaxmux.engine.task_groups import TaskGroups
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import pipeline
 from jaxmux.planner.costs import PoolSpec

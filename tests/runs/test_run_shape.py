@@ -13,7 +13,8 @@ from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.rounds import ReplicaInput, training_rounds
+from jaxmux.engine.replica_input import ReplicaInput
+from jaxmux.engine.rounds import training_rounds
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec

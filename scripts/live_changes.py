@@ -1,0 +1,256 @@
+"""What an arrival and a departure cost on a large backbone, for benchmark_live.py."""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from benchmark_records import Record
+from benchmark_sharding import random_backbone
+from benchmark_step import llama_config
+
+from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.models import (
+    Backbone,
+    BackboneConfig,
+    device_peak,
+    planned_remat,
+)
+from jaxmux.planner.costs import PoolSpec
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import ONE_DEVICE, Deployment
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.profiling import in_other_names, random_task
+from jaxmux.runs.run_shape import run_costs
+
+MOST_LONGER_ROUND, MOST_PEAK_ERROR, MOST_WEAR = 0.10, 0.02, 0.02
+
+
+def large(args: argparse.Namespace) -> list[Record]:
+    """Measures tasks of mixed rank and length on a large backbone."""
+    backbone = random_backbone(llama_config(args), Deployment((ONE_DEVICE,)))
+    tasks = mixed_tasks(backbone.config, args, args.tasks + 1)
+    course = come_and_go(backbone, tasks, args)
+    wear = course.worn / course.fresh - 1
+    records = [
+        _at_most(
+            f"the round after {what}, over rounds of as many tasks",
+            max(seconds) / course.as_many - 1,
+            MOST_LONGER_ROUND,
+        )
+        for what, seconds in (("an arrival", course.arriving), ("a departure", course.leaving))
+    ]
+    name = "rounds after many arrivals and departures, over a fresh engine's"
+    records.append(_at_most(name, wear, MOST_WEAR))
+    peak = device_peak()
+    facts = course.facts
+    if peak:
+        predicted = predicted_peak(course, backbone, tasks[:-1])
+        facts |= {"peak GiB": peak / 2**30, "predicted peak GiB": predicted / 2**30}
+        error = abs(peak / predicted - 1)
+        records.append(_at_most("peak memory beside its prediction", error, MOST_PEAK_ERROR))
+    return [record | {"baselines": facts} for record in records]
+
+
+def pipeline(args: argparse.Namespace) -> list[Record]:
+    """Measures the same tasks on a pipeline of two stages. Its rounds overlap, so microbatches
+    should be in flight whenever a task comes or goes, and the next rounds together should take no
+    longer than others. A single one may: `train_round` returns later while the round after a change
+    is packed, and the devices are busy meanwhile."""
+    config = llama_config(args)
+    backbone = random_backbone(config, Deployment.parse("pp2"))
+    course = come_and_go(backbone, mixed_tasks(config, args, args.tasks + 1), args)
+    never_empty: Record = {
+        "name": "arrivals and departures before and after which microbatches are in flight",
+        "value": course.changes.in_flight,
+        "bound": course.changes.count,
+        "sense": "at least",
+        "unit": "changes",
+    }
+    lost = [
+        _at_most(
+            f"time lost by {what}, over a round",
+            sum(seconds) / course.as_many - len(seconds),
+            MOST_LONGER_ROUND,
+        )
+        for what, seconds in (("an arrival", course.arriving), ("a departure", course.leaving))
+    ]
+    return [record | {"baselines": course.facts} for record in (*lost, never_empty)]
+
+
+class Course(NamedTuple):
+    """Rounds of an engine before, around and after arrivals and departures.
+
+    Attributes:
+      arriving: seconds of four rounds, from the one in which a task arrives.
+      leaving: the same for a task that leaves.
+      as_many: median seconds of a round of as many tasks.
+      fresh: median seconds of a round before the first arrival.
+      worn: median seconds of a round after the last departure, of as many tasks.
+      changes: the arrivals and departures.
+      options: the options of the engine.
+      remat: the remat policies of the engine's layers.
+      facts: the figures that these were made from.
+    """
+
+    arriving: list[float]
+    leaving: list[float]
+    as_many: float
+    fresh: float
+    worn: float
+    changes: "Changes"
+    options: EngineOptions
+    remat: str | tuple[str, ...]
+    facts: dict[str, Any]
+
+
+def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Namespace) -> Course:
+    """Trains all tasks but the last one, lets that one arrive and later leave, and then lets many
+    others come and go.
+
+    Args:
+      backbone: from `random_backbone`.
+      tasks: from `mixed_tasks`.
+      args: the arguments of the command.
+    """
+    *first, last = tasks
+    ranks, modules = (p.task.adapter.rank for p in tasks), tuple(sorted(last.targets))
+    # A task that leaves a pipeline keeps its place until the round that has begun has ended.
+    pool = PoolSpec(len(first) + 2, max(ranks), modules)
+    row_len = 512 // args.scale
+    shape = ShapeClass(8192 // args.scale // row_len, row_len, max(64, 128 // args.scale), 4)
+    engine = Engine(backbone, EngineOptions(shape, pool))
+    engine.warm_up()
+    engine.register_tasks(first)
+    before = Rounds(engine).train(args.rounds)
+    changes = Changes(engine)
+    arriving = Rounds(engine).train(3)
+    changes.arrive(last)
+    arriving.train(args.rounds)
+    leaving = Rounds(engine).train(3)
+    changes.leave(last.task.name)
+    leaving.train(args.rounds)
+    comings(engine, changes, tasks[0], args.comings)
+    after = Rounds(engine).train(args.rounds)
+    engine.drain()
+    fresh, worn = statistics.median(before.seconds[2:]), statistics.median(after.seconds[2:])
+    with_last = statistics.median(arriving.seconds[-args.rounds + 2 :])
+    facts = {
+        "tasks": len(first),
+        "seconds a round": fresh,
+        "seconds a round, one task more": with_last,
+        "seconds of the rounds around the arrival": arriving.seconds[1:8],
+        "seconds of the rounds around the departure": leaving.seconds[1:8],
+        "seconds of the call of register_tasks": arriving.changed,
+        "arrivals and departures": changes.count,
+        "seconds a round, after them": worn,
+    }
+    # The results of the round in which the task enters arrive with the second call after it, those
+    # of a pipeline with the third.
+    around = arriving.seconds[3:7], leaving.seconds[3:7]
+    others = changes, engine.options, engine.remat, facts
+    engine.close()
+    return Course(*around, with_last, fresh, worn, *others)
+
+
+def _at_most(name: str, value: float, bound: float) -> Record:
+    return {"name": name, "value": value, "bound": bound, "sense": "at most", "unit": "ratio"}
+
+
+def mixed_tasks(config: BackboneConfig, args: argparse.Namespace, count: int) -> list[PreparedTask]:
+    """Tasks of three lengths and three ranks, that never end."""
+    kinds = [
+        random_task(config, "kind", [length // args.scale] * 64, samples, 10**6, rank, seed=length)
+        for length, samples, rank in ((64, 8, 8), (256, 2, 16), (512, 1, 32))
+    ]
+    # As a server does, adapters are made beside training.
+    made = [kind.make_adapter() for kind in kinds]
+    kinds = [
+        dataclasses.replace(kind, make_adapter=lambda adapter=adapter: adapter)
+        for kind, adapter in zip(kinds, made, strict=True)
+    ]
+    found = [in_other_names(kinds[i % 3], 1)[0] for i in range(count)]
+    return [
+        dataclasses.replace(p, task=dataclasses.replace(p.task, name=f"mixed{i}"))
+        for i, p in enumerate(found)
+    ]
+
+
+class Rounds:
+    """Rounds of an engine, with the seconds from the results of one to those of the next.
+
+    Attributes:
+      seconds: the seconds.
+      changed: seconds between the last call of `train` and the one before.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.seconds: list[float] = []
+        self.changed = 0.0
+        self._last = time.perf_counter()
+
+    def train(self, count: int) -> "Rounds":
+        self.changed = time.perf_counter() - self._last
+        for _ in range(count):
+            self._engine.train_round()
+            now = time.perf_counter()
+            self.seconds.append(now - self._last)
+            self._last = now
+        return self
+
+
+class Changes:
+    """Arrivals and departures between two rounds of an engine.
+
+    Attributes:
+      count: number of arrivals and departures so far.
+      in_flight: number of those before and after which a pipeline had microbatches in flight.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.count = self.in_flight = 0
+
+    def arrive(self, task: PreparedTask) -> None:
+        self._change(lambda: self._engine.register_tasks([task]))
+
+    def leave(self, name: str) -> None:
+        self._change(lambda: self._engine.release(name))
+
+    def _change(self, change: Callable[[], None]) -> None:
+        before = microbatches_in_flight(self._engine)
+        change()
+        self.count += 1
+        self.in_flight += min(before, microbatches_in_flight(self._engine)) > 0
+
+
+def microbatches_in_flight(engine: Engine) -> int:
+    """Number of microbatches that have begun in a pipeline and whose last backward pass has not
+    been dispatched; 0 on one device, which has no pipeline."""
+    replicas = getattr(engine._executor, "_replicas", [])
+    return sum(replica._order.begun - replica._order.ended for replica in replicas)
+
+
+def comings(engine: Engine, changes: Changes, task: PreparedTask, count: int) -> None:
+    """Lets tasks come and go one after another: in every round one leaves and one arrives."""
+    before = None
+    for i in range(count // 2):
+        name = f"visitor{i}"
+        renamed = dataclasses.replace(task, task=dataclasses.replace(task.task, name=name))
+        if before:
+            changes.leave(before)
+        changes.arrive(renamed)
+        engine.train_round()
+        before = name
+    if before:
+        changes.leave(before)
+
+
+def predicted_peak(course: Course, backbone: Backbone, tasks: Sequence[PreparedTask]) -> float:
+    costs = run_costs(tasks, backbone.config, backbone.compute_dtype)
+    options = course.options
+    admission = Admission(costs.replica, options.shape, reserved=options.reserved)
+    return admission.peak([p.pool for p in tasks], planned_remat(course.remat))
