@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import jax
 
@@ -165,7 +166,9 @@ class Engine(RoundLoop):
         except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
             if not isinstance(e, OutOfDeviceMemory) and not ran_out_of_memory(e):
                 raise
-            self._take_size(before, None)
+            # If the old size does not fit any more either, the next round says so.
+            with suppress(OutOfDeviceMemory):
+                self._take_size(before, None)
             self._lose_gradients()
             raise OutOfDeviceMemory(
                 f"a device has too little memory for {numbered(size.slots, 'slot')} and "
@@ -456,7 +459,8 @@ class Engine(RoundLoop):
           arrays: the task's arrays by path, from `task_arrays`.
           progress: the task's progress at that moment. The engine keeps and changes this object.
           accumulated: the result of the method `accumulated` at that moment: indices of the samples
-            in the current global batch whose gradients are part of `arrays`. Empty between rounds.
+            in the current global batch whose gradients are part of `arrays`. Turns of the batch
+            that are over then do not count in `TaskUpdate.computed_tokens`.
 
         Raises:
           TaskError: no task of this name is registered.
@@ -469,6 +473,7 @@ class Engine(RoundLoop):
             raise RuntimeError("drain the engine before a task is restored")
         self._position.discard_plans()
         slot.progress = progress
+        slot.computed.clear()
         own, slot.best = without_best(arrays)
         self._slots.write(name, own)
         if slot.running:

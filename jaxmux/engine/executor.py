@@ -83,7 +83,8 @@ class Executor(Protocol):
         ...
 
     def marker(self) -> Any:
-        """Small arrays that are ready when all dispatched microbatches have ended."""
+        """Small arrays that are ready when the dispatched microbatches have ended on the devices of
+        the last part of every replica."""
         ...
 
     def settle(self) -> tuple[int, ...]:

@@ -79,8 +79,8 @@ class TaskUpdate(NamedTuple):
     metrics.jsonl. A target token is a token that counts in the loss.
 
     Attributes:
-      step: number, from 0, of the round that held this batch. A round is one global batch of every
-        task that still trains.
+      step: number, from 0, of the round that held this batch, or its last turn. A round is a turn
+        of every task that still trains.
       task: name of the task.
       task_step: number of global batches that the task has consumed, this one included; 1 for the
         first.

@@ -151,8 +151,7 @@ class Results:
         for number, slot in update.tasks.items():
             if not slot.running:
                 continue
-            self.count(slot, update.plan.computed_tokens[number])
-            computed, slot.computed_tokens = slot.computed_tokens, 0
+            self.count(number, slot, update.plan)
             done = TaskUpdate(
                 step=update.index,
                 task=slot.name,
@@ -162,7 +161,7 @@ class Results:
                 grad_norm=float(stats.grad_norm[number]),
                 target_tokens=update.plan.target_tokens[number],
                 tokens=update.plan.tokens[number],
-                computed_tokens=computed,
+                computed_tokens=slot.computed.pop(update.plan.steps[number]),
                 skipped=not stats.applied[number],
             )
             slot.count_seconds()
@@ -174,11 +173,18 @@ class Results:
     def _record_turns(self, turns: DispatchedTurns) -> None:
         for number, slot in turns.tasks.items():
             if slot.running:
-                self.count(slot, turns.plan.computed_tokens[number])
+                self.count(number, slot, turns.plan)
 
-    def count(self, slot: Slot, tokens: int) -> None:
-        """Counts what a round has computed of a task, in tokens with padding."""
-        slot.computed_tokens += tokens
+    def count(self, number: int, slot: Slot, plan: RoundPlan) -> None:
+        """Counts the turn of a task in a round.
+
+        Args:
+          number: number of its slot in the round.
+          slot: the task.
+          plan: the round.
+        """
+        tokens = plan.computed_tokens[number]
+        slot.computed[plan.steps[number]] += tokens
         self._computed[slot.name] += tokens
 
     def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:

@@ -171,7 +171,8 @@ class RoundLoop:
           ValueError: `options.grouped_lora` or `options.remat` is unknown, or
             `options.grouped_lora` cannot serve these tasks on this device.
           OutOfDeviceMemory: a device has too little memory for a microbatch. The tasks are as after
-            their last updates; `resize` can make room.
+            their last updates, and `resize` can make room. Or a device ran out of memory in a round
+            whose results were fetched; then only a new engine can go on.
         """
         position = self._position
         if position.current is None and self.finished:
@@ -188,7 +189,8 @@ class RoundLoop:
                     self._plan_following if stream else lambda: None,
                 )
             except OutOfDeviceMemory:
-                # The executor has emptied the accumulators, and the tasks have their last updates.
+                # No program fits any more, and the accumulators are empty. (If an earlier round has
+                # failed, its results raise this again.)
                 self._lose_gradients()
                 raise
             finally:
@@ -226,11 +228,11 @@ class RoundLoop:
     def _end_turns(self, plan: RoundPlan) -> None:
         """Takes note of the turns of a dispatched round whose global batches go on."""
         tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
-        if not tasks:
-            return
         if not plan.ends:
             # No update has waited for the round before.
             self._fetch()
+        if not tasks:
+            return
         self._results.add(DispatchedTurns(plan, tasks, self._executor.marker()))
 
     def _plan_following(self) -> RoundPlan | None:
@@ -260,7 +262,7 @@ class RoundLoop:
         batches go on. They are not planned again."""
         for number in plan.trained_turns(ended) if plan else ():
             if number in self._slots:
-                self._results.count(self._slots[number], plan.computed_tokens[number])
+                self._results.count(number, self._slots[number], plan)
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
@@ -288,7 +290,7 @@ class RoundLoop:
         """Lets all global batches begin again, because the accumulators are empty."""
         self._position.begin_again()
         for _, slot in self._slots:
-            slot.computed_tokens = 0
+            slot.computed.clear()
 
     def drain(self) -> list[TaskUpdate]:
         """Waits for the last round whose update was dispatched, and records its results in the

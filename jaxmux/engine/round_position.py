@@ -96,7 +96,8 @@ class RoundPosition:
 
     def begin_again(self) -> None:
         """Forgets the current round and all gradients, which were lost."""
-        self.done, self._accumulated, self.current = [], {}, None
+        self.done, self.current, self.following, self.begun_ahead = [], None, None, False
+        self._accumulated, self._accumulated_ahead = {}, {}
         self._stream.close()
 
     def discard_plans(self) -> None:

@@ -214,10 +214,12 @@ def _updates(
     groups: Groups, ends: frozenset[int], microbatches: Sequence[PackedMicrobatch]
 ) -> tuple[Due, ...]:
     """The updates of a round. One program updates all slots of a group that are due, so it is
-    cheapest at their end."""
+    cheapest at the group's end."""
     last = {slot: i for i, microbatch in enumerate(microbatches) for slot in microbatch.samples}
-    complete = (tuple(slot for slot in group if slot in ends) for group in groups)
-    due = (Due(max(last.get(slot, -1) for slot in own), own) for own in complete if own)
+    due = []
+    for group in groups:
+        if complete := tuple(slot for slot in group if slot in ends):
+            due.append(Due(max(last.get(slot, -1) for slot in group), complete))
     return tuple(sorted(due, key=lambda update: update.after))
 
 

@@ -289,6 +289,7 @@ class SeveralDevices:
         """Moves the gradients of the copies into the train state."""
         for copy in self._copies:
             if copy.own.states:
+                copy.refresh()
                 slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
                 copy.send_gradients(slots)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -44,8 +45,8 @@ class Slot:
         until the first results have arrived, because what comes before is mostly compilation.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
         arrays by path; None if it is not kept, or not known yet.
-      computed_tokens: number of tokens, with padding, that have been computed of the current global
-        batch, as far as results have been fetched.
+      computed: by step that has not been updated, number of tokens, with padding, that have been
+        computed of its global batch, as far as results have been fetched.
     """
 
     prepared: PreparedTask
@@ -53,7 +54,7 @@ class Slot:
     stop_after: int | None = None
     timed_since: float | None = None
     best: Callable[[], SlotArrays] | None = None
-    computed_tokens: int = 0
+    computed: Counter[int] = dataclasses.field(default_factory=Counter)
 
     @property
     def name(self) -> str:
@@ -95,8 +96,9 @@ class Slot:
 class Slots:
     """All slots that are taken, and the train state that holds their arrays.
 
-    A task keeps its slot number from `add` to `remove`. A slot is written in place, and the state
-    never shrinks, so programs are not compiled again while a new task fits.
+    A task keeps its slot number from `add` to `remove`, unless `resize` moves it. A slot is written
+    in place, and the state shrinks only by `resize`, so programs are not compiled again while a new
+    task fits.
 
     Attributes:
       stored: the arrays that training changes, on their devices.

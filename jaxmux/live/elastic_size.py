@@ -18,6 +18,9 @@ class ElasticSize:
     a round needs more than one. Both are halved when a quarter has sufficed for some time. The
     programs of another size are compiled beside training, and for more slots before they are
     needed: when three quarters are taken.
+
+    Attributes:
+      least: the smallest size.
     """
 
     def __init__(self, engine: Engine, most: EngineSize, quiet_rounds: int):
@@ -33,14 +36,14 @@ class ElasticSize:
         """
         if not isinstance(engine.backbone, Backbone):
             raise PlanningError("an engine on several devices keeps its size")
-        self._engine, self._least, self._most = engine, engine.size, most
-        if most.slots < self._least.slots or most.rows < self._least.rows:
-            raise PlanningError(f"the largest size {most} should be at least {self._least}")
+        self._engine, self.least, self._most = engine, engine.size, most
+        if most.slots < self.least.slots or most.rows < self.least.rows:
+            raise PlanningError(f"the largest size {most} should be at least {self.least}")
         self._quiet_rounds = quiet_rounds
         self._ahead: SizeAhead | None = None
         # The round in which the present size was needed last, and the largest size needed since.
         self._needed_at = engine.rounds
-        self._needed = self._least
+        self._needed = self.least
 
     def adjust(self, tasks: int, tokens: int) -> bool:
         """Changes the size of the engine if it should be another one and the programs for it are
@@ -58,28 +61,27 @@ class ElasticSize:
         if size != self._engine.size:
             return self._compiled(size) and self._resize(size)
         if 4 * tasks > 3 * size.slots:
-            self._compiled(self._fitting(size.slots + 1, rows))
+            self._compiled(_larger(size, self._fitting(size.slots + 1, rows)))
         return False
 
     def limit(self) -> None:
-        """Lets the present number of slots be the largest one, because there is no memory for
-        more."""
-        self._most = self._most._replace(slots=self._engine.size.slots)
-        self._least = EngineSize(*map(min, self._least, self._most))
-        self._needed = self._least
+        """Lets the present size be the largest one, because there is no memory for more."""
+        self._most = self._needed = self._engine.size
+        self.least = EngineSize(*map(min, self.least, self._most))
 
     def _fitting(self, tasks: int, rows: int) -> EngineSize:
         """The size for so many tasks, and rounds of so many rows."""
         needs = EngineSize(tasks, rows)
-        given = zip(needs, self._engine.size, self._least, self._most, strict=True)
+        given = zip(needs, self._engine.size, self.least, self._most, strict=True)
         return EngineSize(*(fitting_size(*own) for own in given))
 
     def _wanted(self, tasks: int, rows: int) -> EngineSize:
         """The size that the engine should have now."""
         fitting, present = self._fitting(tasks, rows), self._engine.size
-        self._needed = _larger(self._needed, fitting)
         if _larger(fitting, present) != present:
+            self._needed = present
             return _larger(fitting, present)
+        self._needed = _larger(self._needed, fitting)
         if self._needed == present:
             self._needed_at, self._needed = self._engine.rounds, fitting
         if self._engine.rounds - self._needed_at < self._quiet_rounds:
@@ -104,7 +106,7 @@ class ElasticSize:
             self._most = present
             return False
         _log.info("%d slots, microbatches of %d rows", *size)
-        self._needed_at, self._needed = self._engine.rounds, self._least
+        self._needed_at, self._needed = self._engine.rounds, self.least
         return True
 
 

@@ -334,16 +334,21 @@ class LiveTraining:
         return trains or bool(updates) or self._tasks.changed
 
     def _leave_slots(self, error: OutOfDeviceMemory) -> None:
-        """Goes on with half of the slots, because the device has too little memory."""
-        size, slots = self._engine.size, self._engine.size.slots // 2
-        if slots == 0:
-            raise error
+        """Goes on with half of the slots, or fewer, because the device has too little memory."""
         self._take_results(self._engine.drain())
-        self._tasks.requeue(slots, "the device ran out of memory; the task waits for a place")
-        self._engine.resize(size._replace(slots=slots))
+        before = self._engine.size
+        rows, slots = self._size.least.rows if self._size else before.rows, before.slots
+        while slots > 1:
+            slots //= 2
+            self._tasks.requeue(slots, "the device ran out of memory; the task waits for a place")
+            with suppress(OutOfDeviceMemory):
+                self._engine.resize(EngineSize(slots, rows))
+                break
+        else:
+            raise error
         if self._size:
             self._size.limit()
-        _log.warning("%s; training goes on with %d of %d slots", error, slots, size.slots)
+        _log.warning("%s; training goes on with %d of %d slots", error, slots, before.slots)
 
     def save(self, wait: bool = True) -> None:
         """Waits for the devices, and saves all tasks as they are, if anything has changed.

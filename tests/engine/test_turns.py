@@ -108,6 +108,24 @@ def test_rounds_without_an_update_wait_for_the_device_too(large, make_engine, tr
     assert [u.computed_tokens for u in found] == [sum(by_round[:first]), sum(by_round[first:])]
 
 
+def test_the_update_ends_a_round_in_which_other_batches_go_on(large, small, make_engine):
+    """So that nothing of a round is lost after an update when memory runs out."""
+    engine = make_engine(small, large, shape=SMALL, round_tokens=300)
+    plan = engine._stream.next({0: 0, 1: 0}, {})
+    assert plan.ends == {0} and len(plan.microbatches) > 1
+    assert [due.after for due in plan.updates] == [len(plan.microbatches) - 1]
+
+
+def test_tokens_are_counted_for_their_step(large, make_engine, train):
+    """Also when a task is stopped, and restored in the middle of a batch."""
+    expected = [u.computed_tokens for u in train(make_engine(large, **OPTIONS))["large"]]
+    engine, updates = make_engine(large, **OPTIONS), []
+    while not engine.finished:
+        updates += engine.train_round(lambda: True)
+    updates += engine.drain()
+    assert [u.computed_tokens for u in updates] == expected
+
+
 def test_a_checkpoint_between_two_parts_goes_on_with_the_same_bits(
     large, small, make_engine, train, assert_same_bits
 ):

@@ -75,6 +75,24 @@ def test_it_shrinks_when_less_has_sufficed_for_some_time(engine):
     assert elastic.adjust(1, 400) and engine.size == (3, 4)
 
 
+def test_a_load_that_has_passed_is_not_grown_for(engine):
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    elastic.adjust(9, 100)
+    engine.compile()
+    for _ in range(20):
+        engine.rounds += 1
+        assert not elastic.adjust(1, 100)
+    assert engine.size == (3, 1)
+
+
+def test_the_next_size_keeps_the_rows(engine):
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    engine.size = EngineSize(3, 4)
+    elastic.adjust(3, 100)
+    engine.compile()
+    assert elastic.adjust(4, 100) and engine.begun == [(6, 4)]
+
+
 def test_a_size_without_memory_is_not_tried_again(engine, monkeypatch, caplog):
     def full(size, programs):
         raise elastic_size.OutOfDeviceMemory("too little memory")
@@ -84,8 +102,10 @@ def test_a_size_without_memory_is_not_tried_again(engine, monkeypatch, caplog):
     elastic.adjust(9, 100)
     engine.compile()
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
-        assert not elastic.adjust(9, 100)
-        assert not elastic.adjust(9, 100)
+        for _ in range(20):
+            engine.rounds += 1
+            assert not elastic.adjust(9, 100)
+            engine.compile()
     assert [r.message for r in caplog.records] == ["too little memory; the engine keeps 3 slots"]
     assert engine.begun == [(12, 1)]
 
@@ -127,8 +147,9 @@ def test_tasks_get_what_they_get_without_growth(make_live, tasks):
 
 
 def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, monkeypatch, caplog):
-    """With fewer places; the task that came last waits."""
+    """With as many places as there is memory for; the tasks that came last wait."""
     live = live_with(lambda prepare: make_live(prepare, {"remat": "full"}), tasks, *"abd")
+    live._engine.resize(EngineSize(4, 1))
     accumulate = single_device.accumulate
 
     def full(*arguments):
@@ -140,7 +161,7 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
     monkeypatch.setattr(single_device, "accumulate", full)
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         live.step()
-    assert caplog.records[-1].message.endswith("training goes on with 1 of 3 slots")
+    assert caplog.records[-1].message.endswith("training goes on with 1 of 4 slots")
     assert [live.status(name).state for name in "abd"] == ["running", "queued", "queued"]
     assert live.status("d").reason == "the device ran out of memory; the task waits for a place"
     train_to_the_end(live, *"abd")

@@ -88,6 +88,35 @@ def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, 
         assert [u.loss for u in found] == pytest.approx([u.loss for u in own], rel=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+def test_gradients_of_a_task_that_left_reach_no_other(options, make_narrow_task, make_engine):
+    """Those that another replica still had when the task left in the middle of a batch."""
+    sizes = {"large": {"batch_size": 12, "lengths": (40, 90)}, "small": {"batch_size": 2}}
+    tasks = [make_narrow_task(name, **own) for name, own in sizes.items()]
+    replicas = {"layers": (2, 2), "others": (((4,), Stage()),)}
+    engine = make_engine(*tasks, round_tokens=100, **replicas, **options)
+    for _ in range(2):
+        engine.train_round(stream=False)
+    assert engine.accumulated("large")
+    number = engine._slots.number("large")
+    engine.release("large")
+    engine.drain()
+    engine.register_tasks([make_narrow_task("next")])
+    assert engine._slots.number("next") == number
+    arrays = engine.task_arrays("next")
+    assert all(not x.any() for path, x in arrays.items() if path.startswith("accumulators"))
+    assert arrays["loss"] == 0
+
+
+def test_replicas_follow_a_pool_that_grows(make_narrow_task, make_engine):
+    replicas = {"layers": (2, 2), "others": (((4,), Stage()),)}
+    engine = make_engine(make_narrow_task("narrow", rank=2), **replicas)
+    engine.train_round()
+    engine.register_tasks([make_narrow_task("wide", rank=16)])
+    engine.drain()
+    assert [u.task for u in engine.train_round() + engine.drain()] == ["narrow", "wide"]
+
+
 def test_a_place_that_was_just_left_is_taken_without_a_larger_pool(
     tasks, make_engine, train, assert_same_bits
 ):
