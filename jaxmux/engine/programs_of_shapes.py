@@ -1,6 +1,7 @@
 """Programs that are compiled for arguments with shapes and dtypes, but without values."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,6 @@ class ProgramsOfShapes:
             moved.lower(_arrays(named_leaves(before.tree)[name]), spec, sources).compile()
 
 
-def _arrays(specs):
+def _arrays(specs: Any) -> Any:
     """Shapes and dtypes of the arrays of a tree of `LeafSpec`."""
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
