@@ -1,5 +1,7 @@
 """Prepares the compiled programs: the options of their forward pass, and the remat policies."""
 
+from typing import NamedTuple
+
 import jax
 
 from jaxmux.data.microbatch import Microbatch
@@ -76,6 +78,19 @@ def refuse_implementations(
         raise PlanningError(str(e)) from None
 
 
+class TrainingStep(NamedTuple):
+    """A compiled `accumulate`.
+
+    Attributes:
+      forward: the options of its forward pass.
+      scratch_bytes: bytes of device memory that it needs while it runs, besides its arguments and
+        results; 0 if unknown.
+    """
+
+    forward: ForwardOptions
+    scratch_bytes: int
+
+
 def compile_accumulate(
     backbone: Backbone,
     options: EngineOptions,
@@ -84,7 +99,7 @@ def compile_accumulate(
     microbatch: Microbatch,
     slots: SlotTable,
     leaner_by: int = 0,
-) -> ForwardOptions:
+) -> TrainingStep:
     """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
     shape.
 
@@ -96,9 +111,6 @@ def compile_accumulate(
       microbatch: a microbatch of the engine's shape class; only shapes and dtypes are read.
       slots: scale and dropout of every slot; only shapes and dtypes are read.
       leaner_by: how often the choice ran out of memory; each time, layers recompute more.
-
-    Returns:
-      The options of the compiled forward pass.
 
     Raises:
       OutOfDeviceMemory: all layers recompute everything, and it was not enough.
@@ -117,5 +129,5 @@ def compile_accumulate(
             raise microbatch_too_large(options.shape.tokens)
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
-    compiled(accumulate.lower(*arguments))
-    return forward
+    stats = compiled(accumulate.lower(*arguments)).memory_analysis()
+    return TrainingStep(forward, int(stats.temp_size_in_bytes) if stats else 0)

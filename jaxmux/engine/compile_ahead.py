@@ -88,7 +88,7 @@ class ProgramsAhead:
         compiled_for = self._programs.layout, self._programs.pool.dropout
         if (layout, dropout) != compiled_for or self._training[0].exception():
             return None
-        return self._training[0].result()
+        return self._training[0].result().forward
 
     def close(self) -> None:
         """Compiles no further program."""

@@ -143,11 +143,11 @@ class Engine(RoundLoop):
         on where they are; their later results may differ in the last bits from those of another
         size.
 
-        The devices end what has begun. Then the state moves, and all programs run once.
+        The devices end what has begun. Then the state moves.
 
         Args:
           size: the new size, with at least as many slots as there are tasks.
-          programs: from `compile_ahead`; None compiles what is missing now.
+          programs: from `compile_ahead`; None compiles what is missing now, and runs it once.
 
         Raises:
           ValueError: there are more tasks.

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.models import Backbone, ForwardOptions
+from jaxmux.models import Backbone
 from jaxmux.optimizers import optimizer_class
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout, LoRA, kind_of
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
-from .compile import compile_accumulate, forward_options
+from .compile import TrainingStep, compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .programs import evaluate
 from .rounds import empty_microbatch, slot_table
@@ -71,8 +71,8 @@ class ProgramsOfShapes:
         arguments = backbone.weights, state.adapters, losses, self._microbatch, self._table
         compiled(evaluate.lower(backbone.config, forward, *arguments))
 
-    def compile_accumulate(self) -> ForwardOptions:
-        """Compiles the training step; returns the options of its forward pass."""
+    def compile_accumulate(self) -> TrainingStep:
+        """Compiles the training step."""
         return compile_accumulate(
             self._backbone,
             self._options,

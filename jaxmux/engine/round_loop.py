@@ -96,8 +96,11 @@ class RoundLoop:
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
     ) -> None:
-        """Goes on with other options, after the state has got the sizes that they reserve, and runs
-        all programs once.
+        """Goes on with other options, after the state has got the sizes that they reserve.
+
+        Programs that are not compiled ahead are compiled and run once. Those that are run for the
+        first time in the next round, because an empty microbatch would take as long; whether there
+        is memory for them is tried here.
 
         Args:
           options: the options.
@@ -110,7 +113,9 @@ class RoundLoop:
         self._stream = RoundStream(self._slots, options, self._executor, waited)
         self._position.renumber(numbers, self._stream)
         self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
-        self._warm_up()
+        own = self._slots
+        if not (programs and programs.try_memory(own.layout, own.pool.dropout)):
+            self._warm_up()
 
     def _warm_up(self) -> None:
         """Compiles all programs for the state as it is, and runs them once."""

@@ -142,20 +142,20 @@ class SingleDevice:
             self._trial_rounds = _TRIAL_ROUNDS
             if self._guard is None:
                 self._guard = keep_small_arrays_together()
-            self._forward = self._compiled_ahead(dropout) or compile_accumulate(
-                self._backbone,
-                self._options,
-                dropout,
-                self._state,
-                microbatch,
-                slots,
-                self._leaner_by,
+            self._forward = self._compiled_ahead(dropout) or self._compile(
+                microbatch, slots, dropout
             )
             self._compiled_for = wanted
         accumulators, loss = accumulate(
             *accumulate_arguments(self._backbone, self._forward, self._state, microbatch, slots)
         )
         self._stored.states = [self._state._replace(accumulators=accumulators, loss=loss)]
+
+    def _compile(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> ForwardOptions:
+        """Compiles the training step; returns the options of its forward pass."""
+        own, state = self._options, self._state
+        given = self._backbone, own, dropout, state, microbatch, slots, self._leaner_by
+        return compile_accumulate(*given).forward
 
     def _compiled_ahead(self, dropout: bool) -> ForwardOptions | None:
         """The options of the forward pass for which the training step has been compiled ahead."""

@@ -2,13 +2,25 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jaxmux.models import Backbone, ForwardOptions
 from jaxmux.peft import Layout
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
+from .compile import TrainingStep
 from .engine_options import EngineOptions, EngineSize
 from .programs_of_shapes import ProgramsOfShapes
+
+
+class _Compiled(NamedTuple):
+    """The training step, and a program that only takes the memory which it needs."""
+
+    step: TrainingStep
+    scratch: jax.stages.Compiled
 
 
 class SizeAhead:
@@ -41,30 +53,51 @@ class SizeAhead:
         self.sizes = sizes
         self._programs = ProgramsOfShapes(backbone, options, pool, kinds)
         threads = ThreadPoolExecutor(1)
-        self._forward: Future[ForwardOptions] = threads.submit(self._compile, before)
+        self._compiled: Future[_Compiled] = threads.submit(self._compile, before)
         threads.shutdown(wait=False)
 
     @property
     def ready(self) -> bool:
         """Whether all programs are compiled, or could not be."""
-        return self._forward.done()
+        return self._compiled.done()
 
     def forward_options(self, layout: Layout, dropout: bool) -> ForwardOptions | None:
         """The options of the forward pass for which the training step is compiled, like those of
         `ProgramsAhead`."""
+        return self._compiled.result().step.forward if self._serve(layout, dropout) else None
+
+    def try_memory(self, layout: Layout, dropout: bool) -> bool:
+        """Takes as much memory as the training step needs, and frees it again.
+
+        Args:
+          layout, dropout: as for `forward_options`.
+
+        Returns:
+          Whether the training step is compiled for them.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the device has less memory.
+        """
+        if not self._serve(layout, dropout):
+            return False
+        jax.block_until_ready(self._compiled.result().scratch())
+        return True
+
+    def _serve(self, layout: Layout, dropout: bool) -> bool:
+        """Whether the training step is compiled for this state; waits for it."""
         compiled_for = self._programs.layout, self._programs.pool.dropout
-        if (layout, dropout) != compiled_for or self._forward.exception():
-            return None
-        return self._forward.result()
+        return (layout, dropout) == compiled_for and not self._compiled.exception()
 
     def wait_for_evaluation(self) -> None:
         """Returns when held-out samples can be evaluated, as `ProgramsAhead` does."""
-        self._forward.exception()
+        self._compiled.exception()
 
-    def _compile(self, before: Layout) -> ForwardOptions:
+    def _compile(self, before: Layout) -> _Compiled:
         programs = self._programs
         programs.compile_slots(before)
         programs.compile_evaluate()
         for kind in programs.kinds:
             programs.compile_update(kind)
-        return programs.compile_accumulate()
+        step = programs.compile_accumulate()
+        scratch = jax.jit(lambda: jax.lax.empty((step.scratch_bytes,), jnp.uint8))
+        return _Compiled(step, scratch.lower().compile())

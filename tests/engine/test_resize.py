@@ -1,6 +1,7 @@
 """An engine grows and shrinks while its tasks train."""
 
 import itertools
+import time
 
 import jax
 import numpy as np
@@ -113,4 +114,23 @@ def test_a_size_for_which_there_is_no_memory_changes_nothing(
     assert engine.size == (4, 1)
     for name, arrays in before.items():
         assert_same_bits(engine.task_arrays(name), arrays)
+    assert len(updates) + sum(map(len, train(engine).values())) == 18
+
+
+def test_a_size_for_whose_training_step_there_is_no_memory_changes_nothing(
+    tasks, make_engine, monkeypatch, train
+):
+    engine = make_engine(*tasks.values(), shape=SMALL)
+    updates = engine.train_round() + engine.drain()
+    programs = engine.compile_ahead(EngineSize(5, 2))
+    while not programs.ready:
+        time.sleep(0.01)
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(programs, "try_memory", full)
+    with pytest.raises(OutOfDeviceMemory, match="5 slots and microbatches of 256 tokens"):
+        engine.resize(EngineSize(5, 2), programs)
+    assert engine.size == (4, 1)
     assert len(updates) + sum(map(len, train(engine).values())) == 18
