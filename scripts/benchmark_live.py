@@ -6,6 +6,10 @@ at once, and beside each task alone:
   python scripts/benchmark_live.py demo --out benchmarks/live.json
   python scripts/benchmark_live.py bits --out benchmarks/live.json --seconds 60
 
+The choice of the tasks that train, among 64:
+
+  python scripts/benchmark_live.py planning --out benchmarks/live.json
+
 On one GPU, the shape of Llama-3.1-8B with random bf16 weights, with tasks of mixed rank and length
 of which one more arrives, one leaves, and many arrive and leave one after another:
 
@@ -42,7 +46,7 @@ import jax
 from benchmark_records import replace_records
 from live_changes import large, pipeline
 from live_rounds import growth, waiting
-from live_small_tasks import bits, demo
+from live_small_tasks import bits, demo, planning
 
 from jaxmux.installed_versions import installed_versions
 
@@ -70,12 +74,13 @@ def _circumstances() -> dict[str, Any]:
 PARTS = {
     "demo": demo,
     "bits": bits,
+    "planning": planning,
     "large": large,
     "pipeline": pipeline,
     "waiting": waiting,
     "growth": growth,
 }
-TASKS = {"demo": 64, "bits": 64, "large": 32, "pipeline": 64, "growth": 32}
+TASKS = {"demo": 64, "bits": 64, "planning": 64, "large": 32, "pipeline": 64, "growth": 32}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

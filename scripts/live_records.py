@@ -19,9 +19,11 @@ def live_table(records: Sequence[Record]) -> str:
         value = _shown(record["value"], record["unit"])
         rows.append([part, name, f"**{value}**", bound, record["device"]])
     versions = {f"jax {record['versions']['jax']}": None for record in own}
-    head = ["backbone", "figure", "measured", "bound", "device"]
+    head = ["part", "figure", "measured", "bound", "device"]
     return f"{commands(own)}{', '.join(versions)}.\n\n{markdown(head, rows)}"
 
 
 def _shown(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{1000 * value:.3g} ms"
     return f"{value:.1%}" if unit == "ratio" else f"{value:g}"

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from jaxmux.models import (
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.profiling import random_task
 
 MOST_LESS_THROUGHPUT = 0.05
+# Seconds, less than a tenth of a round of so many tasks on a large backbone.
+MOST_PLANNING = 0.05
 
 
 def demo(args: argparse.Namespace) -> list[Record]:
@@ -78,6 +82,39 @@ def bits(args: argparse.Namespace) -> list[Record]:
             "sense": "at least",
             "unit": "adapters",
             "baselines": {"tasks": len(alone), "places": setting.slots, "steps": steps},
+        }
+    ]
+
+
+def planning(args: argparse.Namespace) -> list[Record]:
+    """Measures how long it takes to choose among tasks that arrive together and of which half can
+    train. The devices train the round before meanwhile."""
+    rng = np.random.default_rng(0)
+    shape = ShapeClass(rows=16, row_len=512, chunk_len=128, max_sequences=4)
+    tokens = {f"task{i}": int(rng.integers(1, 33)) * 250 for i in range(args.tasks)}
+    places = args.tasks // 2
+    seconds = []
+    for together in (True, False):
+        candidates = [Candidate(name, 0, 0 if together else i) for i, name in enumerate(tokens)]
+        for _ in range(args.rounds):
+            began = time.perf_counter()
+            found = schedule(
+                candidates,
+                lambda names: "all places are taken" if len(names) > places else None,
+                lambda names: tokens_per_microbatch([tokens[name] for name in names], shape),
+            )
+            seconds.append(time.perf_counter() - began)
+    return [
+        {
+            "name": f"choosing {len(found.runs)} of {args.tasks} tasks",
+            "value": max(seconds),
+            "bound": MOST_PLANNING,
+            "sense": "at most",
+            "unit": "s",
+            "baselines": {
+                "median s, tasks that arrive together": statistics.median(seconds[: args.rounds]),
+                "median s, tasks one after another": statistics.median(seconds[args.rounds :]),
+            },
         }
     ]
 
