@@ -22,25 +22,28 @@ def tasks(make_narrow_task):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "round_tokens"),
-    [("1f1b", None), ("lorapp", None), ("1f1b", 100)],
-    ids=["1f1b", "lorapp", "parts of batches"],
+    ("schedule", "round_tokens", "seed"),
+    [
+        ("1f1b", None, 0),
+        ("1f1b", 100, 1),
+        pytest.param("1f1b", None, 1, marks=pytest.mark.slow),
+        pytest.param("1f1b", 100, 0, marks=pytest.mark.slow),
+        pytest.param("lorapp", None, 0, marks=pytest.mark.slow),
+        pytest.param("lorapp", None, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_task_gets_the_bits_it_gets_alone_on_a_pipeline(
-    schedule, round_tokens, tasks, make_engine, train, drive_at_random, assert_same_bits
+    schedule, round_tokens, seed, tasks, make_engine, train, drive_at_random, assert_same_bits
 ):
     alone = {}
     for name, task in tasks.items():
         engine = make_engine(task, round_tokens=round_tokens)
         alone[name] = train(engine)[name], engine.task_arrays(name)
-    for seed in range(2):
-        engine = make_engine(layers=(3, 1), schedule=schedule, round_tokens=round_tokens)
-        updates, arrays = drive_at_random(engine, tasks, seed)
-        for name, (expected, own) in alone.items():
-            assert [u._replace(step=0) for u in updates[name]] == [
-                u._replace(step=0) for u in expected
-            ]
-            assert_same_bits(arrays[name], {path: own[path] for path in arrays[name]})
+    engine = make_engine(layers=(3, 1), schedule=schedule, round_tokens=round_tokens)
+    updates, arrays = drive_at_random(engine, tasks, seed)
+    for name, (expected, own) in alone.items():
+        assert [u._replace(step=0) for u in updates[name]] == [u._replace(step=0) for u in expected]
+        assert_same_bits(arrays[name], {path: own[path] for path in arrays[name]})
 
 
 def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, make_engine, compiles):
@@ -69,8 +72,14 @@ def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, mak
 
 @pytest.mark.parametrize(
     "replicas",
-    [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],
-    ids=["pipeline", "unlike replicas"],
+    [
+        pytest.param({"layers": (3, 1)}, id="pipeline"),
+        pytest.param(
+            {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
+            id="unlike replicas",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, train):
     """With what has been accumulated of their global batches."""
@@ -88,7 +97,13 @@ def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, 
         assert [u.loss for u in found] == pytest.approx([u.loss for u in own], rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="1f1b"),
+        pytest.param({"schedule": "gpipe"}, id="gpipe", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_a_task_that_left_reach_no_other(options, make_narrow_task, make_engine):
     """Those that another replica still had when the task left in the middle of a batch."""
     sizes = {"large": {"batch_size": 12, "lengths": (40, 90)}, "small": {"batch_size": 2}}
@@ -158,7 +173,13 @@ def test_after_a_warm_up_nothing_is_compiled(replicas, make_narrow_task, make_en
     assert compiles[before:] == []
 
 
-@pytest.mark.parametrize("round_tokens", [None, 100], ids=["whole batches", "parts of batches"])
+@pytest.mark.parametrize(
+    "round_tokens",
+    [
+        pytest.param(None, id="whole batches", marks=pytest.mark.slow),
+        pytest.param(100, id="parts of batches"),
+    ],
+)
 def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
     round_tokens, tasks, make_engine, train, drive_at_random
 ):
