@@ -23,9 +23,10 @@ On one GPU with the same shape, a task with a batch of 4 beside one with a batch
 
   python scripts/benchmark_live.py waiting --out benchmarks/live.json
 
-On the same shape, an engine that grows and shrinks while it trains:
+On the same shape, an engine that grows and shrinks while it trains, on one GPU or several:
 
   python scripts/benchmark_live.py growth --out benchmarks/live.json
+  NCCL_NVLS_ENABLE=0 python scripts/benchmark_live.py growth --mesh pp2 --out benchmarks/live.json
 
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `--vocab` and
@@ -53,7 +54,7 @@ from jaxmux.installed_versions import installed_versions
 
 def main() -> None:
     args = parse_arguments()
-    prefix = f"live, {args.part}, "
+    prefix = f"live, {args.part}{f' {args.mesh}' if args.mesh else ''}, "
     records = [
         {"name": prefix + record.pop("name")} | record | _circumstances()
         for record in PARTS[args.part](args)
@@ -91,6 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--seconds", type=float, default=300, help="of the demo's tasks together")
     parser.add_argument("--rounds", type=int, default=12, help="that are measured at a time")
     parser.add_argument("--comings", type=int, default=200, help="arrivals and departures")
+    parser.add_argument("--mesh", help="the devices of growth, for example pp2; default: one")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)

@@ -7,6 +7,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 from benchmark_records import Record
+from benchmark_sharding import random_backbone
 from benchmark_step import llama_config
 from live_changes import Rounds, mixed_tasks
 
@@ -15,6 +16,7 @@ from jaxmux.models import (
     Backbone,
 )
 from jaxmux.planner.costs import PoolSpec
+from jaxmux.planner.devices import ONE_DEVICE, Deployment
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import random_task
 
@@ -93,8 +95,10 @@ def steps_and_seconds(engine: Engine, batches: int) -> tuple[dict[str, int], flo
 def growth(args: argparse.Namespace) -> list[Record]:
     """Measures an engine whose pool and microbatches are doubled and halved while tasks of mixed
     rank and length train."""
-    backbone = Backbone.random(llama_config(args), dtype=jnp.bfloat16)
-    tasks = mixed_tasks(backbone.config, args, args.tasks // 2)
+    config = llama_config(args)
+    one = Deployment((ONE_DEVICE,))
+    backbone = random_backbone(config, Deployment.parse(args.mesh) if args.mesh else one)
+    tasks = mixed_tasks(config, args, args.tasks // 2)
     row_len = 512 // args.scale
     rows, slots = 8192 // args.scale // row_len, args.tasks // 2 + 2
     shape = ShapeClass(rows // 2, row_len, max(64, 128 // args.scale), 4)

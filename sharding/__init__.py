@@ -2,6 +2,7 @@
 run.
 """
 
+from .compiling import in_threads, only_compiling, shapes_of
 from .placed_backbone import (
     Part,
     PlacedBackbone,
@@ -24,8 +25,11 @@ __all__ = [
     "evaluate",
     "forward",
     "forward_into",
+    "in_threads",
     "load_placed_backbone",
+    "only_compiling",
     "place_backbone",
     "random_placed_backbone",
+    "shapes_of",
     "stage_meshes",
 ]

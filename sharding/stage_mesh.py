@@ -16,6 +16,7 @@ from jaxmux.pallas_kernels.collectives import blocks_of_sums
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import LeafSpec
 
+from .compiling import compiled_results, compiles_only, shapes_of
 from .transfers import is_local, move, put, share
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class StageMesh:
           tree: arrays of the host, or arrays that lie on these devices already.
           specs: a tree of `PartitionSpec`, or one for all arrays.
         """
+        if compiles_only():
+            return shapes_of(tree, self.shardings(specs))
         return put(tree, self.shardings(specs))
 
     def move(self, tree: Any, target: "StageMesh", spec: P) -> Any:
@@ -131,6 +134,8 @@ class StageMesh:
           spec: how all arrays are divided on both meshes: P(), or P(DATA) for an axis of data
             shards.
         """
+        if compiles_only():
+            return shapes_of(tree, target.shardings(spec))
         return move(tree, self.mesh, target.mesh, spec)
 
     def share(self, tree: Any) -> Any:
@@ -145,12 +150,15 @@ class StageMesh:
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Dispatches a program, if this process has devices of the mesh. Otherwise the result has
-        shapes and dtypes (`jax.ShapeDtypeStruct`) in place of arrays.
+        shapes and dtypes (`jax.ShapeDtypeStruct`) in place of arrays. Within `only_compiling` the
+        program is only compiled.
 
         Args:
           program: a function from `jax.jit`.
           *arguments: its arguments; arrays lie on this mesh, or on the host.
         """
+        if compiles_only():
+            return compiled_results(program, *arguments)
         return program(*arguments) if self.is_local else program.eval_shape(*arguments)
 
     def shardings(self, specs: Any) -> Any:

@@ -1,8 +1,7 @@
 """The compiled programs of all pipeline stages, and the arrays that they work on."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jaxmux.sharding import (
     backward,
     forward,
     forward_into,
+    in_threads,
 )
 from jaxmux.sharding.stage_mesh import AXES, DATA
 
@@ -190,8 +190,7 @@ class CompiledStages:
             for part in range(stage, len(self._backbone.parts), len(self.stages)):
                 call(part)
 
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(call_with_parts_of, range(len(self.stages))))
+        in_threads(call_with_parts_of, range(len(self.stages)))
 
     def _allocate(self, part: int) -> None:
         """Allocates the memory of a part's residuals, for the microbatches in flight."""
@@ -342,10 +341,16 @@ def _stacked(microbatches: Sequence[Microbatch]) -> Microbatch:
 def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]]:
     """A function that makes arrays of zeros with the shapes and dtypes of residuals, on the
     devices of a stage."""
-    shapes = jax.tree.leaves(residuals)
+    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(residuals))
+    return partial(home.run, _zeros(shapes, home))
+
+
+@cache
+def _zeros(shapes: tuple[tuple[Any, ...], ...], home: StageMesh) -> Any:
+    """The program that makes arrays of zeros on the devices of a stage."""
 
     @partial(jax.jit, out_shardings=home.shardings([P(AXES)] * len(shapes)))
     def zeros() -> list[jax.Array]:
-        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        return [jnp.zeros(*shape) for shape in shapes]
 
-    return partial(home.run, zeros)
+    return zeros

@@ -21,7 +21,7 @@ from .engine_options import EngineOptions, EngineSize
 from .prepared_task import PreparedTask
 from .progress import TaskProgress
 from .round_loop import RoundLoop
-from .size_ahead import SizeAhead
+from .size_ahead import DeviceSizeAhead, SizeAhead
 from .suspended_task import SuspendedTask, after_last_update, best_arrays, without_best
 from .train_state import SlotState, TrainState
 
@@ -114,7 +114,6 @@ class Engine(RoundLoop):
         if own.names or own.left:
             raise RuntimeError("an engine can be warmed up only before tasks are registered")
         self.register_tasks([])
-        own.warm_up()
         self._warm_up()
 
     @property
@@ -129,14 +128,29 @@ class Engine(RoundLoop):
           size: the size.
 
         Raises:
-          PlanningError: the engine trains on several devices.
+          PlanningError: the replicas have different shapes, or the engine trains in several
+            processes.
         """
-        if self._replicas is not None:
-            raise PlanningError("programs for another size are compiled ahead on one device only")
-        pool = self._slots.pool._replace(slots=size.slots)
-        options, kinds = self.options.of_size(size), self._slots.optimizers
-        sizes = self.size, size
-        return SizeAhead(sizes, self.backbone, options, pool, kinds, self._slots.layout)
+        if jax.process_count() > 1:
+            raise PlanningError("programs for another size are compiled ahead in one process only")
+        own, options = self._slots, self.options.of_size(size)
+        pool, sizes = own.pool._replace(slots=size.slots), (self.size, size)
+        if self._replicas is None:
+            backbone = self.backbone
+            return DeviceSizeAhead(sizes, backbone, options, pool, own.optimizers, own.layout)
+        from .mesh_size_ahead import MeshSizeAhead
+
+        return MeshSizeAhead(sizes, self._replicas, options, pool, own.optimizers, own.stored)
+
+    @property
+    def microbatches_at_once(self) -> int:
+        """Number of microbatches that keep all devices busy: one for each data shard, and twice as
+        many for each stage of a pipeline."""
+        found = 0
+        for own in self._executor.replicas:
+            stages = len(own.replica.stages)
+            found += own.replica.shards * (1 if stages == 1 else 2 * stages)
+        return found
 
     def resize(self, size: EngineSize, programs: SizeAhead | None = None) -> None:
         """Changes the number of slots and of the rows of a microbatch between two rounds. Tasks go

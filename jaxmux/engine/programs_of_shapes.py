@@ -18,9 +18,10 @@ from .compile import TrainingStep, compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .programs import evaluate
 from .rounds import empty_microbatch, slot_table
-from .slots import READ_FIELDS, pool_of
+from .slots import pool_of
 from .stored_state import copied
 from .train_state import (
+    READ_FIELDS,
     SlotKind,
     TrainState,
     clear_slot,

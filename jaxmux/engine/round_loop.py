@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone
-from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, consecutive_parts
@@ -27,7 +26,7 @@ from .single_device import SingleDevice
 from .size_ahead import SizeAhead
 from .slots import Slots
 from .stored_state import StoredState
-from .updates import DueUpdates
+from .updates import DueUpdates, no_updates
 
 _log = logging.getLogger("jaxmux")
 
@@ -119,13 +118,9 @@ class RoundLoop:
 
     def _warm_up(self) -> None:
         """Compiles all programs for the state as it is, and runs them once."""
-        own, none = self._slots, np.zeros(0, np.int32)
-        hyper = {
-            kind: dict.fromkeys(OPTIMIZERS[kind]().hyperparameters(), none.astype(np.float32))
-            for kind in own.optimizers
-        }
-        due = np.zeros(own.pool.slots, bool)
-        none_due = DueUpdates(due, own.rates({}), hyper, dict.fromkeys(own.optimizers, none))
+        own = self._slots
+        own.warm_up()
+        none_due = no_updates(own.layout, self.backbone.config.num_layers, own.optimizers)
         if not self._executor.warm_up(none_due, own.pool.dropout):
             self._lose_gradients()
 

@@ -1,7 +1,6 @@
 """The executor of several devices: replicas, each a pipeline of stages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
 from jaxmux.planner.replicas import TokenCosts, assign_samples
-from jaxmux.sharding import PlacedBackbone
+from jaxmux.sharding import PlacedBackbone, in_threads
 
 from .engine_options import EngineOptions
 from .executor import RoundOutcome
@@ -204,9 +203,8 @@ class SeveralDevices:
             replica.compile(dropout)
             return True
 
-        with ThreadPoolExecutor() as threads:
-            pairs = zip(self._replicas, threads.map(compiled, self._replicas), strict=True)
-            self._full = [replica for replica, fit in pairs if not fit]
+        pairs = zip(self._replicas, in_threads(compiled, self._replicas), strict=True)
+        self._full = [replica for replica, fit in pairs if not fit]
         return not self._full
 
     def marker(self) -> list[jax.Array]:

@@ -31,7 +31,7 @@ from .rounds import (
     shares_of_replicas,
     slot_table,
 )
-from .size_ahead import SizeAhead
+from .size_ahead import DeviceSizeAhead
 from .stored_state import StoredState
 from .train_state import TrainState
 from .updates import DueUpdates, update
@@ -52,7 +52,7 @@ class SingleDevice:
         backbone: Backbone,
         options: EngineOptions,
         stored: StoredState,
-        programs: ProgramsAhead | SizeAhead | None = None,
+        programs: ProgramsAhead | DeviceSizeAhead | None = None,
     ):
         """Creates an executor; nothing is compiled yet.
 

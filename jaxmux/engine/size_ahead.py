@@ -1,8 +1,9 @@
 """Compiles the programs of another size of an engine in a thread, beside training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,49 @@ from .engine_options import EngineOptions, EngineSize
 from .programs_of_shapes import ProgramsOfShapes
 
 
+class SizeAhead:
+    """The programs of an engine for another size, compiled in a thread beside training. Errors are
+    not reported here: the engine meets them again.
+
+    Attributes:
+      sizes: the size of the engine when the thread was started, and the other size.
+    """
+
+    def __init__(self, sizes: tuple[EngineSize, EngineSize], compile_all: Callable[[], Any]):
+        """Starts the thread.
+
+        Args:
+          sizes: the present size of the engine, and the other size.
+          compile_all: function that compiles the programs.
+        """
+        self.sizes = sizes
+        threads = ThreadPoolExecutor(1)
+        self._compiled: Future = threads.submit(compile_all)
+        threads.shutdown(wait=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all programs are compiled, or could not be."""
+        return self._compiled.done()
+
+    def try_memory(self, layout: Layout, dropout: bool) -> bool:
+        """Tries whether there is memory for the programs, if that can be tried without running
+        them.
+
+        Args:
+          layout: the description of the train state.
+          dropout: whether any task has dropout.
+
+        Returns:
+          True if there is, and the programs are compiled for this state. False if the engine is to
+          run them once.
+
+        Raises:
+          jax.errors.JaxRuntimeError: a device has less memory.
+        """
+        return False
+
+
 class _Compiled(NamedTuple):
     """The training step, and a program that only takes the memory which it needs."""
 
@@ -23,13 +67,8 @@ class _Compiled(NamedTuple):
     scratch: jax.stages.Compiled
 
 
-class SizeAhead:
-    """The programs of an engine on one device for another size, compiled in a thread beside
-    training. Errors are not reported here: the engine meets them again.
-
-    Attributes:
-      sizes: the size of the engine when the thread was started, and the other size.
-    """
+class DeviceSizeAhead(SizeAhead):
+    """The programs of an engine on one device."""
 
     def __init__(
         self,
@@ -50,34 +89,20 @@ class SizeAhead:
           kinds: the optimizer kinds that tasks may have.
           before: the description of the present state.
         """
-        self.sizes = sizes
         self._programs = ProgramsOfShapes(backbone, options, pool, kinds)
-        threads = ThreadPoolExecutor(1)
-        self._compiled: Future[_Compiled] = threads.submit(self._compile, before)
-        threads.shutdown(wait=False)
-
-    @property
-    def ready(self) -> bool:
-        """Whether all programs are compiled, or could not be."""
-        return self._compiled.done()
+        super().__init__(sizes, partial(self._compile, before))
 
     def forward_options(self, layout: Layout, dropout: bool) -> ForwardOptions | None:
         """The options of the forward pass for which the training step is compiled, like those of
         `ProgramsAhead`."""
         return self._compiled.result().step.forward if self._serve(layout, dropout) else None
 
+    def wait_for_evaluation(self) -> None:
+        """Returns when held-out samples can be evaluated, as `ProgramsAhead` does."""
+        self._compiled.exception()
+
     def try_memory(self, layout: Layout, dropout: bool) -> bool:
-        """Takes as much memory as the training step needs, and frees it again.
-
-        Args:
-          layout, dropout: as for `forward_options`.
-
-        Returns:
-          Whether the training step is compiled for them.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the device has less memory.
-        """
+        """Takes as much memory as the training step needs, and frees it again."""
         if not self._serve(layout, dropout):
             return False
         jax.block_until_ready(self._compiled.result().scratch())
@@ -87,10 +112,6 @@ class SizeAhead:
         """Whether the training step is compiled for this state; waits for it."""
         compiled_for = self._programs.layout, self._programs.pool.dropout
         return (layout, dropout) == compiled_for and not self._compiled.exception()
-
-    def wait_for_evaluation(self) -> None:
-        """Returns when held-out samples can be evaluated, as `ProgramsAhead` does."""
-        self._compiled.exception()
 
     def _compile(self, before: Layout) -> _Compiled:
         programs = self._programs

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import Layout, LoRA, SlotArrays, crop, kind_of, own_leaves, pad
+from jaxmux.peft import Layout, SlotArrays, crop, kind_of, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -27,9 +27,6 @@ from .train_state import (
     state_specs,
 )
 from .updates import Hyperparameters, SlotsByOptimizer
-
-# Fields of `SlotState` that are read together: those of an adapter, of a snapshot, and all.
-READ_FIELDS = (("adapter",), ("adapter", "optimizer"), SlotState._fields)
 
 
 @dataclasses.dataclass
@@ -337,16 +334,10 @@ class Slots:
         return Layout(specs) == self.layout and pool.dropout == self.pool.dropout
 
     def warm_up(self) -> None:
-        """Reads, writes and clears a slot once for every optimizer kind, so that nothing is
-        compiled when tasks come and go. No slot may be taken."""
-        for optimizer in self.optimizers:
-            kind = SlotKind(kind_of(LoRA()).name, optimizer)
-            specs = slot_specs(self.layout.tree, kind)
-            for fields in READ_FIELDS:
-                arrays = self.stored.copy_to_host(kind, 0, specs, fields)()
-            self.stored.write_adapter(kind.adapter, 0, arrays["adapter"])
-            self.stored.write(kind, 0, specs, SlotState(**arrays))
-        self.stored.clear(0)
+        """Reads, writes and clears a slot once, so that nothing is compiled when tasks come and
+        go. If all slots are taken, nothing is done."""
+        if len(self._slots) < self.pool.slots:
+            self.stored.warm_up(self.optimizers, self._lowest_free())
 
     @property
     def optimizers(self) -> list[str]:

@@ -1,7 +1,9 @@
 """The train state where the engine keeps it: in parts by layers, each on its devices."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -9,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxmux.peft import Layout, LeafSpec
+from jaxmux.peft import Layout, LeafSpec, LoRA, kind_of
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.sharding import Part, StageMesh
+from jaxmux.sharding import Part, StageMesh, shapes_of
 from jaxmux.sharding.stage_mesh import run_on
 
 from .train_state import (
+    READ_FIELDS,
     SlotKind,
     SlotState,
     TrainState,
@@ -112,6 +115,30 @@ class StoredState:
             raise
         self.layout, self.summed, self.layouts = Layout(specs), summed, layouts
         self.changes = {}
+
+    def without_arrays(self) -> "StoredState":
+        """A copy of this state on meshes with shapes in place of its arrays, for
+        `sharding.only_compiling`."""
+        other = copy.copy(self)
+        other.states, other.changes = [shapes_of(state) for state in self.states], {}
+        return other
+
+    def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
+        """Reads, writes and clears a slot once, so that nothing is compiled when tasks come and go.
+
+        Args:
+          optimizers: the optimizer kinds that tasks may have.
+          slot: number of an empty slot.
+        """
+        for optimizer in optimizers:
+            kind = SlotKind(kind_of(LoRA()).name, optimizer)
+            specs = slot_specs(self.layout.tree, kind)
+            for fields in READ_FIELDS:
+                self.copy_to_host(kind, slot, specs, fields)
+            empty = jax.tree.map(lambda spec: np.full(spec.shape, spec.padding, spec.dtype), specs)
+            self.write_adapter(kind.adapter, slot, empty.adapter)
+            self.write(kind, slot, specs, empty)
+        self.clear(slot)
 
     def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
         """Replaces the adapter of one slot in place.
@@ -269,14 +296,17 @@ def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
 
 
 def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
-    if home is None:
-        return empty_state(layout)
-    shardings = _shardings(layout, home)
-    return home.run(jax.jit(lambda: empty_state(layout), out_shardings=shardings))
+    return empty_state(layout) if home is None else home.run(_empty_on(layout, home))
 
 
-def _shardings(layout: Layout, home: StageMesh | None) -> TrainState | None:
-    return None if home is None else home.shardings(home.leaf_specs(layout.tree))
+@cache
+def _empty_on(layout: Layout, home: StageMesh) -> Any:
+    """The program that makes an empty state on the devices of a stage."""
+    return jax.jit(lambda: empty_state(layout), out_shardings=_shardings(layout, home))
+
+
+def _shardings(layout: Layout, home: StageMesh) -> TrainState:
+    return home.shardings(home.leaf_specs(layout.tree))
 
 
 def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainState:

@@ -229,6 +229,10 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
     return SlotState(state.adapters[kind.adapter], accumulators, state.loss, optimizer)
 
 
+# Fields of `SlotState` that are read together: those of an adapter, of a snapshot, and all.
+READ_FIELDS = (("adapter",), ("adapter", "optimizer"), SlotState._fields)
+
+
 def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
     """Describes one slot of a kind: a `SlotState` of `LeafSpec` without the slot axis.
 

@@ -81,6 +81,23 @@ class DueUpdates(NamedTuple):
                 yield kind, spread(self.due[slots], slots), hyper
 
 
+def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpdates:
+    """Numbers for the compiled programs with which nothing is updated.
+
+    Args:
+      layout: the description of the whole state.
+      layers: number of layers of the backbone.
+      optimizers: the optimizer kinds that tasks may have.
+    """
+    none, (slots,) = np.zeros(0, np.int32), layout.tree.loss.shape
+    hyper = {
+        kind: dict.fromkeys(optimizer_class(kind)().hyperparameters(), none.astype(np.float32))
+        for kind in optimizers
+    }
+    rates = np.zeros((len(jax.tree.leaves(layout.tree.accumulators)), layers, slots), np.float32)
+    return DueUpdates(np.zeros(slots, bool), rates, hyper, dict.fromkeys(optimizers, none))
+
+
 def no_stats(slots: int) -> UpdateStats:
     """The results before any update."""
     none = np.zeros(slots, np.float32)

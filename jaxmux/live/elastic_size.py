@@ -4,7 +4,6 @@ import logging
 
 from jaxmux.engine import Engine, EngineSize, SizeAhead
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
 from jaxmux.planner.growth import fitting_size
 
@@ -15,7 +14,7 @@ class ElasticSize:
     """Chooses the size of an engine between two rounds.
 
     The pool is doubled when more tasks want to train than it has slots, and the microbatches when
-    a round needs more than one. Both are halved when a quarter has sufficed for some time. The
+    a round needs more than keep all devices busy (on one device, more than one). Both are halved when a quarter has sufficed for some time. The
     programs of another size are compiled beside training, and for more slots before they are
     needed: when three quarters are taken.
 
@@ -27,15 +26,14 @@ class ElasticSize:
         """Begins with the engine's present size, which is also the smallest one.
 
         Args:
-          engine: the engine, on one device.
+          engine: the engine.
           most: the largest size.
           quiet_rounds: number of rounds for which a smaller size must have sufficed.
 
         Raises:
-          PlanningError: `most` is smaller than the engine, or there are several devices.
+          PlanningError: `most` is smaller than the engine, or the engine cannot have another size.
         """
-        if not isinstance(engine.backbone, Backbone):
-            raise PlanningError("an engine on several devices keeps its size")
+        engine.options.of_size(most)
         self._engine, self.least, self._most = engine, engine.size, most
         if most.slots < self.least.slots or most.rows < self.least.rows:
             raise PlanningError(f"the largest size {most} should be at least {self.least}")
@@ -56,7 +54,8 @@ class ElasticSize:
         Returns:
           Whether the size has changed.
         """
-        rows = -(-tokens // self._engine.options.shape.row_len)
+        engine = self._engine
+        rows = -(-tokens // (engine.options.shape.row_len * engine.microbatches_at_once))
         size = self._wanted(tasks, rows)
         if size != self._engine.size:
             return self._compiled(size) and self._resize(size)

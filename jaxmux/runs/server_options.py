@@ -32,7 +32,7 @@ class ServerOptions(RunOptions):
       reserved_dropout: whether tasks may have dropout.
       elastic: whether pool and microbatches begin with a quarter of their sizes, and follow the
         load up to them. A task's results then depend on its neighbours, but only in the order of
-        sums. False keeps all sizes, and a task's bits depend on itself alone. On one device only.
+        sums. False keeps all sizes, and a task's bits depend on itself alone.
       prepared_at_once: number of tasks whose data are read at the same time, beside training.
       most_ended: number of tasks whose status is known after their end.
       most_preparation_seconds: a task fails if reading its data takes longer, in seconds.

@@ -1,5 +1,6 @@
 """An engine that grows and shrinks with its load."""
 
+import dataclasses
 import logging
 import time
 
@@ -23,7 +24,7 @@ class FakeEngine:
     def __init__(self, make_live_engine):
         self.backbone = make_live_engine().backbone
         self.options = make_live_engine().options
-        self.size, self.rounds = EngineSize(3, 1), 0
+        self.size, self.rounds, self.microbatches_at_once = EngineSize(3, 1), 0, 1
         self.begun = []
 
     def compile_ahead(self, size):
@@ -110,10 +111,19 @@ def test_a_size_without_memory_is_not_tried_again(engine, monkeypatch, caplog):
     assert engine.begun == [(12, 1)]
 
 
-def test_several_devices_keep_their_size(engine):
-    engine.backbone = object()
-    with pytest.raises(PlanningError, match="on several devices keeps its size"):
+def test_an_engine_whose_replicas_have_different_shapes_keeps_its_size(engine):
+    shapes = (engine.options.shape,)
+    engine.options = dataclasses.replace(engine.options, replica_shapes=shapes)
+    with pytest.raises(PlanningError, match="different shapes keeps its size"):
         ElasticSize(engine, MOST, quiet_rounds=5)
+
+
+def test_a_microbatch_grows_when_a_round_has_more_than_keep_the_devices_busy(engine):
+    engine.microbatches_at_once = 4
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    row_len = engine.options.shape.row_len
+    assert not elastic.adjust(2, 4 * row_len) and engine.begun == []
+    assert not elastic.adjust(2, 5 * row_len) and engine.begun == [(3, 2)]
 
 
 def test_a_smaller_size_than_the_engine_has_is_refused(engine):

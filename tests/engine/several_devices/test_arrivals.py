@@ -3,6 +3,8 @@
 import dataclasses
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from jaxmux.engine import EngineSize
@@ -251,3 +253,74 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
     live.close()
     live.wait()
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        pytest.param({"layers": (2, 2), "stage": Stage(tp=2)}, id="pipeline"),
+        pytest.param(
+            {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
+            id="unlike replicas",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_programs_for_another_size_are_compiled_beside_training(
+    replicas, make_narrow_task, make_engine, compiles
+):
+    engine = make_engine(slots=3, modules=("self_attn.q_proj", "mlp.down_proj"), **replicas)
+    engine.warm_up()
+    before = len(compiles)
+    tasks = [make_narrow_task(name, steps=99, optimizer=AdamW(1e-2)) for name in "ab"]
+    engine.register_tasks(tasks)
+    engine.train_round()
+    assert compiles[before:] == []
+    for size in (EngineSize(6, 1), EngineSize(3, 2)):
+        programs = engine.compile_ahead(size)
+        while not programs.ready:
+            engine.train_round()
+        before = len(compiles)
+        engine.resize(size, programs)
+        assert engine.size == size
+        engine.resume(engine.suspend("b"))
+        engine.begin_evaluation(engine.names)
+        engine.train_round()
+        engine.drain()
+        engine.result("a")()
+        assert compiles[before:] == []
+
+
+def test_a_pipeline_grows_and_shrinks_with_its_load(make_narrow_task, make_engine):
+    """The results differ from those of an engine that keeps its size only by the order of sums."""
+    names = "abcdefg"
+    tasks = {
+        name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(1e-2))
+        for name in names
+    }
+
+    def trained(**elastic):
+        modules = ("self_attn.q_proj", "mlp.down_proj")
+        engine, sizes = make_engine(layers=(3, 1), slots=3, modules=modules), []
+        prepare = lambda task: dataclasses.replace(tasks[task.name], task=task)  # noqa: E731
+        live = LiveTraining(engine, prepare, **elastic)
+        for name in names:
+            live.register(tasks[name].task)
+        while any(own.state != "succeeded" for own in live.statuses()) or not live.statuses():
+            live.step()
+            sizes.append(engine.size.slots)
+            while live._size and live._size._ahead and not live._size._ahead.ready:
+                time.sleep(0.001)
+        live.close()
+        live.wait()
+        engine.close()
+        return sizes, {name: jax.tree.leaves(live.adapter(name)) for name in names}
+
+    sizes, found = trained(most=EngineSize(6, 2), quiet_rounds=3)
+    assert max(sizes) == 6 and sizes[-1] == 3
+    _, expected = trained()
+    for name in names:
+        before = jax.tree.leaves(tasks[name].make_adapter())
+        change = sum(np.square(x - y).sum() for x, y in zip(expected[name], before, strict=True))
+        pairs = zip(found[name], expected[name], strict=True)
+        assert sum(np.square(x - y).sum() for x, y in pairs) ** 0.5 < 1e-4 * change**0.5
