@@ -14,9 +14,9 @@ class ElasticSize:
     """Chooses the size of an engine between two rounds.
 
     The pool is doubled when more tasks want to train than it has slots, and the microbatches when
-    a round needs more than keep all devices busy (on one device, more than one). Both are halved when a quarter has sufficed for some time. The
-    programs of another size are compiled beside training, and for more slots before they are
-    needed: when three quarters are taken.
+    a round needs more than keep all devices busy (on one device, more than one). Both are halved
+    when a quarter has sufficed for some time. The programs of another size are compiled beside
+    training, and for more slots before they are needed: when three quarters are taken.
 
     Attributes:
       least: the smallest size.
