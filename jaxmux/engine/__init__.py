@@ -18,7 +18,7 @@ round and, at the end, the adapter of every task.
 from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
 from .prepared_task import PreparedTask, prepare_task
-from .progress import TaskEvaluation, TaskProgress, TaskUpdate
+from .progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
 from .size_ahead import SizeAhead
 from .suspended_task import BEST, SuspendedTask
 
@@ -34,4 +34,5 @@ __all__ = [
     "TaskProgress",
     "TaskUpdate",
     "prepare_task",
+    "train_on",
 ]

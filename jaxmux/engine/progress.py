@@ -151,18 +151,35 @@ def record_evaluation(
         progress.evaluations_since_best = 0
     else:
         progress.evaluations_since_best += 1
-    stops = patience is not None and progress.evaluations_since_best >= patience
-    if progress.status == "running" and stops:
-        progress.status = "succeeded"
-        progress.stopped_early = (
-            f"{numbered(progress.evaluations_since_best, 'measurement')} of the held-out loss "
-            f"without a lower one than after step {progress.best_step or 0}"
-        )
+    _stop_if_patience_ended(progress, patience)
     if progress.status == "succeeded":
         if keep_best and progress.best_loss is not None:
             progress.eval_loss = progress.best_loss
         elif loss is None:
             progress.status, progress.error = "failed", "loss of the held-out data is not finite"
+
+
+def train_on(progress: TaskProgress, patience: int | None) -> None:
+    """Lets a task go on that has succeeded with its last step, because it has more steps now. It
+    has stopped early instead if its patience ended with that step.
+
+    Args:
+      progress: the task's progress; it is changed.
+      patience: as in `record_evaluation`.
+    """
+    if progress.status == "succeeded" and progress.stopped_early is None:
+        progress.status = "running"
+        _stop_if_patience_ended(progress, patience)
+
+
+def _stop_if_patience_ended(progress: TaskProgress, patience: int | None) -> None:
+    ended = patience is not None and progress.evaluations_since_best >= patience
+    if progress.status == "running" and ended:
+        progress.status = "succeeded"
+        progress.stopped_early = (
+            f"{numbered(progress.evaluations_since_best, 'measurement')} of the held-out loss "
+            f"without a lower one than after step {progress.best_step or 0}"
+        )
 
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxmux.engine import PreparedTask, SuspendedTask, TaskProgress
+from jaxmux.engine import PreparedTask, SuspendedTask, TaskProgress, train_on
 from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
 from .saved_task import SavedTask
-from .states import ENDED, FOLLOWING, RUNNING, SUCCEEDED, StateChange
+from .states import ENDED, FOLLOWING, RUNNING, StateChange
 
 
 class TaskStatus(NamedTuple):
@@ -190,10 +190,9 @@ class LiveTask:
             self.prepared = self.prepared.extended(steps)
         if self.suspended:
             self.suspended.slot.prepared = self.prepared
-        progress = self.progress
-        if progress and progress.status == SUCCEEDED and progress.stopped_early is None:
-            # It lost its place when its last step had been dispatched, and has more steps now.
-            progress.status = RUNNING
+        if self.progress:
+            # It may have lost its place when its last step had been dispatched.
+            train_on(self.progress, self.task.patience)
 
     def saved(self, arrays: Callable[[], SlotArrays] | None) -> SavedTask:
         """The task as it is saved now.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.engine import BEST, Engine, TaskProgress
+from jaxmux.engine import BEST, Engine, TaskProgress, train_on
 from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
@@ -62,9 +62,10 @@ class SavedRun(NamedTuple):
         for name in engine.names:
             task = self.tasks[name]
             progress = TaskProgress.from_json(task["progress"])
-            if progress.status == "succeeded" and not progress.stopped_early:
-                if progress.step < engine.prepared(name).steps:
-                    progress.status = "running"  # The task has been extended.
+            prepared = engine.prepared(name)
+            if progress.step < prepared.steps:
+                # The task may have been extended.
+                train_on(progress, prepared.task.patience)
             engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
         engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
         engine.computed_tokens = self.position.computed_tokens

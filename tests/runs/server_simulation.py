@@ -7,6 +7,7 @@ server, damages the copy as a crash could, and starts a server on the copy.
 
 import shutil
 import threading
+from collections.abc import Mapping
 
 from jaxmux.live.states import ENDED
 from jaxmux.tasks import TaskError
@@ -14,7 +15,7 @@ from jaxmux.tasks import TaskError
 from .server_model import Expected, damaged_lines
 from .simulated_disk import Crash
 from .simulated_server import SimulatedServer
-from .simulated_tasks import EPOCHS_STEPS, KINDS, MOST_STEPS, make_task
+from .simulated_tasks import EPOCHS_STEPS, KINDS, MOST_STEPS, Outcome, make_task, train_calmly
 
 # How often an operation is chosen.
 WEIGHTS = {
@@ -42,13 +43,14 @@ MOST_LIVE = 12
 class Simulation(SimulatedServer):
     """Drives a server through random operations."""
 
-    def run(self, operations: int) -> None:
+    def run(self, operations: int, weights: Mapping[str, int] = WEIGHTS) -> None:
         """Carries out random operations, and then lets everything come to its end.
 
         Args:
           operations: their number.
+          weights: how often each kind of operation is chosen.
         """
-        kinds, weights = list(WEIGHTS), list(WEIGHTS.values())
+        kinds, weights = list(weights), list(weights.values())
         for _ in range(operations):
             self.operations += 1
             kind = self.random.choices(kinds, weights)[0]
@@ -74,10 +76,11 @@ class Simulation(SimulatedServer):
         self._idle()
         self._live.save()
         self._idle()
-        self._model.check_end(self._live, self._folder, self._adapter_bytes)
+        alone = self._train_calmly(self._model.names_of_calm_run(self._live))
+        self._model.check_end(self._live, self._folder, self._adapter_bytes, alone)
         self._close()
         self._start()
-        self._model.check_end(self._live, self._folder, self._adapter_bytes)
+        self._model.check_end(self._live, self._folder, self._adapter_bytes, alone)
         self._close()
         assert damaged_lines(self._folder / "events.jsonl") <= self._tears
 
@@ -88,7 +91,7 @@ class Simulation(SimulatedServer):
         self._live.step()
         self._model.lost |= self._disk.lost
         self._idle()
-        self._model.check(self._live, self._slots)
+        self._model.check(self._live, self._slots, self._elastic)
 
     def _register(self, kind=None, **expected) -> str:
         waiting = [s for s in self._live.statuses() if s.state not in ENDED]
@@ -97,22 +100,22 @@ class Simulation(SimulatedServer):
         kind = kind or self.random.choice([kind for kind in KINDS if kind != "replaced"])
         name = f"t{len(self._model.tasks)}"
         steps = EPOCHS_STEPS if kind == "epochs" else self.random.randint(1, MOST_STEPS - 2)
-        path = self._data[KINDS[kind][0]]
+        path = None
         if expected.pop("own_data", False):
-            path = shutil.copy(path, self._files / f"{name}.jsonl")
+            path = shutil.copy(self._data[KINDS[kind].data], self._files / f"{name}.jsonl")
         self._raises.discard(name)
         if problem := expected.get("problem"):
             path = self._bad_data(problem, name)
         own = Expected(kind, steps, self.random.randrange(3), **expected)
-        task = make_task(kind, name, steps, str(path))
+        task = make_task(kind, name, steps, self._data, path)
         self._command("register", name, own, task, own.priority)
         return name
 
-    def _bad_data(self, problem: str, name: str) -> str:
+    def _bad_data(self, problem: str, name: str) -> str | None:
         path = self._files / f"{name}.jsonl"
         if problem == "broke down":
             self._raises.add(name)
-            return self._data["short"]
+            return None
         # An earlier registration of this name may have been refused.
         path.unlink(missing_ok=True)
         if problem == "JSON":
@@ -141,7 +144,7 @@ class Simulation(SimulatedServer):
         # A file that is replaced while it is read may be empty for a moment.
         self._idle()
         if name in self._model.tasks:
-            shutil.copy(self._data[KINDS["replaced"][0]], self._files / f"{name}.jsonl")
+            shutil.copy(self._data[KINDS["replaced"].data], self._files / f"{name}.jsonl")
             self._model.tasks[name].data_replaced = True
 
     def _cancel(self) -> None:
@@ -160,6 +163,8 @@ class Simulation(SimulatedServer):
 
     def _extend(self) -> None:
         name = self._any_task()
+        if not self._model.may_extend(name):
+            return
         known = self._model.tasks[name].steps if name in self._model.tasks else 1
         steps = self.random.randint(max(1, known - 1), MOST_STEPS)
         self._command("extend", name, steps, steps)
@@ -208,6 +213,15 @@ class Simulation(SimulatedServer):
         self._crash()
 
     # Helpers.
+
+    def _train_calmly(self, names: list[str]) -> dict[str, Outcome]:
+        """What becomes of tasks on a server of their own, by name."""
+        tasks = {}
+        for name in names:
+            own = self._model.tasks[name]
+            tasks[name] = make_task(own.kind, name, own.steps, self._data)
+        folder = self._files / "calm"
+        return train_calmly(self._backbone, tasks, folder, self._adapter_bytes) if tasks else {}
 
     def _any_task(self) -> str:
         """Name of a task, mostly of one that has not ended."""

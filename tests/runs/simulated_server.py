@@ -1,5 +1,6 @@
 """A server in this process, whose crashes and restarts are simulated."""
 
+import functools
 import json
 import shutil
 import threading
@@ -8,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from random import Random
 
+from jaxmux.live import LiveTraining
 from jaxmux.runs import server as server_module
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
@@ -20,6 +22,8 @@ from .simulated_tasks import OPTIONS
 # Slots and rank of the pool; each pair costs a compilation. Another rank changes the last bits.
 POOLS = ((2, 4), (3, 4), (4, 4))
 POOLS_OF_ALL_RANKS = ((2, 4), (4, 8))
+# It begins with a slot and a row, and grows to all slots and two rows.
+ELASTIC_POOLS = ((4, 4),)
 
 
 class SimulatedServer:
@@ -29,6 +33,7 @@ class SimulatedServer:
       history: the last operations, in words.
       operations: number of operations so far.
       said: the lines that the servers have said.
+      started: the meshes on which servers were started.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class SimulatedServer:
         *,
         pools=POOLS,
         meshes=("",),
+        elastic=False,
+        same_bits=True,
     ):
         """Starts a server in an empty folder.
 
@@ -56,18 +63,22 @@ class SimulatedServer:
           monkeypatch: the fixture of pytest.
           pools: slots and rank of the pools with which servers are started.
           meshes: the meshes on which servers are started; "" stands for one device.
+          elastic: whether servers grow and shrink with their load.
+          same_bits: whether adapters have to equal those of calm tasks to the last bit.
         """
         self.random = Random(seed)
         self.history: deque[str] = deque(maxlen=40)
         self.operations = 0
         self._backbone, self._data = backbone, data
-        self._pools, self._meshes = pools, meshes
+        self._pools, self._meshes, self._elastic = pools, meshes, elastic
         self._adapter_bytes, self._files = adapter_bytes, folder
-        self._model = ServerModel(calm, same_bits=pools is POOLS)
+        same_chunks = not any("dp" in mesh for mesh in meshes)
+        self._model = ServerModel(calm, same_bits, same_chunks)
         self._disk = SimulatedDisk(monkeypatch, folder)
         self._images = 0
         self._folder = folder / "server0"
         self.said: list[str] = []
+        self.started: list[str] = []
         self._tears = 0
         # By task, the event that lets its data be read.
         self._slow: dict[str, threading.Event] = {}
@@ -100,6 +111,9 @@ class SimulatedServer:
                 loaded[str(deployment)] = load(deployment, *arguments)
             return loaded[str(deployment)]
 
+        # After fewer rounds than usual, so that it happens in a simulation.
+        soon_smaller = functools.partial(LiveTraining, quiet_rounds=4)
+        monkeypatch.setattr(server_module, "LiveTraining", soon_smaller)
         monkeypatch.setattr(server_module, "prepare_task", prepare_slowly)
         monkeypatch.setattr(server_module, "load_on", load_once)
 
@@ -111,8 +125,11 @@ class SimulatedServer:
             "checkpoint_every": self.random.choice((1, 2, 3, 5, 20)),
             "keep_checkpoints": self.random.choice((2, 3)),
         }
-        if mesh := self.random.choice(self._meshes):
-            sizes["mesh"] = mesh
+        self.started.append(self.random.choice(self._meshes))
+        if self.started[-1]:
+            sizes["mesh"] = self.started[-1]
+        if self._elastic:
+            sizes["elastic"] = True
         self._note(f"start with {sizes}")
         options = ServerOptions(**OPTIONS | sizes)
         self._context = tuning_server(self._backbone, self._folder, options, say=self.said.append)
@@ -121,7 +138,7 @@ class SimulatedServer:
         self._live._store.tell = lambda event: (self._model.take_event(event), tell(event))
         self._model.lost |= self._disk.lost
         self._model.begin_server(self._live)
-        self._model.check(self._live, self._slots)
+        self._model.check(self._live, self._slots, self._elastic)
 
     def _close(self) -> None:
         """Lets the present server end. Nothing is saved, because nobody runs `LiveTraining.run`."""
@@ -219,3 +236,6 @@ class SimulatedServer:
             time.sleep(0.0005)
         if not self._disk.slow:
             self._live._store._writer.submit(lambda: None).result()
+        if (size := self._live._size) and (ahead := size._ahead):
+            while not ahead.ready:
+                time.sleep(0.0005)

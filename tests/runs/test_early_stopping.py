@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxmux import AdamW
+from jaxmux import SGD, AdamW
 from jaxmux.runs import checkpoints
 
 
@@ -62,6 +62,18 @@ def test_a_run_that_was_killed_keeps_the_best_adapter(
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
     expected = adapter_bytes(tmp_path / "whole" / "adapters")
     assert adapter_bytes(tmp_path / "killed" / "adapters") == expected
+
+
+def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_it(
+    make_task, train, tmp_path, data
+):
+    fields = {"eval_data": data["numbers.eval"], "eval_every": 1, "patience": 1}
+    for steps, why in ((5, None), (7, "without a lower one than after step 4")):
+        found = train(tmp_path, make_task("a", steps=steps, optimizer=SGD(2.0), **fields)).tasks[
+            "a"
+        ]
+        assert (found["status"], found["steps"], found["best_step"]) == ("succeeded", 5, 4)
+        assert found["stopped_early"] is None if why is None else why in found["stopped_early"]
 
 
 def test_a_run_of_a_version_without_these_settings_goes_on(make_task, train, tmp_path):

@@ -15,6 +15,7 @@ from jaxmux.runs.server_options import ServerOptions
 
 from .simulated_disk import SimulatedDisk
 from .simulated_tasks import OPTIONS
+from .simulated_tasks import make_task as simulated_task
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,35 @@ def test_a_task_that_is_extended_after_its_last_step_was_dispatched_trains_on(
             server.resume("a")
         finish(server)
         assert (server.status("a").state, server.status("a").step) == ("succeeded", 4)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_it(
+    restart, serve, tmp_path, data
+):
+    """It was paused when its last step had been dispatched."""
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(simulated_task("patient", "a", 5, data))
+        step(server, 6)
+        assert server.status("a").step == 4
+        server.pause("a")
+        step(server)
+        assert (server.status("a").state, server.status("a").step) == ("paused", 5)
+        if not restart:
+            server.extend("a", 7)
+            step(server)
+        server.save()
+    with serve(folder) as server:
+        settle(server)
+        if restart:
+            step(server)
+            server.extend("a", 7)
+        server.resume("a")
+        finish(server)
+        status = server.status("a")
+    assert (status.state, status.step, status.best_step) == ("succeeded", 5, 4)
+    assert "without a lower one than after step 4" in status.reason
 
 
 def test_epochs_cannot_be_cut_short_before_their_data_are_read_again(serve, task, tmp_path):

@@ -8,13 +8,20 @@ import pytest
 from grain._src.python.experimental.index_shuffle.python import index_shuffle_module
 
 from .server_simulation import Simulation
-from .simulated_server import POOLS, POOLS_OF_ALL_RANKS
-from .simulated_tasks import calm_outcomes
+from .simulated_server import ELASTIC_POOLS, POOLS_OF_ALL_RANKS
+from .simulated_tasks import MOST_STEPS, calm_outcomes
 
 SEED = os.environ.get("JAXMUX_SIMULATION_SEED", "1")
 OPERATIONS = int(os.environ.get("JAXMUX_SIMULATION_OPERATIONS", 2000))
 # Operations between two times at which everything comes to its end.
 EPISODE = 250
+# What the servers of an episode may be.
+VARIANTS = (
+    {},
+    {"elastic": True, "pools": ELASTIC_POOLS, "same_bits": False},
+    {},
+    {"pools": POOLS_OF_ALL_RANKS, "same_bits": False},
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +61,14 @@ def simulate(backbone, data, calm, adapter_bytes, tmp_path):
     return run
 
 
+def test_measured_tasks_are_best_before_their_end_and_stop_early(calm):
+    """So that the simulation tells the best adapter from the last one."""
+    best, patient = calm["best", MOST_STEPS], calm["patient", MOST_STEPS]
+    assert (best.step, best.held_out[1]) == (MOST_STEPS, 4)
+    assert (patient.step, patient.held_out[1]) == (5, 4)
+    assert best.adapter == calm["best", 4].adapter != patient.adapter
+
+
 @pytest.mark.parametrize("episode", range(-(-OPERATIONS // EPISODE)))
 def test_random_operations_lose_nothing(episode, simulate):
-    pools = POOLS_OF_ALL_RANKS if episode % 4 == 3 else POOLS
-    simulate(f"{SEED}/{episode}", EPISODE, pools=pools)
+    simulate(f"{SEED}/{episode}", EPISODE, **VARIANTS[episode % len(VARIANTS)])

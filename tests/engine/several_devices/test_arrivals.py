@@ -291,7 +291,20 @@ def test_programs_for_another_size_are_compiled_beside_training(
         assert compiles[before:] == []
 
 
-def test_a_pipeline_grows_and_shrinks_with_its_load(make_narrow_task, make_engine):
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        pytest.param({"layers": (3, 1)}, id="pipeline"),
+        pytest.param({"layers": (4,), "stage": Stage(tp=2)}, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"layers": (4,), "stage": Stage(dp=2)}, id="dp2", marks=pytest.mark.slow),
+        pytest.param(
+            {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
+            id="unlike replicas",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make_engine):
     """The results differ from those of an engine that keeps its size only by the order of sums."""
     names = "abcdefg"
     tasks = {
@@ -301,7 +314,7 @@ def test_a_pipeline_grows_and_shrinks_with_its_load(make_narrow_task, make_engin
 
     def trained(**elastic):
         modules = ("self_attn.q_proj", "mlp.down_proj")
-        engine, sizes = make_engine(layers=(3, 1), slots=3, modules=modules), []
+        engine, sizes = make_engine(slots=3, modules=modules, **replicas), []
         prepare = lambda task: dataclasses.replace(tasks[task.name], task=task)  # noqa: E731
         live = LiveTraining(engine, prepare, **elastic)
         for name in names:

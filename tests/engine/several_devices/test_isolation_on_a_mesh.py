@@ -1,0 +1,98 @@
+"""On a pipeline of tensor-parallel stages, no task changes a bit of another one."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.optimizers import AdamW, Lion
+from jaxmux.planner.devices import Stage
+
+# By what is different about the co-tenant: its fields, and the rounds before which it comes and
+# goes.
+COMPANY = {
+    "present": ({}, 0, None),
+    "other data": ({"samples": 31, "lengths": (40, 110)}, 0, None),
+    "another learning rate": ({"optimizer": AdamW(0.7)}, 0, None),
+    "a ruinous learning rate": ({"optimizer": AdamW(1e6)}, 0, None),
+    "another rank": ({"rank": 8}, 0, None),
+    "dropout": ({"dropout": 0.4}, 0, None),
+    "arrival": ({}, 2, None),
+    "departure": ({}, 0, 3),
+    "failure": ({}, 1, None),
+}
+FAILING = ("a ruinous learning rate", "failure")
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    """One engine for all tests, so that its programs are traced once."""
+    return make_engine(
+        layers=(2, 2),
+        stage=Stage(tp=2),
+        slots=3,
+        modules=("self_attn.q_proj", "mlp.down_proj"),
+        max_bad_steps=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def own(make_narrow_task):
+    """The tasks that are watched."""
+    return (
+        make_narrow_task("first", dropout=0.1, batch_size=5, steps=6),
+        make_narrow_task("last", rank=2, lengths=(60, 120), optimizer=Lion(1e-3), steps=6),
+    )
+
+
+def trained(engine, own, other=None, comes=0, goes=None):
+    """Trains watched tasks with another one beside them.
+
+    Returns:
+      The updates and arrays (adapters and moments) of the watched tasks by name, and the status of
+      the other one at its end.
+    """
+    updates, status = {task.task.name: [] for task in own}, None
+    engine.register_tasks(own[:1])
+    for number in range(100):
+        if number == comes and other:
+            engine.register_tasks([other])
+        if number == 0:
+            engine.register_tasks(own[1:])
+        if number == goes:
+            engine.release(other.task.name)
+        for update in engine.train_round():
+            if update.task in updates:
+                updates[update.task].append(update._replace(step=0))
+        if other and other.task.name in engine.names:
+            status = engine.progress(other.task.name).status
+        if all(engine.progress(name).status != "running" for name in updates):
+            break
+    engine.drain()
+    arrays = {name: engine.task_arrays(name) for name in updates}
+    for name in engine.names:
+        engine.release(name)
+    return updates, arrays, status
+
+
+@pytest.fixture(scope="module")
+def alone(engine, own):
+    return trained(engine, own)
+
+
+@pytest.mark.parametrize("difference", COMPANY)
+def test_a_co_tenant_changes_no_bit_of_a_task(
+    difference, alone, engine, own, make_narrow_task, replace_adapter, assert_same_bits
+):
+    fields, comes, goes = COMPANY[difference]
+    other = make_narrow_task("other", **{"rank": 3, "batch_size": 7, "steps": 20} | fields)
+    if difference == "failure":
+        other = replace_adapter(other, lambda x: np.full_like(x, np.nan))
+    updates, arrays, status = trained(engine, own, other, comes, goes)
+    assert (status == "failed") == (difference in FAILING)
+    expected_updates, expected, _ = alone
+    assert [len(of_task) for of_task in updates.values()] == [6, 6]
+    assert updates == expected_updates
+    for name in expected:
+        assert any("/nu/" in path or "/mu/" in path for path in expected[name])
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected[name]))
+        assert_same_bits(arrays[name], expected[name])
