@@ -113,8 +113,8 @@ def data(tmp_path_factory) -> dict[str, str]:
         "short.eval": [{"prompt": words(1, 4), "completion": " " + words(1, 5)} for _ in range(5)],
         "long": [{"prompt": words(3, 9), "completion": " " + words(4, 12)} for _ in range(20)],
         "long.eval": [{"prompt": words(3, 9), "completion": " " + words(4, 12)} for _ in range(3)],
-        # Training on fruits soon makes these less likely.
-        "numbers.eval": [{"prompt": "apple", "completion": " 7 21 984"}],
+        # Training on fruits makes them now more, now less likely.
+        "letters.eval": [{"prompt": "apple", "completion": " O O O"}],
         "chat": [
             {
                 "messages": [

@@ -16,7 +16,7 @@ from .simulated_tasks import EPOCHS_STEPS, KINDS, Outcome, tokens
 
 # Where sums have another order, adapters differ by at most this part of what training has changed,
 # and losses by at most this part.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass

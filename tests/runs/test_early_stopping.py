@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxmux import SGD, AdamW
+from jaxmux import AdamW
 from jaxmux.runs import checkpoints
 
 
@@ -67,12 +67,12 @@ def test_a_run_that_was_killed_keeps_the_best_adapter(
 def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_it(
     make_task, train, tmp_path, data
 ):
-    fields = {"eval_data": data["numbers.eval"], "eval_every": 1, "patience": 1}
-    for steps, why in ((5, None), (7, "without a lower one than after step 4")):
-        found = train(tmp_path, make_task("a", steps=steps, optimizer=SGD(2.0), **fields)).tasks[
+    fields = {"eval_data": data["letters.eval"], "eval_every": 1, "patience": 2}
+    for steps, why in ((3, None), (7, "without a lower one than after step 1")):
+        found = train(tmp_path, make_task("a", steps=steps, optimizer=AdamW(3e-2), **fields)).tasks[
             "a"
         ]
-        assert (found["status"], found["steps"], found["best_step"]) == ("succeeded", 5, 4)
+        assert (found["status"], found["steps"], found["best_step"]) == ("succeeded", 3, 1)
         assert found["stopped_early"] is None if why is None else why in found["stopped_early"]
 
 

@@ -63,10 +63,11 @@ def simulate(backbone, data, calm, adapter_bytes, tmp_path):
 
 def test_measured_tasks_are_best_before_their_end_and_stop_early(calm):
     """So that the simulation tells the best adapter from the last one."""
-    best, patient = calm["best", MOST_STEPS], calm["patient", MOST_STEPS]
-    assert (best.step, best.held_out[1]) == (MOST_STEPS, 4)
-    assert (patient.step, patient.held_out[1]) == (5, 4)
-    assert best.adapter == calm["best", 4].adapter != patient.adapter
+    best, patient = calm["best", 4], calm["patient", MOST_STEPS]
+    assert (best.step, best.held_out[1]) == (4, 1)
+    assert (patient.step, patient.held_out[1]) == (3, 1)
+    assert best.adapter == calm["best", 1].adapter != patient.adapter
+    assert best.adapter != calm["best", MOST_STEPS].adapter
 
 
 @pytest.mark.parametrize("episode", range(-(-OPERATIONS // EPISODE)))
