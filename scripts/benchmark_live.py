@@ -38,6 +38,7 @@ figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def main() -> None:
     args = parse_arguments()
     prefix = f"live, {args.part}{f' {args.mesh}' if args.mesh else ''}, "
     records = [
-        {"name": prefix + record.pop("name")} | record | _circumstances()
+        {"name": prefix + record.pop("name")} | record | circumstances()
         for record in PARTS[args.part](args)
     ]
     replace_records(args.out, prefix, records)
@@ -64,9 +65,10 @@ def main() -> None:
         print(record["name"], record["value"], record["sense"], record["bound"], flush=True)
 
 
-def _circumstances() -> dict[str, Any]:
+def circumstances() -> dict[str, Any]:
+    """The fields of a record that tell how its figure was measured."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "device": jax.devices()[0].device_kind,
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
     }

@@ -1,20 +1,29 @@
-"""Runs a tuning server for a long time, and shows that it takes no more and more of the host.
+"""Runs a tuning server for a long time, and judges whether it takes more and more of the host.
 
-  python scripts/soak_server.py --minutes 30
+  python scripts/soak_server.py --minutes 30 --out benchmarks/live.json
 
 Tasks of the bundled demo arrive at random; some are paused, cancelled, extended or given another
-priority. Every few seconds the memory of the process, its open files and its threads are counted.
-The end prints their medians in the first and in the last third, after a warm-up.
+priority. Every few seconds the resident memory of the process, its open files and its threads (also
+those of JAX and other libraries) are counted. The first third of the counts is a warm-up. The
+medians of the second third and of the last one are printed. If the process has grown from one to
+the other, a line says so and the exit status is 1. `--out` also writes the figures as records.
 """
 
 import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from benchmark_live import circumstances
+from benchmark_records import Record, replace_records
+from live_records import PREFIX
 
 from jaxmux import AdamW, LoRA, ServerOptions, Task, tuning_server
 from jaxmux.live import LiveTraining
@@ -29,15 +38,67 @@ OPTIONS = {
     "tokens_per_microbatch": 512,
     "checkpoint_every": 20,
 }
-# Most tasks that have not ended, and seconds between two commands and between two counts.
-MOST_TASKS, COMMANDS_EVERY, COUNTED_EVERY = 8, 0.2, 5.0
+# Most tasks that have not ended, and seconds between two commands.
+MOST_TASKS, COMMANDS_EVERY = 8, 0.2
 # Tasks whose status is known after their end.
 MOST_ENDED = 50
+# The memory of the last third over that of the second third.
+MOST_MEMORY = 1.03
 
 
-def main() -> None:
+class Usage(NamedTuple):
+    """What the process takes of the host.
+
+    Attributes:
+      memory: resident memory in MiB.
+      files: number of open files.
+      threads: number of threads, those of libraries included.
+    """
+
+    memory: float
+    files: float
+    threads: float
+
+    @classmethod
+    def now(cls) -> "Usage":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return cls(memory, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+
+    @classmethod
+    def median(cls, counts: Sequence["Usage"]) -> "Usage":
+        return cls(*map(statistics.median, zip(*counts, strict=True)))
+
+
+def main() -> int:
     args = parse_arguments()
-    counts: list[dict[str, float]] = []
+    counts, facts = soak(args)
+    if len(counts) < 3:
+        print(f"{len(counts)} counts in {args.minutes:g} minutes are too few; count more often")
+        return 2
+    records = judged(counts, facts)
+    print(", ".join(f"{value:g} {name}" for name, value in facts.items()))
+    for record in records:
+        before, after = list(record["baselines"].values())[-2:]
+        print(f"{record['name']}: {record['value']:g} ({before:g}, then {after:g})")
+    if args.out:
+        prefix = f"{PREFIX}soak{' elastic' if args.elastic else ''}, "
+        own = circumstances()
+        named = [record | {"name": prefix + record["name"]} | own for record in records]
+        replace_records(args.out, prefix, named)
+    grown = [record for record in records if record["value"] > record["bound"]]
+    for record in grown:
+        print(f"the server grows: {record['name']} should be at most {record['bound']:g}")
+    return 1 if grown else 0
+
+
+def soak(args: argparse.Namespace) -> tuple[list[Usage], dict[str, float]]:
+    """Runs a server.
+
+    Returns:
+      What it took at each count, and numbers that describe the run.
+    """
+    counts: list[Usage] = []
     rng = random.Random(args.seed)
     options = ServerOptions(**OPTIONS, elastic=args.elastic, most_ended=MOST_ENDED)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,24 +106,69 @@ def main() -> None:
             owner = threading.Thread(target=server.run)
             owner.start()
             began = counted = time.monotonic()
-            commands = 0
+            carried_out = commands = 0
             while (now := time.monotonic()) - began < 60 * args.minutes and owner.is_alive():
-                commands += command(server, rng, commands)
-                if now - counted >= COUNTED_EVERY:
-                    counts.append(usage())
+                carried_out += command(server, rng, commands)
+                commands += 1
+                if now - counted >= args.every:
+                    counts.append(Usage.now())
                     counted = now
                 time.sleep(COMMANDS_EVERY)
-            ended = sum(status.state in ENDED for status in server.statuses())
+            alive = owner.is_alive()
             server.close()
             owner.join()
-    print(f"{commands} commands, {ended} of the last tasks ended, {len(counts)} counts")
+        if not alive:
+            raise RuntimeError("the server has ended by itself")
+    return counts, {"minutes": args.minutes, "commands": carried_out, "counts": len(counts)}
+
+
+def judged(counts: Sequence[Usage], facts: dict[str, float]) -> list[Record]:
+    """The growth of each kind of usage from the second third of the counts to the last one.
+
+    Args:
+      counts: at least three counts, in order.
+      facts: numbers that describe the run.
+
+    Returns:
+      A record for each kind. The last two of its baselines are the medians.
+    """
     third = len(counts) // 3
-    for what in counts[0]:
-        first, last = (
-            statistics.median(own[what] for own in part)
-            for part in (counts[third : 2 * third], counts[-third:])
-        )
-        print(f"{what}: {first:g} in the second third, {last:g} in the last one")
+    before, after = Usage.median(counts[-2 * third : -third]), Usage.median(counts[-third:])
+    parts = "the second third", "the last third"
+
+    def record(what: str, value: float, bound: float, unit: str, medians: tuple) -> Record:
+        return {
+            "name": what,
+            "value": value,
+            "bound": bound,
+            "sense": "at most",
+            "unit": unit,
+            "baselines": facts | dict(zip(parts, medians, strict=True)),
+        }
+
+    return [
+        record(
+            "resident memory of the last third over the second",
+            after.memory / before.memory,
+            MOST_MEMORY,
+            "ratio",
+            (before.memory, after.memory),
+        ),
+        record(
+            "open files that the last third has more than the second",
+            after.files - before.files,
+            0,
+            "files",
+            (before.files, after.files),
+        ),
+        record(
+            "threads that the last third has more than the second",
+            after.threads - before.threads,
+            0,
+            "threads",
+            (before.threads, after.threads),
+        ),
+    ]
 
 
 def command(server: LiveTraining, rng: random.Random, number: int) -> int:
@@ -102,23 +208,15 @@ def command(server: LiveTraining, rng: random.Random, number: int) -> int:
     return 1
 
 
-def usage() -> dict[str, float]:
-    """What the process takes of the host."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "resident memory in MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        "open files": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-    }
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--elastic", action="store_true", help="let the server grow and shrink")
+    parser.add_argument("--out", type=Path, help="JSON file of records; others in it are kept")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -78,7 +78,9 @@ class SimulatedServer:
         self._images = 0
         self._folder = folder / "server0"
         self.said: list[str] = []
-        self.started: list[str] = []
+        self.started: set[str] = set()
+        # Each mesh comes once before one comes again.
+        self._next_meshes: list[str] = []
         self._tears = 0
         # By task, the event that lets its data be read.
         self._slow: dict[str, threading.Event] = {}
@@ -125,9 +127,11 @@ class SimulatedServer:
             "checkpoint_every": self.random.choice((1, 2, 3, 5, 20)),
             "keep_checkpoints": self.random.choice((2, 3)),
         }
-        self.started.append(self.random.choice(self._meshes))
-        if self.started[-1]:
-            sizes["mesh"] = self.started[-1]
+        if not self._next_meshes:
+            self._next_meshes = self.random.sample(self._meshes, len(self._meshes))
+        if mesh := self._next_meshes.pop():
+            sizes["mesh"] = mesh
+        self.started.add(mesh)
         if self._elastic:
             sizes["elastic"] = True
         self._note(f"start with {sizes}")

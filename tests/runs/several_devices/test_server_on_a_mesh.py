@@ -48,4 +48,4 @@ def test_random_operations_on_all_kinds_of_meshes_lose_nothing(seed, operations,
     weights = WEIGHTS | {"crash": 6, "restart": 6}
     options = {"meshes": meshes, "pools": ((3, 4),), "same_bits": False}
     started = simulate(seed, operations, weights, **options)
-    assert set(started) == set(meshes)
+    assert started == set(meshes)
