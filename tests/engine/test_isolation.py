@@ -179,6 +179,8 @@ def identity(x):
 BREAKS = {
     "learning rate 1e30": ({"optimizer": AdamW(1e30)}, identity),
     "learning rate 1e10": ({"optimizer": AdamW(1e10)}, identity),
+    "learning rate 1e6": ({"optimizer": AdamW(1e6)}, identity),
+    "sgd at 1e6": ({"optimizer": SGD(1e6)}, identity),
     "sgd at 1e30": ({"optimizer": SGD(1e30, clip_norm=None)}, identity),
     "NaN adapter": ({}, lambda x: np.full_like(x, np.nan)),
     "infinite adapter": ({}, lambda x: np.full_like(x, np.inf)),

@@ -6,8 +6,11 @@ import resource
 import shutil
 import time
 
+import jax
+import numpy as np
 import pytest
 
+from jaxmux import SGD, AdamW, Lion
 from jaxmux.live.states import ENDED
 from jaxmux.runs import journal, server_store
 from jaxmux.runs.server import tuning_server
@@ -154,6 +157,35 @@ def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_i
         status = server.status("a")
     assert (status.state, status.step, status.best_step) == ("succeeded", 3, 1)
     assert "without a lower one than after step 1" in status.reason
+
+
+def test_a_learning_rate_of_a_million_ends_in_time_and_reaches_no_other_task(
+    serve, task, tmp_path, adapter_bytes
+):
+    """With steps enough the task fails. With fewer it gives numbers that are finite, if useless."""
+    ruined = [
+        task(f"{kind.__name__}-{steps}", steps=steps, optimizer=kind(1e6))
+        for kind in (AdamW, SGD, Lion)
+        for steps in (2, 1000)
+    ]
+    folders = [tmp_path / "alone", tmp_path / "beside"]
+    for folder, others in zip(folders, ([], ruined), strict=True):
+        with serve(folder) as server:
+            for own in (task("a", steps=20), *others):
+                server.register(own)
+            finish(server)
+            assert server.status("a").state == "succeeded"
+            for own in others:
+                status = server.status(own.name)
+                if own.steps == 2:
+                    assert (status.state, status.step) == ("succeeded", 2)
+                    leaves = jax.tree.leaves(server.adapter(own.name))
+                    assert all(np.isfinite(leaf).all() for leaf in leaves)
+                else:
+                    assert status.state == "failed" and status.step < 20
+                    assert "not finite in 3 consecutive updates" in status.reason
+    alone, beside = (adapter_bytes(folder / "adapters" / "a") for folder in folders)
+    assert alone == beside
 
 
 def test_epochs_cannot_be_cut_short_before_their_data_are_read_again(serve, task, tmp_path):
