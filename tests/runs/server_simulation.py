@@ -89,6 +89,7 @@ class Simulation(SimulatedServer):
     def _step(self) -> None:
         self._idle()
         self._live.step()
+        self.sizes.add(self._live._engine.size)
         self._model.lost |= self._disk.lost
         self._idle()
         self._model.check(self._live, self._slots, self._elastic)

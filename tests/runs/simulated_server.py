@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from random import Random
 
+from jaxmux.engine import EngineSize
 from jaxmux.live import LiveTraining
 from jaxmux.runs import server as server_module
 from jaxmux.runs.server import tuning_server
@@ -34,6 +35,7 @@ class SimulatedServer:
       operations: number of operations so far.
       said: the lines that the servers have said.
       started: the meshes on which servers were started.
+      sizes: the sizes that the engine has had.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SimulatedServer:
         self._folder = folder / "server0"
         self.said: list[str] = []
         self.started: set[str] = set()
+        self.sizes: set[EngineSize] = set()
         # Each mesh comes once before one comes again.
         self._next_meshes: list[str] = []
         self._tears = 0

@@ -42,7 +42,8 @@ def calm(backbone, data, adapter_bytes, tmp_path_factory):
 
 @pytest.fixture
 def simulate(backbone, data, calm, adapter_bytes, tmp_path):
-    """Runs a simulation; a failure shows what is needed to repeat it."""
+    """Runs a simulation, and returns the sizes that its engines had; a failure shows what is needed
+    to repeat it."""
 
     def run(seed, operations, **options):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -57,6 +58,7 @@ def simulate(backbone, data, calm, adapter_bytes, tmp_path):
                 raise
             finally:
                 simulation.close()
+        return simulation.sizes
 
     return run
 
@@ -72,4 +74,9 @@ def test_measured_tasks_are_best_before_their_end_and_stop_early(calm):
 
 @pytest.mark.parametrize("episode", range(-(-OPERATIONS // EPISODE)))
 def test_random_operations_lose_nothing(episode, simulate):
-    simulate(f"{SEED}/{episode}", EPISODE, **VARIANTS[episode % len(VARIANTS)])
+    variant = VARIANTS[episode % len(VARIANTS)]
+    sizes = simulate(f"{SEED}/{episode}", EPISODE, **variant)
+    if "elastic" in variant:
+        (places, _) = ELASTIC_POOLS[0]
+        assert {1, places} <= {size.slots for size in sizes}
+        assert {1, 2} == {size.rows for size in sizes}

@@ -297,15 +297,11 @@ def test_programs_for_another_size_are_compiled_beside_training(
         pytest.param({"layers": (3, 1)}, id="pipeline"),
         pytest.param({"layers": (4,), "stage": Stage(tp=2)}, id="tp2", marks=pytest.mark.slow),
         pytest.param({"layers": (4,), "stage": Stage(dp=2)}, id="dp2", marks=pytest.mark.slow),
-        pytest.param(
-            {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
-            id="unlike replicas",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make_engine):
-    """The results differ from those of an engine that keeps its size only by the order of sums."""
+    """The results differ from those of an engine that keeps its size by the order of sums at
+    most."""
     names = "abcdefg"
     tasks = {
         name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(1e-2))
@@ -321,7 +317,7 @@ def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make
             live.register(tasks[name].task)
         while any(own.state != "succeeded" for own in live.statuses()) or not live.statuses():
             live.step()
-            sizes.append(engine.size.slots)
+            sizes.append(engine.size)
             while live._size and live._size._ahead and not live._size._ahead.ready:
                 time.sleep(0.001)
         live.close()
@@ -329,8 +325,8 @@ def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make
         engine.close()
         return sizes, {name: jax.tree.leaves(live.adapter(name)) for name in names}
 
-    sizes, found = trained(most=EngineSize(6, 2), quiet_rounds=3)
-    assert max(sizes) == 6 and sizes[-1] == 3
+    sizes, found = trained(most=EngineSize(6, 4), quiet_rounds=3)
+    assert EngineSize(6, 4) in sizes and sizes[-1].slots == 3
     _, expected = trained()
     for name in names:
         before = jax.tree.leaves(tasks[name].make_adapter())
