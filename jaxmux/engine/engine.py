@@ -142,6 +142,20 @@ class Engine(RoundLoop):
 
         return MeshSizeAhead(sizes, self._replicas, options, pool, own.optimizers, own.stored)
 
+    def refusal_of(self, size: EngineSize) -> str | None:
+        """Why rounds of another size would not fit into the devices' memory, as `admission`
+        predicts; None if they would, or if nothing is predicted.
+
+        Args:
+          size: the size.
+        """
+        reserved = self._slots.pool
+        for admission in self._admissions:
+            own = dataclasses.replace(admission, reserved=reserved)
+            if reason := own.refusal(size.slots, size.rows):
+                return reason
+        return None
+
     @property
     def microbatches_at_once(self) -> int:
         """Number of microbatches that keep all devices busy: one for each data shard, and twice as
@@ -502,14 +516,20 @@ class Engine(RoundLoop):
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
-        # The state keeps the size that it has reached.
+        # The state keeps the size that it has reached, and what fits into it takes no memory.
         reserved = self._slots.pool
         if self.admission:
             self.admission = dataclasses.replace(self.admission, reserved=reserved)
-        for admission in (*filter(None, [self.admission]), *self._more_admissions):
-            own = dataclasses.replace(admission, reserved=reserved)
-            own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
+        if not self._slots.have_room_for(tasks):
+            for admission in self._admissions:
+                own = dataclasses.replace(admission, reserved=reserved)
+                own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._refuse_unfinished_round()
+
+    @property
+    def _admissions(self) -> tuple[Admission, ...]:
+        """What predicts whether something fits into the memory of each kind of replica."""
+        return (*filter(None, [self.admission]), *self._more_admissions)
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Prepares for tasks to be added: rounds that are planned and have not begun are planned

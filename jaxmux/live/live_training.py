@@ -347,7 +347,7 @@ class LiveTraining:
         else:
             raise error
         if self._size:
-            self._size.limit()
+            self._size.note_full(before)
         _log.warning("%s; training goes on with %d of %d slots", error, slots, before.slots)
 
     def save(self, wait: bool = True) -> None:

@@ -22,6 +22,7 @@ from jaxmux.planner.packing import MIN_CHUNK_LEN
 
 from .run_layout import engine_options, load_on, refuse_mesh
 from .server_directory import ServerDirectory
+from .server_memory import server_admissions
 from .server_options import ServerOptions
 from .server_store import ServerStore
 
@@ -79,11 +80,15 @@ def tuning_server(
     own_options = engine_options(options, config, shape, round_tokens=options.most_tokens(shape))
     if options.elastic:
         own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
+    admissions = server_admissions(options, config, own_options)
     with ExitStack() as stack:
         identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
         model = load_on(options.deployment, path, dtype, config)
-        engine = stack.enter_context(closing(Engine(model, own_options)))
+        first, *others = admissions or (None,)
+        engine = stack.enter_context(
+            closing(Engine(model, own_options, first, more_admissions=others))
+        )
         store = stack.enter_context(
             closing(ServerStore(directory, engine.backbone, options.keep_checkpoints, say))
         )

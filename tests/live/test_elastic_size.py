@@ -26,6 +26,8 @@ class FakeEngine:
         self.options = make_live_engine().options
         self.size, self.rounds, self.microbatches_at_once = EngineSize(3, 1), 0, 1
         self.begun = []
+        # The most slots times rows for which there is memory, by prediction and in truth.
+        self.predicted = self.memory = 1000
 
     def compile_ahead(self, size):
         self.begun.append(size)
@@ -35,8 +37,13 @@ class FakeEngine:
     def compile(self):
         self.programs.ready = True
 
+    def refusal_of(self, size):
+        return "no memory" if size.slots * size.rows > self.predicted else None
+
     def resize(self, size, programs):
         assert programs.ready and programs.sizes == (self.size, size)
+        if size.slots * size.rows > self.memory:
+            raise elastic_size.OutOfDeviceMemory("too little memory")
         self.size = size
 
 
@@ -94,21 +101,49 @@ def test_the_next_size_keeps_the_rows(engine):
     assert elastic.adjust(4, 100) and engine.begun == [(6, 4)]
 
 
-def test_a_size_without_memory_is_not_tried_again(engine, monkeypatch, caplog):
-    def full(size, programs):
-        raise elastic_size.OutOfDeviceMemory("too little memory")
-
-    monkeypatch.setattr(engine, "resize", full)
-    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
-    elastic.adjust(9, 100)
-    engine.compile()
-    with caplog.at_level(logging.WARNING, logger="jaxmux"):
-        for _ in range(20):
-            engine.rounds += 1
-            assert not elastic.adjust(9, 100)
+def grow(elastic, engine, tasks, tokens, rounds=20):
+    for _ in range(rounds):
+        engine.rounds += 1
+        elastic.adjust(tasks, tokens)
+        if engine.begun:
             engine.compile()
+
+
+def test_a_size_without_memory_is_not_tried_again(engine, caplog):
+    engine.memory = 6
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        grow(elastic, engine, 9, 100)
     assert [r.message for r in caplog.records] == ["too little memory; the engine keeps 3 slots"]
-    assert engine.begun == [(12, 1)]
+    assert engine.begun == [(12, 1), (6, 1)] and engine.size == (6, 1)
+    assert elastic.short_of_memory
+    # A quarter of the places is wanted.
+    grow(elastic, engine, 1, 100, rounds=1)
+    assert not elastic.short_of_memory
+
+
+def test_it_grows_as_far_as_memory_is_predicted_to_suffice(engine):
+    """More places come before larger microbatches."""
+    engine.predicted = 13
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    grow(elastic, engine, 9, 1000)
+    assert engine.size == (12, 1) and elastic.short_of_memory
+    # Rounds have shown that they need less.
+    engine.predicted = 24
+    grow(elastic, engine, 9, 1000)
+    assert engine.size == (12, 2)
+
+
+def test_a_size_that_ran_out_of_memory_in_a_round_is_not_taken_again(engine):
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    grow(elastic, engine, 9, 100)
+    assert engine.size == (12, 1)
+    engine.size = EngineSize(6, 1)
+    elastic.note_full(EngineSize(12, 1))
+    grow(elastic, engine, 9, 100)
+    assert engine.size == (6, 1) and elastic.short_of_memory
+    grow(elastic, engine, 9, 300)
+    assert engine.size == (6, 4)
 
 
 def test_an_engine_whose_replicas_have_different_shapes_keeps_its_size(engine):

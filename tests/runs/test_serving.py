@@ -1,5 +1,6 @@
 """A server with a watched directory: how it starts, what it prints, and how it ends."""
 
+import dataclasses
 import io
 import json
 import os
@@ -15,15 +16,17 @@ import gin
 import pytest
 from rich.console import Console
 
-from jaxmux import Interrupted, RunDirectoryError
+from jaxmux import Engine, Interrupted, PlanningError, RunDirectoryError, tuning_server
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import DEMO_SERVER_CONFIG, train_options
 from jaxmux.cli.main import run_command
+from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.live import Meter, StateChange, TaskStatus
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import ServerOptions, TenantLimits, serve
 from jaxmux.runs.intake import Intake
 from jaxmux.runs.server_console import ServerConsole
+from jaxmux.runs.serving import with_fewer_places
 from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
 
 from .conftest import POOL, RUN
@@ -168,6 +171,69 @@ def test_an_error_of_training_ends_the_server(backbone, tmp_path, monkeypatch):
             console=quiet,
             every=0.02,
         )
+
+
+def test_a_server_without_memory_goes_on_with_half_of_its_places(
+    served, specify, tmp_path, monkeypatch
+):
+    """Also where it cannot make room by itself, because the train state is lost."""
+    specify("acme/one", steps=12)
+    specify("acme/two", steps=12)
+    inbox, train_round = tmp_path / "inbox", Engine.train_round
+    sizes = []
+
+    def full(engine, *arguments):
+        if engine.size.slots == 2 and engine.rounds >= 4:
+            raise OutOfDeviceMemory("the device ran out of memory")
+        sizes.append(engine.size.slots)
+        return train_round(engine, *arguments)
+
+    def lost(engine):
+        raise OutOfDeviceMemory("the device ran out of memory")
+
+    monkeypatch.setattr(Engine, "train_round", full)
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "resize", lambda *_: lost(None))
+        printed = served(
+            lambda: all(state_of(inbox / "acme" / n) == "succeeded" for n in ("one", "two"))
+        )
+    said = "the device ran out of memory; the server goes on from its last checkpoint with 1 place"
+    assert printed.replace("\n", " ").count(said) == 1
+    assert set(sizes) == {1, 2}
+    status = json.loads(status_file(inbox / "acme" / "two").read_text())
+    assert status["step"] == 12
+
+
+def test_a_single_place_without_memory_is_the_end():
+    tried = []
+
+    def serve_with(options):
+        tried.append(options.reserved_slots)
+        try:
+            raise OutOfDeviceMemory("full")
+        except OutOfDeviceMemory as e:
+            raise RuntimeError("training has ended with an exception") from e
+
+    said = []
+    with pytest.raises(RuntimeError, match="training has ended"):
+        with_fewer_places(serve_with, dataclasses.replace(OPTIONS, reserved_slots=5), said.append)
+    assert tried == [5, 2, 1] and len(said) == 2
+
+
+def test_other_errors_do_not_take_places():
+    def serve_with(options):
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        with_fewer_places(serve_with, OPTIONS, pytest.fail)
+
+
+def test_a_server_that_does_not_fit_is_refused_before_anything_is_loaded(backbone, tmp_path):
+    options = dataclasses.replace(OPTIONS, memory_gib=0.0003, remat="auto")
+    with pytest.raises(PlanningError, match=r"a step of 2 slots of rank 4 .* needs .*, usable are"):
+        with tuning_server(backbone, tmp_path / "server", options):
+            pytest.fail("it has started")
+    assert not (tmp_path / "server").exists()
 
 
 def refusal(backbone, watched, run_dir) -> str:
