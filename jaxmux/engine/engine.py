@@ -192,7 +192,7 @@ class Engine(RoundLoop):
         try:
             self._take_size(size, programs)
         except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
-            if not isinstance(e, OutOfDeviceMemory) and not ran_out_of_memory(e):
+            if not ran_out_of_memory(e):
                 raise
             # If the old size does not fit any more either, the next round says so.
             with suppress(OutOfDeviceMemory):

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from jaxmux.atomic_files import write_atomically
-from jaxmux.errors import Interrupted, OutOfDeviceMemory
+from jaxmux.errors import Interrupted, first_line, ran_out_of_memory
 from jaxmux.live import LiveTraining
 from jaxmux.planner.numbers import numbered
 
@@ -119,9 +119,9 @@ def with_fewer_places(
         try:
             return serve_with(options)
         except RuntimeError as e:
-            if options.reserved_slots == 1 or not isinstance(_cause(e), OutOfDeviceMemory):
+            if options.reserved_slots == 1 or not ran_out_of_memory(_cause(e)):
                 raise
-            problem = str(_cause(e))
+            problem = first_line(_cause(e))
         # The exception is part of a cycle of references that still holds the server's arrays.
         gc.collect()
         options = dataclasses.replace(options, reserved_slots=options.reserved_slots // 2)
