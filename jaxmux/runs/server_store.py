@@ -168,10 +168,7 @@ class ServerStore:
             return
         try:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
-            record = {
-                "tasks": {own.task.name: _fields(own) for own in tasks},
-                "totals": dataclasses.asdict(totals),
-            }
+            record = {"tasks": {own.task.name: _fields(own) for own in tasks}} | _totals(totals)
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
             numbers = self._checkpoints.numbers
@@ -204,6 +201,11 @@ def _fields(own: SavedTask) -> dict[str, Any]:
         "extensions": [list(extension) for extension in own.extensions],
         "begun_tokens": own.begun_tokens,
     }
+
+
+def _totals(totals: Meter) -> dict[str, Any]:
+    """The entry of a checkpoint that tells what all tasks have used."""
+    return {"totals": dataclasses.asdict(totals)}
 
 
 def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:

@@ -15,9 +15,23 @@ from jaxmux.learning_rates import Schedule
 from jaxmux.live import live_training
 from jaxmux.optimizers import AdamW
 from jaxmux.runs import event_log, journal, server_store
+from jaxmux.runs.server import tuning_server
+from jaxmux.runs.server_options import ServerOptions
 
+from .simulated_tasks import OPTIONS
 from .simulated_tasks import make_task as make_kind
-from .test_server_faults import finish, serve, settle, step  # noqa: F401
+from .test_server_faults import finish, settle, step
+
+
+@pytest.fixture(scope="module")
+def serve(backbone):
+    """Opens a server on the tiny backbone."""
+
+    def open_server(folder, said=None, **options):
+        say = [].append if said is None else said.append
+        return tuning_server(backbone, folder, ServerOptions(**OPTIONS | options), say=say)
+
+    return open_server
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +56,13 @@ def updates_of(folder, name):
     return [e for e in events_of(folder) if e["kind"] == "update" and e["task"] == name]
 
 
+def step_until(server, name, seen):
+    """Trains until so many steps of a task have been seen."""
+    step(server)
+    while server.status(name).step < seen:
+        step(server)
+
+
 def assert_totals(server):
     totals, parts = server.totals(), [status.meter for status in server.statuses()]
     for field in dataclasses.fields(totals):
@@ -49,12 +70,9 @@ def assert_totals(server):
         assert getattr(totals, field.name) == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "large"])
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_cancelled_task_has_used_the_same_after_a_crash(
-    kind, damaged, serve, data, tmp_path  # noqa: F811
-):
-    """Also the round that was on its way when it was cancelled, and of a batch without an update."""
+@pytest.mark.parametrize(("kind", "damaged"), [("adamw", False), ("large", True)])
+def test_a_cancelled_task_has_used_the_same_after_a_crash(kind, damaged, serve, data, tmp_path):
+    """With the round that was on its way when it was cancelled, and a batch without an update."""
     folder, said = tmp_path / "server", []
     data = data["long" if kind == "large" else "short"]
     with serve(folder, checkpoint_every=1000) as server:
@@ -89,7 +107,7 @@ def test_a_cancelled_task_has_used_the_same_after_a_crash(
     assert len(said) == 2 * damaged
 
 
-def test_turns_of_a_saved_batch_that_begins_again_count_once(serve, data, tmp_path):  # noqa: F811
+def test_turns_of_a_saved_batch_that_begins_again_count_once(serve, data, tmp_path):
     calm, folder = tmp_path / "calm", tmp_path / "server"
     task = make_kind("large", "a", 3, data["long"])
     with serve(calm) as server:
@@ -98,8 +116,7 @@ def test_turns_of_a_saved_batch_that_begins_again_count_once(serve, data, tmp_pa
         expected = server.status("a").meter
     with serve(folder, checkpoint_every=1000) as server:
         server.register(task)
-        while server.status("a").step < 1:
-            step(server)
+        step_until(server, "a", 1)
         step(server, 2)
         server.save()
         saved = server.status("a").meter
@@ -113,7 +130,7 @@ def test_turns_of_a_saved_batch_that_begins_again_count_once(serve, data, tmp_pa
     assert dataclasses.replace(meter, device_seconds=0.0) == dataclasses.replace(expected, **again)
 
 
-def test_the_totals_survive_forgotten_tasks(serve, data, tmp_path):  # noqa: F811
+def test_the_totals_survive_forgotten_tasks(serve, data, tmp_path):
     folder, used = tmp_path / "server", {}
     with serve(folder, most_ended=1) as server:
         for name in "abc":
@@ -131,7 +148,7 @@ def test_the_totals_survive_forgotten_tasks(serve, data, tmp_path):  # noqa: F81
 
 
 def test_the_steps_of_a_forgotten_task_of_the_same_name_are_not_those_of_a_new_one(
-    serve, data, tmp_path  # noqa: F811
+    serve, data, tmp_path
 ):
     folder = tmp_path / "server"
     with serve(folder, most_ended=1) as server:
@@ -168,7 +185,7 @@ class Follower:
             self.events += [json.loads(line) for line in self.file]
 
 
-def test_events_stay_bounded_and_can_be_followed(serve, data, tmp_path):  # noqa: F811
+def test_events_stay_bounded_and_can_be_followed(serve, data, tmp_path):
     folder, told = tmp_path / "server", []
     with serve(folder, events_bytes=3000) as server:
         tell = server._store.tell
@@ -192,7 +209,7 @@ def test_events_stay_bounded_and_can_be_followed(serve, data, tmp_path):  # noqa
     assert events_of(folder)[-1] != kept[-1]
 
 
-def test_steps_in_files_that_were_set_aside_are_known(serve, data, tmp_path):  # noqa: F811
+def test_steps_in_files_that_were_set_aside_are_known(serve, data, tmp_path):
     folder = tmp_path / "server"
     with serve(folder, checkpoint_every=1000, events_bytes=1000) as server:
         server.register(make_kind("adamw", "a", 7, data["short"]))
@@ -238,7 +255,7 @@ def test_a_file_that_cannot_be_set_aside_goes_on(broken, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def extended(serve, cosine, adapter_bytes, tmp_path_factory):  # noqa: F811
+def extended(serve, cosine, adapter_bytes, tmp_path_factory):
     """Extends a task to 12 steps when so many updates have been seen, and trains it to its end;
     returns the learning rates and the adapter."""
 
@@ -246,8 +263,7 @@ def extended(serve, cosine, adapter_bytes, tmp_path_factory):  # noqa: F811
         folder = tmp_path_factory.mktemp("calm") / "server"
         with serve(folder) as server:
             server.register(cosine)
-            while server.status("a").step < seen:
-                step(server)
+            step_until(server, "a", seen)
             server.extend("a", 12)
             finish(server)
         return rates_of(folder), adapter_bytes(folder / "adapters" / "a")
@@ -262,11 +278,11 @@ def rates_of(folder):
 
 @pytest.mark.parametrize("seen", [3, 5])
 def test_an_extension_takes_effect_at_the_same_step_after_a_crash(
-    seen, serve, cosine, extended, adapter_bytes, tmp_path  # noqa: F811
+    seen, serve, cosine, extended, adapter_bytes, tmp_path
 ):
     """After 5 updates the last one of the shorter schedule has been dispatched."""
     rates, adapter = extended(seen)
-    assert len(set(rates.values())) == 12
+    assert sorted(rates) == list(range(1, 13))
     folder, copies = tmp_path / "server", []
     with serve(folder, checkpoint_every=1000) as server:
         server.register(cosine)
@@ -274,8 +290,7 @@ def test_an_extension_takes_effect_at_the_same_step_after_a_crash(
         server.save()
         settle(server)
         assert server.status("a").step < seen
-        while server.status("a").step < seen:
-            step(server)
+        step_until(server, "a", seen)
         server.extend("a", 12)
         step(server)
         copies.append(crashed(folder, tmp_path))
@@ -294,7 +309,7 @@ def test_an_extension_takes_effect_at_the_same_step_after_a_crash(
 
 
 def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
-    serve, cosine, extended, data, adapter_bytes, tmp_path, monkeypatch  # noqa: F811
+    serve, cosine, extended, data, adapter_bytes, tmp_path, monkeypatch
 ):
     """Task a is copied first, and extended before the checkpoint has been written."""
     monkeypatch.setattr(live_training, "_COPIED_AT_ONCE", 1)
@@ -303,7 +318,8 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
         server.register(cosine)
         server.register(make_kind("adamw", "b", 30, data["short"]))
         server.register(make_kind("adamw", "c", 30, data["short"]))
-        while not server._saving or server.status("a").step < 2:
+        step_until(server, "a", 2)
+        while not server._saving:
             step(server)
         seen, copied = server.status("a").step, server._saving["a"].progress.step
         server.extend("a", 12)
@@ -320,7 +336,7 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
     assert adapter_bytes(copy / "adapters" / "a") == adapter
 
 
-def test_a_folder_of_an_earlier_version_is_opened(serve, cosine, tmp_path, monkeypatch):  # noqa: F811
+def test_a_folder_of_an_earlier_version_is_opened(serve, cosine, tmp_path, monkeypatch):
     """Its commands and checkpoints tell neither steps of extensions nor totals."""
     fields, line = server_store._fields, journal._line
 
@@ -345,7 +361,9 @@ def test_a_folder_of_an_earlier_version_is_opened(serve, cosine, tmp_path, monke
             server.cancel("b")
             step(server)
             copy = crashed(folder, tmp_path)
-    for path in itertools.chain(*(copy.glob(pattern) for pattern in ("journal/*", "checkpoints/*/run/*"))):
+    for path in itertools.chain(
+        *(copy.glob(pattern) for pattern in ("journal/*", "checkpoints/*/run/*"))
+    ):
         text = path.read_text(errors="replace")
         assert not any(word in text for word in ('"at"', "extensions", "totals", "held_out_tokens"))
     with serve(copy) as server:
