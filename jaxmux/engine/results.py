@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,19 +41,22 @@ class DispatchedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedTurns:
-    """The turns of a round whose global batches go on in the following round.
+    """The turns of a round whose global batches go on in the following round; or what has been
+    trained of a round that had begun and is forgotten.
 
     Attributes:
       plan: the round.
       tasks: by slot number, the tasks.
       left: by slot number, the tasks that had left when the round had begun.
       marker: arrays that are ready when the round has ended, from `Executor.marker`.
+      ended: indices of the microbatches that have been trained of a forgotten round; else None.
     """
 
     plan: RoundPlan
     tasks: Mapping[int, Slot]
     left: Mapping[int, Slot]
-    marker: Any
+    marker: Any = ()
+    ended: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,12 +195,22 @@ class Results:
             self._fetched.append(done)
 
     def _record_turns(self, turns: DispatchedTurns) -> None:
-        plan = turns.plan
+        plan, whole, microbatches = turns.plan, turns.plan.steps, turns.plan.microbatches
+        if turns.ended is not None:
+            # Turns that have been trained as a whole are not planned again.
+            whole = plan.trained_turns(turns.ended)
+            microbatches = [microbatches[i] for i in turns.ended]
+
+        def trained(number: int) -> int:
+            return sum(own.trained_tokens.get(number, 0) for own in microbatches)
+
         for number, slot in turns.tasks.items():
-            self.computed.count(number, slot, plan)
+            if number in whole:
+                self.computed.count(number, slot, plan)
+            else:
+                self.computed.count_part(slot, plan.steps[number], trained(number))
         for number, slot in turns.left.items():
-            tokens = sum(own.tokens.get(number, 0) for own in plan.microbatches)
-            self.computed.count_in_vain(slot, plan.steps[number], tokens)
+            self.computed.count_in_vain(slot, plan.steps[number], trained(number))
 
     def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:
         for number, slot in evaluation.tasks.items():

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
 from .size_ahead import SizeAhead
-from .slots import Slots
+from .slots import Slot, Slots
 from .stored_state import StoredState
 from .updates import DueUpdates, no_updates
 
@@ -192,6 +193,8 @@ class RoundLoop:
             except OutOfDeviceMemory:
                 # No program fits any more, and the accumulators are empty. (If an earlier round has
                 # failed, its results raise this again.)
+                with suppress(OutOfDeviceMemory):
+                    self._fetch()
                 self._lose_gradients()
                 raise
             finally:
@@ -230,7 +233,7 @@ class RoundLoop:
         """Takes note of the turns of a dispatched round whose global batches go on, or whose tasks
         have left."""
         tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
-        left = {n: slot for n, slot in self._slots.left.items() if n in plan.steps}
+        left = self._left_in(plan)
         if not plan.ends:
             # No update has waited for the round before.
             self._fetch()
@@ -260,21 +263,14 @@ class RoundLoop:
             position.settle(ended)
 
     def _count_ended(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
-        """Counts what has been trained of a round that is forgotten. Turns that have been trained
-        as a whole are not planned again if their global batches go on."""
-        if not ended:
-            return
-        whole, computed, left = plan.trained_turns(ended), self._results.computed, self._slots.left
-        for number, step in plan.steps.items():
-            microbatches = [plan.microbatches[i] for i in ended]
-            if number in self._slots and number in whole:
-                computed.count(number, self._slots[number], plan)
-            elif number in self._slots:
-                tokens = sum(own.trained_tokens.get(number, 0) for own in microbatches)
-                computed.count_part(self._slots[number], step, tokens)
-            elif number in left:
-                tokens = sum(own.tokens.get(number, 0) for own in microbatches)
-                computed.count_in_vain(left[number], step, tokens)
+        """Takes note of what has been trained of a round that is forgotten."""
+        if ended:
+            tasks = {n: self._slots[n] for n in plan.steps if n in self._slots}
+            self._results.add(DispatchedTurns(plan, tasks, self._left_in(plan), ended=ended))
+
+    def _left_in(self, plan: RoundPlan) -> dict[int, Slot]:
+        """By slot number, the tasks of a round that have left."""
+        return {n: slot for n, slot in self._slots.left.items() if n in plan.steps}
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
