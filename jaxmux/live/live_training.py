@@ -209,7 +209,8 @@ class LiveTraining:
         return self._command("set_priority", name, _integer("priority", priority))
 
     def extend(self, name: str, steps: int) -> Future[None]:
-        """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
+        """Lets a task train more steps. The updates that have not been dispatched follow a
+        learning-rate schedule that spreads over all of them.
 
         Args:
           name: name of the task.
