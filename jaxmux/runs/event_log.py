@@ -1,6 +1,7 @@
 """The events of a server, as lines of events.jsonl."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +56,7 @@ class EventLog:
             1970. Earlier events belong to other tasks of the same names.
         """
         steps: dict[str, int] = {}
-        for line in self._lines():
+        for line in self._lines(min(registered.values(), default=math.inf)):
             try:
                 event = json.loads(line)
                 since = registered.get(event["task"])
@@ -132,8 +133,10 @@ class EventLog:
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"events.{number}.jsonl")
 
-    def _lines(self) -> Iterator[bytes]:
-        """The lines of all files, from the oldest on."""
+    def _lines(self, since: float) -> Iterator[bytes]:
+        """The lines of all files that were changed since then, from the oldest on."""
         for path in (*map(self._numbered, self._numbers()), self._path):
-            with path.open("rb") as file:
-                yield from file
+            # File systems may round times down, by up to two seconds.
+            if path.stat().st_mtime >= since - 2:
+                with path.open("rb") as file:
+                    yield from file

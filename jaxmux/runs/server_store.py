@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskProgress
 from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
+from jaxmux.live.states import ENDED
 from jaxmux.models import Backbone
 from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
 from jaxmux.sharding import PlacedBackbone
@@ -97,7 +98,8 @@ class ServerStore:
         # not completed or are damaged. The next commands come after those in all of them.
         self._number = max([number, *segments])
         self._journal.begin(self._number)
-        registered = {own.task.name: own.history[0].time for own in saved}
+        goes_on = (own for own in saved if own.history[-1].state not in ENDED)
+        registered = {own.task.name: own.history[0].time for own in goes_on}
         registered |= {own.task: own.time for own in commands if own.kind == "register"}
         return Kept(saved, commands, totals, self._events.reached(registered))
 
