@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxmux.engine import PreparedTask, SuspendedTask, TaskProgress
+from jaxmux.engine import ComputedTurn, PreparedTask, SuspendedTask, TaskProgress
 from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
-from .saved_task import SavedTask
+from .saved_task import Extension, SavedTask
 from .states import ENDED, FOLLOWING, RUNNING, SUCCEEDED, StateChange
 
 
@@ -53,7 +53,7 @@ class LiveTask:
     """A task that comes and goes. Only the thread that owns the engine reads and changes it.
 
     Attributes:
-      task: the task as it was registered, or as it was extended.
+      task: the task as it was registered.
       priority: its priority; tasks of higher numbers go first.
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
@@ -70,6 +70,8 @@ class LiveTask:
       meter: what the task has used.
       passes: number of later tasks of its priority that have begun before it.
       reached: number of steps that it had trained before training was started again.
+      extensions: the commands that have extended it, as `SavedTask.extensions`.
+      counted: index of the last global batch of which tokens have been counted, and their number.
     """
 
     task: Task
@@ -87,6 +89,8 @@ class LiveTask:
     meter: Meter = dataclasses.field(default_factory=Meter)
     passes: int = 0
     reached: int = 0
+    extensions: list[Extension] = dataclasses.field(default_factory=list)
+    counted: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, saved: SavedTask) -> "LiveTask":
@@ -103,6 +107,8 @@ class LiveTask:
             meter=saved.meter,
             passes=saved.passes,
             reached=saved.reached,
+            extensions=list(saved.extensions),
+            counted=(saved.progress.step if saved.progress else 0, saved.begun_tokens),
         )
 
     @property
@@ -157,7 +163,7 @@ class LiveTask:
         """Takes the data of the task.
 
         Args:
-          prepared: the task as it was when its data began to be read.
+          prepared: the task as it was registered.
 
         Raises:
           TaskError: the task has begun with other data.
@@ -170,30 +176,53 @@ class LiveTask:
                 "task for them"
             )
         self.fingerprints = found
-        extended_to = self.steps if self.steps not in (None, prepared.steps) else None
+        for extension in self.extensions:
+            prepared = prepared.extended(extension.steps, extension.step)
         self.prepared, self.steps = prepared, prepared.steps
-        if extended_to:
-            self.extend(extended_to)
         if self.saved_arrays:
             self.suspended = SuspendedTask.of(self.prepared, self.progress, self.saved_arrays)
             self.saved_arrays = None
 
-    def extend(self, steps: int) -> None:
+    def extend(self, steps: int, at: int) -> None:
         """Lets the task train another number of steps, wherever it is but in the engine.
 
         Args:
           steps: the number of steps.
+          at: number of updates that are dispatched before the longer schedule begins.
         """
-        self.task = dataclasses.replace(self.task, steps=steps, epochs=None)
+        # Extensions that were to have effect later have none.
+        kept = [own for own in self.extensions if own.step < at]
+        self.extensions = [*kept, Extension(at, steps)]
         self.steps = steps
         if self.prepared:
-            self.prepared = self.prepared.extended(steps)
+            self.prepared = self.prepared.extended(steps, at)
         if self.suspended:
             self.suspended.slot.prepared = self.prepared
         progress = self.progress
         if progress and progress.status == SUCCEEDED and progress.stopped_early is None:
             # It lost its place when its last step had been dispatched, and has more steps now.
             progress.status = RUNNING
+
+    def counted_of(self, step: int) -> int:
+        """Number of tokens of a global batch that have been counted.
+
+        Args:
+          step: index of the global batch, not smaller than that of one that has been counted.
+        """
+        counted_step, tokens = self.counted
+        return tokens if counted_step == step else 0
+
+    def count(self, turn: ComputedTurn, totals: Meter) -> None:
+        """Counts what has been computed of a global batch of the task.
+
+        Args:
+          turn: what has been computed.
+          totals: the meter of all tasks together.
+        """
+        counted, again = self.counted_of(turn.step), turn.step < self.reached
+        for meter in (self.meter, totals):
+            meter.add_turn(turn, counted, again)
+        self.counted = turn.step, max(counted, turn.before + turn.tokens)
 
     def saved(self, arrays: Callable[[], SlotArrays] | None) -> SavedTask:
         """The task as it is saved now.
@@ -203,18 +232,21 @@ class LiveTask:
         """
         if self.suspended:
             arrays = self.suspended.with_best()
+        step = self.progress.step if self.progress else 0
         return SavedTask(
             self.task,
             self.priority,
             self.arrival,
             self.passes,
             tuple(self.history),
-            dataclasses.replace(self.meter),
+            self.meter.copy(),
             self.fingerprints,
             dataclasses.replace(self.progress) if self.progress else None,
             None if self.ended else arrays or self.saved_arrays,
-            max(self.reached, self.progress.step if self.progress else 0),
+            max(self.reached, step),
             self.steps,
+            tuple(self.extensions),
+            self.counted_of(step),
         )
 
     def saved_again(self, before: SavedTask) -> SavedTask:
@@ -224,12 +256,12 @@ class LiveTask:
           before: the task as it was copied.
         """
         return before._replace(
-            task=self.task,
             priority=self.priority,
             passes=self.passes,
             history=tuple(self.history),
             reached=max(before.reached, self.progress.step),
             steps=self.steps,
+            extensions=tuple(self.extensions),
         )
 
     def status(self) -> TaskStatus:
@@ -247,6 +279,6 @@ class LiveTask:
             progress.eval_loss if measured else progress.eval_loss_first,
             progress.best_step,
             self.share if self.state == RUNNING else 0.0,
-            dataclasses.replace(self.meter),
+            self.meter.copy(),
             tuple(self.history),
         )

@@ -3,15 +3,15 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
+from jaxmux.engine import Computed, Engine, PreparedTask, TaskProgress, TaskUpdate
 from jaxmux.errors import first_line
 from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.tasks import Task, TaskError
 
-from .commands import Command
+from .commands import At, Command
 from .live_task import LiveTask
-from .meter import shares_of
+from .meter import Meter, shares_of
 from .saved_task import SavedTask
 from .states import CANCELLED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCEEDED, StateChange
 
@@ -24,6 +24,9 @@ class LiveTasks:
 
     Attributes:
       changed: whether the choice of the tasks that train has to be made anew.
+      totals: what all tasks have used together, those included that are not known any more. It is
+        counted by itself, and equals the sum of their meters.
+      used_since: names of the tasks that have used more since their ends were kept.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class LiveTasks:
           most_ended: number of tasks that are known after their end.
         """
         self.changed = False
+        self.totals, self.used_since = Meter(), set()
         self._engine, self._prepare, self._export = engine, prepare, export
         self._show, self._clock = show, clock
         self._forget, self._most_ended = forget, most_ended
@@ -84,6 +88,10 @@ class LiveTasks:
             return
         if own is None:
             raise TaskError(f"task {name!r}: there is no such task")
+        if command.kind == "used":
+            if not own.ended:
+                raise TaskError(f"task {name!r}: it goes on, and uses the same again")
+            return
         if own.ended:
             raise TaskError(f"task {name!r}: it has ended ({own.state})")
         if command.kind == "resume" and own.state != PAUSED:
@@ -94,8 +102,27 @@ class LiveTasks:
             if own.steps is not None and command.value <= own.steps:
                 raise TaskError(f"task {name!r}: it has {own.steps} steps already")
 
+    def with_at(self, command: Command) -> Command:
+        """The command, with where its task is now; one that registers a task is returned as it is.
+
+        Args:
+          command: a command that `check` permits.
+        """
+        if command.kind == "register":
+            return command
+        own = self[command.task]
+        if own.progress is None:
+            step = 0
+        elif own.state == RUNNING or own.suspended:
+            step = self._engine.steps_dispatched(own.suspended or own.name)
+        else:
+            step = own.progress.step
+        return command._replace(at=At(step, own.meter.copy()))
+
     def carry_out(self, command: Command, arrival: int) -> None:
-        """Carries out a command that `check` permits.
+        """Carries out a command that `check` permits, perhaps once more after training was started
+        again. A task that ends has used then what it had used the first time, and a task that is
+        extended trains with its shorter schedule up to the same step.
 
         Args:
           command: the command.
@@ -109,7 +136,13 @@ class LiveTasks:
             self._read_data(own)
             self._show(own)
             return
-        own = self._tasks[command.task]
+        own, at = self._tasks[command.task], command.at or self.with_at(command).at
+        if command.kind in ("cancel", "used"):
+            self.totals.replace(own.meter, at.meter)
+            own.meter = at.meter.copy()
+        if command.kind == "used":
+            self._show(own)
+            return
         self.changed = True
         if command.kind == "cancel":
             if own.state == RUNNING:
@@ -126,7 +159,7 @@ class LiveTasks:
             own.priority = command.value
             self._show(own)
         else:
-            self._extend(own, command.value)
+            self._extend(own, command.value, at.step)
 
     def restore(self, saved: SavedTask) -> None:
         """Adds a task as it was saved. If it has not ended, its data are read again.
@@ -210,30 +243,39 @@ class LiveTasks:
         self.changed = True
 
     def take_results(
-        self, updates: Sequence[TaskUpdate], computed: Mapping[str, int], seconds: float
+        self, updates: Sequence[TaskUpdate], computed: Computed, seconds: float
     ) -> None:
         """Meters what has been trained, and ends the tasks whose training has ended with it. The
         tasks that ended longest ago are forgotten.
 
         Args:
           updates: the updates.
-          computed: by name of the task, the number of tokens that have been computed.
-          seconds: the time that the devices have spent on them.
+          computed: what has been computed.
+          seconds: the time that the devices have spent on it.
         """
+        for turn in computed.turns:
+            self[turn.task].count(turn, self.totals)
         for update in updates:
-            own = self[update.task]
-            own.meter.add(update, again=update.task_step <= own.reached)
-        for name, share in shares_of(computed).items():
+            for meter in (self[update.task].meter, self.totals):
+                meter.add_update(update)
+        for name, tokens in computed.held_out.items():
+            self[name].meter.held_out_tokens += tokens
+        self.totals.held_out_tokens += sum(computed.held_out.values())
+        self.totals.device_seconds += seconds
+        for name, share in shares_of(computed.by_task).items():
             self[name].share = share
             self[name].meter.device_seconds += share * seconds
+            if self[name].ended:
+                self.used_since.add(name)
         for name in self._engine.names:
             progress = self._engine.progress(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
-        # No result of a task that has ended is still on its way, so its name may be used again.
-        while len(self._ended) > self._most_ended:
+        # A name may be used again when no result of its task is still on its way.
+        while len(self._ended) > self._most_ended and self._ended[0] not in self._engine.awaited:
             name = self._ended.popleft()
             del self._tasks[name]
+            self.used_since.discard(name)
             self._forget(name)
 
     @property
@@ -283,10 +325,10 @@ class LiveTasks:
             [self[name].batch_tokens for name in names], options.shape, options.round_tokens
         )
 
-    def _extend(self, own: LiveTask, steps: int) -> None:
+    def _extend(self, own: LiveTask, steps: int, at: int) -> None:
         if own.state == RUNNING:
             self._engine.extend(own.name, steps)
-        own.extend(steps)
+        own.extend(steps, at)
         self._show(own)
 
     def _start(self, own: LiveTask) -> None:

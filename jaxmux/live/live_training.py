@@ -19,6 +19,7 @@ from .elastic_size import ElasticSize
 from .events import Event, EventStream
 from .live_task import LiveTask, TaskStatus
 from .live_tasks import LiveTasks
+from .meter import Meter
 from .preparation import Preparation
 from .saved_task import SavedTask
 from .states import RUNNING, SUCCEEDED
@@ -56,6 +57,7 @@ class LiveTraining:
         store: Store | None = None,
         saved: Sequence[SavedTask] = (),
         commands: Sequence[Command] = (),
+        totals: Meter | None = None,
         reached: Mapping[str, int] = MappingProxyType({}),
         save_every: int = 50,
         prepared_at_once: int = 2,
@@ -75,6 +77,7 @@ class LiveTraining:
           store: keeps commands, tasks and adapters; None keeps them in memory.
           saved: the tasks of an earlier training, as its store has kept them.
           commands: what its store has recorded since then; they are carried out again.
+          totals: what all of its tasks had used when these were saved; None for their sum.
           reached: by name, the number of steps that tasks are known to have trained there.
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time.
@@ -117,6 +120,9 @@ class LiveTraining:
         )
         for own in saved:
             self._tasks.restore(own)
+            self._tasks.totals.replace(Meter(), own.meter)
+        if totals is not None:
+            self._tasks.totals = totals.copy()
         self._arrivals = 1 + max((own.arrival for own in saved), default=-1)
         for command in commands:
             with suppress(TaskError):
@@ -125,6 +131,7 @@ class LiveTraining:
             self._arrivals += 1
         for own in self._tasks:
             own.reached = max(own.reached, reached.get(own.name, 0))
+        self._totals = self._tasks.totals.copy()
         # Whether anything has changed since the tasks were saved, and the round of that moment.
         self._unsaved = bool(commands)
         self._saved_at = engine.rounds
@@ -202,7 +209,8 @@ class LiveTraining:
         return self._command("set_priority", name, _integer("priority", priority))
 
     def extend(self, name: str, steps: int) -> Future[None]:
-        """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
+        """Lets a task train more steps. The updates that have not been dispatched follow a
+        learning-rate schedule that spreads over all of them.
 
         Args:
           name: name of the task.
@@ -232,6 +240,12 @@ class LiveTraining:
         """What can be seen of all tasks, in the order in which they were registered."""
         with self._lock:
             return list(self._statuses.values())
+
+    def totals(self) -> Meter:
+        """What all tasks have used together, as of the last end of a round: those that this
+        training knows, and those that it has forgotten."""
+        with self._lock:
+            return self._totals.copy()
 
     def events(self) -> Iterator[Event]:
         """Iterates over what happens from now on. The iterator waits for further events until
@@ -391,7 +405,10 @@ class LiveTraining:
             own.saved_again(self._saving[own.name]) if own.state == RUNNING else own.saved(None)
             for own in self._tasks
         ]
-        self._unsaved = not self._store.save(tasks, wait)
+        totals = self._tasks.totals.copy()
+        for own, saved in zip(self._tasks, tasks, strict=True):
+            totals.replace(own.meter, saved.meter)
+        self._unsaved = not self._store.save(tasks, totals, wait)
         self._saving, self._saved_at = None, self._engine.rounds
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
@@ -424,14 +441,15 @@ class LiveTraining:
                 future.set_exception(e)
             else:
                 permitted.append((command, future))
+        recorded = [self._tasks.with_at(command) for command, _ in permitted]
         try:
-            if permitted:
-                self._store.record([command for command, _ in permitted])
+            if recorded:
+                self._store.record(recorded)
         except OSError as e:
             for _, future in permitted:
                 future.set_exception(e)
             return
-        for command, future in permitted:
+        for command, (_, future) in zip(recorded, permitted, strict=True):
             self._unsaved = True
             self._tasks.carry_out(command, self._arrivals)
             future.set_result(None)
@@ -439,10 +457,12 @@ class LiveTraining:
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
         """Enters the results of updates."""
         now, seconds = time.monotonic(), 0.0
-        computed = self._engine.take_computed_tokens()
-        if computed:
+        computed = self._engine.take_computed()
+        if computed.turns:
+            self._round_tokens = sum(turn.tokens for turn in computed.turns)
+        by_task = computed.by_task
+        if by_task:
             self._unsaved = True
-            self._round_tokens = sum(computed.values())
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
         told = [("update", update) for update in updates]
@@ -453,9 +473,22 @@ class LiveTraining:
             self._tell(done.task, kind, fields)
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
-        for name in {*computed, *(done.task for _, done in told)}:
+        self._keep_used()
+        for name in {*by_task, *(done.task for _, done in told)}:
             if name in self._tasks:
                 self._show(self._tasks[name])
+        with self._lock:
+            self._totals = self._tasks.totals.copy()
+
+    def _keep_used(self) -> None:
+        """Keeps what tasks have used since their ends were kept. What cannot be kept is tried again
+        after the next round."""
+        now = self._clock()
+        used = [Command("used", name, None, now) for name in sorted(self._tasks.used_since)]
+        with suppress(OSError):
+            if used:
+                self._store.record([self._tasks.with_at(command) for command in used])
+            self._tasks.used_since.clear()
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""

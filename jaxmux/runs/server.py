@@ -55,8 +55,8 @@ def tuning_server(
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
         may begin with "jaxmux:" for a folder that ships with jaxmux.
       folder: folder of the server. It gets adapters/<task> (Hugging Face PEFT folders of the tasks
-        that have succeeded), events.jsonl, checkpoints, journal (the commands since then) and
-        server.json (the record of what is served).
+        that have succeeded), events.jsonl and the events.<n>.jsonl before it, checkpoints, journal
+        (the commands since then) and server.json (the record of what is served).
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
       say: function that prints one line; it is told of damaged checkpoints, and of what cannot be
         written.
@@ -90,7 +90,15 @@ def tuning_server(
             closing(Engine(model, own_options, first, more_admissions=others))
         )
         store = stack.enter_context(
-            closing(ServerStore(directory, engine.backbone, options.keep_checkpoints, say))
+            closing(
+                ServerStore(
+                    directory,
+                    engine.backbone,
+                    options.keep_checkpoints,
+                    say,
+                    options.events_bytes,
+                )
+            )
         )
         kept = store.read()
         live = LiveTraining(
@@ -99,6 +107,7 @@ def tuning_server(
             store=store,
             saved=kept.saved,
             commands=kept.commands,
+            totals=kept.totals,
             reached=kept.reached,
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmux.atomic_files import write_atomically
 
+from .event_log import EVENTS_SET_ASIDE
 from .folder_lock import FolderLock, FolderLockError
 from .run_directory import RunDirectoryError
 
@@ -77,16 +78,17 @@ class ServerDirectory:
         self._lock.close()
 
     def _open(self, identity: dict[str, Any]) -> None:
-        found = [name for name in _OWN if os.path.lexists(self.path / name)]
+        present = os.listdir(self.path)
+        found = [name for name in present if name in _OWN or EVENTS_SET_ASIDE.fullmatch(name)]
         for name in found:
-            path = self.path / name
-            if path.is_symlink() or path.is_dir() != _OWN[name]:
-                kind = "folder" if _OWN[name] else "file"
+            path, is_folder = self.path / name, _OWN.get(name, False)
+            if path.is_symlink() or path.is_dir() != is_folder:
+                kind = "folder" if is_folder else "file"
                 raise self._error(f"{name} should be a {kind} and no link; move it away")
         record = self.path / "server.json"
         if "server.json" in found:
             self._refuse_other(record, identity)
-        elif others := sorted(set(os.listdir(self.path)) - {".lock", ".server.json.partial"}):
+        elif others := sorted(set(present) - {".lock", ".server.json.partial"}):
             raise self._error(
                 f"holds {', '.join(others[:3])} but no server.json, so it may be somebody else's; "
                 "choose another folder"

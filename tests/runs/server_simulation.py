@@ -79,7 +79,7 @@ class Simulation(SimulatedServer):
         self._start()
         self._model.check_end(self._live, self._folder, self._adapter_bytes)
         self._close()
-        assert damaged_lines(self._folder / "events.jsonl") <= self._tears
+        assert damaged_lines(self._folder) <= self._tears
 
     # Operations. Each is chosen by its name without the underscore.
 
@@ -189,7 +189,7 @@ class Simulation(SimulatedServer):
                 getattr(self._live, kind)(name, *([] if value is None else [value]))
         journal = self._live._store._journal
         before = journal._length
-        self._disk.allowed = self.random.randrange(400)
+        self._disk.allowed = self.random.randrange(1200)
         if not permitted or journal._file < 0:
             self._disk.allowed = None
             return self._crash()

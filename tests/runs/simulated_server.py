@@ -63,7 +63,7 @@ class SimulatedServer:
         self._backbone, self._data = backbone, data
         self._pools, self._meshes = pools, meshes
         self._adapter_bytes, self._files = adapter_bytes, folder
-        self._model = ServerModel(calm, same_bits=pools is POOLS)
+        self._model = ServerModel(calm, same_bits=pools is POOLS, whole_turns=not any(meshes))
         self._disk = SimulatedDisk(monkeypatch, folder)
         self._images = 0
         self._folder = folder / "server0"
@@ -127,6 +127,7 @@ class SimulatedServer:
         """Lets the present server end. Nothing is saved, because nobody runs `LiveTraining.run`."""
         context, self._context = self._context, None
         if context:
+            self._model.unkept |= self._live._tasks.used_since
             context.__exit__(None, None, None)
 
     def _restart(self) -> None:
