@@ -12,8 +12,9 @@ class Command(NamedTuple):
     Attributes:
       kind: what is to be done: "register", "cancel", "pause", "resume", "set_priority" or "extend".
       task: name of the task.
-      value: what the kind needs: for "register", the `Task` and its priority; for "set_priority",
-        the priority; for "extend", the number of steps; else None.
+      value: what the kind needs: for "register", the `Task`, its priority and its files, from
+        `file_identities`; for "set_priority", the priority; for "extend", the number of steps; else
+        None.
       time: when it was given, in seconds since 1970.
     """
 

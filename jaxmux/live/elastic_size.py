@@ -63,6 +63,15 @@ class ElasticSize:
             self._compiled(_larger(size, self._fitting(size.slots + 1, rows)))
         return False
 
+    @property
+    def growing(self) -> int | None:
+        """Number of slots of the larger size for which programs are being compiled; None if there
+        is none."""
+        if self._ahead is None or self._ahead.ready:
+            return None
+        _, size = self._ahead.sizes
+        return size.slots if size.slots > self._engine.size.slots else None
+
     def limit(self) -> None:
         """Lets the present size be the largest one, because there is no memory for more."""
         self._most = self._needed = self._engine.size

@@ -10,6 +10,7 @@ from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
+from .preparation import Reading
 from .saved_task import SavedTask
 from .states import ENDED, FOLLOWING, RUNNING, SUCCEEDED, StateChange
 
@@ -58,7 +59,10 @@ class LiveTask:
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
       prepared: the task with its data; None until they have been read, and after its end.
-      preparing: whether its data are being read.
+      reading: the reading of its data; None if they are neither being read nor about to be.
+      files: its files at the time of its registration, from `file_identities`; empty when its data
+        have been read.
+      note: what has brought it into its present state; it is told with every reason there.
       steps: number of steps that it is to train; None if that depends on data that have not been
         read.
       fingerprints: hashes of its data; empty until they have been read.
@@ -77,7 +81,9 @@ class LiveTask:
     arrival: int
     history: list[StateChange]
     prepared: PreparedTask | None = None
-    preparing: bool = False
+    reading: Reading | None = None
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str | None = None
     steps: int | None = None
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suspended: SuspendedTask | None = None
@@ -103,6 +109,7 @@ class LiveTask:
             meter=saved.meter,
             passes=saved.passes,
             reached=saved.reached,
+            files=saved.files,
         )
 
     @property
@@ -126,21 +133,29 @@ class LiveTask:
         return round(self.task.batch_size * total / len(samples))
 
     @property
+    def _paths(self) -> str:
+        return ", ".join(data.path for data in (self.task.data, self.task.eval_data) if data)
+
+    @property
     def ended(self) -> bool:
         """Whether the task never trains again."""
         return self.state in ENDED
 
-    def enter(self, state: str, reason: str | None, time: float) -> bool:
+    def enter(self, state: str, reason: str | None, time: float, note: str | None = None) -> bool:
         """Enters a state, or replaces the reason of the present one.
 
         Args:
           state: the state.
           reason: why, in words.
           time: seconds since 1970.
+          note: what has brought it into the state, if that is to be told with every reason there.
 
         Returns:
           Whether anything has changed.
         """
+        if note or state != self.state:
+            self.note = note
+        reason = "; ".join(filter(None, (self.note, reason))) or None
         if (state, reason) == (self.state, self.reason):
             return False
         if state == self.state:
@@ -160,16 +175,18 @@ class LiveTask:
           prepared: the task as it was when its data began to be read.
 
         Raises:
-          TaskError: the task has begun with other data.
+          TaskError: these are not the data that were read before.
         """
         found = prepared.fingerprints
         changed = [what for what, old in self.fingerprints.items() if found.get(what) != old]
-        if changed and self.progress:
+        if changed:
+            since = "since the task began" if self.progress else "after the task was registered"
             raise TaskError(
-                f"the {' and the '.join(changed)} changed since the task began; register another "
-                "task for them"
+                f"the {' and the '.join(changed)} changed {since} ({self._paths}); register "
+                "another task for them"
             )
-        self.fingerprints = found
+        # From now on the fingerprints tell whether the data are the same.
+        self.fingerprints, self.files = found, {}
         extended_to = self.steps if self.steps not in (None, prepared.steps) else None
         self.prepared, self.steps = prepared, prepared.steps
         if extended_to:
@@ -215,6 +232,7 @@ class LiveTask:
             None if self.ended else arrays or self.saved_arrays,
             max(self.reached, self.progress.step if self.progress else 0),
             self.steps,
+            self.files,
         )
 
     def saved_again(self, before: SavedTask) -> SavedTask:

@@ -1,6 +1,7 @@
 """What a live training saves of a task."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxmux.engine import TaskProgress
@@ -28,6 +29,8 @@ class SavedTask(NamedTuple):
       reached: number of steps that it is known to have trained, some of them perhaps after it was
         saved.
       steps: number of steps that it is to train; None if that is not known yet.
+      files: its files at the time of its registration, from `file_identities`; empty if its data
+        have been read.
     """
 
     task: Task
@@ -41,3 +44,4 @@ class SavedTask(NamedTuple):
     arrays: Callable[[], SlotArrays] | None
     reached: int = 0
     steps: int | None = None
+    files: Mapping[str, str] = MappingProxyType({})

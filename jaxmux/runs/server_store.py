@@ -191,6 +191,7 @@ def _fields(own: SavedTask) -> dict[str, Any]:
         "progress": own.progress and own.progress.to_json(),
         "reached": own.reached,
         "steps": own.steps,
+        "files": dict(own.files),
     }
 
 
@@ -212,4 +213,6 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
         arrays=None if arrays is None else lambda: arrays,
         reached=fields["reached"],
         steps=fields["steps"],
+        # Older checkpoints know nothing of files.
+        files=fields.get("files", {}),
     )
