@@ -48,8 +48,8 @@ class Preparation:
 
     A source of data may hang, and Python cannot end a thread. So a preparation that takes long no
     longer counts among the few, and the next task is prepared beside it. One that takes too long is
-    given up: its task gets an error. The thread of a preparation that was given up or dropped counts
-    no longer; it ends with its source or with the process, and its result is ignored.
+    given up: its task gets an error. A thread whose preparation was given up or dropped counts no
+    longer; it ends with its source or with the process, and its result is ignored.
     """
 
     def __init__(
