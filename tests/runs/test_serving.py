@@ -24,6 +24,7 @@ from jaxmux.package_files import resolve_path
 from jaxmux.runs import ServerOptions, TenantLimits, serve
 from jaxmux.runs.intake import Intake
 from jaxmux.runs.server_console import ServerConsole
+from jaxmux.runs.status_file import Shown
 from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
 
 from .conftest import POOL, RUN
@@ -243,6 +244,21 @@ def task_status(name: str, state: str, step: int = 0, **fields) -> TaskStatus:
     meter = Meter(effective_tokens=100 * step)
     default = TaskStatus(name, state, None, 0, step, 9, loss, None, None, 0.5, meter, history)
     return default._replace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("task 'acme.a'", "another tenant's task"),
+        ("tasks 'acme.a', 'umbrella.b'", "other tenants' tasks"),
+        ("tasks 'acme.a', 'beta.b'", "tasks 'beta.b' and others"),
+        ("tasks 'beta.a', 'beta.b'", "tasks 'beta.a', 'beta.b'"),
+    ],
+)
+def test_a_status_file_names_no_tasks_of_other_tenants(names, told):
+    status = task_status("beta.e", "queued", reason=f"{names} of higher priority took places")
+    shown = json.loads(Shown("beta.e", status).text())
+    assert shown["reason"] == f"{told} of higher priority took places"
 
 
 def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
