@@ -28,8 +28,9 @@ class Command(NamedTuple):
         "used" is no wish: it keeps what a task has used, because results of it have arrived after
         its end.
       task: name of the task.
-      value: what the kind needs: for "register", the `Task` and its priority; for "set_priority",
-        the priority; for "extend", the number of steps; else None.
+      value: what the kind needs: for "register", the `Task`, its priority and its files, from
+        `file_identities`; for "set_priority", the priority; for "extend", the number of steps; else
+        None.
       time: when it was given, in seconds since 1970.
       at: where the task was when it was carried out; None before, for "register", and for commands
         that an earlier version has kept.

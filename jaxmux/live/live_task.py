@@ -10,6 +10,7 @@ from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
+from .preparation import Reading
 from .saved_task import Extension, SavedTask
 from .states import ENDED, FOLLOWING, RUNNING, SUCCEEDED, StateChange
 
@@ -58,7 +59,10 @@ class LiveTask:
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
       prepared: the task with its data; None until they have been read, and after its end.
-      preparing: whether its data are being read.
+      reading: the reading of its data; None if they are neither being read nor about to be.
+      files: its files at the time of its registration, from `file_identities`; empty when its data
+        have been read.
+      note: what has brought it into its present state; it is told with every reason there.
       steps: number of steps that it is to train; None if that depends on data that have not been
         read.
       fingerprints: hashes of its data; empty until they have been read.
@@ -79,7 +83,9 @@ class LiveTask:
     arrival: int
     history: list[StateChange]
     prepared: PreparedTask | None = None
-    preparing: bool = False
+    reading: Reading | None = None
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str | None = None
     steps: int | None = None
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suspended: SuspendedTask | None = None
@@ -109,6 +115,7 @@ class LiveTask:
             reached=saved.reached,
             extensions=list(saved.extensions),
             counted=(saved.progress.step if saved.progress else 0, saved.begun_tokens),
+            files=saved.files,
         )
 
     @property
@@ -132,21 +139,29 @@ class LiveTask:
         return round(self.task.batch_size * total / len(samples))
 
     @property
+    def _paths(self) -> str:
+        return ", ".join(data.path for data in (self.task.data, self.task.eval_data) if data)
+
+    @property
     def ended(self) -> bool:
         """Whether the task never trains again."""
         return self.state in ENDED
 
-    def enter(self, state: str, reason: str | None, time: float) -> bool:
+    def enter(self, state: str, reason: str | None, time: float, note: str | None = None) -> bool:
         """Enters a state, or replaces the reason of the present one.
 
         Args:
           state: the state.
           reason: why, in words.
           time: seconds since 1970.
+          note: what has brought it into the state, if that is to be told with every reason there.
 
         Returns:
           Whether anything has changed.
         """
+        if note or state != self.state:
+            self.note = note
+        reason = "; ".join(filter(None, (self.note, reason))) or None
         if (state, reason) == (self.state, self.reason):
             return False
         if state == self.state:
@@ -166,16 +181,18 @@ class LiveTask:
           prepared: the task as it was registered.
 
         Raises:
-          TaskError: the task has begun with other data.
+          TaskError: these are not the data that were read before.
         """
         found = prepared.fingerprints
         changed = [what for what, old in self.fingerprints.items() if found.get(what) != old]
-        if changed and self.progress:
+        if changed:
+            since = "since the task began" if self.progress else "after the task was registered"
             raise TaskError(
-                f"the {' and the '.join(changed)} changed since the task began; register another "
-                "task for them"
+                f"the {' and the '.join(changed)} changed {since} ({self._paths}); register "
+                "another task for them"
             )
-        self.fingerprints = found
+        # From now on the fingerprints tell whether the data are the same.
+        self.fingerprints, self.files = found, {}
         for extension in self.extensions:
             prepared = prepared.extended(extension.steps, extension.step)
         self.prepared, self.steps = prepared, prepared.steps
@@ -247,6 +264,7 @@ class LiveTask:
             self.steps,
             tuple(self.extensions),
             self.counted_of(step),
+            self.files,
         )
 
     def saved_again(self, before: SavedTask) -> SavedTask:

@@ -15,6 +15,7 @@ from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .commands import Command, CommandQueue, Waiting
+from .data_files import file_identities
 from .elastic_size import ElasticSize
 from .events import Event, EventStream
 from .live_task import LiveTask, TaskStatus
@@ -61,6 +62,7 @@ class LiveTraining:
         reached: Mapping[str, int] = MappingProxyType({}),
         save_every: int = 50,
         prepared_at_once: int = 2,
+        slow_preparation_seconds: float = 30.0,
         most_preparation_seconds: float = 600.0,
         most_ended: int = 10_000,
         most: EngineSize | None = None,
@@ -81,6 +83,7 @@ class LiveTraining:
           reached: by name, the number of steps that tasks are known to have trained there.
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time.
+          slow_preparation_seconds: a task whose data take longer no longer counts among them.
           most_preparation_seconds: a task fails if reading its data takes longer.
           most_ended: number of tasks whose status is known after their end. The name of a task that
             is no longer known can be used again.
@@ -102,6 +105,7 @@ class LiveTraining:
             lambda task: prepare(task).with_adapter(),
             self._commands.wake,
             prepared_at_once,
+            slow_preparation_seconds,
             most_preparation_seconds,
         )
         self._events = EventStream()
@@ -111,7 +115,7 @@ class LiveTraining:
         self._unsaved = False
         self._tasks = LiveTasks(
             engine,
-            self._preparation.add,
+            self._preparation,
             self._store.export,
             self._show_state,
             self._forget,
@@ -149,7 +153,8 @@ class LiveTraining:
         self._running = threading.Lock()
 
     def register(self, task: Task, priority: int = 0) -> Future[None]:
-        """Adds a task. Its data are read beside training; it begins as soon as it has a place.
+        """Adds a task. Its data are read beside training; it begins as soon as it has a place. It
+        fails if files with its data change after this call and before they have been read.
 
         Args:
           task: the task. Its name must not be that of another task of this training.
@@ -160,7 +165,8 @@ class LiveTraining:
         """
         if not isinstance(task, Task):
             raise TypeError(f"task should be a Task, found {task!r}")
-        return self._command("register", task.name, (task, _integer("priority", priority)))
+        value = task, _integer("priority", priority), file_identities(task)
+        return self._command("register", task.name, value)
 
     def cancel(self, name: str) -> Future[None]:
         """Ends a task without a result.
@@ -326,10 +332,14 @@ class LiveTraining:
         self._owner = threading.current_thread()
         self._carry_out(self._commands.take())
         for prepared in self._preparation.take():
-            self._tasks.enter_prepared(prepared.task.name, prepared.result)
+            self._tasks.enter_prepared(prepared.reading, prepared.result)
+        self._tasks.tell_waiting(self._preparation.waiting)
         wanting = len(self._tasks.candidates)
-        if self._size and wanting and self._size.adjust(wanting, self._round_tokens):
-            self._tasks.changed = True
+        if self._size and wanting:
+            resized = self._size.adjust(wanting, self._round_tokens)
+            # The tasks that wait are told of places to come.
+            growing, self._tasks.growing = self._tasks.growing, self._size.growing
+            self._tasks.changed |= resized or growing != self._tasks.growing
         if self._tasks.changed:
             self._tasks.choose()
         trains = not self._engine.finished
@@ -354,7 +364,7 @@ class LiveTraining:
         rows, slots = self._size.least.rows if self._size else before.rows, before.slots
         while slots > 1:
             slots //= 2
-            self._tasks.requeue(slots, "the device ran out of memory; the task waits for a place")
+            self._tasks.requeue(slots, "the device ran out of memory")
             with suppress(OutOfDeviceMemory):
                 self._engine.resize(EngineSize(slots, rows))
                 break

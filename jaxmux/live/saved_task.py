@@ -1,6 +1,7 @@
 """What a live training saves of a task."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxmux.engine import TaskProgress
@@ -44,6 +45,8 @@ class SavedTask(NamedTuple):
         the progress.
       begun_tokens: number of tokens, with padding, that its meter has counted of the global batch
         that comes next. The batch begins again.
+      files: its files at the time of its registration, from `file_identities`; empty if its data
+        have been read.
     """
 
     task: Task
@@ -59,3 +62,4 @@ class SavedTask(NamedTuple):
     steps: int | None = None
     extensions: tuple[Extension, ...] = ()
     begun_tokens: int = 0
+    files: Mapping[str, str] = MappingProxyType({})

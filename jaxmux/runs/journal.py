@@ -138,8 +138,8 @@ class Journal:
 def _line(command: Command) -> bytes:
     fields: dict[str, Any] = {"kind": command.kind, "task": command.task, "time": command.time}
     if command.kind == "register":
-        task, priority = command.value
-        fields |= {"specification": to_json(task), "priority": priority}
+        task, priority, files = command.value
+        fields |= {"specification": to_json(task), "priority": priority, "files": dict(files)}
     elif command.value is not None:
         fields["value"] = command.value
     if command.at:
@@ -163,7 +163,9 @@ def _command(path: Path, number: int, line: bytes) -> Command:
             raise ValueError("its checksum differs")
         value = fields.get("value")
         if fields["kind"] == "register":
-            value = from_json(fields["specification"]), fields["priority"]
+            # Older journals know nothing of files.
+            files = fields.get("files", {})
+            value = from_json(fields["specification"]), fields["priority"], files
         at = fields.get("at")
         at = at and At(at["step"], Meter(**at["meter"]))
         return Command(fields["kind"], fields["task"], value, fields["time"], at)

@@ -202,6 +202,7 @@ def _fields(own: SavedTask) -> dict[str, Any]:
         "steps": own.steps,
         "extensions": [list(extension) for extension in own.extensions],
         "begun_tokens": own.begun_tokens,
+        "files": dict(own.files),
     }
 
 
@@ -230,4 +231,6 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
         steps=fields["steps"],
         extensions=tuple(Extension(*extension) for extension in fields.get("extensions", ())),
         begun_tokens=fields.get("begun_tokens", 0),
+        # Older checkpoints know nothing of files.
+        files=fields.get("files", {}),
     )

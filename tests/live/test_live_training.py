@@ -131,6 +131,7 @@ def test_a_changed_priority_changes_who_trains(make_live, tasks):
     live.step()
     assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
     assert live.status("d").priority == 5
+    assert live.status("c").reason.startswith("task 'd' of higher priority took its place; all 3")
 
 
 def test_an_extended_task_trains_more_steps(make_live, tasks):

@@ -33,8 +33,6 @@ KINDS = {
     "large": ("long", 3, AdamW(5e-3), {"batch_size": 9, "seed": 3}),
     "epochs": ("short", 2, AdamW(2e-2), {"batch_size": 5, "epochs": 2}),
     "overflows": ("short", 2, SGD(1e30), {"batch_size": 4}),
-    # What becomes of a task "adamw" whose data are replaced by others.
-    "replaced": ("long", 2, AdamW(1e-2), {"batch_size": 4}),
 }
 
 
