@@ -27,8 +27,8 @@ def first_line(error: BaseException) -> str:
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """True if JAX raised this exception because a device's memory did not suffice."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+    """True if JAX or jaxmux raised this exception because a device's memory did not suffice."""
+    return isinstance(error, OutOfDeviceMemory) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 class Interrupted(BaseException):

@@ -25,7 +25,9 @@ from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs.run_shape import run_costs
 
-MOST_LONGER_ROUND, MOST_PEAK_ERROR, MOST_WEAR = 0.10, 0.02, 0.02
+MOST_LOST_TIME, MOST_LONGER_ROUNDS, MOST_PEAK_ERROR, MOST_WEAR = 0.10, 0.10, 0.02, 0.02
+# Seconds in which a task enters once its data and its adapter are there.
+MOST_ENTERING = 0.1
 
 
 def large(args: argparse.Namespace) -> list[Record]:
@@ -35,15 +37,11 @@ def large(args: argparse.Namespace) -> list[Record]:
     course = come_and_go(backbone, tasks, args)
     wear = course.worn / course.fresh - 1
     records = [
+        *_costs_of_changes(course),
         _at_most(
-            f"the round after {what}, over rounds of as many tasks",
-            max(seconds) / course.as_many - 1,
-            MOST_LONGER_ROUND,
-        )
-        for what, seconds in (("an arrival", course.arriving), ("a departure", course.leaving))
+            "rounds after many arrivals and departures, over a fresh engine's", wear, MOST_WEAR
+        ),
     ]
-    name = "rounds after many arrivals and departures, over a fresh engine's"
-    records.append(_at_most(name, wear, MOST_WEAR))
     peak = device_peak()
     facts = course.facts
     if peak:
@@ -56,9 +54,7 @@ def large(args: argparse.Namespace) -> list[Record]:
 
 def pipeline(args: argparse.Namespace) -> list[Record]:
     """Measures the same tasks on a pipeline of two stages. Its rounds overlap, so microbatches
-    should be in flight whenever a task comes or goes, and the next rounds together should take no
-    longer than others. A single one may: `train_round` returns later while the round after a change
-    is packed, and the devices are busy meanwhile."""
+    should be in flight whenever a task comes or goes."""
     config = llama_config(args)
     backbone = random_backbone(config, Deployment.parse("pp2"))
     course = come_and_go(backbone, mixed_tasks(config, args, args.tasks + 1), args)
@@ -69,15 +65,27 @@ def pipeline(args: argparse.Namespace) -> list[Record]:
         "sense": "at least",
         "unit": "changes",
     }
+    records = *_costs_of_changes(course), never_empty
+    return [record | {"baselines": course.facts} for record in records]
+
+
+def _costs_of_changes(course: "Course") -> list[Record]:
+    """What an arrival and a departure cost. The rounds after one should together take no longer
+    than others. A single round may: `train_round` returns later while the round after a change is
+    packed, and earlier the next time, and the devices are busy meanwhile."""
     lost = [
         _at_most(
             f"time lost by {what}, over a round",
             sum(seconds) / course.as_many - len(seconds),
-            MOST_LONGER_ROUND,
+            MOST_LOST_TIME,
         )
         for what, seconds in (("an arrival", course.arriving), ("a departure", course.leaving))
     ]
-    return [record | {"baselines": course.facts} for record in (*lost, never_empty)]
+    longer = course.changing / course.as_many - 1
+    name = "rounds with an arrival and a departure before each, over others"
+    changing = _at_most(name, longer, MOST_LONGER_ROUNDS)
+    entering = _at_most("a task that is prepared enters", course.entering, MOST_ENTERING)
+    return [*lost, changing, entering | {"unit": "s"}]
 
 
 class Course(NamedTuple):
@@ -89,6 +97,8 @@ class Course(NamedTuple):
       as_many: median seconds of a round of as many tasks.
       fresh: median seconds of a round before the first arrival.
       worn: median seconds of a round after the last departure, of as many tasks.
+      changing: mean seconds of a round with an arrival and a departure before each.
+      entering: median seconds of the registration of a task.
       changes: the arrivals and departures.
       options: the options of the engine.
       remat: the remat policies of the engine's layers.
@@ -100,6 +110,8 @@ class Course(NamedTuple):
     as_many: float
     fresh: float
     worn: float
+    changing: float
+    entering: float
     changes: "Changes"
     options: EngineOptions
     remat: str | tuple[str, ...]
@@ -132,7 +144,9 @@ def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Nam
     leaving = Rounds(engine).train(3)
     changes.leave(last.task.name)
     leaving.train(args.rounds)
+    packing, began = engine.seconds_waited, time.perf_counter()
     comings(engine, changes, tasks[0], args.comings)
+    changing, waited = time.perf_counter() - began, engine.seconds_waited - packing
     after = Rounds(engine).train(args.rounds)
     engine.drain()
     fresh, worn = statistics.median(before.seconds[2:]), statistics.median(after.seconds[2:])
@@ -143,8 +157,10 @@ def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Nam
         "seconds a round, one task more": with_last,
         "seconds of the rounds around the arrival": arriving.seconds[1:8],
         "seconds of the rounds around the departure": leaving.seconds[1:8],
-        "seconds of the call of register_tasks": arriving.changed,
+        "seconds of the calls of register_tasks": sorted(changes.arrivals)[-10:],
         "arrivals and departures": changes.count,
+        "seconds of rounds with an arrival and a departure before each": changing,
+        "seconds of these in which the host waited for microbatches": waited,
         "seconds a round, after them": worn,
     }
     # The results of the round in which the task enters arrive with the second call after it, those
@@ -152,7 +168,9 @@ def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Nam
     around = arriving.seconds[3:7], leaving.seconds[3:7]
     others = changes, engine.options, engine.remat, facts
     engine.close()
-    return Course(*around, with_last, fresh, worn, *others)
+    entering = statistics.median(changes.arrivals)
+    seconds = changing / (args.comings // 2)
+    return Course(*around, with_last, fresh, worn, seconds, entering, *others)
 
 
 def _at_most(name: str, value: float, bound: float) -> Record:
@@ -183,17 +201,14 @@ class Rounds:
 
     Attributes:
       seconds: the seconds.
-      changed: seconds between the last call of `train` and the one before.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.seconds: list[float] = []
-        self.changed = 0.0
         self._last = time.perf_counter()
 
     def train(self, count: int) -> "Rounds":
-        self.changed = time.perf_counter() - self._last
         for _ in range(count):
             self._engine.train_round()
             now = time.perf_counter()
@@ -208,14 +223,18 @@ class Changes:
     Attributes:
       count: number of arrivals and departures so far.
       in_flight: number of those before and after which a pipeline had microbatches in flight.
+      arrivals: seconds that each arrival took.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.count = self.in_flight = 0
+        self.arrivals: list[float] = []
 
     def arrive(self, task: PreparedTask) -> None:
+        began = time.perf_counter()
         self._change(lambda: self._engine.register_tasks([task]))
+        self.arrivals.append(time.perf_counter() - began)
 
     def leave(self, name: str) -> None:
         self._change(lambda: self._engine.release(name))

@@ -142,6 +142,20 @@ class Engine(RoundLoop):
 
         return MeshSizeAhead(sizes, self._replicas, options, pool, own.optimizers, own.stored)
 
+    def refusal_of(self, size: EngineSize) -> str | None:
+        """Why rounds of another size would not fit into the devices' memory, as `admission`
+        predicts; None if they would, or if nothing is predicted.
+
+        Args:
+          size: the size.
+        """
+        reserved = self._slots.pool
+        for admission in self._admissions:
+            own = dataclasses.replace(admission, reserved=reserved)
+            if reason := own.refusal(size.slots, size.rows):
+                return reason
+        return None
+
     @property
     def microbatches_at_once(self) -> int:
         """Number of microbatches that keep all devices busy: one for each data shard, and twice as
@@ -178,7 +192,7 @@ class Engine(RoundLoop):
         try:
             self._take_size(size, programs)
         except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
-            if not isinstance(e, OutOfDeviceMemory) and not ran_out_of_memory(e):
+            if not ran_out_of_memory(e):
                 raise
             # If the old size does not fit any more either, the next round says so.
             with suppress(OutOfDeviceMemory):
@@ -320,7 +334,8 @@ class Engine(RoundLoop):
         self._position.restore(self._slots.number(slot.name), suspended.accumulated)
 
     def extend(self, name: str, steps: int) -> None:
-        """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
+        """Lets a task train more steps. The learning rates of the updates that have not been
+        dispatched follow a schedule that spreads over all of them.
 
         Args:
           name: name of the task.
@@ -339,7 +354,19 @@ class Engine(RoundLoop):
             )
         self._refuse_unfinished_round()
         self._position.discard_plans()
-        slot.prepared = slot.prepared.extended(steps)
+        slot.prepared = slot.prepared.extended(steps, self.steps_dispatched(name))
+
+    def steps_dispatched(self, task: str | SuspendedTask) -> int:
+        """Number of steps of a task whose updates have been dispatched.
+
+        Args:
+          task: name of a registered task, or a task that has been suspended.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        slot = self._slots.named(task) if isinstance(task, str) else task.slot
+        return slot.progress.step + self._results.steps_awaited(slot)
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
         """Checks that a task fits into the pool and the microbatches as they are, if it has a place
@@ -487,7 +514,7 @@ class Engine(RoundLoop):
             raise RuntimeError("drain the engine before a task is restored")
         self._position.discard_plans()
         slot.progress = progress
-        slot.computed.clear()
+        slot.lose_gradients()
         own, slot.best = without_best(arrays)
         self._slots.write(name, own)
         if slot.running:
@@ -502,14 +529,20 @@ class Engine(RoundLoop):
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
-        # The state keeps the size that it has reached.
+        # The state keeps the size that it has reached, and what fits into it takes no memory.
         reserved = self._slots.pool
         if self.admission:
             self.admission = dataclasses.replace(self.admission, reserved=reserved)
-        for admission in (*filter(None, [self.admission]), *self._more_admissions):
-            own = dataclasses.replace(admission, reserved=reserved)
-            own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
+        if not self._slots.have_room_for(tasks):
+            for admission in self._admissions:
+                own = dataclasses.replace(admission, reserved=reserved)
+                own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._refuse_unfinished_round()
+
+    @property
+    def _admissions(self) -> tuple[Admission, ...]:
+        """What predicts whether something fits into the memory of each kind of replica."""
+        return (*filter(None, [self.admission]), *self._more_admissions)
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Prepares for tasks to be added: rounds that are planned and have not begun are planned

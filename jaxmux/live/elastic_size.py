@@ -16,10 +16,13 @@ class ElasticSize:
     The pool is doubled when more tasks want to train than it has slots, and the microbatches when
     a round needs more than keep all devices busy (on one device, more than one). Both are halved
     when a quarter has sufficed for some time. The programs of another size are compiled beside
-    training, and for more slots before they are needed: when three quarters are taken.
+    training, and for more slots before they are needed: when three quarters are taken. A size for
+    which there is too little memory, by the engine's prediction or because it was tried, is not
+    taken; the engine then grows as far as there is memory.
 
     Attributes:
       least: the smallest size.
+      short_of_memory: whether the size that is wanted is larger than the one that memory permits.
     """
 
     def __init__(self, engine: Engine, most: EngineSize, quiet_rounds: int):
@@ -38,6 +41,11 @@ class ElasticSize:
         if most.slots < self.least.slots or most.rows < self.least.rows:
             raise PlanningError(f"the largest size {most} should be at least {self.least}")
         self._quiet_rounds = quiet_rounds
+        self.short_of_memory = False
+        # Sizes that ran out of memory, and those that are predicted to, as asked since a round.
+        self._full: list[EngineSize] = []
+        self._refused: dict[EngineSize, bool] = {}
+        self._asked_at = engine.rounds
         self._ahead: SizeAhead | None = None
         # The round in which the present size was needed last, and the largest size needed since.
         self._needed_at = engine.rounds
@@ -60,13 +68,28 @@ class ElasticSize:
         if size != self._engine.size:
             return self._compiled(size) and self._resize(size)
         if 4 * tasks > 3 * size.slots:
-            self._compiled(_larger(size, self._fitting(size.slots + 1, rows)))
+            more = _larger(size, self._fitting(size.slots + 1, rows))
+            self._compiled(self._with_memory(more))
         return False
 
-    def limit(self) -> None:
-        """Lets the present size be the largest one, because there is no memory for more."""
-        self._most = self._needed = self._engine.size
-        self.least = EngineSize(*map(min, self.least, self._most))
+    @property
+    def growing(self) -> int | None:
+        """Number of slots of the larger size for which programs are being compiled; None if there
+        is none."""
+        if self._ahead is None or self._ahead.ready:
+            return None
+        _, size = self._ahead.sizes
+        return size.slots if size.slots > self._engine.size.slots else None
+
+    def note_full(self, size: EngineSize) -> None:
+        """Notes that there is no memory for a size, so neither it nor a larger one is taken again.
+
+        Args:
+          size: the size, which the engine has left for its present one.
+        """
+        self._full.append(size)
+        self._needed = self._engine.size
+        self.least = EngineSize(*map(min, self.least, self._engine.size))
 
     def _fitting(self, tasks: int, rows: int) -> EngineSize:
         """The size for so many tasks, and rounds of so many rows."""
@@ -79,13 +102,41 @@ class ElasticSize:
         fitting, present = self._fitting(tasks, rows), self._engine.size
         if _larger(fitting, present) != present:
             self._needed = present
-            return _larger(fitting, present)
+            return self._with_memory(_larger(fitting, present))
+        self.short_of_memory = False
         self._needed = _larger(self._needed, fitting)
         if self._needed == present:
             self._needed_at, self._needed = self._engine.rounds, fitting
         if self._engine.rounds - self._needed_at < self._quiet_rounds:
             return present
         return self._needed
+
+    def _with_memory(self, size: EngineSize) -> EngineSize:
+        """The largest size up to this one for which there is memory. Slots, by which more tasks
+        train, count before rows."""
+        present = self._engine.size
+        slots, rows = (_doublings(*own) for own in zip(present, size, strict=True))
+        sizes = [EngineSize(s, r) for s in reversed(slots) for r in reversed(rows)]
+        found = next((own for own in sizes if not self._is_full(own)), present)
+        self.short_of_memory = found != size
+        return found
+
+    def _is_full(self, size: EngineSize) -> bool:
+        """Whether there is too little memory for a size, other than the present one."""
+        engine = self._engine
+        if size == engine.size:
+            return False
+        if any(_larger(size, full) == size for full in self._full):
+            return True
+        # Rounds show how much memory they need, so a prediction may change.
+        if engine.rounds - self._asked_at >= self._quiet_rounds:
+            self._refused, self._asked_at = {}, engine.rounds
+        if size not in self._refused:
+            reason = engine.refusal_of(size)
+            self._refused[size] = reason is not None
+            if reason:
+                _log.info("no memory for %d slots and microbatches of %d rows: %s", *size, reason)
+        return self._refused[size]
 
     def _compiled(self, size: EngineSize) -> bool:
         """Whether the programs for a size are compiled. If none are being compiled, it begins."""
@@ -102,11 +153,21 @@ class ElasticSize:
             self._engine.resize(size, programs)
         except OutOfDeviceMemory as e:
             _log.warning("%s; the engine keeps %d slots", e, present.slots)
-            self._most = present
+            self.note_full(size)
             return False
         _log.info("%d slots, microbatches of %d rows", *size)
         self._needed_at, self._needed = self._engine.rounds, self.least
+        self._refused = {}
         return True
+
+
+def _doublings(present: int, wanted: int) -> list[int]:
+    """The numbers from the present one to the wanted one, each the double of the one before except
+    the last."""
+    found = [present]
+    while found[-1] < wanted:
+        found.append(min(2 * found[-1], wanted))
+    return found
 
 
 def _larger(one: EngineSize, other: EngineSize) -> EngineSize:

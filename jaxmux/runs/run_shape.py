@@ -95,18 +95,35 @@ def run_costs(
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
       replica: the devices.
     """
-    size, device = size_of(config, dtype), jax.local_devices()[0].device_kind
-    # Without a profile of the device these are estimates for an H200, which suffice to rank shape
-    # classes.
-    models = device_models(
-        size, memory or device_memory(), replica, device, jnp.dtype(dtype).name, PROFILES
-    )
     # The pool's default optimizer is the one with most moments, for which the engine makes room.
     pool = PoolSpec(
         slots=len(tasks),
         rank=max(task.task.adapter.rank for task in tasks),
         modules=tuple(sorted({module for task in tasks for module in task.targets})),
         dropout=any(task.task.adapter.dropout > 0 for task in tasks),
+    )
+    return pool_costs(pool, config, dtype, remat, memory, replica)
+
+
+def pool_costs(
+    pool: PoolSpec,
+    config: BackboneConfig,
+    dtype: jnp.dtype,
+    remat: str = "auto",
+    memory: int | None = None,
+    replica: Replica = ONE_DEVICE,
+) -> RunCosts:
+    """The predicted costs of training the tasks of a pool, as `run_costs`.
+
+    Args:
+      pool: sizes of the pool.
+      config, dtype, remat, memory, replica: as for `run_costs`.
+    """
+    size, device = size_of(config, dtype), jax.local_devices()[0].device_kind
+    # Without a profile of the device these are estimates for an H200, which suffice to rank shape
+    # classes.
+    models = device_models(
+        size, memory or device_memory(), replica, device, jnp.dtype(dtype).name, PROFILES
     )
     return RunCosts(
         ReplicaCosts(models.times, models.memory, pool, replica, planned_remat(remat)),

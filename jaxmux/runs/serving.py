@@ -1,6 +1,7 @@
 """A server whose tasks come from a watched directory, from its start to its end."""
 
 import dataclasses
+import gc
 import json
 import signal
 import threading
@@ -11,8 +12,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from jaxmux.atomic_files import write_atomically
-from jaxmux.errors import Interrupted
+from jaxmux.errors import Interrupted, first_line, ran_out_of_memory
 from jaxmux.live import LiveTraining
+from jaxmux.planner.numbers import numbered
 
 from .directory_watcher import DirectoryWatcher
 from .run_directory import RunDirectoryError
@@ -47,6 +49,9 @@ def serve(
     """Trains the tasks that are specified in a directory, until a signal comes. The same call goes
     on with them.
 
+    If the devices run out of memory and the server cannot make room, it begins again from its last
+    checkpoint with half of its places. The tasks that came last then wait.
+
     Args:
       backbone: Hugging Face checkpoint folder, as for `tuning_server`.
       watched: the directory. It holds a folder for each tenant, and only the operator may write to
@@ -63,6 +68,7 @@ def serve(
     Raises:
       BackboneError, PlanningError, RunDirectoryError, WatchedDirectoryError: what the message names
         cannot be used. Nothing has been trained by this call.
+      OutOfDeviceMemory: the devices have too little memory for a single task.
       Interrupted: SIGINT or SIGTERM arrived; the state is saved.
     """
     watched, run_dir = Path(watched).absolute(), Path(run_dir).absolute()
@@ -74,21 +80,58 @@ def serve(
     try:
         with StopSignals() as stop, closing(WatchedDirectory(watched, limits, known)) as directory:
             console.say("loading the model and compiling the training step; this can take a minute")
-            with tuning_server(backbone, run_dir, options, say=console.say) as live:
-                watcher = DirectoryWatcher(directory, live, run_dir, limits, console.say, every)
-                if config_text is not None:
-                    _write(run_dir / "config.gin", config_text)
-                _write(run_dir / _RECORD, json.dumps({"directory": str(watched)}) + "\n")
-                directory.begin()
-                if watched.stat().st_mode & 0o002:
-                    console.say(f"{watched}: anybody can write to it, and so take tenants' places")
-                created = " (created)" if directory.created else ""
-                console.say(f"watching {watched}{created}: a task is a file TENANT/NAME.json in it")
-                with stop.deferred(console.say, _STOPPING):
-                    _serve(live, watcher, stop, console, str(run_dir / "adapters"), end_at_once)
+
+            def serve_with(options: ServerOptions) -> None:
+                with tuning_server(backbone, run_dir, options, say=console.say) as live:
+                    watcher = DirectoryWatcher(directory, live, run_dir, limits, console.say, every)
+                    if config_text is not None:
+                        _write(run_dir / "config.gin", config_text)
+                    _write(run_dir / _RECORD, json.dumps({"directory": str(watched)}) + "\n")
+                    directory.begin()
+                    if watched.stat().st_mode & 0o002:
+                        console.say(f"{watched}: anybody can write to it and take tenants' places")
+                    created = " (created)" if directory.created else ""
+                    console.say(
+                        f"watching {watched}{created}: a task is a file TENANT/NAME.json in it"
+                    )
+                    with stop.deferred(console.say, _STOPPING):
+                        _serve(live, watcher, stop, console, str(run_dir / "adapters"), end_at_once)
+
+            with_fewer_places(serve_with, options, console.say)
     except RuntimeError as e:
-        # The server tells that training has ended with an exception, which is what matters.
-        raise (e.__cause__ if type(e) is RuntimeError and e.__cause__ else e) from None
+        raise _cause(e) from None
+
+
+def with_fewer_places(
+    serve_with: Callable[[ServerOptions], None], options: ServerOptions, say: Callable[[str], None]
+) -> None:
+    """Runs a server, and again with half of its places whenever the devices run out of memory.
+
+    Args:
+      serve_with: function that opens a server with the given options and runs it to its end.
+      options: settings of the server.
+      say: function that prints one line.
+
+    Raises:
+      OutOfDeviceMemory: the devices ran out of memory with a single place.
+    """
+    while True:
+        try:
+            return serve_with(options)
+        except RuntimeError as e:
+            if options.reserved_slots == 1 or not ran_out_of_memory(_cause(e)):
+                raise
+            problem = first_line(_cause(e))
+        # The exception is part of a cycle of references that still holds the server's arrays.
+        gc.collect()
+        options = dataclasses.replace(options, reserved_slots=options.reserved_slots // 2)
+        places = numbered(options.reserved_slots, "place")
+        say(f"{problem}; the server goes on from its last checkpoint with {places}")
+
+
+def _cause(error: RuntimeError) -> BaseException:
+    """The exception that has ended training, if a server tells of it."""
+    return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
 
 
 def refuse_nested(watched: Path, run_dir: Path) -> None:

@@ -69,7 +69,7 @@ class StopSignals:
           Interrupted: a signal arrived before, but its exception was lost in code of others.
         """
         if self.arrived:
-            raise Interrupted(self.number, saved=False)
+            raise Interrupted(self.number, saved=self._saved)
         # A handler of signals may interrupt whatever prints, so a thread prints in its place.
         thread = threading.Thread(target=self._say_lines, args=(say,), daemon=True)
         self._deferred, self._notice = True, notice

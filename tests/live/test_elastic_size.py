@@ -26,6 +26,8 @@ class FakeEngine:
         self.options = make_live_engine().options
         self.size, self.rounds, self.microbatches_at_once = EngineSize(3, 1), 0, 1
         self.begun = []
+        # The most slots times rows for which there is memory, by prediction and in truth.
+        self.predicted = self.memory = 1000
 
     def compile_ahead(self, size):
         self.begun.append(size)
@@ -35,8 +37,13 @@ class FakeEngine:
     def compile(self):
         self.programs.ready = True
 
+    def refusal_of(self, size):
+        return "no memory" if size.slots * size.rows > self.predicted else None
+
     def resize(self, size, programs):
         assert programs.ready and programs.sizes == (self.size, size)
+        if size.slots * size.rows > self.memory:
+            raise elastic_size.OutOfDeviceMemory("too little memory")
         self.size = size
 
 
@@ -94,21 +101,49 @@ def test_the_next_size_keeps_the_rows(engine):
     assert elastic.adjust(4, 100) and engine.begun == [(6, 4)]
 
 
-def test_a_size_without_memory_is_not_tried_again(engine, monkeypatch, caplog):
-    def full(size, programs):
-        raise elastic_size.OutOfDeviceMemory("too little memory")
-
-    monkeypatch.setattr(engine, "resize", full)
-    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
-    elastic.adjust(9, 100)
-    engine.compile()
-    with caplog.at_level(logging.WARNING, logger="jaxmux"):
-        for _ in range(20):
-            engine.rounds += 1
-            assert not elastic.adjust(9, 100)
+def grow(elastic, engine, tasks, tokens, rounds=20):
+    for _ in range(rounds):
+        engine.rounds += 1
+        elastic.adjust(tasks, tokens)
+        if engine.begun:
             engine.compile()
+
+
+def test_a_size_without_memory_is_not_tried_again(engine, caplog):
+    engine.memory = 6
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        grow(elastic, engine, 9, 100)
     assert [r.message for r in caplog.records] == ["too little memory; the engine keeps 3 slots"]
-    assert engine.begun == [(12, 1)]
+    assert engine.begun == [(12, 1), (6, 1)] and engine.size == (6, 1)
+    assert elastic.short_of_memory
+    # A quarter of the places is wanted.
+    grow(elastic, engine, 1, 100, rounds=1)
+    assert not elastic.short_of_memory
+
+
+def test_it_grows_as_far_as_memory_is_predicted_to_suffice(engine):
+    """More places come before larger microbatches."""
+    engine.predicted = 13
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    grow(elastic, engine, 9, 1000)
+    assert engine.size == (12, 1) and elastic.short_of_memory
+    # Rounds have shown that they need less.
+    engine.predicted = 24
+    grow(elastic, engine, 9, 1000)
+    assert engine.size == (12, 2)
+
+
+def test_a_size_that_ran_out_of_memory_in_a_round_is_not_taken_again(engine):
+    elastic = ElasticSize(engine, MOST, quiet_rounds=5)
+    grow(elastic, engine, 9, 100)
+    assert engine.size == (12, 1)
+    engine.size = EngineSize(6, 1)
+    elastic.note_full(EngineSize(12, 1))
+    grow(elastic, engine, 9, 100)
+    assert engine.size == (6, 1) and elastic.short_of_memory
+    grow(elastic, engine, 9, 300)
+    assert engine.size == (6, 4)
 
 
 def test_an_engine_whose_replicas_have_different_shapes_keeps_its_size(engine):
@@ -156,6 +191,37 @@ def test_tasks_get_what_they_get_without_growth(make_live, tasks):
         assert error**0.5 < 1e-4 * change**0.5
 
 
+def test_tasks_that_wait_are_told_of_places_to_come(make_live, tasks, monkeypatch):
+    live = make_live(most=EngineSize(6, 1))
+    compiled = FakeSize((EngineSize(3, 1), EngineSize(6, 1)))
+    monkeypatch.setattr(live._engine, "compile_ahead", lambda size: compiled)
+    monkeypatch.setattr(live._engine, "resize", lambda size, programs: None)
+    events = live.events()
+    for name in "abcd":
+        live.register(dataclasses.replace(tasks[name].task, steps=50))
+    live.step()
+    settle(live)
+    for _ in range(3):
+        live.step()
+    (waits,) = (name for name in "abcd" if live.status(name).state == "queued")
+    wanted = "all 3 places are taken; programs for 6 places are being compiled"
+    assert live.status(waits).reason == wanted
+    compiled.ready = True
+    live.step()
+    assert live.status(waits).reason == "all 3 places are taken"
+    live.close()
+    live.run()
+    told = [event.fields.get("reason") for event in events if event.task == waits]
+    assert told.count(wanted) == 1
+
+
+class FakeSize:
+    """Programs of another size, which are compiled when a test says so."""
+
+    def __init__(self, sizes):
+        self.sizes, self.ready = sizes, False
+
+
 def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, monkeypatch, caplog):
     """With as many places as there is memory for; the tasks that came last wait."""
     live = live_with(lambda prepare: make_live(prepare, {"remat": "full"}), tasks, *"abd")
@@ -174,6 +240,9 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
     assert caplog.records[-1].message.endswith("training goes on with 1 of 4 slots")
     assert [live.status(name).state for name in "abd"] == ["running", "queued", "queued"]
     assert live.status("d").reason == "the device ran out of memory; the task waits for a place"
+    live.step()
+    # What happened is still told when the reason is another one.
+    assert live.status("d").reason == "the device ran out of memory; the only place is taken"
     train_to_the_end(live, *"abd")
     for name in "abd":
         assert live.status(name).step == tasks[name].steps

@@ -1,22 +1,26 @@
 """What must be true of a server, whatever happens to it."""
 
 import dataclasses
+import itertools
 import json
+import math
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load
 
-from jaxmux.live import Event, LiveTraining, TaskStatus
+from jaxmux.live import Event, LiveTraining, Meter, TaskStatus
 from jaxmux.live.states import ENDED, FOLLOWING
 from jaxmux.peft.peft_folder import WEIGHTS
 
-from .simulated_tasks import EPOCHS_STEPS, KINDS, Outcome, tokens
+from .simulated_tasks import EPOCHS_STEPS, KINDS, MOST_STEPS, Outcome, tokens
 
 # Where sums have another order, adapters differ by at most this part of what training has changed,
 # and losses by at most this part.
 TOLERANCE = 1e-4
+# So many updates of a task may have been dispatched, and not been seen, at the end of a round.
+MOST_AWAITED = 1
 
 
 @dataclasses.dataclass
@@ -31,7 +35,8 @@ class Expected:
       cancelled: whether it was cancelled.
       problem: words of the reason for which its data fail it; None if its data are good.
       data_replaced: whether its data were replaced by others after its registration.
-      extended: whether it has got more steps.
+      lengths: the numbers of steps that it has had in turn, each with the number of updates that
+        had been seen then.
     """
 
     kind: str
@@ -41,7 +46,37 @@ class Expected:
     cancelled: bool = False
     problem: str | None = None
     data_replaced: bool = False
-    extended: bool = False
+    lengths: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self.lengths.append((-MOST_AWAITED, self.steps))
+
+    def extend(self, steps: int, seen: int) -> None:
+        """Gives the task more steps.
+
+        Args:
+          steps: its new number of steps.
+          seen: number of its updates that have been seen.
+        """
+        # Extensions that were to have effect later have none.
+        self.lengths = [own for own in self.lengths if own[0] <= seen + MOST_AWAITED]
+        self.lengths.append((seen, steps))
+        self.steps = steps
+
+    def learning_rates(self, step: int) -> set[float]:
+        """The learning rates that a step may have: one, or more if it may have been dispatched when
+        the task was extended.
+
+        Args:
+          step: number of the step, from 1.
+        """
+        lengths: set[int] = set()
+        for seen, steps in self.lengths:
+            if step > seen + MOST_AWAITED:
+                lengths = {steps}
+            elif step > seen:
+                lengths.add(steps)
+        return {KINDS[self.kind].learning_rate(step, steps) for steps in lengths}
 
 
 class ServerModel:
@@ -50,6 +85,7 @@ class ServerModel:
     Attributes:
       tasks: by name, what is expected of the tasks, in the order of their registration.
       lost: names of tasks of which updates may have been lost from events.jsonl.
+      unkept: names of tasks that a server with a full disk could not keep the last use of.
     """
 
     def __init__(
@@ -57,6 +93,7 @@ class ServerModel:
         calm: dict[tuple[str, int], Outcome],
         same_bits: bool = True,
         same_chunks: bool = True,
+        whole_turns: bool = True,
     ):
         """Starts without tasks.
 
@@ -67,18 +104,32 @@ class ServerModel:
             same in any case.
           same_chunks: whether global batches fill as many chunks as those of calm tasks. Devices
             that share a batch (dp) have chunks of their own.
+          whole_turns: whether results arrive for whole turns only, and no round is begun with tasks
+            that leave it.
         """
         self.tasks: dict[str, Expected] = {}
         self.lost: set[str] = set()
-        self._calm, self._same_bits, self._same_chunks = calm, same_bits, same_chunks
+        self.unkept: set[str] = set()
+        self._calm, self._same_bits = calm, same_bits
+        self._same_chunks, self._whole_turns = same_chunks, whole_turns
+        # By kind and step, the tokens that calm tasks have computed at ends of rounds.
+        self._calm_ends: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for (kind, _), outcome in calm.items():
+            for step, found in outcome.computed.items():
+                self._calm_ends[kind, step] |= found
         # By task, how often each step has been computed; and the last one of the present server.
         self._computed: dict[str, Counter[int]] = defaultdict(Counter)
         self._last: dict[str, int] = {}
         # By task and step, the tokens that were computed last, with padding.
         self._chunks: dict[tuple[str, int], int] = {}
-        # By task and step, the learning rate with which it was computed first.
+        # By task and step, those that were begun when a server was started.
+        self._begun: set[tuple[str, int]] = set()
+        # By task and step, the learning rate with which it was computed first since the task was
+        # extended.
         self._rates: dict[tuple[str, int], float] = {}
         self._round = 0
+        # By task, what it was seen to have used last.
+        self._used: dict[str, Meter] = {}
 
     def refuses(self, kind: str, name: str, value, status: TaskStatus | None) -> bool:
         """Whether a command has to be refused.
@@ -99,14 +150,6 @@ class ServerModel:
         if kind == "extend":
             return status.steps is None or value <= own.steps
         return False
-
-    def may_extend(self, name: str) -> bool:
-        """Whether it is known what becomes of a task that gets more steps.
-
-        Args:
-          name: name of the task.
-        """
-        return name not in self.tasks or KINDS[self.tasks[name].kind].extended
 
     def carry_out(self, kind: str, name: str, value) -> None:
         """Takes note of a command that was acknowledged.
@@ -130,7 +173,10 @@ class ServerModel:
             case "set_priority":
                 own.priority = value
             case "extend":
-                own.steps, own.extended = value, True
+                seen = self._last.get(name, 0)
+                own.extend(value, seen)
+                for step in range(seen + 1, MOST_STEPS + 1):
+                    self._rates.pop((name, step), None)
 
     def begin_server(self, live: LiveTraining) -> None:
         """A server has been started, perhaps again.
@@ -138,8 +184,15 @@ class ServerModel:
         Args:
           live: the server.
         """
-        self._last = {status.name: status.step for status in live.statuses()}
         self._round = 0
+        for status in live.statuses():
+            name = status.name
+            if not self.tasks[name].cancelled:
+                self._last[name] = status.step
+                self._begun.add((name, status.step + 1))
+            elif name not in self.unkept:
+                # Its steps may fall back, but it has used what it had used before.
+                assert status.meter == self._used.get(name, status.meter), status
 
     def take_event(self, event: Event) -> None:
         """Takes note of an event: updates follow each other without a gap.
@@ -156,6 +209,7 @@ class ServerModel:
         self._computed[event.task][step] += 1
         self._chunks[event.task, step] = event.fields["computed_tokens"]
         rate = event.fields["lr"]
+        assert rate in self.tasks[event.task].learning_rates(step), (event, self.tasks[event.task])
         assert self._rates.setdefault((event.task, step), rate) == rate, event
 
     def check(self, live: LiveTraining, slots: int, elastic: bool) -> None:
@@ -171,6 +225,8 @@ class ServerModel:
         assert names == list(self.tasks), (names, list(self.tasks))
         for status in statuses:
             self._check_task(status)
+            self._used[status.name] = status.meter
+        self._check_totals(live)
         running = [own.priority for own in statuses if own.state == "running"]
         queued = [own.priority for own in statuses if own.state == "queued"]
         present = live._engine.size.slots
@@ -195,28 +251,71 @@ class ServerModel:
         assert own.paused >= (status.state == "paused"), status
         assert not own.paused or status.state in ("paused", *ENDED), status
         assert not (own.paused and status.state == "succeeded"), status
-        kinds = (own.kind, "replaced") if own.data_replaced else (own.kind,)
-        assert any(
-            self._same_tokens(status, self._calm[kind, status.step].tokens)
-            if status.step
-            else tokens(status.meter) == (0, 0, 0)
-            for kind in kinds
-        ), (status, own)
+        # What a task that was cancelled has used depends on the steps whose results have been seen.
+        last = self._last.get(status.name, 0) if own.cancelled else status.step
+        steps = {last, max(0, last - 1)} if status.name in self.unkept else {last}
+        assert any(self._may_have_used(status, k) for k in steps), (status, own, steps)
         self._check_recomputed(status, own)
         if status.state == "succeeded":
             # It may have stopped early.
-            calm_ends = {self._calm[kind, own.steps].step for kind in kinds}
-            assert status.step in calm_ends, (status, calm_ends)
+            assert status.step == self._calm[own.kind, own.steps].step, status
         if status.state == "failed":
             self._check_failure(status, own)
 
+    def _may_have_used(self, status: TaskStatus, step: int) -> bool:
+        """Whether a task may have used so much, as far as results after this step and before the
+        next one have arrived."""
+        kind = self.tasks[status.name].kind
+        calm, (effective, computed, trained) = self._calm[kind, step], tokens(status.meter)
+        if (effective, trained) != (calm.tokens[0], calm.tokens[2]):
+            return False
+        ends = self._calm_ends[kind, step]
+        if self._whole_turns:
+            return computed in ends
+        least, most = self._computed_tokens(status.name, step)
+        if self._same_chunks:
+            following = self._calm.get((kind, step + 1), calm).tokens[1]
+            return least <= computed <= max(following, most, *ends)
+        return least <= computed <= most + self._most_chunks(kind)
+
+    def _computed_tokens(self, name: str, step: int) -> tuple[int, int]:
+        """The least and the largest number of tokens that a task has computed when it has trained
+        so many steps and has not begun another. They differ only where a step may have been begun
+        in chunks of other devices before it was computed."""
+        kind = self.tasks[name].kind
+        if self._same_chunks:
+            return self._calm[kind, step].tokens[1], self._calm[kind, step].tokens[1]
+        told = {k: self._chunks[name, k] for k in range(1, step + 1)}
+        most = {k: self._most_chunks(kind) for k in told if (name, k) in self._begun}
+        return sum(told.values()), sum(max(told[k], most.get(k, 0)) for k in told)
+
+    def _most_chunks(self, kind: str) -> int:
+        """The largest number of tokens of a step, with padding, on two devices that share a batch.
+        No half of it needs more chunks than the whole."""
+        computed = [self._calm[kind, k].tokens[1] for k in range(MOST_STEPS + 1)]
+        return 2 * max(b - a for a, b in itertools.pairwise(computed))
+
+    def _check_totals(self, live: LiveTraining) -> None:
+        """What all tasks have used is the sum of what each of them has used."""
+        found = dataclasses.asdict(live.totals())
+        for field, total in found.items():
+            parts = [getattr(status.meter, field) for status in live.statuses()]
+            if field == "device_seconds":
+                assert math.isclose(total, math.fsum(parts), rel_tol=1e-9, abs_tol=1e-9)
+            else:
+                assert total == sum(parts), (field, total, parts)
+
     def _check_recomputed(self, status: TaskStatus, own: Expected) -> None:
-        """Steps that were computed again, and are part of the task as it is, count as such."""
+        """Steps that were computed again, and are part of the task as it is, count as such. So do
+        turns of a step that was begun again, which the model does not see."""
         counts = self._computed[status.name]
         steps = [step for step in range(1, status.step + 1) if counts[step] > 1]
         again = sum(self._chunks[status.name, step] for step in steps)
         found = status.meter.recomputed_tokens
-        if not own.data_replaced:
+        several_turns = len(self._calm_ends[own.kind, 0]) > 1
+        if several_turns or own.cancelled or not self._whole_turns:
+            assert found >= again or status.name in self.lost, (status, again)
+        else:
             exact = status.name not in self.lost
             assert found == again if exact else found <= again, (status, again)
 
@@ -224,7 +323,7 @@ class ServerModel:
         if own.problem:
             assert own.problem in status.reason, status
         elif own.data_replaced:
-            assert "changed since" in status.reason, status
+            assert "changed since" in status.reason or "changed after" in status.reason, status
         else:
             calm = self._calm[own.kind, own.steps]
             assert (calm.state, calm.reason) == ("failed", status.reason), status
@@ -255,32 +354,45 @@ class ServerModel:
             if own.cancelled:
                 continue
             if own.problem:
-                assert status.state == "failed", status
+                assert status.state == "failed", (status, own)
                 continue
             calm = alone.get(status.name, self._calm[own.kind, own.steps])
             if own.data_replaced and status.state == "failed":
                 continue
-            if own.data_replaced and not self._same_tokens(status, calm.tokens):
-                calm = self._calm["replaced", own.steps]
             assert (status.state, status.reason) == (calm.state, calm.reason), (status, own)
             assert status.step == calm.step, status
-            assert self._same_tokens(status, calm.tokens), (status, calm.tokens)
+            # A task that fails or stops early may have begun a further step.
+            whole = calm.state == "succeeded" and calm.step == own.steps
+            exact = self._same_tokens(status, calm)
+            assert exact or not whole, (status, calm.tokens)
+            assert exact or self._may_have_used(status, calm.step), (status, calm)
             if calm.adapter is None:
                 continue
             found = adapter_bytes(folder / "adapters" / status.name)
             assert found.keys() == calm.adapter.keys(), status
             live.adapter(status.name)
-            # What an extended task has trained depends on when that happened, if its rate decays.
-            if not (own.extended and KINDS[own.kind].decays):
+            if self._same_chunks:
+                assert status.meter.held_out_tokens == calm.held_out_tokens, (status, calm)
+            if self._has_calm_rates(status):
                 assert self._same_adapter(found, calm.adapter), (status, own)
                 assert self._same_measurements(status, calm), (status, calm.held_out)
 
-    def _same_tokens(self, status: TaskStatus, calm: tuple[int, int, int]) -> bool:
+    def _same_tokens(self, status: TaskStatus, calm: Outcome) -> bool:
         """Nothing is lost or counted twice: each step counts as it was computed last."""
+        if self._same_chunks:
+            return tokens(status.meter) == calm.tokens
         effective, computed, trained = tokens(status.meter)
-        told = [self._chunks[status.name, step] for step in range(1, status.step + 1)]
-        same_chunks = computed == (calm[1] if self._same_chunks else sum(told))
-        return (effective, trained) == (calm[0], calm[2]) and same_chunks
+        least, most = self._computed_tokens(status.name, status.step)
+        return (effective, trained) == calm.tokens[::2] and least <= computed <= most
+
+    def _has_calm_rates(self, status: TaskStatus) -> bool:
+        """Whether a task was trained with the learning rates of a calm one. One that was extended
+        after it had begun is not, if its rates decay."""
+        own = self.tasks[status.name]
+        return all(
+            self._rates[status.name, step] == KINDS[own.kind].learning_rate(step, own.steps)
+            for step in range(1, status.step + 1)
+        )
 
     def _same_adapter(self, found: dict[str, bytes], calm: dict[str, bytes]) -> bool:
         if self._same_bits:
@@ -301,16 +413,17 @@ class ServerModel:
         return status.best_step == best and abs(status.held_out_loss / loss - 1) <= TOLERANCE
 
 
-def damaged_lines(path: Path) -> int:
-    """Number of lines of events.jsonl that are no events.
+def damaged_lines(folder: Path) -> int:
+    """Number of lines of the files of events that are no events.
 
     Args:
-      path: the file.
+      folder: the folder of the server.
     """
     damaged = 0
-    for line in path.read_bytes().splitlines():
-        try:
-            json.loads(line)["kind"]
-        except (ValueError, TypeError):
-            damaged += 1
+    for path in folder.glob("events.*jsonl"):
+        for line in path.read_bytes().splitlines():
+            try:
+                json.loads(line)["kind"]
+            except (ValueError, TypeError):
+                damaged += 1
     return damaged

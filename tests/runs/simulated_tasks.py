@@ -1,6 +1,7 @@
 """The tasks of the server simulation, and what they give when nothing disturbs them."""
 
 import dataclasses
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 from jaxmux import SGD, AdamW, Lion, LoRA, Schedule, Task
@@ -16,19 +17,17 @@ OPTIONS = SERVER | {
     "prepared_at_once": 4,
     # The task "large" needs several rounds for a step.
     "round_tokens": 64,
+    # A simulation sets events.jsonl aside now and then, and all of its events are kept.
+    "events_bytes": 100_000,
 }
 # No task of the simulation has more steps.
 MOST_STEPS = 7
 # Number of global batches of the task "epochs".
 EPOCHS_STEPS = 6
-# Whether tasks are extended whose learning rates then follow another course. What they train
-# depends on the step at which that happens, so there is no calm run for them. Their learning rates
-# have to be the same whenever a step is computed again.
-EXTEND_DECAYING_SCHEDULES = False
 
 
 class Kind(NamedTuple):
-    """A kind of task. Its adapter depends on the kind and the number of steps only, unless it has
+    """A kind of task. Its adapter depends on the kind and the learning rates only, unless it has
     dropout, whose masks depend on the name too.
 
     Attributes:
@@ -38,7 +37,6 @@ class Kind(NamedTuple):
       fields: other fields of `Task`.
       dropout: dropout of its adapter.
       held_out: name of its held-out records; None for none.
-      extended: whether it may get more steps.
     """
 
     data: str
@@ -47,12 +45,15 @@ class Kind(NamedTuple):
     fields: dict[str, Any]
     dropout: float = 0.0
     held_out: str | None = None
-    extended: bool = True
 
-    @property
-    def decays(self) -> bool:
-        """Whether the learning rate of a step depends on the number of steps."""
-        return self.optimizer.schedule.kind != "constant"
+    def learning_rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step, if no earlier one was skipped.
+
+        Args:
+          step: number of the step, from 1.
+          steps: number of steps that the task is to train.
+        """
+        return self.optimizer.learning_rate * self.optimizer.schedule.factor(step - 1, steps)
 
 
 # After a step, the held-out loss is lower than after each of the following three.
@@ -67,15 +68,9 @@ KINDS = {
     "best": Kind("short", 2, AdamW(3e-2), MEASURED | {"keep_best": True}, held_out="letters.eval"),
     "patient": Kind("short", 2, AdamW(3e-2), MEASURED | {"patience": 2}, held_out="letters.eval"),
     "cosine": Kind(
-        "short",
-        2,
-        AdamW(2e-2, schedule=Schedule("cosine", warmup_steps=1)),
-        {"batch_size": 4},
-        extended=EXTEND_DECAYING_SCHEDULES,
+        "short", 2, AdamW(2e-2, schedule=Schedule("cosine", warmup_steps=1)), {"batch_size": 4}
     ),
     "overflows": Kind("short", 2, SGD(1e30), {"batch_size": 4}),
-    # What becomes of a task "adamw" whose data are replaced by others.
-    "replaced": Kind("long", 2, AdamW(1e-2), {"batch_size": 4}),
 }
 
 
@@ -106,13 +101,16 @@ class Outcome(NamedTuple):
     """The end of a calm task.
 
     Attributes:
-      state: "succeeded" or "failed".
+      state: "succeeded" or "failed"; "running" after no step.
       reason: why it failed; else None.
       step: number of steps that it has trained.
       tokens: its effective, computed and trained tokens.
       held_out: its last held-out loss, and the number of steps after which it was lowest; None
         for what there is not.
       adapter: the files of its adapter folder, by path; None if it failed.
+      held_out_tokens: number of held-out tokens that it has computed.
+      computed: by number of steps, the numbers of tokens that it had computed at ends of rounds
+        between this step and the next one.
     """
 
     state: str
@@ -121,6 +119,8 @@ class Outcome(NamedTuple):
     tokens: tuple[int, int, int]
     held_out: tuple[float | None, int | None]
     adapter: dict[str, bytes] | None
+    held_out_tokens: int
+    computed: dict[int, set[int]]
 
 
 def tokens(meter) -> tuple[int, int, int]:
@@ -131,7 +131,8 @@ def tokens(meter) -> tuple[int, int, int]:
 def calm_outcomes(
     backbone, data, folder, adapter_bytes, **options
 ) -> dict[tuple[str, int], Outcome]:
-    """The outcomes of all kinds of tasks with all numbers of steps, by kind and number of steps.
+    """The outcomes of all kinds of tasks with all numbers of steps, by kind and number of steps,
+    and what tasks of the kind are like before their first step.
 
     Every number of steps is a task of its own that ends there, so the tokens of a task that goes on
     can be compared after each of its steps.
@@ -141,7 +142,9 @@ def calm_outcomes(
         for steps in range(1, MOST_STEPS + 1):
             task = make_task(kind, f"{kind}-{steps}", steps, data)
             tasks[kind, steps] = dataclasses.replace(task, epochs=None, steps=steps)
-    return train_calmly(backbone, tasks, folder, adapter_bytes, **options)
+    outcomes = train_calmly(backbone, tasks, folder, adapter_bytes, **options)
+    before = Outcome("running", None, 0, (0, 0, 0), (None, None), None, 0, {})
+    return outcomes | {(kind, 0): before for kind in KINDS}
 
 
 def train_calmly(backbone, tasks, folder, adapter_bytes, **options) -> dict[Any, Outcome]:
@@ -161,16 +164,31 @@ def train_calmly(backbone, tasks, folder, adapter_bytes, **options) -> dict[Any,
         for task in tasks.values():
             server.register(task)
         server.step()
+        computed = defaultdict(lambda: defaultdict(set, {0: {0}}))
         while any(status.state not in ENDED for status in server.statuses()):
             server.step()
+            for own in server.statuses():
+                computed[own.name][own.step].add(own.meter.computed_tokens)
         statuses = {key: server.status(task.name) for key, task in tasks.items()}
-    return {key: _outcome(status, folder, adapter_bytes) for key, status in statuses.items()}
+    # By now all adapters have been written.
+    return {
+        key: _outcome(status, computed[status.name], folder, adapter_bytes)
+        for key, status in statuses.items()
+    }
 
 
-def _outcome(status, folder, adapter_bytes) -> Outcome:
+def _outcome(status, computed, folder, adapter_bytes) -> Outcome:
     adapter = None
     if status.state == "succeeded":
         adapter = adapter_bytes(folder / "adapters" / status.name)
     held_out = status.held_out_loss, status.best_step
-    used = tokens(status.meter)
-    return Outcome(status.state, status.reason, status.step, used, held_out, adapter)
+    return Outcome(
+        status.state,
+        status.reason,
+        status.step,
+        tokens(status.meter),
+        held_out,
+        adapter,
+        status.meter.held_out_tokens,
+        dict(computed),
+    )

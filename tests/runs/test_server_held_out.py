@@ -42,6 +42,10 @@ def tasks(make_task, data):
 
 def step(server):
     server.step()
+    settle(server)
+
+
+def settle(server):
     while server._preparation.seconds_left is not None:
         time.sleep(0.001)
     server._store._writer.submit(lambda: None).result()
@@ -68,7 +72,9 @@ def calm(serve, tasks, tmp_path_factory, adapter_bytes):
     with serve(folder) as server:
         for task in tasks:
             server.register(task)
-        while not server.statuses() or any(s.state not in ENDED for s in server.statuses()):
+        server._carry_out(server._commands.take())
+        settle(server)
+        while any(status.state not in ENDED for status in server.statuses()):
             step(server)
             copies.append(shutil.copytree(folder, folder.parent / f"copy{len(copies)}"))
         statuses = {task.name: server.status(task.name) for task in tasks}

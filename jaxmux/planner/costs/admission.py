@@ -64,6 +64,28 @@ class Admission:
                 others = ", ".join(map(repr, names[:before]))
                 self._require(pools, f"task {names[before]!r} does not fit beside {others}")
 
+    def refusal(self, slots: int, rows: int) -> str | None:
+        """Returns why rounds would not fit into memory if pool and microbatches had other sizes;
+        None if they would fit.
+
+        Args:
+          slots: number of slots of the pool, which has the rank and the linears of `reserved`.
+          rows: number of rows of a microbatch.
+
+        Raises:
+          PlanningError: `reserved` is None.
+        """
+        if self.reserved is None:
+            raise PlanningError("an admission without a reserved pool knows no sizes")
+        costs = self._costs_of(self.reserved._replace(slots=slots))
+        shape = dataclasses.replace(self.shape, rows=rows)
+        try:
+            costs.require(shape, self.more_stages)
+            costs.require_full_pipeline(shape)
+        except PlanningError as e:
+            return str(e)
+        return None
+
     def peak(
         self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], in_flight: int = 1
     ) -> float:
@@ -106,7 +128,9 @@ class Admission:
             raise PlanningError(f"{problem}: {e}{self._shorter_rows(costs)}") from None
 
     def _costs(self, pools: Sequence[PoolSpec]) -> ReplicaCosts:
-        pool = merge_pool_specs(pools, self.reserved)
+        return self._costs_of(merge_pool_specs(pools, self.reserved))
+
+    def _costs_of(self, pool: PoolSpec) -> ReplicaCosts:
         return dataclasses.replace(self.costs, pool=pool)
 
     def _shorter_rows(self, costs: ReplicaCosts) -> str:

@@ -134,6 +134,26 @@ def test_reserved_slots_and_ranks_count():
     refusal(admission(28 * GIB, reserved=PoolSpec(64, 64)), tasks)
 
 
+@pytest.mark.parametrize("memory", [28 * GIB, 48 * GIB])
+def test_a_size_is_refused_if_its_rounds_do_not_fit(memory):
+    guard = admission(memory, reserved=PoolSpec(1, 64), more_stages=False)
+    found = []
+    for slots in (1, 2, 4, 8, 16, 32, 64):
+        for rows in (1, 4, 16):
+            shape = dataclasses.replace(SHAPE, rows=rows)
+            reason = guard.refusal(slots, rows)
+            assert (reason is None) == fits(memory, [64] * slots, shape)
+            assert reason is None or "usable are" in reason
+            found.append(reason is None)
+    assert any(found) and not all(found)
+
+
+def test_a_size_is_refused_if_it_does_not_fill_the_pipeline():
+    guard = admission(14 * GIB, Replica.uniform(2, 1), reserved=PoolSpec(1, 16))
+    rows = next(rows for rows in range(1, 64) if guard.refusal(1, rows))
+    assert "microbatches" in guard.refusal(1, rows) and "in flight" in guard.refusal(1, rows)
+
+
 def test_observed_peaks_decide():
     guard, tasks = admission(26 * GIB), named([16, 16])
     guard.require(tasks)
