@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxmux.engine import TaskProgress
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs import RunDirectoryError, Summary, read_record, read_task
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
             record["backbone"],
             serving=options.serving,
             base_fingerprint=record["fingerprints"]["backbone"],
+            base=checkpoint_tensors(record["backbone"], np.dtype(np.float32)),
         )
         print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0

@@ -16,6 +16,7 @@ from jaxmux.models import (
     backbone_dtype,
     backbone_fingerprint,
     check_backbone,
+    checkpoint_tensors,
 )
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import MIN_CHUNK_LEN
@@ -95,7 +96,13 @@ def tuning_server(
         kept = store.read()
         live = LiveTraining(
             engine,
-            partial(prepare_task, config=config, tokenizer=tokenizer, base_fingerprint=fingerprint),
+            partial(
+                prepare_task,
+                config=config,
+                tokenizer=tokenizer,
+                base_fingerprint=fingerprint,
+                base=checkpoint_tensors(path, dtype),
+            ),
             store=store,
             saved=kept.saved,
             commands=kept.commands,

@@ -157,8 +157,8 @@ def packed_logits(
 
     options = ForwardOptions(attention="xla", max_sequences=SHAPE.max_sequences)
     run = jax.jit(partial(hidden_states, backbone.config, options=options))
-    lora = stack_adapters(backbone.config, adapters, len(prompts))
-    hidden, _, finite = run(backbone.weights, lora, None, microbatch, slots)
+    pools = {"lora": stack_adapters(backbone.config, adapters, len(prompts))}
+    hidden, _, finite = run(backbone.weights, pools, None, microbatch, slots)
     assert finite.all()
     logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
     logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
