@@ -131,7 +131,7 @@ def update(
       The new state, and the results of the update by slot.
     """
     stats = no_stats(len(updates.due))
-    if has_foreign_gradients(layout) and (warm or updates.due.any()):
+    if _drops_foreign(layout, updates) and (warm or updates.due.any()):
         state = without_foreign(layout, state, updates.due, updates.own)
     for kind, due, hyper in updates.by_kind(every=warm):
         state, stats = update_kind(kind, layout, state, stats, due, updates.rates, hyper)
@@ -167,9 +167,9 @@ def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -
     stats = no_stats(len(updates.due))
     for i in parts:
         stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
-        layout, own = stored.layouts[i], updates.own[:, stored.parts[i].slice]
-        if has_foreign_gradients(layout):
-            arguments = layout, stored.states[i], updates.due, own
+        if _drops_foreign(stored.layouts[i], updates):
+            own = updates.own[:, stored.parts[i].slice]
+            arguments = stored.layouts[i], stored.states[i], updates.due, own
             stored.states[i] = homes[i].run(without_foreign, *arguments)
     for kind, due, hyper in updates.by_kind(every=warm):
         own = [(homes[i], stored.summed[i], stored.states[i]) for i in parts]
@@ -196,6 +196,10 @@ def has_foreign_gradients(layout: Layout) -> bool:
       layout: the description of the state.
     """
     return any(tree for name, tree in layout.tree.adapters.items() if name != LOW_RANK_KIND)
+
+
+def _drops_foreign(layout: Layout, updates: DueUpdates) -> bool:
+    return updates.own is not None and has_foreign_gradients(layout)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -7,11 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.data import GlobalBatches
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.prepared_task import size_of_adapter
-from jaxmux.optimizers import SGD, AdamW
+from jaxmux.optimizers import SGD
 from jaxmux.peft import IA3, Bottleneck, LNTuning, LoRA, kind_of
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import merge_pool_specs
@@ -31,43 +29,12 @@ SPECS = {
 
 
 @pytest.fixture(scope="module")
-def tasks(make_task, config):
-    """By name, a task with an adapter of each kind. Its arrays begin with random values, so that no
-    gradient is zero."""
-
-    def make(name, spec, number):
-        prepared = make_task(name, steps=3, samples=12, optimizer=AdamW(1e-2), seed=number)
-        task = dataclasses.replace(prepared.task, adapter=spec)
-        kind = kind_of(spec)
-        targets = kind.targets(spec, config)
-
-        def adapter():
-            rng = np.random.default_rng(number)
-            specs = kind.leaves(config, list(targets), 1, spec.rank)
-            first = kind.initial(spec, targets, config, number)
-            rates = named_leaves(kind.relative_rates(spec, targets))
-            names = iter(named_leaves(first))
-
-            def moved(leaf, value):
-                rate = rates.get(next(names))
-                if not leaf.trained:
-                    return value
-                rate = rate.reshape(-1, *[1] * (value.ndim - 1))
-                return value + 0.1 * rate * rng.standard_normal(value.shape).astype(np.float32)
-
-            return jax.tree.map(moved, specs, first)
-
-        made = adapter()
-        return dataclasses.replace(
-            prepared,
-            task=task,
-            targets=targets,
-            make_adapter=lambda: made,
-            batches=GlobalBatches(prepared.samples.samples, task.batch_size, task.seed),
-            size=size_of_adapter(task, targets, config),
-        )
-
-    return {name: make(name, spec, i) for i, (name, spec) in enumerate(SPECS.items())}
+def tasks(make_task_with):
+    """By name, a task with an adapter of each kind."""
+    return {
+        name: make_task_with(name, spec, i, steps=3, samples=12)
+        for i, (name, spec) in enumerate(SPECS.items())
+    }
 
 
 @pytest.fixture(scope="module")

@@ -125,8 +125,11 @@ OTHER_SETTINGS = {
     "empty name": (["tiny/Task.name=''"], "a name consists of letters"),
     "number as name": (["tiny/Task.name=3"], "a name consists of letters"),
     "long name": ([f"tiny/Task.name='{'n' * 300}'"], f"at most {LONGEST_NAME} characters, not 300"),
-    "no adapter": (["tiny/Task.adapter=None"], "task 'tiny': adapter should be a LoRA"),
-    "class as adapter": (["tiny/Task.adapter=@tiny/LoRA"], "task 'tiny': adapter should be a LoRA"),
+    "no adapter": (["tiny/Task.adapter=None"], "adapter should be a specification"),
+    "class as adapter": (
+        ["tiny/Task.adapter=@tiny/LoRA"],
+        "adapter should be a specification",
+    ),
     "text as optimizer": (["tiny/Task.optimizer='adamw'"], "unknown optimizer 'adamw'"),
     "no data": (["tiny/Task.data=None"], "task 'tiny': data should be a path or a Source"),
     "number as data": (["tiny/Task.data=3"], "task 'tiny': data should be a path or a Source"),
