@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft_training import PeftTraining, train_alone
 from safetensors.torch import load_file
-from scenarios import FROM_PEFT, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
+from scenarios import FROM_PEFT, KIND_TASKS, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
 
 PARITY = [task["name"] for task in PARITY_TASKS]
 OTHERS = [task["name"] for task in OTHER_OPTIMIZER_TASKS]
@@ -77,6 +77,18 @@ def test_sgd_and_loraplus_train_like_torch_and_peft(other, at_most):
     check_losses(other, at_most)
     check_adapters(other, at_most)
     check_rates_and_norms(other, at_most)
+
+
+@pytest.fixture(scope="module", params=[task["name"] for task in KIND_TASKS])
+def kind(request, trained_kinds) -> Pair:
+    return pair(trained_kinds, request.param)
+
+
+def test_other_kinds_of_adapters_train_together_as_in_peft(kind, at_most):
+    assert len(kind.updates) == 20
+    check_losses(kind, at_most)
+    check_adapters(kind, at_most)
+    check_rates_and_norms(kind, at_most)
 
 
 def test_training_can_start_from_an_adapter_of_peft(trained_by_other_optimizers):
