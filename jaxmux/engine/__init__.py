@@ -15,6 +15,7 @@ round and, at the end, the adapter of every task.
     engine.close()
 """
 
+from .computed_tokens import Computed, ComputedTurn
 from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
 from .prepared_task import PreparedTask, prepare_task
@@ -24,6 +25,8 @@ from .suspended_task import BEST, SuspendedTask
 
 __all__ = [
     "BEST",
+    "Computed",
+    "ComputedTurn",
     "Engine",
     "EngineOptions",
     "EngineSize",

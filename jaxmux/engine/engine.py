@@ -334,7 +334,8 @@ class Engine(RoundLoop):
         self._position.restore(self._slots.number(slot.name), suspended.accumulated)
 
     def extend(self, name: str, steps: int) -> None:
-        """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
+        """Lets a task train more steps. The learning rates of the updates that have not been
+        dispatched follow a schedule that spreads over all of them.
 
         Args:
           name: name of the task.
@@ -353,7 +354,19 @@ class Engine(RoundLoop):
             )
         self._refuse_unfinished_round()
         self._position.discard_plans()
-        slot.prepared = slot.prepared.extended(steps)
+        slot.prepared = slot.prepared.extended(steps, self.steps_dispatched(name))
+
+    def steps_dispatched(self, task: str | SuspendedTask) -> int:
+        """Number of steps of a task whose updates have been dispatched.
+
+        Args:
+          task: name of a registered task, or a task that has been suspended.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        slot = self._slots.named(task) if isinstance(task, str) else task.slot
+        return slot.progress.step + self._results.steps_awaited(slot)
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
         """Checks that a task fits into the pool and the microbatches as they are, if it has a place
@@ -501,7 +514,7 @@ class Engine(RoundLoop):
             raise RuntimeError("drain the engine before a task is restored")
         self._position.discard_plans()
         slot.progress = progress
-        slot.computed.clear()
+        slot.lose_gradients()
         own, slot.best = without_best(arrays)
         self._slots.write(name, own)
         if slot.running:

@@ -26,6 +26,19 @@ class RoundOutcome(NamedTuple):
     lost: bool = False
 
 
+class Measurement(NamedTuple):
+    """A measurement of held-out losses that has been dispatched.
+
+    Attributes:
+      losses: function that waits for the losses: float32 [T], the mean cross entropy in nats per
+        target token; NaN if the forward pass was not finite.
+      tokens: by slot, number of tokens of the chunks that hold the task's samples, with padding.
+    """
+
+    losses: Callable[[], np.ndarray]
+    tokens: Mapping[int, int]
+
+
 class Executor(Protocol):
     """Runs the compiled programs. The engine decides what is trained, an executor where and when.
 
@@ -101,16 +114,12 @@ class Executor(Protocol):
         become empty, and from now on layers recompute more."""
         ...
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Callable[[], np.ndarray]:
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Measurement:
         """Dispatches a measurement of the losses of the held-out samples of tasks, with their
         current adapters, without dropout.
 
         Args:
           tasks: by slot, the tasks.
-
-        Returns:
-          A function that waits for the losses: float32 [T], the mean cross entropy in nats per
-          target token; NaN if the forward pass was not finite.
         """
         ...
 

@@ -58,8 +58,10 @@ class HeldOut:
             for n, slot in tasks.items()
             if slot.prepared.task.keep_best and steps[n]
         }
-        losses = self._executor.evaluate({n: slot.prepared for n, slot in tasks.items()})
-        self._results.add_evaluation(DispatchedEvaluation(rounds, steps, tasks, adapters, losses))
+        measured = self._executor.evaluate({n: slot.prepared for n, slot in tasks.items()})
+        self._results.add_evaluation(
+            DispatchedEvaluation(rounds, steps, tasks, adapters, *measured)
+        )
 
     def _stop_in_time(self, plan: RoundPlan, begun: RoundPlan | None) -> None:
         """Lets tasks stop that have trained for their longest time: after the step that has been

@@ -20,6 +20,18 @@ from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
 from jaxmux.tasks import Task, TaskError
 
 
+class EarlierLength(NamedTuple):
+    """The number of steps that a task was to train before it was extended.
+
+    Attributes:
+      until: number of updates that had been dispatched when it was extended.
+      steps: the number of steps.
+    """
+
+    until: int
+    steps: int
+
+
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
     """A task (fine-tuning job) with its tokenized data and the linears that it adapts.
@@ -39,6 +51,7 @@ class PreparedTask:
       steps: number of global batches that the task trains.
       eval_samples: the tokenized held-out data; empty if the task has none.
       size: the sizes of the adapter's arrays; None for LoRA, whose rank and linears tell them.
+      earlier: the numbers of steps before extensions, in the order of the updates.
     """
 
     task: Task
@@ -49,6 +62,7 @@ class PreparedTask:
     steps: int
     eval_samples: list[Sample]
     size: KindSize | None = None
+    earlier: tuple[EarlierLength, ...] = ()
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -109,25 +123,40 @@ class PreparedTask:
 
         return dataclasses.replace(self, make_adapter=make_adapter)
 
-    def extended(self, steps: int) -> "PreparedTask":
-        """Returns a new prepared task that trains another number of steps. Its learning-rate
-        schedule spreads over all of them.
+    def extended(self, steps: int, at: int) -> "PreparedTask":
+        """Returns a new prepared task that trains another number of steps. From update `at` on, its
+        learning-rate schedule spreads over all of them. Extensions that were to have effect later
+        than that have none.
 
         Args:
           steps: number of global batches that the new task trains.
+          at: number of updates that have been dispatched when the task is extended.
         """
         task = dataclasses.replace(self.task, steps=steps, epochs=None)
         batches = GlobalBatches(self.samples.samples, task.batch_size, task.seed)
-        return dataclasses.replace(self, task=task, batches=batches, steps=steps)
+        earlier = tuple(own for own in self.earlier if own.until < at)
+        if at > 0:
+            earlier += (EarlierLength(at, self.steps_at(at - 1)),)
+        return dataclasses.replace(self, task=task, batches=batches, steps=steps, earlier=earlier)
 
-    def learning_rate(self, updates: int) -> float:
-        """The learning rate of the task's next update, by the schedule of its optimizer.
+    def steps_at(self, step: int) -> int:
+        """The number of steps that the task is to train, as far as it is known when an update is
+        dispatched.
 
         Args:
-          updates: number of updates that the task has applied so far; skipped updates do not count.
+          step: index of the update's global batch, from 0.
+        """
+        return next((own.steps for own in self.earlier if step < own.until), self.steps)
+
+    def learning_rate(self, updates: int, step: int) -> float:
+        """The learning rate of an update of the task, by the schedule of its optimizer.
+
+        Args:
+          updates: number of updates that the task has applied before; skipped updates do not count.
+          step: index of the update's global batch, from 0.
         """
         optimizer = self.task.optimizer
-        return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps)
+        return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps_at(step))
 
     def dropout_key(self, step: int) -> np.uint32:
         """The seed of the task's dropout masks in one step. It depends only on the task's name, its

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
+from .computed_tokens import Computed, ComputedTokens
 from .progress import TaskEvaluation, TaskUpdate, record_evaluation, record_update
 from .rounds import RoundPlan
 from .slots import Slot
@@ -41,17 +41,22 @@ class DispatchedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedTurns:
-    """The turns of a round whose global batches go on in the following round.
+    """The turns of a round whose global batches go on in the following round; or what has been
+    trained of a round that had begun and is forgotten.
 
     Attributes:
       plan: the round.
       tasks: by slot number, the tasks.
+      left: by slot number, the tasks that had left when the round had begun.
       marker: arrays that are ready when the round has ended, from `Executor.marker`.
+      ended: indices of the microbatches that have been trained of a forgotten round; else None.
     """
 
     plan: RoundPlan
     tasks: Mapping[int, Slot]
-    marker: Any
+    left: Mapping[int, Slot]
+    marker: Any = ()
+    ended: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,7 @@ class DispatchedEvaluation:
       adapters: by slot number, function that waits for the measured adapter and returns its arrays
         by path, for tasks that keep their best adapter.
       losses: function that waits for the losses by slot.
+      tokens: by slot number, number of tokens of the chunks with held-out samples.
     """
 
     index: int
@@ -72,10 +78,15 @@ class DispatchedEvaluation:
     tasks: Mapping[int, Slot]
     adapters: Mapping[int, Callable[[], SlotArrays]]
     losses: Callable[[], np.ndarray]
+    tokens: Mapping[int, int]
 
 
 class Results:
-    """Fetches the results of updates, and records them in the progress of their tasks."""
+    """Fetches the results of updates, and records them in the progress of their tasks.
+
+    Attributes:
+      computed: counts what has been computed.
+    """
 
     def __init__(self, max_bad_steps: int):
         """Creates it without updates.
@@ -83,14 +94,15 @@ class Results:
         Args:
           max_bad_steps: number of consecutive skipped updates after which a task has failed.
         """
+        self.computed = ComputedTokens()
         self._max_bad_steps = max_bad_steps
         self._dispatched: list[DispatchedUpdate | DispatchedTurns] = []
         self._measured: list[DispatchedEvaluation] = []
         # Results that have been fetched and not yet taken.
         self._fetched: list[TaskUpdate] = []
         self._evaluations: list[TaskEvaluation] = []
-        # By name of the task, the tokens of the rounds that have been fetched, with padding.
-        self._computed: Counter[str] = Counter()
+        # What has been computed in the rounds whose updates were taken last.
+        self._taken = Computed([], {})
 
     def add(self, dispatched: DispatchedUpdate | DispatchedTurns) -> None:
         """Adds an update, or turns, that have been dispatched."""
@@ -107,8 +119,19 @@ class Results:
 
     def awaits(self, slot: Slot) -> bool:
         """Whether a result of this task has not been fetched."""
-        dispatched = (*self._dispatched, *self._measured)
-        return any(slot is own for results in dispatched for own in results.tasks.values())
+        return any(slot is own for own in self._awaited)
+
+    @property
+    def awaited(self) -> set[str]:
+        """Names of the tasks of which results have not been fetched."""
+        return {slot.name for slot in self._awaited}
+
+    @property
+    def _awaited(self) -> Iterator[Slot]:
+        for results in (*self._dispatched, *self._measured):
+            yield from results.tasks.values()
+            if isinstance(results, DispatchedTurns):
+                yield from results.left.values()
 
     def fetch(self) -> Iterator[DispatchedUpdate]:
         """Waits for all that has been added, records the results, and yields each update when that
@@ -134,13 +157,14 @@ class Results:
     def take(self) -> list[TaskUpdate]:
         """The results of updates that have been fetched since the last call."""
         fetched, self._fetched = self._fetched, []
+        self._taken = self.computed.take()
         return fetched
 
-    def take_computed_tokens(self) -> dict[str, int]:
-        """By name of the task, the number of tokens, with padding, of the rounds whose results have
-        been fetched since the last call."""
-        computed, self._computed = dict(self._computed), Counter()
-        return computed
+    def take_computed(self) -> Computed:
+        """What has been computed in the rounds whose updates the last call of `take` returned; what
+        is not taken before the next call is forgotten."""
+        taken, self._taken = self._taken, Computed([], {})
+        return taken
 
     def take_evaluations(self) -> list[TaskEvaluation]:
         """The held-out losses that have been fetched since the last call."""
@@ -149,9 +173,9 @@ class Results:
 
     def _record(self, update: DispatchedUpdate, stats: UpdateStats) -> None:
         for number, slot in update.tasks.items():
+            self.computed.count(number, slot, update.plan)
             if not slot.running:
                 continue
-            self.count(number, slot, update.plan)
             done = TaskUpdate(
                 step=update.index,
                 task=slot.name,
@@ -171,25 +195,27 @@ class Results:
             self._fetched.append(done)
 
     def _record_turns(self, turns: DispatchedTurns) -> None:
+        plan, whole, microbatches = turns.plan, turns.plan.steps, turns.plan.microbatches
+        if turns.ended is not None:
+            # Turns that have been trained as a whole are not planned again.
+            whole = plan.trained_turns(turns.ended)
+            microbatches = [microbatches[i] for i in turns.ended]
+
+        def trained(number: int) -> int:
+            return sum(own.trained_tokens.get(number, 0) for own in microbatches)
+
         for number, slot in turns.tasks.items():
-            if slot.running:
-                self.count(number, slot, turns.plan)
-
-    def count(self, number: int, slot: Slot, plan: RoundPlan) -> None:
-        """Counts the turn of a task in a round.
-
-        Args:
-          number: number of its slot in the round.
-          slot: the task.
-          plan: the round.
-        """
-        tokens = plan.computed_tokens[number]
-        slot.computed[plan.steps[number]] += tokens
-        self._computed[slot.name] += tokens
+            if number in whole:
+                self.computed.count(number, slot, plan)
+            else:
+                self.computed.count_part(slot, plan.steps[number], trained(number))
+        for number, slot in turns.left.items():
+            self.computed.count_in_vain(slot, plan.steps[number], trained(number))
 
     def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:
         for number, slot in evaluation.tasks.items():
             progress, task = slot.progress, slot.prepared.task
+            self.computed.count_held_out(slot, evaluation.tokens[number])
             if progress.status == "failed":
                 continue
             step, loss = evaluation.steps[number], float(losses[number])

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, consecutive_parts
 
 from .compile_ahead import ProgramsAhead
+from .computed_tokens import Computed
 from .engine_options import EngineOptions
 from .executor import Executor
 from .held_out import HeldOut
@@ -24,7 +26,7 @@ from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
 from .size_ahead import SizeAhead
-from .slots import Slots
+from .slots import Slot, Slots
 from .stored_state import StoredState
 from .updates import DueUpdates, no_updates
 
@@ -191,6 +193,8 @@ class RoundLoop:
             except OutOfDeviceMemory:
                 # No program fits any more, and the accumulators are empty. (If an earlier round has
                 # failed, its results raise this again.)
+                with suppress(OutOfDeviceMemory):
+                    self._fetch()
                 self._lose_gradients()
                 raise
             finally:
@@ -211,7 +215,7 @@ class RoundLoop:
             updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
             if not updates and len(done) == len(current.microbatches):
                 break
-            self._count_turns(position.following, outcome.ahead)
+            self._count_ended(position.following, outcome.ahead)
             position.stop(updates, outcome.ahead)
             self._fetch()
             # A round that has lost a task would be packed otherwise next time: finish it first.
@@ -226,14 +230,15 @@ class RoundLoop:
         return self._results.take()
 
     def _end_turns(self, plan: RoundPlan) -> None:
-        """Takes note of the turns of a dispatched round whose global batches go on."""
+        """Takes note of the turns of a dispatched round whose global batches go on, or whose tasks
+        have left."""
         tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
+        left = self._left_in(plan)
         if not plan.ends:
             # No update has waited for the round before.
             self._fetch()
-        if not tasks:
-            return
-        self._results.add(DispatchedTurns(plan, tasks, self._executor.marker()))
+        if tasks or left:
+            self._results.add(DispatchedTurns(plan, tasks, left, self._executor.marker()))
 
     def _plan_following(self) -> RoundPlan | None:
         """The round after the current one, as far as is known; None if it may not begin yet."""
@@ -254,15 +259,18 @@ class RoundLoop:
         ended = self._executor.settle() or position.done
         if position.begun_ahead:
             self._count(position.current, ended[len(position.done) :])
-            self._count_turns(position.current, ended)
+            self._count_ended(position.current, ended)
             position.settle(ended)
 
-    def _count_turns(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
-        """Counts the turns that have been trained of a round that is forgotten, if their global
-        batches go on. They are not planned again."""
-        for number in plan.trained_turns(ended) if plan else ():
-            if number in self._slots:
-                self._results.count(number, self._slots[number], plan)
+    def _count_ended(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
+        """Takes note of what has been trained of a round that is forgotten."""
+        if ended:
+            tasks = {n: self._slots[n] for n in plan.steps if n in self._slots}
+            self._results.add(DispatchedTurns(plan, tasks, self._left_in(plan), ended=ended))
+
+    def _left_in(self, plan: RoundPlan) -> dict[int, Slot]:
+        """By slot number, the tasks of a round that have left."""
+        return {n: slot for n, slot in self._slots.left.items() if n in plan.steps}
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
@@ -270,7 +278,10 @@ class RoundLoop:
         own = self._slots
         due = np.zeros(own.pool.slots, bool)
         due[[number for number in slots if own.runs(number)]] = True
-        rates = {number: slot.prepared.learning_rate(slot.progress.updates) for number, slot in own}
+        rates = {
+            number: slot.prepared.learning_rate(slot.progress.updates, slot.progress.step)
+            for number, slot in own
+        }
         if slots:
             self._learning_rates[slots] = rates
         numbers = own.rates(rates), own.hyperparameters, own.members, own.own_leaves()
@@ -291,7 +302,7 @@ class RoundLoop:
         """Lets all global batches begin again, because the accumulators are empty."""
         self._position.begin_again()
         for _, slot in self._slots:
-            slot.computed.clear()
+            slot.lose_gradients()
 
     def drain(self) -> list[TaskUpdate]:
         """Waits for the last round whose update was dispatched, and records its results in the
@@ -357,11 +368,16 @@ class RoundLoop:
         have left since."""
         return self._results.take_evaluations()
 
-    def take_computed_tokens(self) -> dict[str, int]:
-        """By name of the task, the number of tokens, with padding, of the rounds whose results have
-        arrived since the last call, by which the time of these rounds can be divided among the
-        tasks. Tasks that have left since have their share, too."""
-        return self._results.take_computed_tokens()
+    def take_computed(self) -> Computed:
+        """What has been computed in the rounds whose results the last call of `train_round` or
+        `drain` has returned, also of tasks that have left since; empty in a second call. The time
+        of these rounds can be divided among the tasks by it."""
+        return self._results.take_computed()
+
+    @property
+    def awaited(self) -> set[str]:
+        """Names of the tasks of which results have not arrived, also of tasks that have left."""
+        return self._results.awaited | {slot.name for slot in self._slots.left.values()}
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
         """The loss of tasks on their held-out samples, with their current adapters and without
@@ -383,7 +399,7 @@ class RoundLoop:
         tasks = {slot: task for slot, task in named.items() if task.eval_samples}
         if not tasks:
             return {}
-        found = self._executor.evaluate(tasks)()
+        found = self._executor.evaluate(tasks).losses()
         return {task.task.name: float(found[slot]) for slot, task in tasks.items()}
 
     def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
@@ -414,7 +430,7 @@ class RoundLoop:
     def _clear_left_slots(self) -> None:
         """Empties the slots of tasks that have left, once no round that has begun uses them."""
         current = self._position.current
-        for number in self._slots.left.difference(current.steps if current else ()):
+        for number in self._slots.left.keys() - (current.steps if current else {}):
             self._slots.clear(number)
             # What a round that had begun has accumulated for the task is gone too.
             self._position.restore(number, ())

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -38,12 +39,14 @@ class PackedMicrobatch(NamedTuple):
       arrays: the arrays that the forward pass reads.
       samples: by slot, indices of the samples in the task's global batch.
       tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
+      trained_tokens: by slot, the tokens of those chunks that are not left out as a whole.
     """
 
     replica: int
     arrays: PlacedMicrobatch
     samples: SampleIndices
     tokens: Mapping[int, int]
+    trained_tokens: Mapping[int, int] = MappingProxyType({})
 
 
 class Due(NamedTuple):
@@ -254,23 +257,33 @@ def fill_microbatches(
         packed = _pack_shards(batches, replica, share, packing, groups)
         # A shard that has fewer microbatches than another one gets empty ones.
         for of_shards in zip_longest(*packed, fillvalue=()):
-            chunks = {
-                (shard, p.slot, chunk)
-                for shard, placements in enumerate(of_shards)
-                for p in placements
-                for chunk in _chunks(p, batches[p.slot][p.sample].stream_length, shape)
-            }
-            tokens = Counter(slot for _, slot, _ in chunks)
+            kept = [
+                [p for p in placements if (p.slot, p.sample) not in absent]
+                for placements in of_shards
+            ]
             samples: dict[int, list[int]] = {}
-            arrays = []
-            for placements in of_shards:
-                kept = [p for p in placements if (p.slot, p.sample) not in absent]
-                for p in kept:
-                    samples.setdefault(p.slot, []).append(p.sample)
-                arrays.append(fill_microbatch(kept, batches, **sizes))
-            yield PackedMicrobatch(
-                i, arrays, samples, {slot: n * shape.chunk_len for slot, n in tokens.items()}
-            )
+            for p in chain.from_iterable(kept):
+                samples.setdefault(p.slot, []).append(p.sample)
+            arrays = [fill_microbatch(placements, batches, **sizes) for placements in kept]
+            tokens = _tokens(of_shards, batches, shape)
+            trained = _tokens(kept, batches, shape) if absent else tokens
+            yield PackedMicrobatch(i, arrays, samples, tokens, trained)
+
+
+def _tokens(
+    of_shards: Iterable[Sequence[Placement]],
+    batches: Mapping[int, Sequence[Sample]],
+    shape: ShapeClass,
+) -> dict[int, int]:
+    """By slot, the tokens of the chunks in which samples lie, of all data shards together."""
+    chunks = {
+        (shard, p.slot, chunk)
+        for shard, placements in enumerate(of_shards)
+        for p in placements
+        for chunk in _chunks(p, batches[p.slot][p.sample].stream_length, shape)
+    }
+    counts = Counter(slot for _, slot, _ in chunks)
+    return {slot: n * shape.chunk_len for slot, n in counts.items()}
 
 
 def _chunks(placement: Placement, length: int, shape: ShapeClass) -> range:

@@ -1,6 +1,7 @@
 """The executor of several devices: replicas, each a pipeline of stages."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from jaxmux.planner.replicas import TokenCosts, assign_samples
 from jaxmux.sharding import PlacedBackbone, in_threads
 
 from .engine_options import EngineOptions
-from .executor import RoundOutcome
+from .executor import Measurement, RoundOutcome
 from .out_of_memory import fits
 from .prepared_task import PreparedTask
 from .replica_input import ReplicaInput
@@ -291,7 +292,7 @@ class SeveralDevices:
                 slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
                 copy.send_gradients(slots)
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Callable[[], np.ndarray]:
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Measurement:
         self._refresh()
         if self._measured_for != self._stored.layout:
             # While stages exchange arrays nothing may be compiled.
@@ -299,13 +300,21 @@ class SeveralDevices:
             self._measured_for = self._stored.layout
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
-        microbatches = fill_microbatches(batches, self.replicas, shares)
+        tokens: Counter[int] = Counter()
+
+        def microbatches() -> Iterator[PackedMicrobatch]:
+            for microbatch in fill_microbatches(batches, self.replicas, shares):
+                tokens.update(microbatch.tokens)
+                yield microbatch
+
         table = slot_table(tasks, None, *self._stored.layout.tree.loss.shape)
         losses = [
             self._replicas[i].evaluate(own, table)
-            for i, own in groupby(microbatches, key=lambda microbatch: microbatch.replica)
+            for i, own in groupby(microbatches(), key=lambda microbatch: microbatch.replica)
         ]
-        return lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses))
+        return Measurement(
+            lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses)), tokens
+        )
 
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         self._refresh()

@@ -1,5 +1,6 @@
 """The executor of one device."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -18,7 +19,7 @@ from jaxmux.peft import Layout
 from .compile import compile_accumulate, forward_options, refuse_implementations
 from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions
-from .executor import RoundOutcome
+from .executor import Measurement, RoundOutcome
 from .out_of_memory import fits
 from .prepared_task import PreparedTask
 from .programs import accumulate, accumulate_arguments, evaluate
@@ -171,13 +172,13 @@ class SingleDevice:
         self._forward = None
         self._stored.empty_accumulators()
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Callable[[], np.ndarray]:
+    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Measurement:
         if self._programs:
             self._programs.wait_for_evaluation()
         backbone, capacity = self._backbone, len(self._state.loss)
         forward = forward_options(backbone, self._options, self._state.adapters)
         table = jax.device_put(slot_table(tasks, None, capacity))
-        losses = np.zeros(capacity, np.float32)
+        losses, tokens = np.zeros(capacity, np.float32), Counter()
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
         for microbatch in fill_microbatches(batches, self.replicas, shares):
@@ -187,7 +188,8 @@ class SingleDevice:
                 compiled(evaluate.lower(backbone.config, forward, *arguments))
                 self._measured_for = self._stored.layout
             losses = evaluate(backbone.config, forward, *arguments)
-        return lambda: jax.device_get(losses)
+            tokens.update(microbatch.tokens)
+        return Measurement(lambda: jax.device_get(losses), tokens)
 
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         microbatch = _placed([empty_microbatch(self._options.shape)])

@@ -44,6 +44,8 @@ class Slot:
         arrays by path; None if it is not kept, or not known yet.
       computed: by step that has not been updated, number of tokens, with padding, that have been
         computed of its global batch, as far as results have been fetched.
+      part_of_turn: number of these tokens that belong to a turn of which only a part has been
+        computed.
     """
 
     prepared: PreparedTask
@@ -52,6 +54,7 @@ class Slot:
     timed_since: float | None = None
     best: Callable[[], SlotArrays] | None = None
     computed: Counter[int] = dataclasses.field(default_factory=Counter)
+    part_of_turn: int = 0
 
     @property
     def name(self) -> str:
@@ -79,9 +82,16 @@ class Slot:
     def is_measured_after(self, step: int) -> bool:
         """Whether the held-out loss is measured after so many steps."""
         every = self.prepared.task.eval_every
+        # A task may be extended when its last step has been dispatched.
+        lasts = (self.steps, self.prepared.steps_at(step - 1))
         return bool(self.prepared.eval_samples) and (
-            step == self.steps or (every is not None and step % every == 0)
+            step in lasts or (every is not None and step % every == 0)
         )
+
+    def lose_gradients(self) -> None:
+        """Notes that the current global batch begins again."""
+        self.computed.clear()
+        self.part_of_turn = 0
 
     def count_seconds(self) -> None:
         """Adds the time since the last call to the seconds of the task."""
@@ -114,8 +124,8 @@ class Slots:
         self.pool = reserved
         self._config = config
         self._slots: dict[int, Slot] = {}
-        # Slots whose tasks have left, and that are not empty yet.
-        self._left: set[int] = set()
+        # By number, the tasks that have left slots that are not empty yet.
+        self._left: dict[int, Slot] = {}
 
     def __contains__(self, number: int) -> bool:
         """Whether a slot is taken."""
@@ -176,9 +186,9 @@ class Slots:
         return hyper
 
     @property
-    def left(self) -> set[int]:
-        """Numbers of the slots whose tasks have left, until `clear` empties them."""
-        return set(self._left)
+    def left(self) -> dict[int, Slot]:
+        """By number, the tasks that have left, until `clear` empties their slots."""
+        return dict(self._left)
 
     def runs(self, number: int) -> bool:
         """Whether a slot has a task that is running."""
@@ -240,14 +250,13 @@ class Slots:
         """Takes a task out of its slot, which no other task can take until `clear` empties it.
         Returns the number of the slot."""
         number = self.number(name)
-        del self._slots[number]
-        self._left.add(number)
+        self._left[number] = self._slots.pop(number)
         return number
 
     def clear(self, number: int) -> None:
         """Empties a slot whose task has left, so that another task can take it."""
         self.stored.clear(number)
-        self._left.remove(number)
+        del self._left[number]
 
     def resize(self, slots: int) -> dict[int, int]:
         """Gives the state another number of slots. A task keeps its slot if there still is one of
@@ -381,7 +390,7 @@ class Slots:
         return pool_of(self._config, needed, reserved, keep_moments=self.layout is not None)
 
     def _lowest_free(self) -> int:
-        return min(set(range(self.pool.slots)) - self._slots.keys() - self._left)
+        return min(set(range(self.pool.slots)) - self._slots.keys() - self._left.keys())
 
 
 def pool_of(

@@ -10,18 +10,20 @@
 chooses which of them train.
 """
 
-from .commands import Command
+from .commands import At, Command
 from .events import Event
 from .live_task import TaskStatus
 from .live_training import LiveTraining
 from .meter import Meter
-from .saved_task import SavedTask
+from .saved_task import Extension, SavedTask
 from .states import StateChange
 from .store import Store
 
 __all__ = [
+    "At",
     "Command",
     "Event",
+    "Extension",
     "LiveTraining",
     "Meter",
     "SavedTask",

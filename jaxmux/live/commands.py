@@ -5,22 +5,42 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from .meter import Meter
+
+
+class At(NamedTuple):
+    """Where a task was when a command was carried out.
+
+    Attributes:
+      step: number of its updates that had been dispatched.
+      meter: what it had used.
+    """
+
+    step: int
+    meter: Meter
+
 
 class Command(NamedTuple):
     """A wish to change a task.
 
     Attributes:
       kind: what is to be done: "register", "cancel", "pause", "resume", "set_priority" or "extend".
+        "used" is no wish: it keeps what a task has used, because results of it have arrived after
+        its end.
       task: name of the task.
-      value: what the kind needs: for "register", the `Task` and its priority; for "set_priority",
-        the priority; for "extend", the number of steps; else None.
+      value: what the kind needs: for "register", the `Task`, its priority and its files, from
+        `file_identities`; for "set_priority", the priority; for "extend", the number of steps; else
+        None.
       time: when it was given, in seconds since 1970.
+      at: where the task was when it was carried out; None before, for "register", and for commands
+        that an earlier version has kept.
     """
 
     kind: str
     task: str
     value: Any
     time: float
+    at: At | None = None
 
 
 # A command, and the future that tells whether it has been carried out.

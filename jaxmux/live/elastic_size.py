@@ -72,6 +72,15 @@ class ElasticSize:
             self._compiled(self._with_memory(more))
         return False
 
+    @property
+    def growing(self) -> int | None:
+        """Number of slots of the larger size for which programs are being compiled; None if there
+        is none."""
+        if self._ahead is None or self._ahead.ready:
+            return None
+        _, size = self._ahead.sizes
+        return size.slots if size.slots > self._engine.size.slots else None
+
     def note_full(self, size: EngineSize) -> None:
         """Notes that there is no memory for a size, so neither it nor a larger one is taken again.
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxmux.engine import PreparedTask, SuspendedTask, TaskProgress
+from jaxmux.engine import ComputedTurn, PreparedTask, SuspendedTask, TaskProgress
 from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .meter import Meter
-from .saved_task import SavedTask
+from .preparation import Reading
+from .saved_task import Extension, SavedTask
 from .states import ENDED, FOLLOWING, RUNNING, SUCCEEDED, StateChange
 
 
@@ -53,12 +54,15 @@ class LiveTask:
     """A task that comes and goes. Only the thread that owns the engine reads and changes it.
 
     Attributes:
-      task: the task as it was registered, or as it was extended.
+      task: the task as it was registered.
       priority: its priority; tasks of higher numbers go first.
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
       prepared: the task with its data; None until they have been read, and after its end.
-      preparing: whether its data are being read.
+      reading: the reading of its data; None if they are neither being read nor about to be.
+      files: its files at the time of its registration, from `file_identities`; empty when its data
+        have been read.
+      note: what has brought it into its present state; it is told with every reason there.
       steps: number of steps that it is to train; None if that depends on data that have not been
         read.
       fingerprints: hashes of its data; empty until they have been read.
@@ -70,6 +74,8 @@ class LiveTask:
       meter: what the task has used.
       passes: number of later tasks of its priority that have begun before it.
       reached: number of steps that it had trained before training was started again.
+      extensions: the commands that have extended it, as `SavedTask.extensions`.
+      counted: index of the last global batch of which tokens have been counted, and their number.
     """
 
     task: Task
@@ -77,7 +83,9 @@ class LiveTask:
     arrival: int
     history: list[StateChange]
     prepared: PreparedTask | None = None
-    preparing: bool = False
+    reading: Reading | None = None
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str | None = None
     steps: int | None = None
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suspended: SuspendedTask | None = None
@@ -87,6 +95,8 @@ class LiveTask:
     meter: Meter = dataclasses.field(default_factory=Meter)
     passes: int = 0
     reached: int = 0
+    extensions: list[Extension] = dataclasses.field(default_factory=list)
+    counted: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, saved: SavedTask) -> "LiveTask":
@@ -103,6 +113,9 @@ class LiveTask:
             meter=saved.meter,
             passes=saved.passes,
             reached=saved.reached,
+            extensions=list(saved.extensions),
+            counted=(saved.progress.step if saved.progress else 0, saved.begun_tokens),
+            files=saved.files,
         )
 
     @property
@@ -126,21 +139,29 @@ class LiveTask:
         return round(self.task.batch_size * total / len(samples))
 
     @property
+    def _paths(self) -> str:
+        return ", ".join(data.path for data in (self.task.data, self.task.eval_data) if data)
+
+    @property
     def ended(self) -> bool:
         """Whether the task never trains again."""
         return self.state in ENDED
 
-    def enter(self, state: str, reason: str | None, time: float) -> bool:
+    def enter(self, state: str, reason: str | None, time: float, note: str | None = None) -> bool:
         """Enters a state, or replaces the reason of the present one.
 
         Args:
           state: the state.
           reason: why, in words.
           time: seconds since 1970.
+          note: what has brought it into the state, if that is to be told with every reason there.
 
         Returns:
           Whether anything has changed.
         """
+        if note or state != self.state:
+            self.note = note
+        reason = "; ".join(filter(None, (self.note, reason))) or None
         if (state, reason) == (self.state, self.reason):
             return False
         if state == self.state:
@@ -157,43 +178,68 @@ class LiveTask:
         """Takes the data of the task.
 
         Args:
-          prepared: the task as it was when its data began to be read.
+          prepared: the task as it was registered.
 
         Raises:
-          TaskError: the task has begun with other data.
+          TaskError: these are not the data that were read before.
         """
         found = prepared.fingerprints
         changed = [what for what, old in self.fingerprints.items() if found.get(what) != old]
-        if changed and self.progress:
+        if changed:
+            since = "since the task began" if self.progress else "after the task was registered"
             raise TaskError(
-                f"the {' and the '.join(changed)} changed since the task began; register another "
-                "task for them"
+                f"the {' and the '.join(changed)} changed {since} ({self._paths}); register "
+                "another task for them"
             )
-        self.fingerprints = found
-        extended_to = self.steps if self.steps not in (None, prepared.steps) else None
+        # From now on the fingerprints tell whether the data are the same.
+        self.fingerprints, self.files = found, {}
+        for extension in self.extensions:
+            prepared = prepared.extended(extension.steps, extension.step)
         self.prepared, self.steps = prepared, prepared.steps
-        if extended_to:
-            self.extend(extended_to)
         if self.saved_arrays:
             self.suspended = SuspendedTask.of(self.prepared, self.progress, self.saved_arrays)
             self.saved_arrays = None
 
-    def extend(self, steps: int) -> None:
+    def extend(self, steps: int, at: int) -> None:
         """Lets the task train another number of steps, wherever it is but in the engine.
 
         Args:
           steps: the number of steps.
+          at: number of updates that are dispatched before the longer schedule begins.
         """
-        self.task = dataclasses.replace(self.task, steps=steps, epochs=None)
+        # Extensions that were to have effect later have none.
+        kept = [own for own in self.extensions if own.step < at]
+        self.extensions = [*kept, Extension(at, steps)]
         self.steps = steps
         if self.prepared:
-            self.prepared = self.prepared.extended(steps)
+            self.prepared = self.prepared.extended(steps, at)
         if self.suspended:
             self.suspended.slot.prepared = self.prepared
         progress = self.progress
         if progress and progress.status == SUCCEEDED and progress.stopped_early is None:
             # It lost its place when its last step had been dispatched, and has more steps now.
             progress.status = RUNNING
+
+    def counted_of(self, step: int) -> int:
+        """Number of tokens of a global batch that have been counted.
+
+        Args:
+          step: index of the global batch, not smaller than that of one that has been counted.
+        """
+        counted_step, tokens = self.counted
+        return tokens if counted_step == step else 0
+
+    def count(self, turn: ComputedTurn, totals: Meter) -> None:
+        """Counts what has been computed of a global batch of the task.
+
+        Args:
+          turn: what has been computed.
+          totals: the meter of all tasks together.
+        """
+        counted, again = self.counted_of(turn.step), turn.step < self.reached
+        for meter in (self.meter, totals):
+            meter.add_turn(turn, counted, again)
+        self.counted = turn.step, max(counted, turn.before + turn.tokens)
 
     def saved(self, arrays: Callable[[], SlotArrays] | None) -> SavedTask:
         """The task as it is saved now.
@@ -203,18 +249,22 @@ class LiveTask:
         """
         if self.suspended:
             arrays = self.suspended.with_best()
+        step = self.progress.step if self.progress else 0
         return SavedTask(
             self.task,
             self.priority,
             self.arrival,
             self.passes,
             tuple(self.history),
-            dataclasses.replace(self.meter),
+            self.meter.copy(),
             self.fingerprints,
             dataclasses.replace(self.progress) if self.progress else None,
             None if self.ended else arrays or self.saved_arrays,
-            max(self.reached, self.progress.step if self.progress else 0),
+            max(self.reached, step),
             self.steps,
+            tuple(self.extensions),
+            self.counted_of(step),
+            self.files,
         )
 
     def saved_again(self, before: SavedTask) -> SavedTask:
@@ -224,12 +274,12 @@ class LiveTask:
           before: the task as it was copied.
         """
         return before._replace(
-            task=self.task,
             priority=self.priority,
             passes=self.passes,
             history=tuple(self.history),
             reached=max(before.reached, self.progress.step),
             steps=self.steps,
+            extensions=tuple(self.extensions),
         )
 
     def status(self) -> TaskStatus:
@@ -247,6 +297,6 @@ class LiveTask:
             progress.eval_loss if measured else progress.eval_loss_first,
             progress.best_step,
             self.share if self.state == RUNNING else 0.0,
-            dataclasses.replace(self.meter),
+            self.meter.copy(),
             tuple(self.history),
         )

@@ -3,17 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxmux.engine import Engine, PreparedTask, TaskProgress, TaskUpdate
+from jaxmux.engine import Computed, Engine, PreparedTask, TaskProgress, TaskUpdate
 from jaxmux.errors import first_line
 from jaxmux.peft import Adapter, SlotArrays
+from jaxmux.planner.numbers import numbered
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.tasks import Task, TaskError
 
-from .commands import Command
+from .commands import At, Command
 from .live_task import LiveTask
-from .meter import shares_of
+from .meter import Meter, shares_of
+from .preparation import Preparation, Reading
 from .saved_task import SavedTask
 from .states import CANCELLED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCEEDED, StateChange
+
+# So many names are in a reason.
+_MOST_NAMES = 3
 
 
 class LiveTasks:
@@ -24,12 +29,16 @@ class LiveTasks:
 
     Attributes:
       changed: whether the choice of the tasks that train has to be made anew.
+      totals: what all tasks have used together, those included that are not known any more. It is
+        counted by itself, and equals the sum of their meters.
+      used_since: names of the tasks that have used more since their ends were kept.
+      growing: number of places for which programs are being compiled; None if there are none.
     """
 
     def __init__(
         self,
         engine: Engine,
-        prepare: Callable[[Task], None],
+        preparation: Preparation,
         export: Callable[[Task, Callable[[], Adapter]], None],
         show: Callable[[LiveTask], None],
         forget: Callable[[str], None],
@@ -40,7 +49,7 @@ class LiveTasks:
 
         Args:
           engine: the engine, whose tasks no one else changes.
-          prepare: function that begins to prepare a task; `enter_prepared` gets the result.
+          preparation: prepares tasks; `enter_prepared` gets the results.
           export: function that keeps the adapter of a task that has succeeded, as `Store.export`.
           show: function that is called whenever a task's state, reason, priority or length has
             changed.
@@ -49,12 +58,16 @@ class LiveTasks:
           most_ended: number of tasks that are known after their end.
         """
         self.changed = False
-        self._engine, self._prepare, self._export = engine, prepare, export
+        self.growing: int | None = None
+        self.totals, self.used_since = Meter(), set()
+        self._engine, self._preparation, self._export = engine, preparation, export
         self._show, self._clock = show, clock
         self._forget, self._most_ended = forget, most_ended
         self._tasks: dict[str, LiveTask] = {}
         # The tasks that have ended, in the order of their ends.
         self._ended: deque[str] = deque()
+        # Of the readings that wait, how many were before each when its task was told last.
+        self._told: dict[Reading, int] = {}
 
     def __getitem__(self, name: str) -> LiveTask:
         return self._tasks[name]
@@ -84,6 +97,10 @@ class LiveTasks:
             return
         if own is None:
             raise TaskError(f"task {name!r}: there is no such task")
+        if command.kind == "used":
+            if not own.ended:
+                raise TaskError(f"task {name!r}: it goes on, and uses the same again")
+            return
         if own.ended:
             raise TaskError(f"task {name!r}: it has ended ({own.state})")
         if command.kind == "resume" and own.state != PAUSED:
@@ -94,22 +111,47 @@ class LiveTasks:
             if own.steps is not None and command.value <= own.steps:
                 raise TaskError(f"task {name!r}: it has {own.steps} steps already")
 
+    def with_at(self, command: Command) -> Command:
+        """The command, with where its task is now; one that registers a task is returned as it is.
+
+        Args:
+          command: a command that `check` permits.
+        """
+        if command.kind == "register":
+            return command
+        own = self[command.task]
+        if own.progress is None:
+            step = 0
+        elif own.state == RUNNING or own.suspended:
+            step = self._engine.steps_dispatched(own.suspended or own.name)
+        else:
+            step = own.progress.step
+        return command._replace(at=At(step, own.meter.copy()))
+
     def carry_out(self, command: Command, arrival: int) -> None:
-        """Carries out a command that `check` permits.
+        """Carries out a command that `check` permits, perhaps once more after training was started
+        again. A task that ends has used then what it had used the first time, and a task that is
+        extended trains with its shorter schedule up to the same step.
 
         Args:
           command: the command.
           arrival: number of the arrival of a task that is registered.
         """
         if command.kind == "register":
-            task, priority = command.value
+            task, priority, files = command.value
             first = StateChange(PREPARING, None, command.time)
-            own = LiveTask(task, priority, arrival, [first], steps=task.steps)
+            own = LiveTask(task, priority, arrival, [first], steps=task.steps, files=files)
             self._tasks[task.name] = own
             self._read_data(own)
             self._show(own)
             return
-        own = self._tasks[command.task]
+        own, at = self._tasks[command.task], command.at or self.with_at(command).at
+        if command.kind in ("cancel", "used"):
+            self.totals.replace(own.meter, at.meter)
+            own.meter = at.meter.copy()
+        if command.kind == "used":
+            self._show(own)
+            return
         self.changed = True
         if command.kind == "cancel":
             if own.state == RUNNING:
@@ -118,15 +160,19 @@ class LiveTasks:
         elif command.kind == "pause":
             self._leave(own)
             self._enter(own, PAUSED)
+            if own.reading:
+                self._preparation.set_aside(own.reading, True)
         elif command.kind == "resume":
             self._enter(own, QUEUED if own.prepared else PREPARING)
-            if not own.prepared and not own.preparing:
+            if own.reading:
+                self._preparation.set_aside(own.reading, False)
+            elif not own.prepared:
                 self._read_data(own)
         elif command.kind == "set_priority":
             own.priority = command.value
             self._show(own)
         else:
-            self._extend(own, command.value)
+            self._extend(own, command.value, at.step)
 
     def restore(self, saved: SavedTask) -> None:
         """Adds a task as it was saved. If it has not ended, its data are read again.
@@ -139,21 +185,40 @@ class LiveTasks:
             self._ended.append(own.name)
         else:
             if own.state != PAUSED:
-                self._enter(own, PREPARING, "training was started again")
+                self._enter(own, PREPARING, note="training was started again")
             self._read_data(own)
         self._show(own)
 
-    def enter_prepared(self, name: str, result: PreparedTask | Exception) -> None:
+    def tell_waiting(self, waiting: Sequence[Reading]) -> None:
+        """Tells tasks whose data wait to be read how many come before them. A task is told again
+        when the number has halved, so that thousands of tasks do not hear of every one.
+
+        Args:
+          waiting: `Preparation.waiting`.
+        """
+        told, self._told = self._told, {}
+        for before, reading in enumerate(waiting):
+            known = told.pop(reading, None)
+            news = known is None or 2 * before <= known
+            self._told[reading] = before if news else known
+            if news and self._waits_for(reading):
+                self._enter(self._tasks[reading.task.name], PREPARING, _waits_behind(before))
+        for reading in told:
+            # Its turn has come.
+            if self._waits_for(reading):
+                self._enter(self._tasks[reading.task.name], PREPARING)
+
+    def enter_prepared(self, reading: Reading, result: PreparedTask | Exception) -> None:
         """Takes note of the end of a preparation.
 
         Args:
-          name: name of the task.
+          reading: what was prepared. It changes nothing if its task no longer waits for it.
           result: the prepared task, or the exception that ended its preparation.
         """
-        own = self._tasks.get(name)
-        if own is None or own.ended:
+        own = self._tasks.get(reading.task.name)
+        if own is None or own.reading is not reading:
             return
-        own.preparing = False
+        own.reading = None
         try:
             if isinstance(result, Exception):
                 raise result
@@ -189,51 +254,61 @@ class LiveTasks:
         for name in found.passed:
             self[name].passes += 1
         for name, reason in found.waits.items():
+            takers = found.takers.get(name)
             self._leave(self[name])
-            self._enter(self[name], QUEUED, reason)
+            self._enter(self[name], QUEUED, reason, note=takers and _taken_by(takers))
         for name in found.runs:
             if self[name].state != RUNNING:
                 self._start(self[name])
 
-    def requeue(self, most: int, reason: str) -> None:
+    def requeue(self, most: int, why: str) -> None:
         """Lets the tasks that came last, and among the lowest priority, give up their places.
 
         Args:
           most: number of tasks that keep theirs.
-          reason: why, in words.
+          why: the reason, in words; it is told as long as they wait.
         """
         running = [own for own in self if own.state == RUNNING]
         running.sort(key=lambda own: (-own.priority, own.arrival))
         for own in running[most:]:
             self._leave(own)
-            self._enter(own, QUEUED, reason)
+            self._enter(own, QUEUED, "the task waits for a place", note=why)
         self.changed = True
 
     def take_results(
-        self, updates: Sequence[TaskUpdate], computed: Mapping[str, int], seconds: float
+        self, updates: Sequence[TaskUpdate], computed: Computed, seconds: float
     ) -> None:
         """Meters what has been trained, and ends the tasks whose training has ended with it. The
         tasks that ended longest ago are forgotten.
 
         Args:
           updates: the updates.
-          computed: by name of the task, the number of tokens that have been computed.
-          seconds: the time that the devices have spent on them.
+          computed: what has been computed.
+          seconds: the time that the devices have spent on it.
         """
+        for turn in computed.turns:
+            self[turn.task].count(turn, self.totals)
         for update in updates:
-            own = self[update.task]
-            own.meter.add(update, again=update.task_step <= own.reached)
-        for name, share in shares_of(computed).items():
+            for meter in (self[update.task].meter, self.totals):
+                meter.add_update(update)
+        for name, tokens in computed.held_out.items():
+            self[name].meter.held_out_tokens += tokens
+        self.totals.held_out_tokens += sum(computed.held_out.values())
+        self.totals.device_seconds += seconds
+        for name, share in shares_of(computed.by_task).items():
             self[name].share = share
             self[name].meter.device_seconds += share * seconds
+            if self[name].ended:
+                self.used_since.add(name)
         for name in self._engine.names:
             progress = self._engine.progress(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
-        # No result of a task that has ended is still on its way, so its name may be used again.
-        while len(self._ended) > self._most_ended:
+        # A name may be used again when no result of its task is still on its way.
+        while len(self._ended) > self._most_ended and self._ended[0] not in self._engine.awaited:
             name = self._ended.popleft()
             del self._tasks[name]
+            self.used_since.discard(name)
             self._forget(name)
 
     @property
@@ -268,13 +343,23 @@ class LiveTasks:
         }
 
     def _read_data(self, own: LiveTask) -> None:
-        own.preparing = True
-        self._prepare(own.task)
+        aside = own.state == PAUSED
+        own.reading = self._preparation.add(own.task, own.files, aside)
+
+    def _waits_for(self, reading: Reading) -> bool:
+        """Whether a task waits for this reading of its data, and is not paused."""
+        own = self._tasks.get(reading.task.name)
+        return own is not None and own.reading is reading and own.state == PREPARING
 
     def _refusal(self, names: Sequence[str]) -> str | None:
         """Why tasks cannot train together; None if they can."""
         capacity = self._engine.size.slots
-        return f"all {capacity} places are taken" if len(names) > capacity else None
+        if len(names) <= capacity:
+            return None
+        taken = f"all {capacity} places are taken" if capacity > 1 else "the only place is taken"
+        if self.growing:
+            taken += f"; programs for {self.growing} places are being compiled"
+        return taken
 
     def _worth(self, names: Sequence[str]) -> float:
         """The throughput of tasks that train together."""
@@ -283,10 +368,10 @@ class LiveTasks:
             [self[name].batch_tokens for name in names], options.shape, options.round_tokens
         )
 
-    def _extend(self, own: LiveTask, steps: int) -> None:
+    def _extend(self, own: LiveTask, steps: int, at: int) -> None:
         if own.state == RUNNING:
             self._engine.extend(own.name, steps)
-        own.extend(steps)
+        own.extend(steps, at)
         self._show(own)
 
     def _start(self, own: LiveTask) -> None:
@@ -321,9 +406,30 @@ class LiveTasks:
         self._enter(own, progress.status, progress.error or progress.stopped_early)
         self.changed = True
 
-    def _enter(self, own: LiveTask, state: str, reason: str | None = None) -> None:
+    def _enter(
+        self, own: LiveTask, state: str, reason: str | None = None, note: str | None = None
+    ) -> None:
         """Lets a task enter a state."""
-        if own.enter(state, reason, self._clock()):
+        if own.enter(state, reason, self._clock(), note):
             self._show(own)
             if own.ended:
                 self._ended.append(own.name)
+                if own.reading:
+                    self._preparation.drop(own.reading)
+                    own.reading = None
+
+
+def _waits_behind(count: int) -> str:
+    """Says why data are not being read yet."""
+    are = "is" if count == 1 else "are"
+    place = f"at most {numbered(count, 'task')} {are} before it" if count else "it is the next one"
+    return f"waits for its data to be read; {place}"
+
+
+def _taken_by(names: Sequence[str]) -> str:
+    """Says which tasks of higher priority have taken a place."""
+    shown = ", ".join(map(repr, names[:_MOST_NAMES]))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    if len(names) == 1:
+        return f"task {shown} of higher priority took its place"
+    return f"tasks {shown}{more} of higher priority took places"

@@ -15,10 +15,12 @@ from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.tasks import Task, TaskError
 
 from .commands import Command, CommandQueue, Waiting
+from .data_files import file_identities
 from .elastic_size import ElasticSize
 from .events import Event, EventStream
 from .live_task import LiveTask, TaskStatus
 from .live_tasks import LiveTasks
+from .meter import Meter
 from .preparation import Preparation
 from .saved_task import SavedTask
 from .states import RUNNING, SUCCEEDED
@@ -56,9 +58,11 @@ class LiveTraining:
         store: Store | None = None,
         saved: Sequence[SavedTask] = (),
         commands: Sequence[Command] = (),
+        totals: Meter | None = None,
         reached: Mapping[str, int] = MappingProxyType({}),
         save_every: int = 50,
         prepared_at_once: int = 2,
+        slow_preparation_seconds: float = 30.0,
         most_preparation_seconds: float = 600.0,
         most_ended: int = 10_000,
         most: EngineSize | None = None,
@@ -75,9 +79,11 @@ class LiveTraining:
           store: keeps commands, tasks and adapters; None keeps them in memory.
           saved: the tasks of an earlier training, as its store has kept them.
           commands: what its store has recorded since then; they are carried out again.
+          totals: what all of its tasks had used when these were saved; None for their sum.
           reached: by name, the number of steps that tasks are known to have trained there.
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time.
+          slow_preparation_seconds: a task whose data take longer no longer counts among them.
           most_preparation_seconds: a task fails if reading its data takes longer.
           most_ended: number of tasks whose status is known after their end. The name of a task that
             is no longer known can be used again.
@@ -99,6 +105,7 @@ class LiveTraining:
             lambda task: prepare(task).with_adapter(),
             self._commands.wake,
             prepared_at_once,
+            slow_preparation_seconds,
             most_preparation_seconds,
         )
         self._events = EventStream()
@@ -108,7 +115,7 @@ class LiveTraining:
         self._unsaved = False
         self._tasks = LiveTasks(
             engine,
-            self._preparation.add,
+            self._preparation,
             self._store.export,
             self._show_state,
             self._forget,
@@ -117,6 +124,9 @@ class LiveTraining:
         )
         for own in saved:
             self._tasks.restore(own)
+            self._tasks.totals.replace(Meter(), own.meter)
+        if totals is not None:
+            self._tasks.totals = totals.copy()
         self._arrivals = 1 + max((own.arrival for own in saved), default=-1)
         for command in commands:
             with suppress(TaskError):
@@ -125,6 +135,7 @@ class LiveTraining:
             self._arrivals += 1
         for own in self._tasks:
             own.reached = max(own.reached, reached.get(own.name, 0))
+        self._totals = self._tasks.totals.copy()
         # Whether anything has changed since the tasks were saved, and the round of that moment.
         self._unsaved = bool(commands)
         self._saved_at = engine.rounds
@@ -142,7 +153,8 @@ class LiveTraining:
         self._running = threading.Lock()
 
     def register(self, task: Task, priority: int = 0) -> Future[None]:
-        """Adds a task. Its data are read beside training; it begins as soon as it has a place.
+        """Adds a task. Its data are read beside training; it begins as soon as it has a place. It
+        fails if files with its data change after this call and before they have been read.
 
         Args:
           task: the task. Its name must not be that of another task of this training.
@@ -153,7 +165,8 @@ class LiveTraining:
         """
         if not isinstance(task, Task):
             raise TypeError(f"task should be a Task, found {task!r}")
-        return self._command("register", task.name, (task, _integer("priority", priority)))
+        value = task, _integer("priority", priority), file_identities(task)
+        return self._command("register", task.name, value)
 
     def cancel(self, name: str) -> Future[None]:
         """Ends a task without a result.
@@ -202,7 +215,8 @@ class LiveTraining:
         return self._command("set_priority", name, _integer("priority", priority))
 
     def extend(self, name: str, steps: int) -> Future[None]:
-        """Lets a task train more steps. Its learning-rate schedule spreads over all of them.
+        """Lets a task train more steps. The updates that have not been dispatched follow a
+        learning-rate schedule that spreads over all of them.
 
         Args:
           name: name of the task.
@@ -232,6 +246,12 @@ class LiveTraining:
         """What can be seen of all tasks, in the order in which they were registered."""
         with self._lock:
             return list(self._statuses.values())
+
+    def totals(self) -> Meter:
+        """What all tasks have used together, as of the last end of a round: those that this
+        training knows, and those that it has forgotten."""
+        with self._lock:
+            return self._totals.copy()
 
     def events(self) -> Iterator[Event]:
         """Iterates over what happens from now on. The iterator waits for further events until
@@ -312,10 +332,14 @@ class LiveTraining:
         self._owner = threading.current_thread()
         self._carry_out(self._commands.take())
         for prepared in self._preparation.take():
-            self._tasks.enter_prepared(prepared.task.name, prepared.result)
+            self._tasks.enter_prepared(prepared.reading, prepared.result)
+        self._tasks.tell_waiting(self._preparation.waiting)
         wanting = len(self._tasks.candidates)
-        if self._size and wanting and self._size.adjust(wanting, self._round_tokens):
-            self._tasks.changed = True
+        if self._size and wanting:
+            resized = self._size.adjust(wanting, self._round_tokens)
+            # The tasks that wait are told of places to come.
+            growing, self._tasks.growing = self._tasks.growing, self._size.growing
+            self._tasks.changed |= resized or growing != self._tasks.growing
         if self._tasks.changed:
             self._tasks.choose()
         trains = not self._engine.finished
@@ -340,7 +364,7 @@ class LiveTraining:
         rows, slots = self._size.least.rows if self._size else before.rows, before.slots
         while slots > 1:
             slots //= 2
-            self._tasks.requeue(slots, "the device ran out of memory; the task waits for a place")
+            self._tasks.requeue(slots, "the device ran out of memory")
             with suppress(OutOfDeviceMemory):
                 self._engine.resize(EngineSize(slots, rows))
                 break
@@ -391,7 +415,10 @@ class LiveTraining:
             own.saved_again(self._saving[own.name]) if own.state == RUNNING else own.saved(None)
             for own in self._tasks
         ]
-        self._unsaved = not self._store.save(tasks, wait)
+        totals = self._tasks.totals.copy()
+        for own, saved in zip(self._tasks, tasks, strict=True):
+            totals.replace(own.meter, saved.meter)
+        self._unsaved = not self._store.save(tasks, totals, wait)
         self._saving, self._saved_at = None, self._engine.rounds
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
@@ -424,14 +451,15 @@ class LiveTraining:
                 future.set_exception(e)
             else:
                 permitted.append((command, future))
+        recorded = [self._tasks.with_at(command) for command, _ in permitted]
         try:
-            if permitted:
-                self._store.record([command for command, _ in permitted])
+            if recorded:
+                self._store.record(recorded)
         except OSError as e:
             for _, future in permitted:
                 future.set_exception(e)
             return
-        for command, future in permitted:
+        for command, (_, future) in zip(recorded, permitted, strict=True):
             self._unsaved = True
             self._tasks.carry_out(command, self._arrivals)
             future.set_result(None)
@@ -439,10 +467,12 @@ class LiveTraining:
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
         """Enters the results of updates."""
         now, seconds = time.monotonic(), 0.0
-        computed = self._engine.take_computed_tokens()
-        if computed:
+        computed = self._engine.take_computed()
+        if computed.turns:
+            self._round_tokens = sum(turn.tokens for turn in computed.turns)
+        by_task = computed.by_task
+        if by_task:
             self._unsaved = True
-            self._round_tokens = sum(computed.values())
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
         told = [("update", update) for update in updates]
@@ -453,9 +483,22 @@ class LiveTraining:
             self._tell(done.task, kind, fields)
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
-        for name in {*computed, *(done.task for _, done in told)}:
+        self._keep_used()
+        for name in {*by_task, *(done.task for _, done in told)}:
             if name in self._tasks:
                 self._show(self._tasks[name])
+        with self._lock:
+            self._totals = self._tasks.totals.copy()
+
+    def _keep_used(self) -> None:
+        """Keeps what tasks have used since their ends were kept. What cannot be kept is tried again
+        after the next round."""
+        now = self._clock()
+        used = [Command("used", name, None, now) for name in sorted(self._tasks.used_since)]
+        with suppress(OSError):
+            if used:
+                self._store.record([self._tasks.with_at(command) for command in used])
+            self._tasks.used_since.clear()
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""

@@ -1,33 +1,55 @@
 """Reads the data of tasks in threads beside training."""
 
+import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxmux.engine import PreparedTask
 from jaxmux.tasks import Task, TaskError
+
+from .data_files import read_unchanged
+
+# Most readings at the same time, those included that are slow and those of paused tasks.
+MOST_READINGS = 32
+
+
+@dataclasses.dataclass(eq=False)
+class Reading:
+    """The reading of one task's data. A task that is registered again gets another one.
+
+    Attributes:
+      task: the task as it was when its data were asked for.
+      files: its files at the time of its registration, from `file_identities`; empty if its data
+        were read before.
+      aside: whether nobody waits for the data, because the task is paused.
+    """
+
+    task: Task
+    files: Mapping[str, str]
+    aside: bool = False
 
 
 class Prepared(NamedTuple):
     """The end of a preparation.
 
     Attributes:
-      task: the task.
+      reading: what `Preparation.add` has returned.
       result: the prepared task, or the exception that ended its preparation.
     """
 
-    task: Task
+    reading: Reading
     result: PreparedTask | Exception
 
 
 class Preparation:
     """Prepares tasks in the order in which they come, a few at a time.
 
-    A source of data may hang, and Python cannot end a thread. So a preparation that takes too long
-    is given up: its task gets an error, and its thread no longer counts among the few. The thread
-    ends with the process.
+    A source of data may hang, and Python cannot end a thread. So a preparation that takes long no
+    longer counts among the few, and the next task is prepared beside it. One that takes too long is
+    given up: its task gets an error. A thread whose preparation was given up or dropped counts no
+    longer; it ends with its source or with the process, and its result is ignored.
     """
 
     def __init__(
@@ -35,6 +57,7 @@ class Preparation:
         prepare: Callable[[Task], PreparedTask],
         changed: Callable[[], None],
         at_once: int = 2,
+        slow_seconds: float = 30.0,
         most_seconds: float = 600.0,
     ):
         """Starts without tasks.
@@ -43,43 +66,84 @@ class Preparation:
           prepare: function that prepares a task; it is called in several threads.
           changed: function that is called, in another thread, when a preparation has ended.
           at_once: number of tasks that are prepared at the same time.
+          slow_seconds: the time after which a preparation no longer counts among them, in seconds.
+            There are at most `MOST_READINGS` in all, or `at_once` if that is more.
           most_seconds: the longest that a preparation may take, in seconds.
         """
         self._prepare, self._changed = prepare, changed
-        self._at_once, self._most_seconds = at_once, most_seconds
+        self._at_once, self._most_readings = at_once, max(at_once, MOST_READINGS)
+        self._slow_seconds, self._most_seconds = slow_seconds, most_seconds
         self._lock = threading.Lock()
-        self._waiting: deque[Task] = deque()
-        # By thread, the task that it prepares and when it has to have ended.
-        self._active: dict[threading.Thread, tuple[Task, float]] = {}
+        # Those that wait, in their order; the values have no meaning.
+        self._waiting: dict[Reading, None] = {}
+        # When those that are being read began, by the monotonic clock.
+        self._active: dict[Reading, float] = {}
         self._ended: list[Prepared] = []
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Task, files: Mapping[str, str], aside: bool = False) -> Reading:
         """Prepares a task when its turn has come.
 
         Args:
           task: the task.
+          files: its files at the time of its registration, from `file_identities`. If they differ
+            when they are read, the result is an error. Empty if that does not matter.
+          aside: whether the task is paused, as for `set_aside`.
+        """
+        reading = Reading(task, files, aside)
+        with self._lock:
+            self._waiting[reading] = None
+            self._start_threads()
+        return reading
+
+    def drop(self, reading: Reading) -> None:
+        """Gives up a preparation whose result nobody needs. Its place is free at once.
+
+        Args:
+          reading: what `add` has returned.
         """
         with self._lock:
-            self._waiting.append(task)
+            self._waiting.pop(reading, None)
+            self._active.pop(reading, None)
+            self._ended = [own for own in self._ended if own.reading is not reading]
+            self._start_threads()
+
+    def set_aside(self, reading: Reading, aside: bool) -> None:
+        """Lets others go before a preparation for which nobody waits. If it has begun, it goes on,
+        and its place is free at once; if not, it begins when no other waits.
+
+        Args:
+          reading: what `add` has returned.
+          aside: False takes this back.
+        """
+        with self._lock:
+            reading.aside = aside
             self._start_threads()
 
     def take(self) -> list[Prepared]:
         """The preparations that have ended since the last call."""
         now = time.monotonic()
         with self._lock:
-            for thread, (task, end) in list(self._active.items()):
-                if now >= end:
-                    del self._active[thread]
-                    self._ended.append(Prepared(task, self._too_slow(task)))
+            for reading, begun in list(self._active.items()):
+                if now >= begun + self._most_seconds:
+                    del self._active[reading]
+                    self._ended.append(Prepared(reading, self._too_slow(reading.task)))
             self._start_threads()
             ended, self._ended = self._ended, []
         return ended
 
     @property
-    def seconds_left(self) -> float | None:
-        """Seconds until a preparation takes too long; None if there is none."""
+    def waiting(self) -> list[Reading]:
+        """Those that wait for their turn, in their order, without those that were set aside."""
         with self._lock:
-            ends = [end for _, end in self._active.values()]
+            return [reading for reading in self._waiting if not reading.aside]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until `take` has to be called; None if nothing is being prepared."""
+        with self._lock:
+            ends = [begun + self._most_seconds for begun in self._active.values()]
+            if self._waiting:
+                ends += [self._active[reading] + self._slow_seconds for reading in self._quick()]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _too_slow(self, task: Task) -> TaskError:
@@ -87,25 +151,40 @@ class Preparation:
             f"task {task.name!r}: its data were not read within {self._most_seconds:g} s"
         )
 
-    def _start_threads(self) -> None:
-        while self._waiting and len(self._active) < self._at_once:
-            task = self._waiting.popleft()
-            thread = threading.Thread(
-                target=self._run, args=(task,), name=f"prepare {task.name}", daemon=True
-            )
-            self._active[thread] = task, time.monotonic() + self._most_seconds
-            thread.start()
+    def _quick(self) -> list[Reading]:
+        """Those that are being prepared and are not slow yet."""
+        began = time.monotonic() - self._slow_seconds
+        return [reading for reading, begun in self._active.items() if begun > began]
 
-    def _run(self, task: Task) -> None:
+    def _start_threads(self) -> None:
+        while len(self._active) < self._most_readings and (reading := self._next()):
+            del self._waiting[reading]
+            self._active[reading] = time.monotonic()
+            name = f"prepare {reading.task.name}"
+            threading.Thread(target=self._run, args=(reading,), name=name, daemon=True).start()
+
+    def _next(self) -> Reading | None:
+        """The next one to begin; None if none has a place."""
+        quick = self._quick()
+        if sum(not reading.aside for reading in quick) < self._at_once:
+            for reading in self._waiting:
+                if not reading.aside:
+                    return reading
+        # All that wait now are set aside, or have no place.
+        return next(iter(self._waiting), None) if len(quick) < self._at_once else None
+
+    def _run(self, reading: Reading) -> None:
         try:
-            result: PreparedTask | Exception = self._prepare(task)
+            result: PreparedTask | Exception = read_unchanged(
+                self._prepare, reading.task, reading.files
+            )
         except Exception as e:
             result = e
         with self._lock:
-            # The lock is held while threads start, so this thread is known here unless it was
-            # given up.
-            if self._active.pop(threading.current_thread(), None) is None:
+            # The lock is held while threads start, so the reading is known here unless it was given
+            # up or dropped.
+            if self._active.pop(reading, None) is None:
                 return
-            self._ended.append(Prepared(task, result))
+            self._ended.append(Prepared(reading, result))
             self._start_threads()
         self._changed()

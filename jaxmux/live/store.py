@@ -8,6 +8,7 @@ from jaxmux.tasks import Task
 
 from .commands import Command
 from .events import Event
+from .meter import Meter
 from .saved_task import SavedTask
 
 
@@ -48,11 +49,12 @@ class Store(Protocol):
         """
         ...
 
-    def save(self, tasks: Sequence[SavedTask], wait: bool = False) -> bool:
+    def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
         """Keeps all tasks as they are after the commands that have been recorded so far.
 
         Args:
           tasks: the tasks.
+          totals: what they have used together, with those that are not known any more.
           wait: whether to wait until the tasks of an earlier call have been kept.
 
         Returns:
@@ -88,7 +90,7 @@ class MemoryStore:
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()
 
-    def save(self, tasks: Sequence[SavedTask], wait: bool = False) -> bool:
+    def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
         return True
 
     def tell(self, event: Event) -> None:

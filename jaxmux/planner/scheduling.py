@@ -59,6 +59,7 @@ class Schedule(NamedTuple):
     Attributes:
       runs: names of the tasks that train, in the order in which they were chosen.
       waits: by name, the reason why a task does not train.
+      takers: by name of a task that loses its place, the tasks of higher priority that begin.
       passed: names of the waiting tasks that a later task of their priority passes; a name occurs
         once for each of these tasks.
     """
@@ -66,6 +67,7 @@ class Schedule(NamedTuple):
     runs: tuple[str, ...]
     waits: dict[str, str]
     passed: tuple[str, ...]
+    takers: dict[str, tuple[str, ...]]
 
 
 def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = len) -> Schedule:
@@ -88,6 +90,7 @@ def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = l
     """
     chosen: list[Candidate] = []
     waits: dict[str, str] = {}
+    takers: dict[str, tuple[str, ...]] = {}
     passed: list[str] = []
 
     def names(*more: Candidate) -> list[str]:
@@ -96,9 +99,12 @@ def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = l
     ordered = sorted(candidates, key=lambda own: (-own.priority, own.arrival, own.name))
     for _, level in groupby(ordered, key=lambda own: own.priority):
         level = list(level)
+        begun = tuple(own.name for own in chosen if not own.runs)
         for own in (own for own in level if own.runs):
             if reason := refusal(names(own)):
                 waits[own.name] = reason
+                if begun:
+                    takers[own.name] = begun
             else:
                 chosen.append(own)
         waiting, blocked = [own for own in level if not own.runs], []
@@ -122,4 +128,4 @@ def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = l
             for i, own in enumerate(blocked):
                 passed.append(own.name)
                 blocked[i] = own._replace(passes=own.passes + 1)
-    return Schedule(tuple(own.name for own in chosen), waits, tuple(passed))
+    return Schedule(tuple(own.name for own in chosen), waits, tuple(passed), takers)

@@ -1,5 +1,6 @@
 """The commands that a server has carried out since its checkpoints, on disk before they are."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.atomic_files import sync
-from jaxmux.live import Command
+from jaxmux.live import At, Command, Meter
 
 from .run_directory import RunDirectoryError
 from .task_fields import from_json, to_json
@@ -22,7 +23,8 @@ class Journal:
     """Commands in the order in which they were carried out, divided into segments.
 
     A segment holds the commands after the checkpoint of its number, and before the next one. A
-    command is a line of JSON with a checksum. A line at the end of a segment that is not complete
+    command is a line of JSON with a checksum, and with what its task had done and used by then. A
+    line at the end of a segment that is not complete
     was never carried out.
     """
 
@@ -136,10 +138,12 @@ class Journal:
 def _line(command: Command) -> bytes:
     fields: dict[str, Any] = {"kind": command.kind, "task": command.task, "time": command.time}
     if command.kind == "register":
-        task, priority = command.value
-        fields |= {"specification": to_json(task), "priority": priority}
+        task, priority, files = command.value
+        fields |= {"specification": to_json(task), "priority": priority, "files": dict(files)}
     elif command.value is not None:
         fields["value"] = command.value
+    if command.at:
+        fields["at"] = {"step": command.at.step, "meter": dataclasses.asdict(command.at.meter)}
     text = json.dumps(fields)
     return f'{{"checksum": {zlib.crc32(text.encode())}, "command": {text}}}\n'.encode()
 
@@ -159,8 +163,12 @@ def _command(path: Path, number: int, line: bytes) -> Command:
             raise ValueError("its checksum differs")
         value = fields.get("value")
         if fields["kind"] == "register":
-            value = from_json(fields["specification"]), fields["priority"]
-        return Command(fields["kind"], fields["task"], value, fields["time"])
+            # Older journals know nothing of files.
+            files = fields.get("files", {})
+            value = from_json(fields["specification"]), fields["priority"], files
+        at = fields.get("at")
+        at = at and At(at["step"], Meter(**at["meter"]))
+        return Command(fields["kind"], fields["task"], value, fields["time"], at)
     except (ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(
             f"{path}, line {number}: damaged ({e}), so commands are lost; restore the file from a "

@@ -1,15 +1,17 @@
 """A server that trains the tasks of many tenants, and survives whatever ends its process."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine import Engine, EngineSize, prepare_task
+from jaxmux.engine import Engine, EngineOptions, EngineSize, prepare_task
 from jaxmux.live import LiveTraining
 from jaxmux.models import (
     BackboneConfig,
@@ -56,11 +58,11 @@ def tuning_server(
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
         may begin with "jaxmux:" for a folder that ships with jaxmux.
       folder: folder of the server. It gets adapters/<task> (Hugging Face PEFT folders of the tasks
-        that have succeeded), events.jsonl, checkpoints, journal (the commands since then) and
-        server.json (the record of what is served).
+        that have succeeded), events.jsonl and the events.<n>.jsonl before it, checkpoints, journal
+        (the commands since then) and server.json (the record of what is served).
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
-      say: function that prints one line; it is told of damaged checkpoints, and of what cannot be
-        written.
+      say: function that prints one line; it is told of damaged checkpoints, of what cannot be
+        written, and of sizes other than those of the earlier server.
 
     Returns:
       A context manager that gives the `LiveTraining`. The thread that calls its `run` owns the
@@ -79,6 +81,7 @@ def tuning_server(
     shape = options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN)
     most = EngineSize(options.reserved_slots, shape.rows)
     own_options = engine_options(options, config, shape, round_tokens=options.most_tokens(shape))
+    sizes = _sizes(options, own_options)
     if options.elastic:
         own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
     admissions = server_admissions(options, config, own_options)
@@ -91,7 +94,15 @@ def tuning_server(
             closing(Engine(model, own_options, first, more_admissions=others))
         )
         store = stack.enter_context(
-            closing(ServerStore(directory, engine.backbone, options.keep_checkpoints, say))
+            closing(
+                ServerStore(
+                    directory,
+                    engine.backbone,
+                    options.keep_checkpoints,
+                    say,
+                    options.events_bytes,
+                )
+            )
         )
         kept = store.read()
         live = LiveTraining(
@@ -106,9 +117,11 @@ def tuning_server(
             store=store,
             saved=kept.saved,
             commands=kept.commands,
+            totals=kept.totals,
             reached=kept.reached,
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,
+            slow_preparation_seconds=options.slow_preparation_seconds,
             most_preparation_seconds=options.most_preparation_seconds,
             most_ended=options.most_ended,
             most=most if options.elastic else None,
@@ -117,4 +130,24 @@ def tuning_server(
         del kept
         stack.callback(live.wait)
         stack.callback(live.close)
+        directory.record_sizes(sizes, say)
         yield live
+
+
+def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:
+    """The sizes on which the bits of tasks depend, by the names of the options that set them.
+
+    Args:
+      options: settings of the server.
+      most: options of its engine at its largest size.
+    """
+    pool = most.reserved
+    return dataclasses.asdict(most.shape) | {
+        "round_tokens": most.round_tokens,
+        "reserved_slots": pool.slots,
+        "reserved_rank": pool.rank,
+        "reserved_targets": list(pool.modules),
+        "reserved_dropout": pool.dropout,
+        "elastic": options.elastic,
+        "mesh": str(options.deployment),
+    }

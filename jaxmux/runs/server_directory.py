@@ -2,16 +2,20 @@
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxmux.atomic_files import write_atomically
 
+from .event_log import EVENTS_SET_ASIDE
 from .folder_lock import FolderLock, FolderLockError
 from .run_directory import RunDirectoryError
 
 # The format of server.json.
 FORMAT = 1
+# The key of the sizes in server.json.
+_SIZES = "sizes"
 # What a server writes: by name, True for a folder.
 _OWN = {
     "server.json": False,
@@ -72,21 +76,55 @@ class ServerDirectory:
         """
         return self.path / "adapters" / task
 
+    def record_sizes(self, sizes: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Records the sizes with which tasks are trained. The results of tasks that have begun with
+        other sizes than the recorded ones are no longer exactly reproducible, so that is said.
+
+        Args:
+          sizes: the sizes by name, as a JSON object.
+          say: function that prints one line.
+
+        Raises:
+          RunDirectoryError: server.json is damaged.
+        """
+        path = self.path / "server.json"
+        record = self._read(path)
+        # Older servers have not recorded their sizes.
+        before = record.get(_SIZES)
+        if before == sizes:
+            return
+        if before is not None:
+            changed = [
+                f"{name} was {_shown(before.get(name))} and is {_shown(sizes.get(name))}"
+                for name in dict.fromkeys([*before, *sizes])
+                if before.get(name) != sizes.get(name)
+            ]
+            say(
+                f"server folder {self.path}: {', '.join(changed)}; tasks that have begun go on, "
+                "but their adapters may differ by rounding from what they would have been, and "
+                "those that do not fit any more are paused"
+            )
+        try:
+            write_atomically(path, json.dumps(record | {_SIZES: dict(sizes)}, indent=2) + "\n")
+        except OSError as e:
+            say(f"{path}: its sizes cannot be recorded ({e.strerror}); training goes on")
+
     def close(self) -> None:
         """Releases the lock of the folder."""
         self._lock.close()
 
     def _open(self, identity: dict[str, Any]) -> None:
-        found = [name for name in _OWN if os.path.lexists(self.path / name)]
+        present = os.listdir(self.path)
+        found = [name for name in present if name in _OWN or EVENTS_SET_ASIDE.fullmatch(name)]
         for name in found:
-            path = self.path / name
-            if path.is_symlink() or path.is_dir() != _OWN[name]:
-                kind = "folder" if _OWN[name] else "file"
+            path, is_folder = self.path / name, _OWN.get(name, False)
+            if path.is_symlink() or path.is_dir() != is_folder:
+                kind = "folder" if is_folder else "file"
                 raise self._error(f"{name} should be a {kind} and no link; move it away")
         record = self.path / "server.json"
         if "server.json" in found:
             self._refuse_other(record, identity)
-        elif others := sorted(set(os.listdir(self.path)) - {".lock", ".server.json.partial"}):
+        elif others := sorted(set(present) - {".lock", ".server.json.partial"}):
             raise self._error(
                 f"holds {', '.join(others[:3])} but no server.json, so it may be somebody else's; "
                 "choose another folder"
@@ -98,11 +136,11 @@ class ServerDirectory:
                 raise self._error(f"{e.filename or record}: {e.strerror}") from None
 
     def _refuse_other(self, record: Path, identity: dict[str, Any]) -> None:
-        try:
-            recorded = json.loads(record.read_text())
-            different = [key for key in identity if recorded[key] != identity[key]]
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise self._error(f"server.json is damaged ({e!r}); restore it") from None
+        recorded = self._read(record)
+        missing = [key for key in identity if key not in recorded]
+        if missing:
+            raise self._damaged(f"it has no {missing[0]}")
+        different = [key for key in identity if recorded[key] != identity[key]]
         if different:
             key = different[0]
             raise self._error(
@@ -110,5 +148,25 @@ class ServerDirectory:
                 "here); choose another folder"
             )
 
+    def _read(self, path: Path) -> dict[str, Any]:
+        """The content of server.json."""
+        try:
+            recorded = json.loads(path.read_text())
+        except (OSError, ValueError) as e:
+            raise self._damaged(repr(e)) from None
+        if not isinstance(recorded, dict) or not isinstance(recorded.get(_SIZES, {}), dict):
+            raise self._damaged("it should hold objects")
+        return recorded
+
+    def _damaged(self, why: str) -> RunDirectoryError:
+        return self._error(f"server.json is damaged ({why}); restore it")
+
     def _error(self, message: str) -> RunDirectoryError:
         return RunDirectoryError(f"server folder {self.path}: {message}")
+
+
+def _shown(value: Any) -> str:
+    """A size in words."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "nothing"
+    return "not recorded" if value is None else str(value)

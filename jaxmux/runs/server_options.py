@@ -6,6 +6,7 @@ from functools import partial
 from jaxmux.field_checks import flag, integer, names, number
 from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
+from .event_log import EVENTS_BYTES
 from .run_options import RunOptions
 
 _count = partial(integer, least=1)
@@ -34,8 +35,12 @@ class ServerOptions(RunOptions):
         load up to them. A task's results then depend on its neighbours, but only in the order of
         sums. False keeps all sizes, and a task's bits depend on itself alone.
       prepared_at_once: number of tasks whose data are read at the same time, beside training.
+      slow_preparation_seconds: a task whose data take longer to read, in seconds, no longer counts
+        among those, so that the data of others are read meanwhile: of at most 32 tasks in all.
       most_ended: number of tasks whose status is known after their end.
       most_preparation_seconds: a task fails if reading its data takes longer, in seconds.
+      events_bytes: size in bytes at which events.jsonl is set aside as events.<n>.jsonl. The last
+        three of these files are kept.
     """
 
     row_len: int | None = _count(1024)
@@ -46,8 +51,10 @@ class ServerOptions(RunOptions):
     reserved_dropout: bool = flag(True)
     elastic: bool = flag(False)
     prepared_at_once: int = _count(2)
+    slow_preparation_seconds: float = number(30.0, above=0)
     most_ended: int = _count(10_000)
     most_preparation_seconds: float = number(600.0, above=0)
+    events_bytes: int = _count(EVENTS_BYTES)
 
     def most_tokens(self, shape: ShapeClass) -> int:
         """Most tokens of one task that a round trains.

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskProgress
-from jaxmux.live import Command, Event, Meter, SavedTask, StateChange
+from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
+from jaxmux.live.states import ENDED
 from jaxmux.models import Backbone, checkpoint_tensors
 from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import Task
 
 from .checkpoints import Checkpoints
-from .event_log import EventLog
+from .event_log import EVENTS_BYTES, EventLog
 from .journal import Journal
 from .server_directory import ServerDirectory
 from .task_fields import from_json, to_json
@@ -26,12 +27,14 @@ class Kept(NamedTuple):
     Attributes:
       saved: the tasks of the newest checkpoint.
       commands: the commands since then.
+      totals: what all tasks together had used at the checkpoint; None if it does not tell.
       reached: by name, the number of steps of tasks that have been written down as events, some of
         them perhaps after the checkpoint.
     """
 
     saved: list[SavedTask]
     commands: list[Command]
+    totals: Meter | None
     reached: dict[str, int]
 
 
@@ -50,6 +53,7 @@ class ServerStore:
         backbone: Backbone | PlacedBackbone,
         keep: int,
         say: Callable[[str], None],
+        events_bytes: int = EVENTS_BYTES,
     ):
         """Opens the files.
 
@@ -58,13 +62,14 @@ class ServerStore:
           backbone: the backbone, whose name and fingerprint adapters record.
           keep: number of checkpoints to keep.
           say: function that prints one line; it is told what cannot be written or read.
+          events_bytes: size in bytes at which events.jsonl is set aside.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
         self._base = checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype)
         self._keep = keep
         self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
         self._journal = Journal(directory.journal)
-        self._events = EventLog(directory.events, say)
+        self._events = EventLog(directory.events, say, events_bytes)
         self._writer = ThreadPoolExecutor(1)
         # The adapters that have not been written.
         self._adapters: dict[str, tuple[Task, Callable[[], Adapter]]] = {}
@@ -81,8 +86,9 @@ class ServerStore:
         segments = self._journal.numbers
         # Segment 0 holds the commands before the first checkpoint.
         found = self._checkpoints.newest(_begun, beginning=0 in segments)
-        saved = []
+        saved, totals = [], None
         if found:
+            totals = found.record.get("totals") and Meter(**found.record["totals"])
             saved = [
                 _saved(fields, found.arrays.get(name))
                 for name, fields in found.record["tasks"].items()
@@ -93,7 +99,10 @@ class ServerStore:
         # not completed or are damaged. The next commands come after those in all of them.
         self._number = max([number, *segments])
         self._journal.begin(self._number)
-        return Kept(saved, commands, self._events.steps)
+        goes_on = (own for own in saved if own.history[-1].state not in ENDED)
+        registered = {own.task.name: own.history[0].time for own in goes_on}
+        registered |= {own.task: own.time for own in commands if own.kind == "register"}
+        return Kept(saved, commands, totals, self._events.reached(registered))
 
     @property
     def behind(self) -> bool:
@@ -112,7 +121,7 @@ class ServerStore:
         folder = self._directory.adapter(task.name)
         return import_adapter(folder, self._backbone.config, base=self._base)[1]
 
-    def save(self, tasks: Sequence[SavedTask], wait: bool = False) -> bool:
+    def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
         if self._last and not (wait or self._last.done()):
             # The disk is slower than training: the next call saves more.
             return False
@@ -123,7 +132,7 @@ class ServerStore:
             self._say(f"checkpoint {number}: cannot be begun ({e.strerror}); training goes on")
             return False
         self._number = number
-        self._last = self._writer.submit(self._write_checkpoint, number, tasks)
+        self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals)
         return True
 
     def tell(self, event: Event) -> None:
@@ -158,13 +167,13 @@ class ServerStore:
             del self._adapters[task.name]
         return True
 
-    def _write_checkpoint(self, number: int, tasks: Sequence[SavedTask]) -> None:
+    def _write_checkpoint(self, number: int, tasks: Sequence[SavedTask], totals: Meter) -> None:
         self._behind = True
         if not self._write_adapters():
             return
         try:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
-            record = {"tasks": {own.task.name: _fields(own) for own in tasks}}
+            record = {"tasks": {own.task.name: _fields(own) for own in tasks}} | _totals(totals)
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
             numbers = self._checkpoints.numbers
@@ -194,11 +203,19 @@ def _fields(own: SavedTask) -> dict[str, Any]:
         "progress": own.progress and own.progress.to_json(),
         "reached": own.reached,
         "steps": own.steps,
+        "extensions": [list(extension) for extension in own.extensions],
+        "begun_tokens": own.begun_tokens,
+        "files": dict(own.files),
     }
 
 
+def _totals(totals: Meter) -> dict[str, Any]:
+    """The entry of a checkpoint that tells what all tasks have used."""
+    return {"totals": dataclasses.asdict(totals)}
+
+
 def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
-    """The inverse of `_fields`.
+    """The inverse of `_fields`, also of one of an earlier version.
 
     Args:
       arrays: the task's arrays by path.
@@ -215,4 +232,8 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
         arrays=None if arrays is None else lambda: arrays,
         reached=fields["reached"],
         steps=fields["steps"],
+        extensions=tuple(Extension(*extension) for extension in fields.get("extensions", ())),
+        begun_tokens=fields.get("begun_tokens", 0),
+        # Older checkpoints know nothing of files.
+        files=fields.get("files", {}),
     )

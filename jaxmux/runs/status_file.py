@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,9 @@ from jaxmux.live import TaskStatus
 from jaxmux.live.states import QUEUED
 
 from .json_lines import finite_or_none
+
+# In a reason, tasks that are named one after another.
+_TASKS = re.compile(r"\btasks? ('[^']+'(?:, '[^']+')*)")
 
 
 class Shown(NamedTuple):
@@ -69,8 +73,22 @@ class Shown(NamedTuple):
         return json.dumps(fields, indent=2) + "\n"
 
     def _of_tenant(self, reason: str | None) -> str | None:
-        """A reason with the tenant's own paths in place of those of the copies."""
-        return reason.replace(f"{self.copies}/", "") if reason and self.copies else reason
+        """A reason with the tenant's own paths in place of those of the copies, and without names
+        of other tenants' tasks."""
+        if reason and self.copies:
+            reason = reason.replace(f"{self.copies}/", "")
+        return reason and _TASKS.sub(self._own_tasks, reason)
+
+    def _own_tasks(self, named: re.Match[str]) -> str:
+        """What a reason says to the tenant in place of names of tasks."""
+        tenant = f"'{self.task.partition('.')[0]}."
+        names = named[1].split(", ")
+        own = [name for name in names if name.startswith(tenant)]
+        if own == names:
+            return named[0]
+        if own:
+            return f"tasks {', '.join(own)} and others"
+        return "another tenant's task" if len(names) == 1 else "other tenants' tasks"
 
 
 def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:

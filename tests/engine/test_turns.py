@@ -97,9 +97,9 @@ def test_rounds_without_an_update_wait_for_the_device_too(large, make_engine, tr
     while not engine.finished:
         found += engine.train_round()
         assert len(engine._results._dispatched) <= 1
-        computed.append(engine.take_computed_tokens())
+        computed.append(engine.take_computed().by_task)
     found += engine.drain()
-    computed.append(engine.take_computed_tokens())
+    computed.append(engine.take_computed().by_task)
     assert len(expected) > 6 and engine.rounds == len(expected)
     # The tokens of every round arrive with the next one.
     assert computed[0] == {} and all(computed[1:])

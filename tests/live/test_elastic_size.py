@@ -191,6 +191,37 @@ def test_tasks_get_what_they_get_without_growth(make_live, tasks):
         assert error**0.5 < 1e-4 * change**0.5
 
 
+def test_tasks_that_wait_are_told_of_places_to_come(make_live, tasks, monkeypatch):
+    live = make_live(most=EngineSize(6, 1))
+    compiled = FakeSize((EngineSize(3, 1), EngineSize(6, 1)))
+    monkeypatch.setattr(live._engine, "compile_ahead", lambda size: compiled)
+    monkeypatch.setattr(live._engine, "resize", lambda size, programs: None)
+    events = live.events()
+    for name in "abcd":
+        live.register(dataclasses.replace(tasks[name].task, steps=50))
+    live.step()
+    settle(live)
+    for _ in range(3):
+        live.step()
+    (waits,) = (name for name in "abcd" if live.status(name).state == "queued")
+    wanted = "all 3 places are taken; programs for 6 places are being compiled"
+    assert live.status(waits).reason == wanted
+    compiled.ready = True
+    live.step()
+    assert live.status(waits).reason == "all 3 places are taken"
+    live.close()
+    live.run()
+    told = [event.fields.get("reason") for event in events if event.task == waits]
+    assert told.count(wanted) == 1
+
+
+class FakeSize:
+    """Programs of another size, which are compiled when a test says so."""
+
+    def __init__(self, sizes):
+        self.sizes, self.ready = sizes, False
+
+
 def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, monkeypatch, caplog):
     """With as many places as there is memory for; the tasks that came last wait."""
     live = live_with(lambda prepare: make_live(prepare, {"remat": "full"}), tasks, *"abd")
@@ -209,6 +240,9 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
     assert caplog.records[-1].message.endswith("training goes on with 1 of 4 slots")
     assert [live.status(name).state for name in "abd"] == ["running", "queued", "queued"]
     assert live.status("d").reason == "the device ran out of memory; the task waits for a place"
+    live.step()
+    # What happened is still told when the reason is another one.
+    assert live.status("d").reason == "the device ran out of memory; the only place is taken"
     train_to_the_end(live, *"abd")
     for name in "abd":
         assert live.status(name).step == tasks[name].steps

@@ -131,6 +131,7 @@ def test_a_changed_priority_changes_who_trains(make_live, tasks):
     live.step()
     assert [live.status(name).state for name in "abcd"] == ["running"] * 2 + ["queued", "running"]
     assert live.status("d").priority == 5
+    assert live.status("c").reason.startswith("task 'd' of higher priority took its place; all 3")
 
 
 def test_an_extended_task_trains_more_steps(make_live, tasks):
@@ -239,11 +240,11 @@ def test_what_tasks_have_used_sums_up_to_the_totals(make_live, tasks):
 
 def test_a_skipped_update_is_not_trained():
     class Update:
-        tokens, computed_tokens, target_tokens, skipped = 10, 64, 5, True
+        tokens, target_tokens, skipped = 10, 5, True
 
     meter = Meter()
-    meter.add(Update)
-    assert meter == Meter(10, 64, 0, 0)
+    meter.add_update(Update)
+    assert meter == Meter(effective_tokens=10)
 
 
 def test_commands_come_from_other_threads(make_live, tasks, alone, assert_same_bits):

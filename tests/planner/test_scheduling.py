@@ -79,6 +79,25 @@ def test_those_that_arrived_last_make_room():
         [*running, Candidate("new", 1, 9)], room(dict.fromkeys(("a", "b", "c", "new"), 1), 3)
     )
     assert found.runs == ("new", "a", "b") and list(found.waits) == ["c"]
+    assert found.takers == {"c": ("new",)}
+
+
+def test_takers_are_the_tasks_of_higher_priority_that_begin():
+    for candidates, sizes, capacity in CASES:
+        found = schedule(candidates, room(sizes, capacity))
+        by_name = {own.name: own for own in candidates}
+        lost = {own.name for own in candidates if own.runs} & found.waits.keys()
+        # Whoever trains at first fits, so only those that begin can take a place.
+        assert found.takers.keys() == lost
+        for name, takers in found.takers.items():
+            expected = {
+                other.name
+                for other in candidates
+                if other.priority > by_name[name].priority
+                and not other.runs
+                and other.name in found.runs
+            }
+            assert set(takers) == expected
 
 
 def test_among_tasks_that_arrive_together_the_best_subset_runs():

@@ -3,7 +3,8 @@
     LD_PRELOAD=LIBRARY python -m tests.runs.recorded_server LIBRARY BACKBONE SHORT FOLDER COPIES
 
 LIBRARY is compiled from crash_points.c. Recording begins when there is a second checkpoint. From
-then on a task succeeds, commands are given, and a third checkpoint takes the place of the first.
+then on a task succeeds, commands are given, events.jsonl is set aside and files before it are
+deleted, and a third checkpoint takes the place of the first.
 The commands that were acknowledged are printed as JSON lines, with the number of the next copy.
 """
 
@@ -39,7 +40,8 @@ def main(library: str, backbone: str, short: str, folder: str, copies: str) -> N
         return len(list(Path(folder, "checkpoints").glob("[0-9]*")))
 
     Path(copies).mkdir()
-    options = ServerOptions(**OPTIONS | {"checkpoint_every": 1000, "keep_checkpoints": 2})
+    sizes = {"checkpoint_every": 1000, "keep_checkpoints": 2, "events_bytes": 700}
+    options = ServerOptions(**OPTIONS | sizes)
     with tuning_server(backbone, folder, options, say=print) as server:
         for name in ("one", "two"):
             acknowledged("register", name, register(name))

@@ -23,7 +23,7 @@ WEIGHTS = {
     "register_bad_data": 2,
     "register_slow_data": 2,
     "let_slow_data_go": 2,
-    "replace_data": 1,
+    "replace_data": 2,
     "cancel": 3,
     "pause": 8,
     "resume": 9,
@@ -79,7 +79,7 @@ class Simulation(SimulatedServer):
         self._start()
         self._model.check_end(self._live, self._folder, self._adapter_bytes)
         self._close()
-        assert damaged_lines(self._folder / "events.jsonl") <= self._tears
+        assert damaged_lines(self._folder) <= self._tears
 
     # Operations. Each is chosen by its name without the underscore.
 
@@ -90,22 +90,22 @@ class Simulation(SimulatedServer):
         self._idle()
         self._model.check(self._live, self._slots)
 
-    def _register(self, kind=None, **expected) -> str:
+    def _register(self, kind=None, then=None, **expected) -> str:
         waiting = [s for s in self._live.statuses() if s.state not in ENDED]
         if len(waiting) >= MOST_LIVE:
             return self._step() or ""
-        kind = kind or self.random.choice([kind for kind in KINDS if kind != "replaced"])
+        kind = kind or self.random.choice(list(KINDS))
         name = f"t{len(self._model.tasks)}"
         steps = EPOCHS_STEPS if kind == "epochs" else self.random.randint(1, MOST_STEPS - 2)
         path = self._data[KINDS[kind][0]]
+        self._raises.discard(name)
         if expected.pop("own_data", False):
             path = shutil.copy(path, self._files / f"{name}.jsonl")
-        self._raises.discard(name)
-        if problem := expected.get("problem"):
+        elif problem := expected.get("problem"):
             path = self._bad_data(problem, name)
         own = Expected(kind, steps, self.random.randrange(3), **expected)
         task = make_task(kind, name, steps, str(path))
-        self._command("register", name, own, task, own.priority)
+        self._command("register", name, own, task, own.priority, then=then)
         return name
 
     def _bad_data(self, problem: str, name: str) -> str:
@@ -135,14 +135,31 @@ class Simulation(SimulatedServer):
         self._idle()
 
     def _replace_data(self) -> None:
-        name = self._register("adamw", own_data=True)
-        for _ in range(self.random.randrange(4)):
-            self._step()
-        # A file that is replaced while it is read may be empty for a moment.
-        self._idle()
-        if name in self._model.tasks:
-            shutil.copy(self._data[KINDS["replaced"][0]], self._files / f"{name}.jsonl")
-            self._model.tasks[name].data_replaced = True
+        name = f"t{len(self._model.tasks)}"
+        when = self.random.choice(("before they are read", "while they are read", "later"))
+        self._note(f"{name}: data replaced {when}")
+
+        def replace():
+            # A file of another size; the kind "adamw" has short data.
+            shutil.copy(self._data["long"], self._files / f"{name}.jsonl")
+
+        changed = {"own_data": True, "problem": "changed after the task was registered"}
+        if when == "before they are read":
+            self._register("adamw", then=replace, **changed)
+        elif when == "while they are read":
+            self._slow[name] = threading.Event()
+            if self._register("adamw", **changed) == name and name in self._model.tasks:
+                self._begun_reading(name)
+                replace()
+            self._slow.pop(name).set()
+        elif self._register("adamw", own_data=True) == name:
+            for _ in range(self.random.randrange(4)):
+                self._step()
+            # They have been read. They are read again if the server is started again.
+            self._idle()
+            if name in self._model.tasks:
+                replace()
+                self._model.tasks[name].data_replaced = True
 
     def _cancel(self) -> None:
         self._command("cancel", self._any_task())
@@ -189,7 +206,7 @@ class Simulation(SimulatedServer):
                 getattr(self._live, kind)(name, *([] if value is None else [value]))
         journal = self._live._store._journal
         before = journal._length
-        self._disk.allowed = self.random.randrange(400)
+        self._disk.allowed = self.random.randrange(1200)
         if not permitted or journal._file < 0:
             self._disk.allowed = None
             return self._crash()
@@ -223,13 +240,16 @@ class Simulation(SimulatedServer):
         except TaskError:
             return None
 
-    def _command(self, kind: str, name: str, value=None, *arguments) -> None:
-        """Gives a command, trains a round, and compares the answer with the model's."""
+    def _command(self, kind: str, name: str, value=None, *arguments, then=None) -> None:
+        """Gives a command, calls a function, trains a round, and compares the answer with the
+        model's."""
         self._note(f"{kind} {name} {value}")
         refused = self._model.refuses(kind, name, value, self._status(name))
         given = arguments if kind == "register" else (name, *arguments)
         full = self._disk.full
         future = getattr(self._live, kind)(*given)
+        if then:
+            then()
         self._live._carry_out(self._live._commands.take())
         error = future.exception(timeout=0)
         if refused:

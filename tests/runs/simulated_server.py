@@ -63,7 +63,7 @@ class SimulatedServer:
         self._backbone, self._data = backbone, data
         self._pools, self._meshes = pools, meshes
         self._adapter_bytes, self._files = adapter_bytes, folder
-        self._model = ServerModel(calm, same_bits=pools is POOLS)
+        self._model = ServerModel(calm, same_bits=pools is POOLS, whole_turns=not any(meshes))
         self._disk = SimulatedDisk(monkeypatch, folder)
         self._images = 0
         self._folder = folder / "server0"
@@ -72,6 +72,8 @@ class SimulatedServer:
         # By task, the event that lets its data be read.
         self._slow: dict[str, threading.Event] = {}
         self._raises: set[str] = set()
+        # The tasks whose slow data have begun to be read.
+        self._reading: set[str] = set()
         self._patch(monkeypatch)
         self._start()
 
@@ -90,6 +92,7 @@ class SimulatedServer:
 
         def prepare_slowly(task, **keywords):
             if waits := self._slow.get(task.name):
+                self._reading.add(task.name)
                 waits.wait()
             if task.name in self._raises:
                 raise RuntimeError("the source broke down")
@@ -127,6 +130,7 @@ class SimulatedServer:
         """Lets the present server end. Nothing is saved, because nobody runs `LiveTraining.run`."""
         context, self._context = self._context, None
         if context:
+            self._model.unkept |= self._live._tasks.used_since
             context.__exit__(None, None, None)
 
     def _restart(self) -> None:
@@ -208,12 +212,17 @@ class SimulatedServer:
             event.set()
         self._slow.clear()
 
+    def _begun_reading(self, name: str) -> None:
+        """Waits until slow data are about to be read."""
+        while name not in self._reading:
+            time.sleep(0.0005)
+
     def _idle(self) -> None:
         """Waits for threads, but not for those that are slow on purpose."""
         preparation = self._live._preparation
         while True:
             with preparation._lock:
-                active = {task.name for task, _ in preparation._active.values()}
+                active = {reading.task.name for reading in preparation._active}
             if active <= self._slow.keys():
                 break
             time.sleep(0.0005)

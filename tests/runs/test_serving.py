@@ -16,7 +16,15 @@ import gin
 import pytest
 from rich.console import Console
 
-from jaxmux import Engine, Interrupted, PlanningError, RunDirectoryError, tuning_server
+from jaxmux import (
+    Engine,
+    Interrupted,
+    LoRA,
+    PlanningError,
+    RunDirectoryError,
+    Task,
+    tuning_server,
+)
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import DEMO_SERVER_CONFIG, train_options
 from jaxmux.cli.main import run_command
@@ -27,6 +35,7 @@ from jaxmux.runs import ServerOptions, TenantLimits, serve
 from jaxmux.runs.intake import Intake
 from jaxmux.runs.server_console import ServerConsole
 from jaxmux.runs.serving import with_fewer_places
+from jaxmux.runs.status_file import Shown
 from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
 
 from .conftest import POOL, RUN
@@ -104,6 +113,20 @@ def status_file(place: Path) -> Path:
 def state_of(place: Path) -> str:
     path = status_file(place)
     return json.loads(path.read_text())["state"] if path.exists() else ""
+
+
+def step_of(place: Path) -> int:
+    path = status_file(place)
+    return json.loads(path.read_text()).get("step", 0) if path.exists() else 0
+
+
+def wait_until(condition, process: subprocess.Popen) -> None:
+    """Waits for a condition while a server runs in another process."""
+    end = time.monotonic() + 100
+    while not condition():
+        assert process.poll() is None, f"ended too early: {process.communicate()}"
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.01)
 
 
 def test_a_server_trains_until_a_signal_comes_and_goes_on_later(served, specify, tmp_path):
@@ -297,6 +320,21 @@ def task_status(name: str, state: str, step: int = 0, **fields) -> TaskStatus:
     return default._replace(**fields)
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("task 'acme.a'", "another tenant's task"),
+        ("tasks 'acme.a', 'umbrella.b'", "other tenants' tasks"),
+        ("tasks 'acme.a', 'beta.b'", "tasks 'beta.b' and others"),
+        ("tasks 'beta.a', 'beta.b'", "tasks 'beta.a', 'beta.b'"),
+    ],
+)
+def test_a_status_file_names_no_tasks_of_other_tenants(names, told):
+    status = task_status("beta.e", "queued", reason=f"{names} of higher priority took places")
+    shown = json.loads(Shown("beta.e", status).text())
+    assert shown["reason"] == f"{told} of higher priority took places"
+
+
 def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     printed = io.StringIO()
     terminal = Console(file=printed, width=80, height=20, force_terminal=True)
@@ -387,11 +425,8 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
     where = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **where)
     try:
-        end = time.monotonic() + 100
-        while state_of(tenant / "mood") != "running" and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_until(lambda: step_of(tenant / "mood") > 0, process)
         second = subprocess.run(command, **where, timeout=60)
-        status = json.loads((tenant / "mood.status.json").read_text())
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         out, error = process.communicate(timeout=30)
@@ -406,9 +441,54 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
     assert "Traceback" not in error
     assert out.startswith("no --gin_file: serving the bundled demo's model (")
     # What was trained is saved.
-    if status["step"]:
-        assert "state saved, the same command continues from here" in error
-        assert any((tmp_path / "runs" / "demo_server" / "checkpoints").iterdir())
+    assert "state saved, the same command continues from here" in error
+    assert any((tmp_path / "runs" / "demo_server" / "checkpoints").iterdir())
+
+
+def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
+    backbone, served, specify, adapter_bytes, tmp_path
+):
+    """SIGKILL, some rounds after a checkpoint. One of five real kills that all tests may take."""
+    steps = {"one": 120, "two": 100}
+    for name, own in steps.items():
+        specify(f"acme/{name}", steps=own)
+    inbox, server = tmp_path / "inbox", tmp_path / "server"
+    options = {**RUN, **POOL, "reserved_slots": 2, "checkpoint_every": 2}
+    settings = [f"--gin.serve.{name}={value!r}" for name, value in options.items()]
+    gin_file = tmp_path / "server.gin"
+    gin_file.write_text(f"serve.backbone = {str(backbone)!r}\n")
+    command = [sys.executable, "-m", "jaxmux.train", f"--watch={inbox}", f"--run_dir={server}"]
+    # JAX does not write its cache atomically, so what is killed only reads it.
+    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(
+        [*command, f"--gin_file={gin_file}", *settings], env=environment, **pipes
+    )
+
+    def saved_and_beyond():
+        saved = [p.name for p in server.glob("checkpoints/*") if p.name.isdigit()]
+        trained = server / "events.jsonl"
+        return saved and trained.read_bytes().count(b'"kind": "update"') > 20
+
+    try:
+        wait_until(saved_and_beyond, process)
+    finally:
+        process.kill()
+        output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    assert not (server / "adapters").exists(), "it was killed too late"
+    printed = served(lambda: all(state_of(inbox / "acme" / n) == "succeeded" for n in steps))
+    assert "tasks of an earlier start: 2 preparing" in printed
+    adapter = LoRA(rank=2, target_modules=("q_proj", "down_proj"))
+    data = str(inbox / "acme" / "a.jsonl")
+    with tuning_server(backbone, tmp_path / "calm", OPTIONS, say=print) as calm:
+        for name, own in steps.items():
+            calm.register(Task(f"acme.{name}", data, adapter, batch_size=4, steps=own))
+        calm.step()
+        while any(status.state != "succeeded" for status in calm.statuses()):
+            calm.step()
+    expected = adapter_bytes(tmp_path / "calm" / "adapters")
+    assert len(expected) >= 4 and adapter_bytes(server / "adapters") == expected
 
 
 def test_the_shipped_config_serves_the_demo():

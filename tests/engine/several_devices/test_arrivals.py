@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 
 import jax
 import numpy as np
@@ -46,6 +47,35 @@ def test_every_task_gets_the_bits_it_gets_alone_on_a_pipeline(
     for name, (expected, own) in alone.items():
         assert [u._replace(step=0) for u in updates[name]] == [u._replace(step=0) for u in expected]
         assert_same_bits(arrays[name], {path: own[path] for path in arrays[name]})
+
+
+@pytest.mark.parametrize(("layers", "seed"), [((3, 1), 0), ((3, 1), 1), ((), 1)])
+def test_every_token_that_is_dispatched_is_counted_once(
+    layers, seed, tasks, make_engine, drive_at_random, monkeypatch
+):
+    """Also those of rounds that had begun with tasks that leave, or that are forgotten."""
+    engine = make_engine(layers=layers, round_tokens=200)
+    dispatched, counted = [], Counter()
+    count, take = engine._count, engine._results.computed.take
+
+    def noting(plan, indices, times=1):
+        for i in indices:
+            dispatched.append(times * sum(plan.microbatches[i].trained_tokens.values()))
+        count(plan, indices, times)
+
+    def taking():
+        taken = take()
+        for turn in taken.turns:
+            counted[turn.task] += turn.tokens
+        return taken
+
+    monkeypatch.setattr(engine, "_count", noting)
+    monkeypatch.setattr(engine._results.computed, "take", taking)
+    updates, _ = drive_at_random(engine, tasks, seed)
+    engine.drain()
+    assert sum(counted.values()) == sum(dispatched)
+    for name, own in updates.items():
+        assert counted[name] >= sum(update.computed_tokens for update in own) > 0
 
 
 def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, make_engine, compiles):

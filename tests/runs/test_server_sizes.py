@@ -1,0 +1,84 @@
+"""A server that is started again with other sizes says so, because they change bits."""
+
+import json
+
+import pytest
+
+from jaxmux.runs import RunDirectoryError
+from jaxmux.runs.server import tuning_server
+from jaxmux.runs.server_options import ServerOptions
+
+from .conftest import SERVER
+
+
+@pytest.fixture
+def said_by(backbone, tmp_path):
+    """Starts and ends a server; returns what it has said."""
+
+    def run(**options):
+        said = []
+        chosen = ServerOptions(**SERVER | options)
+        with tuning_server(backbone, tmp_path / "server", chosen, say=said.append):
+            pass
+        return said
+
+    return run
+
+
+def test_a_restart_with_other_sizes_is_told_once(said_by, tmp_path):
+    assert said_by() == []
+    assert said_by() == []
+    (line,) = said_by(reserved_slots=2, reserved_dropout=False, round_tokens=64)
+    assert (
+        "round_tokens was 1024 and is 64, reserved_slots was 3 and is 2, "
+        "reserved_dropout was True and is False; tasks that have begun go on, but their adapters "
+        "may differ by rounding"
+    ) in line
+    assert said_by(reserved_slots=2, reserved_dropout=False, round_tokens=64) == []
+    record = json.loads((tmp_path / "server" / "server.json").read_text())
+    assert record["sizes"] == {
+        **{"rows": 2, "row_len": 128, "chunk_len": 64, "max_sequences": 8},
+        **{"round_tokens": 64, "reserved_slots": 2, "reserved_rank": 4},
+        "reserved_targets": ["mlp.down_proj", "self_attn.q_proj"],
+        **{"reserved_dropout": False, "elastic": False, "mesh": "pp1,tp1"},
+    }
+
+
+def test_settings_that_change_no_bits_are_not_told(said_by):
+    assert said_by() == []
+    assert said_by(checkpoint_every=7, prepared_at_once=1, max_bad_steps=2) == []
+
+
+def test_a_folder_without_recorded_sizes_is_opened_silently(said_by, tmp_path):
+    said_by()
+    path = tmp_path / "server" / "server.json"
+    record = json.loads(path.read_text())
+    recorded = record.pop("sizes")
+    path.write_text(json.dumps(record))
+    assert said_by() == []
+    assert json.loads(path.read_text()) == record | {"sizes": recorded}
+
+
+def test_sizes_that_cannot_be_written_do_not_keep_a_server_from_starting(
+    said_by, tmp_path, monkeypatch
+):
+    said_by()
+
+    def full(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxmux.runs.server_directory.write_atomically", full)
+        told, failed = said_by(reserved_slots=2)
+    assert "reserved_slots was 3 and is 2" in told
+    assert "server.json: its sizes cannot be recorded (No space left on device)" in failed
+    # They are told again, because they are not known yet.
+    assert said_by(reserved_slots=2) == [told]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 1, "sizes": 3}'])
+def test_a_damaged_record_is_refused(content, said_by, tmp_path):
+    said_by()
+    (tmp_path / "server" / "server.json").write_text(content)
+    with pytest.raises(RunDirectoryError, match="server.json is damaged"):
+        said_by()
