@@ -16,10 +16,10 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.prepared_task import pool_of_task, read_data, size_of_adapter
+from jaxmux.engine.prepared_task import pool_of_task, read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import kind_of
+from jaxmux.peft import kind_of, size_of_adapter
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     CostModels,
@@ -221,7 +221,7 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
         raise TaskError(f"task {task.name!r}: {e}") from e
     return TaskLoad(
         name=task.name,
-        pool=pool_of_task(task, targets, size_of_adapter(task, targets, config)),
+        pool=pool_of_task(task, targets, size_of_adapter(task.adapter, config)),
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[sample.stream_length for sample in data.samples.samples],

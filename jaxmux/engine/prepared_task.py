@@ -13,7 +13,7 @@ import numpy as np
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import AdapterError, LayerMask, import_adapter, kind_of
+from jaxmux.peft import AdapterError, LayerMask, import_adapter, kind_of, size_of_adapter
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
@@ -182,20 +182,6 @@ def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | 
     return PoolSpec(1, adapter.rank, tuple(targets), adapter.dropout > 0, optimizer)
 
 
-def size_of_adapter(
-    task: Task, targets: Mapping[str, LayerMask], config: BackboneConfig
-) -> KindSize | None:
-    """The sizes of a task's adapter; None for LoRA.
-
-    Args:
-      task: the task.
-      targets: as in `PreparedTask`.
-      config: configuration of the backbone.
-    """
-    kind = kind_of(task.adapter)
-    return kind.size(task.adapter.rank, list(targets), config) if kind.op else None
-
-
 def prepare_task(
     task: Task,
     config: BackboneConfig,
@@ -233,7 +219,7 @@ def prepare_task(
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     make_adapter = functools.partial(_first_adapter, task, targets, config, base)
-    size = size_of_adapter(task, targets, config)
+    size = size_of_adapter(task.adapter, config)
     return PreparedTask(task, targets, make_adapter, *data, size)
 
 

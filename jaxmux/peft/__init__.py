@@ -8,7 +8,7 @@ linear, r for the rank of a task's adapter, and R for the rank of the pool.
 from .bottleneck import Bottleneck
 from .ia3 import IA3
 from .kind import AdapterKind
-from .kinds import KINDS, SPECIFICATIONS, kind_of, ops_of, register_kind
+from .kinds import KINDS, SPECIFICATIONS, kind_of, ops_of, register_kind, size_of_adapter
 from .leaves import Layout, LeafSpec
 from .ln_tuning import LNTuning
 from .lora import Adapter, Factors, LoRA, initial_adapter
@@ -45,4 +45,5 @@ __all__ = [
     "pad",
     "register_kind",
     "resolve_targets",
+    "size_of_adapter",
 ]

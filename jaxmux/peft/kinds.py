@@ -8,7 +8,9 @@ specification. A kind is one file, or two if it has much to say of its folders, 
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import AdapterOps
+from jaxmux.planner.costs.pool_spec import KindSize
 
 from . import lora_folder
 from .bottleneck_folder import bottleneck_kind
@@ -70,6 +72,21 @@ def kind_of(specification: Any) -> AdapterKind:
             return kind
     known = ", ".join(kind.specification.__name__ for kind in KINDS.values())
     raise ValueError(f"adapter should be one of {known}, found {specification!r}")
+
+
+def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:
+    """The sizes of a pool for one adapter; None for LoRA, whose rank and linears tell them.
+
+    Args:
+      specification: the specification of the adapter.
+      config: configuration of the backbone.
+
+    Raises:
+      ValueError: the adapter does something nowhere in the backbone.
+    """
+    kind = kind_of(specification)
+    points = list(kind.targets(specification, config))
+    return kind.size(specification.rank, points, config) if kind.op else None
 
 
 def ops_of(adapters: Mapping[str, Any]) -> AdapterOps:

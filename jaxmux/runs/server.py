@@ -28,6 +28,7 @@ from .server_directory import ServerDirectory
 from .server_memory import server_admissions
 from .server_options import ServerOptions
 from .server_store import ServerStore
+from .task_fields import part_to_json
 
 DEFAULTS = ServerOptions()
 # Tokens of the shortest chunk that the kernels for Hopper GPUs support.
@@ -148,6 +149,7 @@ def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:
         "reserved_rank": pool.rank,
         "reserved_targets": list(pool.modules),
         "reserved_dropout": pool.dropout,
+        "reserved_adapters": [part_to_json("adapter", own) for own in options.reserved_adapters],
         "elastic": options.elastic,
         "mesh": str(options.deployment),
     }

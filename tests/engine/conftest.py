@@ -13,10 +13,9 @@ import pytest
 
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
-from jaxmux.engine.prepared_task import size_of_adapter
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
-from jaxmux.peft import LoRA, initial_adapter, kind_of, resolve_targets
+from jaxmux.peft import LoRA, initial_adapter, kind_of, resolve_targets, size_of_adapter
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
@@ -122,7 +121,7 @@ def make_task_with(make_task, config):
             task=task,
             targets=targets,
             make_adapter=lambda: adapter,
-            size=size_of_adapter(task, targets, config),
+            size=size_of_adapter(spec, config),
         )
 
     return make

@@ -7,14 +7,28 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux import IA3, Bottleneck, LNTuning, LoRA, export_adapter, import_adapter, load_backbone
+from jaxmux import (
+    IA3,
+    Bottleneck,
+    LNTuning,
+    LoRA,
+    PlanningError,
+    ServerOptions,
+    export_adapter,
+    import_adapter,
+    load_backbone,
+    tuning_server,
+)
 from jaxmux.cli.main import run_command
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
+from jaxmux.live.states import ENDED
 from jaxmux.models import AdapterOp, checkpoint_tensors
 from jaxmux.peft import KINDS, SPECIFICATIONS, AdapterError, AdapterKind, LeafSpec, register_kind
 from jaxmux.peft.targets import resolve_targets
 from jaxmux.runs.task_json import task_from_json
+
+from .conftest import RUN
 
 SPECS = {
     "lora": LoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
@@ -229,6 +243,38 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
+
+
+def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, tmp_path):
+    """It compiles nothing when they come, and tasks of others fail."""
+    options = ServerOptions(
+        **RUN, reserved_slots=2, reserved_rank=2, reserved_adapters=[IA3(), Bottleneck(size=4)]
+    )
+    with tuning_server(backbone, tmp_path / "server", options) as server:
+        for name, spec in (
+            ("ia3", IA3()),
+            ("fits", Bottleneck(size=3)),
+            ("large", Bottleneck(size=5)),
+            ("houlsby", Bottleneck("houlsby", 3)),
+            ("ln", LNTuning()),
+        ):
+            server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
+        server.step()
+        while not all(status.state in ENDED for status in server.statuses()):
+            server.step()
+        found = {status.name: (status.state, status.reason) for status in server.statuses()}
+        adapter = server.adapter("fits")
+    assert found["ia3"] == found["fits"] == ("succeeded", None)
+    assert adapter["mlp"]["down"].shape[-1] == 3
+    for name, problem in {
+        "large": "its adapter has size 5, the pool's is 4",
+        "houlsby": "its adapter has self_attn",
+        "ln": "its adapter has the kind 'ln_tuning'",
+    }.items():
+        assert found[name][0] == "failed" and problem in found[name][1]
+    for bad in (LoRA(), "ia3"):
+        with pytest.raises(PlanningError, match="is no specification of another kind than LoRA"):
+            ServerOptions(reserved_adapters=[bad])
 
 
 def test_linears_are_named_as_for_lora(model):
