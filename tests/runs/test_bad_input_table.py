@@ -279,7 +279,7 @@ ADAPTERS = {
     "no rank": ({"r": None}, "rank should be an integer"),
     "rank as text": ({"r": "2"}, "rank should be an integer"),
     "alpha of another task": ({"lora_alpha": 1}, "alpha is 1, the task asks for 32.0"),
-    "another kind": ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+    "another kind": ({"peft_type": "OFT"}, "peft_type='OFT' is not supported"),
     "biases": ({"bias": "all"}, "bias='all' is not supported"),
     "DoRA": ({"use_dora": True}, "use_dora=True is not supported"),
     "ranks by module": ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
