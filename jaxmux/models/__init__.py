@@ -26,7 +26,7 @@ from .forward import (
 )
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
-from .modules import Weights, compute_dtype, linear_sizes
+from .modules import Weights, compute_dtype, has_bias, linear_sizes
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "device_memory",
     "device_peak",
     "free_memory",
+    "has_bias",
     "head_kernel",
     "hidden_states",
     "keep_small_arrays_together",

@@ -12,6 +12,7 @@ from .kinds import KINDS, SPECIFICATIONS, kind_of, ops_of, register_kind, size_o
 from .leaves import Layout, LeafSpec
 from .ln_tuning import LNTuning
 from .lora import Adapter, Factors, LoRA, initial_adapter
+from .merged_checkpoint import write_merged
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
 from .targets import LayerMask, full_name, resolve_targets
@@ -46,4 +47,5 @@ __all__ = [
     "register_kind",
     "resolve_targets",
     "size_of_adapter",
+    "write_merged",
 ]

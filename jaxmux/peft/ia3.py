@@ -1,20 +1,20 @@
 """IA3 adapters: learned factors of the inputs or outputs of linears (Liu et al. 2022)."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmux.field_checks import check_fields, names
-from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models import BackboneConfig, has_bias, linear_sizes
 from jaxmux.models.adapter_ops import AdapterOp
 
-from .kind import AdapterKind, BaseTensors, spec_tree
+from .kind import AdapterKind, BaseTensors, Changes, spec_tree
 from .leaves import LeafSpec
 from .peft_tensors import layer_tensors, stacked, take_layers
-from .targets import LayerMask, resolve_targets, target_names
+from .targets import LayerMask, full_name, resolve_targets, target_names
 
 # Parts of a point: the factors of a linear's input, and of its output.
 INPUT, OUTPUT = "input", "output"
@@ -160,6 +160,23 @@ def _from_tensors(
     return spec_tree(found)
 
 
+def _merged(spec: IA3, adapter: Any, config: BackboneConfig) -> Changes:
+    """Rows of a weight, and its bias, times the factors of the output; or columns times those of
+    the input."""
+    changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+    for point, mask in targets(spec, config).items():
+        module, part = point.split("/")
+        for layer in np.flatnonzero(mask):
+            name, factors = full_name(module, layer), adapter[module][part][layer]
+            if part == INPUT:
+                changes[f"{name}.weight"] = lambda weight, own=factors: weight * own
+                continue
+            changes[f"{name}.weight"] = lambda weight, own=factors: weight * own[:, None]
+            if has_bias(config, module):
+                changes[f"{name}.bias"] = lambda bias, own=factors: bias * own
+    return changes
+
+
 ia3_kind = AdapterKind(
     "ia3",
     IA3,
@@ -173,4 +190,5 @@ ia3_kind = AdapterKind(
     _from_settings,
     _tensors,
     _from_tensors,
+    merged=_merged,
 )

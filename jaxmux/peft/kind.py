@@ -15,6 +15,9 @@ from .targets import LayerMask
 # The file with the arrays, in the folders of Hugging Face PEFT.
 WEIGHTS = "adapter_model.safetensors"
 
+# By name of a tensor of the backbone, a function of its float32 values.
+Changes = Mapping[str, Callable[[np.ndarray], np.ndarray]]
+
 # A function from the name of a tensor in Hugging Face's checkpoint of the backbone to its values.
 BaseTensors = Callable[[str], np.ndarray]
 
@@ -63,6 +66,9 @@ class AdapterKind(NamedTuple):
       identity: attributes of a specification that an adapter in a folder must share with the task
         that goes on with it, besides the targets.
       weights_file: name of the file with the arrays.
+      merged: function (specification, adapter, config) that returns, by name of a tensor of the
+        backbone, a function of its float32 values that gives those with the adapter merged; None if
+        the adapter cannot be merged.
     """
 
     name: str
@@ -79,6 +85,7 @@ class AdapterKind(NamedTuple):
     from_tensors: Callable[[Any, dict[str, np.ndarray], BackboneConfig, BaseTensors | None], Any]
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
+    merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
 
     def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
         """The sizes of a pool of this kind.

@@ -33,6 +33,7 @@ _lora_kind = AdapterKind(
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
+    merged=lora_folder.merged,
 )
 
 # By name, all adapter kinds.

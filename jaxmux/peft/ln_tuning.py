@@ -12,7 +12,7 @@ from jaxmux.field_checks import check_fields, names
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import FINAL_NORM, AdapterOp
 
-from .kind import AdapterKind, BaseTensors
+from .kind import AdapterKind, BaseTensors, Changes
 from .leaves import LeafSpec
 from .peft_tensors import PREFIX, take_tensor
 from .targets import LayerMask, full_name
@@ -138,6 +138,13 @@ def _from_tensors(
     return adapter
 
 
+def _merged(spec: LNTuning, adapter: Any, config: BackboneConfig) -> Changes:
+    return {
+        f"{name}.weight": lambda weight, own=adapter[point][layer]: weight + own
+        for point, layer, name in _names(spec, config)
+    }
+
+
 ln_tuning_kind = AdapterKind(
     "ln_tuning",
     LNTuning,
@@ -151,4 +158,5 @@ ln_tuning_kind = AdapterKind(
     _from_settings,
     _tensors,
     _from_tensors,
+    merged=_merged,
 )

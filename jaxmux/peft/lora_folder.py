@@ -1,17 +1,17 @@
 """The folders of LoRA adapters, in the format of Hugging Face PEFT."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxmux.models import BackboneConfig, linear_sizes
 
-from .kind import BaseTensors
+from .kind import BaseTensors, Changes
 from .lora import Adapter, Factors, LoRA
 from .peft_tensors import layer_tensors, stacked, take_layers
-from .targets import resolve_targets, target_names
+from .targets import full_name, resolve_targets, target_names
 
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
@@ -102,3 +102,17 @@ def from_tensors(
             factors.append(stacked(own, config.num_layers, np.zeros(shape[::-1])))
         adapter[module] = Factors(*factors)
     return adapter
+
+
+def merged(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> Changes:
+    """What merging an adapter does, see `AdapterKind.merged`: `W + scale · A B`."""
+
+    def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
+        a, b = adapter[module]
+        return lambda weight: weight + np.float32(spec.scale) * (a[layer] @ b[layer]).T
+
+    return {
+        f"{full_name(module, layer)}.weight": change(module, layer)
+        for module, mask in resolve_targets(spec.target_modules, config).items()
+        for layer in np.flatnonzero(mask)
+    }

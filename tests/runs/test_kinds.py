@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import shutil
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxmux import (
     IA3,
@@ -20,11 +23,27 @@ from jaxmux import (
     tuning_server,
 )
 from jaxmux.cli.main import run_command
-from jaxmux.completion import Request, complete
+from jaxmux.completion import Request, _microbatch, _stack, complete
 from jaxmux.data import load_tokenizer
 from jaxmux.live.states import ENDED
-from jaxmux.models import AdapterOp, checkpoint_tensors
-from jaxmux.peft import KINDS, SPECIFICATIONS, AdapterError, AdapterKind, LeafSpec, register_kind
+from jaxmux.models import (
+    AdapterOp,
+    ForwardOptions,
+    SlotTable,
+    checkpoint_tensors,
+    head_kernel,
+    hidden_states,
+)
+from jaxmux.peft import (
+    KINDS,
+    SPECIFICATIONS,
+    AdapterError,
+    AdapterKind,
+    LeafSpec,
+    ops_of,
+    register_kind,
+    write_merged,
+)
 from jaxmux.peft.targets import resolve_targets
 from jaxmux.runs.task_json import task_from_json
 
@@ -56,6 +75,26 @@ def model(backbone):
 @pytest.fixture(scope="module")
 def base(backbone):
     return checkpoint_tensors(backbone, np.dtype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def logits():
+    """Logits of a sequence, with an adapter or without."""
+
+    def compute(model, spec=None, adapter=None):
+        tokens = np.arange(20, 52, dtype=np.int32)[None]
+        requests = [Request("", spec, adapter)]
+        pools = _stack(requests, model.config)
+        scale = np.float32([spec.scale if spec else 0.0])
+        slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
+        options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
+        microbatch = _microbatch(tokens, np.array([32]))
+        hidden, _, _ = jax.jit(partial(hidden_states, model.config, options=options))(
+            model.weights, pools, None, microbatch, slots
+        )
+        return np.asarray(head_kernel(model.weights).matmul(hidden))
+
+    return compute
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +167,50 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
     arguments = [f"--backbone={backbone}", f"--adapter={tmp_path / 'houlsby'}", "--prompt=red"]
     assert run_command("generate", arguments, prog="jaxmux generate") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("red")
+
+
+def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
+    names = [f"--task={name}" for name in ("lora", "ia3", "ln")]
+    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
+    assert run_command("export", arguments, prog="jaxmux export") == 0
+    for name in ("lora", "ia3", "ln"):
+        merged = load_backbone(tmp_path / name, "float32")
+        own = import_adapter(trained / "adapters" / name, model.config, base=base)
+        wanted, found = logits(model, *own), logits(merged)
+        assert np.abs(wanted - logits(model)).max() > 1e-2
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        load_tokenizer(tmp_path / name)
+    assert run_command("export", arguments, prog="jaxmux export") == 2
+    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", "--task=houlsby"]
+    assert run_command("export", arguments, prog="jaxmux export") == 2
+    assert not (tmp_path / "houlsby").exists()
+
+
+def test_a_backbone_of_several_files_is_merged_file_by_file(
+    trained, backbone, tmp_path, model, base
+):
+    """Each has the tensors that it had."""
+    tensors = load_file(backbone / "model.safetensors")
+    split, names = tmp_path / "split", sorted(tensors)
+    shutil.copytree(backbone, split)
+    (split / "model.safetensors").unlink()
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, split / file)
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (split / "model.safetensors.index.json").write_text(json.dumps(index))
+    spec, adapter = import_adapter(trained / "adapters" / "lora", model.config, base=base)
+    write_merged(tmp_path / "merged", split, adapter, spec, model.config)
+    write_merged(tmp_path / "whole", backbone, adapter, spec, model.config)
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    changed = 0
+    for file, own in parts.items():
+        found = load_file(tmp_path / "merged" / file)
+        assert sorted(found) == own
+        for name in own:
+            np.testing.assert_array_equal(found[name], whole[name])
+            changed += not np.array_equal(found[name], tensors[name])
+    assert changed == 2 * model.config.num_layers
 
 
 def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
