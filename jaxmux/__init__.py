@@ -40,6 +40,7 @@ _NAMES = {
         "IA3",
         "AdapterError",
         "Bottleneck",
+        "DiffPruning",
         "LNTuning",
         "LoRA",
         "export_adapter",

@@ -105,6 +105,7 @@ def adapted_linears(
         x = others.apply("linear_input", modules[0], x)
     touched = any(map(others.touch, modules))
     divided = sharding.divided_axis(modules[0]) == "input"
+    begin = first_column(x.shape[1], sharding, modules[0])
     added = residual if touched and not divided else None
     if divided or touched:
         residual = None
@@ -120,7 +121,6 @@ def adapted_linears(
     if adapted:
         dropout = dispatch.dropout
         if dropout is not None and divided:
-            begin = first_column(x.shape[1], sharding, modules[0])
             dropout = dropout._replace(first_column=begin)
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
@@ -145,7 +145,9 @@ def adapted_linears(
             m: outputs[m] + w["bias"][layer] if "bias" in w else outputs[m]
             for m, w in weights.items()
         }
-    found = tuple(others.apply("linear_output", m, outputs[m]) for m in modules)
+    found = tuple(
+        others.apply("linear_output", m, x, outputs[m], first_column=begin) for m in modules
+    )
     return (found if added is None else (added + found[0],)), accumulators
 
 

@@ -53,13 +53,21 @@ class AdapterOp:
         """
         return x
 
-    def linear_output(self, own: Any, y: Float[Array, "chunks l n"]) -> Float[Array, "chunks l n"]:
-        """What a linear returns. The method is linear in `y`, because each tensor-parallel device
-        may have a summand of it.
+    def linear_output(
+        self,
+        own: Any,
+        x: Float[Array, "chunks l k"],
+        y: Float[Array, "chunks l n"],
+        first_column: Int[Array, ""] | int,
+    ) -> Float[Array, "chunks l n"]:
+        """What a linear returns. The method is linear in `x` and `y` together, because each
+        tensor-parallel device may have some columns of `x` and a summand of `y`.
 
         Args:
           own: arrays at the linear.
+          x: the input of the linear, or those columns of it that this device has.
           y: the output of the linear with its bias and its low-rank adapter.
+          first_column: index in the whole input of the first of these columns.
         """
         return y
 
@@ -122,7 +130,7 @@ class LayerAdapters(NamedTuple):
         )
 
     def apply(
-        self, method: str, point: str, *streams: Float[Array, "N _"], **numbers: float
+        self, method: str, point: str, *streams: Float[Array, "N _"], **numbers: Any
     ) -> Float[Array, "N _"]:
         """Applies a method of all kinds at a point, one after another.
 

@@ -6,6 +6,7 @@ linear, r for the rank of a task's adapter, and R for the rank of the pool.
 """
 
 from .bottleneck import Bottleneck
+from .diff_pruning import DiffPruning
 from .ia3 import IA3
 from .kind import AdapterKind
 from .kinds import KINDS, SPECIFICATIONS, kind_of, ops_of, register_kind, size_of_adapter
@@ -25,6 +26,7 @@ __all__ = [
     "AdapterError",
     "AdapterKind",
     "Bottleneck",
+    "DiffPruning",
     "Factors",
     "LNTuning",
     "LayerMask",

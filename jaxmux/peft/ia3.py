@@ -57,7 +57,7 @@ class _Factors(AdapterOp):
     def linear_input(self, own, x):
         return x * own[INPUT][:, None] if INPUT in own else x
 
-    def linear_output(self, own, y):
+    def linear_output(self, own, x, y, first_column):
         return y * own[OUTPUT][:, None] if OUTPUT in own else y
 
 

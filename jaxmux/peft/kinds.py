@@ -14,6 +14,7 @@ from jaxmux.planner.costs.pool_spec import KindSize
 
 from . import lora_folder
 from .bottleneck_folder import bottleneck_kind
+from .diff_pruning import diff_pruning_kind
 from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
@@ -38,7 +39,8 @@ _lora_kind = AdapterKind(
 
 # By name, all adapter kinds.
 KINDS: dict[str, AdapterKind] = {
-    kind.name: kind for kind in (_lora_kind, ia3_kind, ln_tuning_kind, bottleneck_kind)
+    kind.name: kind
+    for kind in (_lora_kind, ia3_kind, ln_tuning_kind, bottleneck_kind, diff_pruning_kind)
 }
 # By name of the kind, the class of its specifications.
 SPECIFICATIONS: dict[str, type] = {kind.name: kind.specification for kind in KINDS.values()}

@@ -14,7 +14,7 @@ from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, LNTuning, LoRA
+from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, DiffPruning, LNTuning, LoRA
 from jaxmux.peft.ln_tuning import NORMS
 from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
@@ -199,5 +199,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
             "$comment": "the name of a norm, or a list of names: " + ", ".join(NORMS),
         },
         (Bottleneck, "size"): {"maximum": limits.rank},
+        (DiffPruning, "columns"): {"maximum": limits.rank},
+        (DiffPruning, "target_modules"): linears,
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
     }

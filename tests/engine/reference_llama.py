@@ -11,7 +11,7 @@ import numpy as np
 ACTIVATIONS = {"relu": lambda x: jnp.maximum(x, 0), "swish": lambda x: x / (1 + jnp.exp(-x))}
 
 
-def loss_of(config, weights, kind, spec, adapter, samples):
+def loss_of(config, weights, kind, spec, adapter, samples, columns=None):
     """Mean cross entropy of a global batch.
 
     Args:
@@ -21,17 +21,18 @@ def loss_of(config, weights, kind, spec, adapter, samples):
       spec: the specification of the adapter.
       adapter: its trained arrays, without a slot axis.
       samples: the samples.
+      columns: by linear and layer, the columns of its weight that are trained.
     """
     total = tokens = 0.0
     for sample in samples:
         ids, mask = np.asarray(sample.input_ids), np.asarray(sample.target_mask)[1:]
-        logits = _logits(config, weights, kind, spec, adapter, ids[:-1])
+        logits = _logits(config, weights, kind, spec, adapter, ids[:-1], columns)
         scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(ids) - 1), ids[1:]]
         total, tokens = total - jnp.sum(scores * mask), tokens + mask.sum()
     return total / tokens
 
 
-def _logits(config, weights, kind, spec, adapter, ids):
+def _logits(config, weights, kind, spec, adapter, ids, columns):
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
     n, half = len(ids), config.head_dim // 2
@@ -54,6 +55,8 @@ def _logits(config, weights, kind, spec, adapter, ids):
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
+        if kind == "diff_pruning" and module in adapter:
+            y = y + x[:, columns[module][layer]] @ adapter[module]["values"][layer]
         y = y + own["bias"][layer] if "bias" in own else y
         return y * gains["output"][layer] if "output" in gains else y
 

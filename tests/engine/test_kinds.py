@@ -10,7 +10,7 @@ import pytest
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.optimizers import SGD
-from jaxmux.peft import IA3, Bottleneck, LNTuning, LoRA, kind_of
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, kind_of
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -25,6 +25,7 @@ SPECS = {
     "pfeiffer": Bottleneck(size=3),
     "houlsby": Bottleneck("houlsby", 5, scaling=0.5),
     "parallel": Bottleneck("parallel", 4),
+    "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
 }
 
 
@@ -89,7 +90,11 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), trained(specs, before))
         batch = prepared.batches[0]
-        function = partial(loss_of, config, backbone.weights, kind.name, spec, samples=batch)
+        columns = {
+            module: own["columns"] - 1 for module, own in before.items() if name == "columns"
+        }
+        given = config, backbone.weights, kind.name, spec
+        function = partial(loss_of, *given, samples=batch, columns=columns)
         loss, gradients = jax.value_and_grad(lambda own: function(adapter=own))(params)
         norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradients)))
     engine = make_mixed(prepared)

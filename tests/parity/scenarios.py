@@ -135,6 +135,15 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "diff_pruning",
+        words=(5, 10),
+        adapter={"kind": "diff_pruning", "columns": 6, "target_modules": ["q_proj", "down_proj"]},
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
         "lora",
         words=(10, 25),
         adapter={"rank": 2, "alpha": 2.0},

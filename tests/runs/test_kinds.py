@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmux import (
     IA3,
     Bottleneck,
+    DiffPruning,
     LNTuning,
     LoRA,
     PlanningError,
@@ -56,6 +57,7 @@ SPECS = {
     "pfeiffer": Bottleneck(size=3, activation="gelu"),
     "houlsby": Bottleneck("houlsby", 5),
     "parallel": Bottleneck("parallel", 4, scaling=2.0),
+    "columns": DiffPruning(4, ("v_proj", "down_proj")),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -64,6 +66,7 @@ SETTINGS = {
     "pfeiffer": ("adapter.safetensors", "hidden_size", 32),
     "houlsby": ("adapter.safetensors", "name", "jaxmux"),
     "parallel": ("adapter.safetensors", "name", "jaxmux"),
+    "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
 }
 
 
@@ -170,10 +173,11 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    names = [f"--task={name}" for name in ("lora", "ia3", "ln")]
+    merged_names = ("lora", "ia3", "ln", "columns")
+    names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
-    for name in ("lora", "ia3", "ln"):
+    for name in merged_names:
         merged = load_backbone(tmp_path / name, "float32")
         own = import_adapter(trained / "adapters" / name, model.config, base=base)
         wanted, found = logits(model, *own), logits(merged)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.peft import IA3, Bottleneck, LNTuning, LoRA
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -12,6 +12,7 @@ SPECS = {
     "ia3": IA3(("k_proj", "o_proj", "down_proj", "up_proj"), ("down_proj", "up_proj")),
     "ln": LNTuning(),
     "houlsby": Bottleneck("houlsby", 4),
+    "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
