@@ -108,7 +108,9 @@ def train(folder: Path, request: Request) -> None:
     planned = tasks_by_microbatch(tasks)
     assert engine.microbatches == sum(map(len, planned))
     save_json(folder / "microbatches.json", planned)
-    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
+    # There are prompts for the first tasks only.
+    first = tasks[: len(request["prompts"])]
+    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in first]
     logits = packed_logits(backbone, adapters, request["prompts"])
     save_arrays(folder / "logits" / "final.npz", logits)
 

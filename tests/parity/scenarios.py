@@ -134,10 +134,11 @@ KIND_TASKS = [
         max_length=64,
         steps=20,
     ),
+    # On square linears, because PEFT would also train the entries that fill up the others.
     _task(
         "diff_pruning",
         words=(5, 10),
-        adapter={"kind": "diff_pruning", "columns": 6, "target_modules": ["q_proj", "down_proj"]},
+        adapter={"kind": "diff_pruning", "columns": 6, "target_modules": ["q_proj", "o_proj"]},
         optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,

@@ -9,7 +9,7 @@ import torch
 from backbones import CONFIGS, VOCABULARY, load_model, logits, random_model, random_prompts
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from scenarios import KIND_TASKS, OTHER_OPTIMIZER_TASKS, PARITY_TASKS, save_peft_adapter
+from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, save_peft_adapter
 from vllm_check import RefusedError, check_adapter
 
 TASKS = [task["name"] for task in PARITY_TASKS]
@@ -47,7 +47,7 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
     check_exported_logits(trained_by_other_optimizers, task, form, at_most)
 
 
-@pytest.mark.parametrize("task", [task["name"] for task in KIND_TASKS])
+@pytest.mark.parametrize("task", ["ia3", "ln_tuning", "diff_pruning"])
 def test_an_exported_adapter_of_another_kind_has_the_same_logits_in_peft(
     task, trained_kinds, at_most
 ):
