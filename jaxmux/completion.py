@@ -25,10 +25,10 @@ from .models import (
     hidden_states,
     pick_implementation,
 )
+from .models.adapter_ops import LOW_RANK_KIND
 from .pallas_kernels.compilation import compiled
-from .peft import Adapter, LeafSpec, LoRA, pad
+from .peft import KINDS, AdapterKind, LeafSpec, kind_of, ops_of, pad
 from .peft.leaves import named_leaves
-from .peft.lora import lora_leaves
 from .planner.numbers import power_of_two
 
 
@@ -37,16 +37,14 @@ class Request(NamedTuple):
 
     Attributes:
       prompt: the text. It must give at least one token.
-      spec: the `LoRA` specification of the adapter, which gives its rank and scale; None if
-        `adapter` is None.
-      adapter: the trained weights, as `Engine.adapter` and `import_adapter` return them: by path of
-        a linear within a layer ("mlp.up_proj"), its LoRA factors. Give `spec` and `adapter`
-        together. None completes the prompt with the bare backbone.
+      spec: the specification of the adapter, such as a `LoRA`; None if `adapter` is None.
+      adapter: the trained weights, as `Engine.adapter` and `import_adapter` return them. Give
+        `spec` and `adapter` together. None completes the prompt with the bare backbone.
     """
 
     prompt: str
-    spec: LoRA | None = None
-    adapter: Adapter | None = None
+    spec: Any = None
+    adapter: Any = None
 
 
 def complete(
@@ -126,7 +124,7 @@ def _complete(
     config: BackboneConfig,
     attention: str,
     weights: Weights,
-    pool: Adapter,
+    pool: Any,
     scale,
     tokens,
     lengths,
@@ -139,9 +137,10 @@ def _complete(
     rows, row_len = tokens.shape
     zeros = jnp.zeros(rows)
     slots = SlotTable(scale, zeros, zeros.astype(jnp.uint32))
-    options = ForwardOptions(attention, remat="none", max_sequences=1)
+    options = ForwardOptions(attention, remat="none", max_sequences=1, adapter_ops=ops_of(pool))
     dtype = compute_dtype(weights)
-    adapters = jax.tree.map(lambda x: x.astype(dtype), pool)
+    low_rank = jax.tree.map(lambda x: x.astype(dtype), pool[LOW_RANK_KIND])
+    adapters = pool | {LOW_RANK_KIND: low_rank}
 
     def next_token(state):
         tokens, lengths, live, key = state
@@ -177,10 +176,20 @@ def _microbatch(tokens, lengths) -> Microbatch:
     )
 
 
-def _stack(requests: Sequence[Request], config: BackboneConfig) -> Adapter:
-    """A pool with the adapter of request i in slot i."""
-    modules = sorted({m for r in requests for m in (r.adapter or {})})
-    rank = max((r.spec.rank for r in requests if r.spec), default=1)
-    specs = jax.tree.map(LeafSpec.of_slot, lora_leaves(config, modules, 1, rank))
-    slots = [pad(named_leaves(r.adapter or {}), specs) for r in requests]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
+def _stack(requests: Sequence[Request], config: BackboneConfig) -> dict[str, Any]:
+    """By kind, a pool with the adapter of request i in slot i."""
+    given = [request for request in requests if request.spec]
+    kinds = {kind.name: kind for kind in (KINDS[LOW_RANK_KIND], *(kind_of(r.spec) for r in given))}
+
+    def pool(kind: AdapterKind) -> Any:
+        own = [r.spec for r in given if kind_of(r.spec) is kind]
+        points = sorted({point for spec in own for point in kind.targets(spec, config)})
+        rank = max((spec.rank for spec in own), default=1)
+        specs = jax.tree.map(LeafSpec.of_slot, kind.leaves(config, points, 1, rank))
+        slots = [
+            pad(named_leaves(r.adapter if r.spec and kind_of(r.spec) is kind else {}), specs)
+            for r in requests
+        ]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
+
+    return {name: pool(kind) for name, kind in kinds.items()}

@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import re
+from typing import Any
 
 from .data import Source
 from .errors import InputError
 from .field_checks import check_fields, flag, integer, number, text
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
-from .peft import LoRA
+from .peft import SPECIFICATIONS, LoRA
 
 # Files and folders are named after a task, and file systems permit names of 255 bytes.
 LONGEST_NAME = 100
@@ -33,7 +34,8 @@ class Task:
         after the task, so the name consists of letters, digits, ".", "_" and "-", begins with a
         letter or digit, and has at most 100 characters.
       data: the training records. A path is short for `Source(path)`.
-      adapter: rank, scale, dropout and target modules of the adapter that is trained.
+      adapter: what is trained: a `LoRA`, an `IA3`, an `LNTuning`, a `Bottleneck` or a
+        `DiffPruning`. Tasks with different kinds of adapters train together.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
         or `Lion`.
       batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.
@@ -54,9 +56,10 @@ class Task:
       max_seconds: training ends, and the task has succeeded, with the step after which the task has
         trained for so many seconds, waiting not included. None trains all steps.
       seed: seed of the shuffling, of the initial adapter and of dropout; not negative.
-      resume_from: folder of a Hugging Face PEFT adapter from which training starts. Its rank,
-        alpha, rsLoRA setting and target modules must equal those of `adapter`. Only the weights are
-        read, so the optimizer and the data begin anew. None starts from a new adapter.
+      resume_from: folder of an adapter from which training starts, of Hugging Face PEFT, or of
+        AdapterHub for a `Bottleneck`. What it computes (for LoRA rank, alpha, rsLoRA setting and
+        target modules) must equal `adapter`. Only the weights are read, so the optimizer and the
+        data begin anew. None starts from a new adapter.
       sample_prompt: a prompt that the backbone completes after training, once without and once with
         the adapter. `fine_tune` prints both completions if the task succeeded. None prints nothing.
 
@@ -67,7 +70,7 @@ class Task:
 
     name: str
     data: Source | str
-    adapter: LoRA = LoRA()
+    adapter: Any = LoRA()
     optimizer: Optimizer = AdamW()
     batch_size: int = integer(16, least=1)
     max_length: int = integer(1024, least=2)
@@ -100,10 +103,13 @@ class Task:
             raise self._error(f"data should be a path or a Source, found {self.data!r}")
         if not isinstance(self.eval_data, Source | None):
             raise self._error(f"eval_data should be a path or a Source, found {self.eval_data!r}")
-        if not isinstance(self.adapter, LoRA):
+        if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
             is_class = isinstance(self.adapter, type)
             hint = "; in a config, write @NAME/LoRA() with parentheses" if is_class else ""
-            raise self._error(f"adapter should be a LoRA, found {self.adapter!r}{hint}")
+            known = ", ".join(sorted(own.__name__ for own in SPECIFICATIONS.values()))
+            raise self._error(
+                f"adapter should be a specification ({known}), found {self.adapter!r}{hint}"
+            )
         if not isinstance(self.optimizer, tuple(OPTIMIZERS.values())):
             known = ", ".join(o.__name__ for o in OPTIMIZERS.values())
             raise self._error(f"unknown optimizer {self.optimizer!r}; known: {known}")

@@ -181,7 +181,7 @@ def _hidden(weights: Weights, rows: Int[Array, "rows row_len"]) -> Float[Array, 
     weights = weights | {"embed_tokens": {"weight": looked_up}}
     no_slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
     options = ForwardOptions(attention="xla", remat="none", max_sequences=1)
-    hidden, _, _ = hidden_states(CONFIG, weights, {}, None, microbatch, no_slots, options)
+    hidden, _, _ = hidden_states(CONFIG, weights, {"lora": {}}, None, microbatch, no_slots, options)
     return hidden.reshape(*rows.shape, -1)
 
 

@@ -10,10 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.models import MODULES, Adapters, BackboneConfig, Weights, linear_sizes
+from jaxmux.models import MODULES, BackboneConfig, Weights, linear_sizes
 from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
 from jaxmux.pallas_kernels.collectives import blocks_of_sums
-from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import LeafSpec
 
 from .compiling import compiled_results, compiles_only, shapes_of
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from jaxmux.planner.devices import Replica, Stage
 
 DP = "dp"
+# The linears whose outputs every device has whole if there are more devices than key heads.
+KEY_MODULES = ("self_attn.k_proj", "self_attn.v_proj")
 # The axes along which devices train different samples.
 DATA = (DP, FSDP)
 # All axes of a mesh, the innermost last: devices that exchange most are neighbours.
@@ -84,25 +85,26 @@ class StageMesh:
             vocab_size=config.vocab_size // (tp if self.weights.split_vocabulary else 1),
         )
 
-    def device_factors(self, adapters: Adapters, config: BackboneConfig) -> Adapters:
-        """Shapes of the factors that suit `device_config`.
+    def device_adapters(self, adapters: Any, specs: Any, config: BackboneConfig) -> Any:
+        """Shapes of the adapters that suit `device_config`.
 
         Args:
-          adapters: shapes of the factors that one device has, by path of the linear.
+          adapters: shapes of the adapters that one device has, by kind.
+          specs: tree of `LeafSpec` like `adapters`, in which the names of linears are keys.
           config: the result of `device_config`.
         """
 
-        def own(module: str, factors: Factors) -> Factors:
-            b = factors.b
-            shape = (*b.shape[:-1], linear_sizes(config, module)[1])
-            return factors._replace(b=jax.ShapeDtypeStruct(shape, b.dtype))
+        def own(path: tuple[Any, ...], spec: LeafSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+            module = _module(path)
+            if module not in KEY_MODULES or "output" not in spec.axes:
+                return leaf
+            shape = list(leaf.shape)
+            shape[spec.axes.index("output")] = linear_sizes(config, module)[1]
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
         if not self.weights.whole_keys:
             return adapters
-        return {
-            module: own(module, factors) if module.endswith(("k_proj", "v_proj")) else factors
-            for module, factors in adapters.items()
-        }
+        return jax.tree.map_with_path(own, specs, adapters)
 
     @property
     def shards(self) -> int:
@@ -233,12 +235,17 @@ class StageMesh:
     def _of_leaf(self, path: tuple[Any, ...], leaf: LeafSpec) -> tuple[str | None, bool]:
         """The axis by which tensor parallelism divides an array, and whether its gradient on a
         device is a summand of the whole gradient."""
-        keys = (getattr(key, "key", None) for key in path)
-        module = next((key for key in keys if key in MODULES), None)
+        module = _module(path)
         if module is None or self.weights.tp == 1:
             return None, False
         divided = self.weights.divided_axis(module)
         return (divided, False) if divided in leaf.axes else (None, True)
+
+
+def _module(path: tuple[Any, ...]) -> str | None:
+    """The linear to which an array of adapters belongs; None if it belongs to none."""
+    keys = (getattr(key, "key", None) for key in path)
+    return next((key for key in keys if key in MODULES), None)
 
 
 def run_on(home: StageMesh | None, program: Callable[..., Any], *arguments: Any) -> Any:

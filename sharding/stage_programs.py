@@ -280,11 +280,11 @@ def _run_part(
     own = dataclasses.replace(config, num_layers=part.layers)
     if part.is_first:
         x = jax.lax.stop_gradient(embed(weights, microbatch, sharding))
-    y, lora, finite = run_layers(
+    y, accumulators, finite = run_layers(
         own,
         weights["layers"],
-        adapters["lora"],
-        None if accumulators is None else accumulators["lora"],
+        adapters,
+        accumulators,
         x,
         microbatch,
         slots,
@@ -296,9 +296,9 @@ def _run_part(
         finite = jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
     if passed is not None:
         finite &= passed.finite
-    if accumulators is not None:
-        accumulators = accumulators | {"lora": lora}
     if not part.is_last:
         return y, accumulators, finite
-    hidden, finite = finish(config, weights, y, finite)
+    hidden, accumulators, finite = finish(
+        own, weights, adapters, accumulators, y, finite, microbatch, options.forward
+    )
     return microbatch_losses(weights, hidden, finite, microbatch, sharding), accumulators, finite

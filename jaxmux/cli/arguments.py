@@ -298,6 +298,12 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         action="store_true",
         help="fold the scale into B and set lora_alpha to the rank, for servers without rsLoRA",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="write whole checkpoints, with the adapter merged into the weights of the backbone "
+        "(LoRA, IA3 and LN-tuning)",
+    )
     return _parse(parser, arguments)
 
 

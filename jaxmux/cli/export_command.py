@@ -3,13 +3,15 @@
 import argparse
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxmux.engine import TaskProgress
-from jaxmux.models import BackboneConfig
-from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder
+from jaxmux.models import BackboneConfig, checkpoint_tensors
+from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder, write_merged
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs import RunDirectoryError, Summary, read_record, read_task
 
@@ -24,12 +26,7 @@ def run(options: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in record["tasks"]]:
         known = ", ".join(record["tasks"])
         raise RunDirectoryError(f"{run_dir}: no task {unknown[0]!r}; its tasks are {known}")
-    if not options.overwrite and (
-        existing := [out / name for name in names if is_adapter_folder(out / name)]
-    ):
-        raise RunDirectoryError(
-            f"{existing[0]}: holds an adapter already; choose another --out, or give --overwrite"
-        )
+    _refuse_existing([out / name for name in names], options)
     config = BackboneConfig.from_folder(record["backbone"])
     for name in names:
         fields = dict(record["tasks"][name]["adapter"])
@@ -43,17 +40,32 @@ def run(options: argparse.Namespace) -> int:
         if progress.status != "succeeded":
             _warn(f"task {name}: warning: {_state(progress, _steps(run_dir, record, name))}")
         adapter = adapter_of(arrays, spec, config)
-        export_adapter(
-            out / name,
-            adapter,
-            spec,
-            config,
-            record["backbone"],
-            serving=options.serving,
-            base_fingerprint=record["fingerprints"]["backbone"],
-        )
+        if options.merge:
+            write_merged(out / name, record["backbone"], adapter, spec, config)
+        else:
+            export_adapter(
+                out / name,
+                adapter,
+                spec,
+                config,
+                record["backbone"],
+                serving=options.serving,
+                base_fingerprint=record["fingerprints"]["backbone"],
+                base=checkpoint_tensors(record["backbone"], np.dtype(np.float32)),
+            )
         print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0
+
+
+def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> None:
+    """RunDirectoryError if a folder that is to be written has results already."""
+    for folder in folders:
+        if options.merge and folder.exists():
+            raise RunDirectoryError(f"{folder}: exists already; choose another --out")
+        if not options.overwrite and is_adapter_folder(folder):
+            raise RunDirectoryError(
+                f"{folder}: holds an adapter already; choose another --out, or give --overwrite"
+            )
 
 
 def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:

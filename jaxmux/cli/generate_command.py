@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
-from jaxmux.models import load_backbone
+from jaxmux.models import checkpoint_tensors, load_backbone
 from jaxmux.peft import import_adapter
 from jaxmux.runs import RunDirectoryError
 
@@ -18,7 +18,12 @@ def run(options: argparse.Namespace) -> int:
     adapter = ()
     if options.adapter:
         _refuse_run_directory(Path(options.adapter))
-        adapter = import_adapter(options.adapter, backbone.config, backbone.fingerprint)
+        adapter = import_adapter(
+            options.adapter,
+            backbone.config,
+            backbone.fingerprint,
+            checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype),
+        )
     texts = complete(
         backbone,
         tokenizer,

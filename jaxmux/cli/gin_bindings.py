@@ -19,7 +19,7 @@ from jaxmux.data import Source
 from jaxmux.errors import InputError
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import KINDS
+from jaxmux.peft import SPECIFICATIONS
 from jaxmux.runs import RunOptions
 from jaxmux.runs.server_options import ServerOptions
 from jaxmux.runs.tenant_limits import TenantLimits
@@ -51,11 +51,17 @@ class ServeConfig(ServerOptions):
     backbone: str
 
 
-_ADAPTERS = [kind.specification for kind in KINDS.values()]
 # By the name that configs use.
 _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
     part.__name__: part
-    for part in (Task, Source, *_ADAPTERS, *OPTIMIZERS.values(), Schedule, TenantLimits)
+    for part in (
+        Task,
+        Source,
+        *SPECIFICATIONS.values(),
+        *OPTIMIZERS.values(),
+        Schedule,
+        TenantLimits,
+    )
 }
 
 

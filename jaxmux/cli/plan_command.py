@@ -16,15 +16,14 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.prepared_task import read_data
+from jaxmux.engine.prepared_task import pool_of_task, read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import resolve_targets
+from jaxmux.peft import kind_of, size_of_adapter
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     CostModels,
     CostSource,
-    PoolSpec,
     ReplicaCosts,
     device_models,
     measured_models,
@@ -216,14 +215,13 @@ def _cost_models(
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
     """Reads and tokenizes the task's data."""
     try:
-        modules = tuple(resolve_targets(task.adapter.target_modules, config))
+        targets = kind_of(task.adapter).targets(task.adapter, config)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    adapter = task.adapter
     return TaskLoad(
         name=task.name,
-        pool=PoolSpec(1, adapter.rank, modules, adapter.dropout > 0, task.optimizer.kind),
+        pool=pool_of_task(task, targets, size_of_adapter(task.adapter, config)),
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[sample.stream_length for sample in data.samples.samples],

@@ -1,6 +1,7 @@
 """Prepares the compiled programs: the options of their forward pass, and the remat policies."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +16,7 @@ from jaxmux.models import (
 )
 from jaxmux.models.remat_policies import leaner, per_layer
 from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import ops_of
 from jaxmux.planner import PlanningError
 
 from .engine_options import EngineOptions
@@ -26,13 +28,14 @@ from .train_state import TrainState
 
 
 def forward_options(
-    backbone: Backbone, options: EngineOptions, dropout: bool = False
+    backbone: Backbone, options: EngineOptions, adapters: Mapping[str, Any], dropout: bool = False
 ) -> ForwardOptions:
     """The options of the forward pass, except the remat policy, which keeps its default.
 
     Args:
       backbone: the frozen backbone.
       options: the options of the engine.
+      adapters: by adapter kind, the pool of its arrays, or their descriptions.
       dropout: whether any task has dropout.
 
     Raises:
@@ -49,6 +52,7 @@ def forward_options(
         unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
         dropout=dropout,
         max_sequences=shape.max_sequences,
+        adapter_ops=ops_of(adapters),
     )
 
 
@@ -69,7 +73,7 @@ def refuse_implementations(
     """
     if not (options.attention or options.grouped_lora):
         return
-    forward = forward_options(backbone, options, dropout)
+    forward = forward_options(backbone, options, state.adapters, dropout)
     microbatch = empty_microbatch(options.shape)
     slots = slot_table({}, None, len(state.loss))
     try:
@@ -115,14 +119,13 @@ def compile_accumulate(
     Raises:
       OutOfDeviceMemory: all layers recompute everything, and it was not enough.
     """
-    forward = forward_options(backbone, options, dropout)
+    forward = forward_options(backbone, options, state.adapters, dropout)
     remat, memory = options.remat, options.memory or device_memory()
     if remat == "auto" and memory is None:
         remat = "dots"
     elif remat == "auto":
-        lora = state.adapters["lora"]
-        room = step_room(backbone.weights, lora, memory)
-        remat = choose_remat(backbone, forward, lora, microbatch, slots, room)
+        room = step_room(backbone.weights, state.adapters, memory)
+        remat = choose_remat(backbone, forward, state.adapters, microbatch, slots, room)
     for _ in range(leaner_by):
         remat = leaner(per_layer(remat, backbone.config.num_layers))
         if remat is None:

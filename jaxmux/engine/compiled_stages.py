@@ -232,7 +232,8 @@ class CompiledStages:
     ) -> StageOptions:
         """The static choices of a part's programs."""
         backbone = self._backbone
-        options = forward_options(backbone, self._options, dropout)
+        adapters = self._stored.layout.tree.adapters
+        options = forward_options(backbone, self._options, adapters, dropout)
         return StageOptions(
             backbone.config,
             options._replace(remat=remat, sharding=backbone.homes[part].weights),
@@ -290,7 +291,8 @@ class CompiledStages:
                 "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
                 "cannot know how much fits; name a remat policy"
             )
-        forward = forward_options(backbone, self._options, dropout)
+        adapters = self._stored.layout.tree.adapters
+        forward = forward_options(backbone, self._options, adapters, dropout)
         stages, parts, in_flight = len(self.stages), len(backbone.parts), self._in_flight
         held = [self._held(i) for i in range(parts)]
         microbatch, found = empty_microbatch(self._options.shape), []
@@ -304,7 +306,9 @@ class CompiledStages:
                 head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
                 layer = bytes_of(own.weights["layers"]) // part.layers
                 room -= max(2 * layer, head * part.is_last)
-            adapters = home.device_factors(held[i][1], config)
+            adapters = home.device_adapters(
+                held[i][1], self._stored.layouts[i].tree.adapters, config
+            )
             given = own, forward, adapters, microbatch, self._empty_table(), room
             found.append(choose_remat(*given, sum(in_flight[i % stages :: stages])))
         return found
@@ -312,8 +316,8 @@ class CompiledStages:
     def _held(self, part: int) -> tuple[Any, Any]:
         """Shapes and dtypes of a part's weights and pools on one device."""
         home, weights = self._backbone.homes[part], self._backbone.weights[part]
-        pools, specs = self._stored.states[part].adapters["lora"], self._stored.layouts[part].tree
-        divided = home.weight_specs(weights), home.leaf_specs(specs.adapters["lora"])
+        pools, specs = self._stored.states[part].adapters, self._stored.layouts[part].tree
+        divided = home.weight_specs(weights), home.leaf_specs(specs.adapters)
         return home.of_one_device((weights, pools), divided)
 
     def empty_inputs(self, part: int) -> tuple[Microbatch, SlotTable, Passed | None]:

@@ -5,25 +5,18 @@ import dataclasses
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
-from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import (
-    Adapter,
-    AdapterError,
-    LayerMask,
-    LoRA,
-    import_adapter,
-    kind_of,
-    resolve_targets,
-)
+from jaxmux.peft import AdapterError, LayerMask, import_adapter, kind_of, size_of_adapter
+from jaxmux.peft.kind import BaseTensors
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
 from jaxmux.tasks import Task, TaskError
 
 
@@ -47,26 +40,28 @@ class PreparedTask:
 
     Attributes:
       task: the task.
-      targets: by path of a linear within a layer ("mlp.up_proj"), a bool mask [L] of the layers in
-        which the task adapts it, from `resolve_targets`.
+      targets: by point (for LoRA, the path of a linear within a layer, "mlp.up_proj"), a bool mask
+        [L] of the layers in which the task adapts it, from `AdapterKind.targets`.
       make_adapter: function without arguments that returns the initial adapter at the task's own
-        rank: by path of a linear, its LoRA `Factors`. The arrays are made only when an engine adds
-        the task, because they are as large as the trained adapter.
+        rank; for LoRA, by path of a linear, its `Factors`. The arrays are made only when an engine
+        adds the task, because they are as large as the trained adapter.
       samples: the tokenized training data.
       batches: the global batches (the samples of one optimizer update); `batches[k]` is the k-th,
         from 0.
       steps: number of global batches that the task trains.
       eval_samples: the tokenized held-out data; empty if the task has none.
+      size: the sizes of the adapter's arrays; None for LoRA, whose rank and linears tell them.
       earlier: the numbers of steps before extensions, in the order of the updates.
     """
 
     task: Task
     targets: dict[str, LayerMask]
-    make_adapter: Callable[[], Adapter]
+    make_adapter: Callable[[], Any]
     samples: Samples
     batches: GlobalBatches
     steps: int
     eval_samples: list[Sample]
+    size: KindSize | None = None
     earlier: tuple[EarlierLength, ...] = ()
 
     @functools.cached_property
@@ -83,8 +78,7 @@ class PreparedTask:
     @property
     def pool(self) -> PoolSpec:
         """The sizes of a pool that holds only this task."""
-        adapter, optimizer = self.task.adapter, self.task.optimizer.kind
-        return PoolSpec(1, adapter.rank, tuple(self.targets), adapter.dropout > 0, optimizer)
+        return pool_of_task(self.task, self.targets, self.size)
 
     def refuse_rows_of(self, row_len: int) -> None:
         """Checks that every training and held-out sample fits into a row of a microbatch.
@@ -124,7 +118,7 @@ class PreparedTask:
         large backbones it takes long to make one, and can so be done beside training."""
         ahead = [self.make_adapter()]
 
-        def make_adapter() -> Adapter:
+        def make_adapter() -> Any:
             return ahead.pop() if ahead else self.make_adapter()
 
         return dataclasses.replace(self, make_adapter=make_adapter)
@@ -175,8 +169,25 @@ class PreparedTask:
         return np.uint32(zlib.crc32(text.encode()))
 
 
+def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | None) -> PoolSpec:
+    """The sizes of a pool that holds only one task.
+
+    Args:
+      task: the task.
+      targets, size: as in `PreparedTask`.
+    """
+    adapter, optimizer = task.adapter, task.optimizer.kind
+    if size is not None:
+        return PoolSpec(1, 1, (), optimizer=optimizer, others=(size,))
+    return PoolSpec(1, adapter.rank, tuple(targets), adapter.dropout > 0, optimizer)
+
+
 def prepare_task(
-    task: Task, config: BackboneConfig, tokenizer: Any, base_fingerprint: str = ""
+    task: Task,
+    config: BackboneConfig,
+    tokenizer: Any,
+    base_fingerprint: str = "",
+    base: BaseTensors | None = None,
 ) -> PreparedTask:
     """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
 
@@ -189,6 +200,8 @@ def prepare_task(
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
       base_fingerprint: hash of the backbone (`Backbone.fingerprint`). An adapter in
         `task.resume_from` that records another backbone is refused. Empty checks nothing.
+      base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
+        Kinds that are trained as differences from the backbone need it for `task.resume_from`.
 
     Returns:
       The prepared task, for `Engine.register_tasks` and `best_shape`.
@@ -198,16 +211,16 @@ def prepare_task(
         key at fault.
     """
     try:
-        targets = resolve_targets(task.adapter.target_modules, config)
-        _refuse_rank_above_widths(task.adapter.rank, targets, config)
+        targets = dict(kind_of(task.adapter).targets(task.adapter, config))
         if task.resume_from is not None:
-            _saved_adapter(task, targets, config, base_fingerprint)
+            _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    make_adapter = functools.partial(_first_adapter, task, targets, config)
-    return PreparedTask(task, targets, make_adapter, *data)
+    make_adapter = functools.partial(_first_adapter, task, targets, config, base)
+    size = size_of_adapter(task.adapter, config)
+    return PreparedTask(task, targets, make_adapter, *data, size)
 
 
 def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:
@@ -219,17 +232,6 @@ def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) ->
                 f"sample_prompt has {tokens} tokens; it should have at least 1 and fewer than the "
                 f"backbone's context of {context}"
             )
-
-
-def _refuse_rank_above_widths(
-    rank: int, targets: dict[str, LayerMask], config: BackboneConfig
-) -> None:
-    """ValueError if a smaller rank would express the same in every linear."""
-    widths = {module: min(linear_sizes(config, module)) for module in targets}
-    if rank > (widest := max(widths.values())):
-        raise ValueError(
-            f"rank is {rank}, but no linear that it adapts is wider than {widest}; lower the rank"
-        )
 
 
 class TaskData(NamedTuple):
@@ -273,26 +275,40 @@ def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) ->
     return load_samples(source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size)
 
 
-def _first_adapter(task: Task, targets: dict[str, LayerMask], config: BackboneConfig) -> Adapter:
+def _first_adapter(
+    task: Task,
+    targets: dict[str, LayerMask],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+) -> Any:
     if task.resume_from is not None:
-        return _saved_adapter(task, targets, config)
+        return _saved_adapter(task, targets, config, base)
     return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed)
 
 
 def _saved_adapter(
-    task: Task, targets: dict[str, LayerMask], config: BackboneConfig, base_fingerprint: str = ""
-) -> Adapter:
+    task: Task,
+    targets: dict[str, LayerMask],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+    base_fingerprint: str = "",
+) -> Any:
     """Reads the adapter in the folder `resume_from`. AdapterError if it differs from the task's
     specification."""
-    saved, adapter = import_adapter(task.resume_from, config, base_fingerprint)
-    for field in ("rank", "alpha", "rslora"):
+    saved, adapter = import_adapter(task.resume_from, config, base_fingerprint, base)
+    kind = kind_of(task.adapter)
+    if kind_of(saved) is not kind:
+        raise AdapterError(
+            f"{task.resume_from}: holds an adapter of the kind {kind_of(saved).name!r}, the task "
+            f"asks for {kind.name!r}"
+        )
+    for field in kind.identity:
         found, wanted = getattr(saved, field), getattr(task.adapter, field)
         if found != wanted:
             raise AdapterError(
                 f"{task.resume_from}: {field} is {found}, the task asks for {wanted}"
             )
-    saved_targets = resolve_targets(saved.target_modules, config)
-    if not _same_targets(saved_targets, targets):
+    if not _same_targets(kind.targets(saved, config), targets):
         raise AdapterError(
             f"{task.resume_from}: target modules are {_shown(saved)}, "
             f"the task asks for {_shown(task.adapter)}"
@@ -300,10 +316,10 @@ def _saved_adapter(
     return adapter
 
 
-def _same_targets(one: dict[str, LayerMask], other: dict[str, LayerMask]) -> bool:
+def _same_targets(one: Mapping[str, LayerMask], other: Mapping[str, LayerMask]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[m], other[m]) for m in one)
 
 
-def _shown(spec: LoRA) -> str:
+def _shown(spec: Any) -> str:
     targets = spec.target_modules
     return targets if isinstance(targets, str) else ", ".join(targets)

@@ -112,14 +112,8 @@ def evaluate(
 def _losses(
     config, options, weights, adapters, accumulators, microbatch, slots
 ) -> tuple[Float[Array, " chunks"], Any]:
-    """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators.
-
-    The forward pass applies LoRA, the only adapter kind so far.
-    """
-    lora = None if accumulators is None else accumulators["lora"]
-    hidden, lora, finite = hidden_states(
-        config, weights, adapters["lora"], lora, microbatch, slots, options
+    """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators."""
+    hidden, accumulators, finite = hidden_states(
+        config, weights, adapters, accumulators, microbatch, slots, options
     )
-    if accumulators is not None:
-        accumulators = accumulators | {"lora": lora}
     return microbatch_losses(weights, hidden, finite, microbatch), accumulators

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmux.models import Backbone
 from jaxmux.optimizers import optimizer_class
 from jaxmux.pallas_kernels.compilation import compiled
-from jaxmux.peft import Layout, LoRA, kind_of
+from jaxmux.peft import Layout
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -22,16 +22,16 @@ from .slots import pool_of
 from .stored_state import copied
 from .train_state import (
     READ_FIELDS,
-    SlotKind,
     TrainState,
     clear_slot,
     moved,
     read_slot,
+    slot_kinds,
     slot_specs,
     write_adapter,
     write_slot,
 )
-from .updates import no_stats, update_kind
+from .updates import has_foreign_gradients, no_stats, update_kind, without_foreign
 
 
 class ProgramsOfShapes:
@@ -67,7 +67,7 @@ class ProgramsOfShapes:
     def compile_evaluate(self) -> None:
         """Compiles the measurement of held-out losses."""
         backbone, state = self._backbone, self._state
-        forward = forward_options(backbone, self._options)
+        forward = forward_options(backbone, self._options, state.adapters)
         losses = jax.ShapeDtypeStruct((self.pool.slots,), jnp.float32)
         arguments = backbone.weights, state.adapters, losses, self._microbatch, self._table
         compiled(evaluate.lower(backbone.config, forward, *arguments))
@@ -88,6 +88,8 @@ class ProgramsOfShapes:
         leaves, slots = len(named_leaves(self.layout.tree.accumulators)), self.pool.slots
         rates = np.zeros((leaves, self._backbone.config.num_layers, slots), np.float32)
         none = np.zeros(slots, np.float32)
+        if has_foreign_gradients(self.layout):
+            without_foreign.lower(self.layout, self._state, none > 0, rates > 0).compile()
         hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
         arguments = self._state, no_stats(slots), none > 0, rates, hyper
         update_kind.lower(kind, self.layout, *arguments).compile()
@@ -102,8 +104,7 @@ class ProgramsOfShapes:
         state, layout = self._state, self.layout
         clear_slot.lower(state, layout, 0).compile()
         copied.lower(state.loss).compile()
-        for optimizer in self.kinds:
-            kind = SlotKind(kind_of(LoRA()).name, optimizer)
+        for kind in slot_kinds(layout.tree, self.kinds):
             own = _arrays(slot_specs(layout.tree, kind))
             for fields in READ_FIELDS:
                 read_slot.lower(state, layout, kind, fields, 0).compile()

@@ -15,7 +15,6 @@ from jaxmux.models import (
     block_bytes,
     kept_bytes,
 )
-from jaxmux.peft import Adapter
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.layer_policies import USABLE, fill_layers, keeps_attention, working_bytes
 
@@ -44,7 +43,7 @@ def bytes_of(tree: Any) -> int:
 def choose_remat(
     backbone: Backbone,
     options: ForwardOptions,
-    adapters: Adapter,
+    adapters: Any,
     microbatch: Microbatch,
     slots: SlotTable,
     room: int,

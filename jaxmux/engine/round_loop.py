@@ -284,7 +284,8 @@ class RoundLoop:
         }
         if slots:
             self._learning_rates[slots] = rates
-        return DueUpdates(due, own.rates(rates), own.hyperparameters, own.members)
+        numbers = own.rates(rates), own.hyperparameters, own.members, own.own_leaves()
+        return DueUpdates(due, *numbers)
 
     def _begin_again(self) -> None:
         """Plans the round anew, from its first microbatch, after the device ran out of memory."""

@@ -176,7 +176,7 @@ class SingleDevice:
         if self._programs:
             self._programs.wait_for_evaluation()
         backbone, capacity = self._backbone, len(self._state.loss)
-        forward = forward_options(backbone, self._options)
+        forward = forward_options(backbone, self._options, self._state.adapters)
         table = jax.device_put(slot_table(tasks, None, capacity))
         losses, tokens = np.zeros(capacity, np.float32), Counter()
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
@@ -202,7 +202,7 @@ class SingleDevice:
         state, _ = update(self._state, self._stored.layout, none_due, warm=True)
         self._stored.states = [state]
         self.marker()
-        forward = forward_options(self._backbone, self._options)
+        forward = forward_options(self._backbone, self._options, state.adapters)
         none = np.zeros(len(none_due.due), np.float32)
         arguments = state.adapters, none, microbatch, table
         evaluate(self._backbone.config, forward, self._backbone.weights, *arguments)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
@@ -337,6 +337,10 @@ class Slots:
                 rates[rows[name], :, number] = np.float32(rate) * relative
         return rates
 
+    def own_leaves(self) -> Bool[np.ndarray, "leaves L T"]:
+        """Whether a slot's task trains a leaf in a layer, as `updates.update` takes it."""
+        return self.rates(dict.fromkeys(self._slots, 1.0)) > 0
+
     def have_room_for(self, tasks: Sequence[PreparedTask]) -> bool:
         """Whether tasks can be added without another pool, for which programs would be compiled."""
         pool, specs = self._pool_with(tasks)
@@ -359,9 +363,11 @@ class Slots:
         own, pool, name = prepared.pool, self.pool, prepared.task.name
         modules = MODULES if pool.modules is None else pool.modules
         missing = ", ".join(sorted({*own.modules} - {*modules}))
+        without = ", ".join(_missing_kinds(own, pool))
         problems = {
             f"its rank is {own.rank}, the pool's is {pool.rank}": own.rank > pool.rank,
             f"it adapts {missing}, for which the pool has no arrays": bool(missing),
+            f"its adapter has {without}, for which the pool has no arrays": bool(without),
             "it has dropout, for which the pool was not made": own.dropout and not pool.dropout,
             f"its optimizer {own.optimizer} has more moments than the pool": _moments(own)
             > _moments(pool),
@@ -405,7 +411,22 @@ def pool_of(
     if keep_moments and _moments(reserved) > _moments(pool):
         pool = pool._replace(optimizer=reserved.optimizer)
     modules = MODULES if pool.modules is None else sorted(pool.modules)
-    return pool, pool_specs(config, modules, pool.slots, pool.rank, pool.optimizer)
+    sizes = pool.slots, pool.rank, pool.optimizer, pool.others
+    return pool, pool_specs(config, modules, *sizes)
+
+
+def _missing_kinds(own: PoolSpec, pool: PoolSpec) -> Iterator[str]:
+    """What a task needs of other adapter kinds than LoRA, and the pool lacks, in words."""
+    there = {size.kind: size for size in pool.others}
+    for size in own.others:
+        found = there.get(size.kind)
+        if found is None:
+            yield f"the kind {size.kind!r}"
+            continue
+        if size.rank > found.rank:
+            yield f"size {size.rank}, the pool's is {found.rank}"
+        points = {point.point for point in found.points}
+        yield from (point.point for point in size.points if point.point not in points)
 
 
 def _moments(pool: PoolSpec) -> int:

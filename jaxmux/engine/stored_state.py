@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxmux.peft import Layout, LeafSpec, LoRA, kind_of
+from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.sharding import Part, StageMesh, shapes_of
 from jaxmux.sharding.stage_mesh import run_on
@@ -26,6 +26,7 @@ from .train_state import (
     grown,
     moved,
     read_slot,
+    slot_kinds,
     slot_specs,
     with_empty_accumulators,
     write_adapter,
@@ -130,8 +131,7 @@ class StoredState:
           optimizers: the optimizer kinds that tasks may have.
           slot: number of an empty slot.
         """
-        for optimizer in optimizers:
-            kind = SlotKind(kind_of(LoRA()).name, optimizer)
+        for kind in slot_kinds(self.layout.tree, optimizers):
             specs = slot_specs(self.layout.tree, kind)
             for fields in READ_FIELDS:
                 self.copy_to_host(kind, slot, specs, fields)

@@ -14,9 +14,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.optimizers import OPTIMIZERS, optimizer_class
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves, trained
+from jaxmux.planner.costs.pool_spec import KindSize
 from jaxmux.sharding import StageMesh
 from jaxmux.sharding.stage_mesh import run_on
 
@@ -90,9 +92,14 @@ def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> Trai
 
 
 def pool_specs(
-    config: BackboneConfig, modules: Sequence[str], slots: int, rank: int, optimizer: str
+    config: BackboneConfig,
+    modules: Sequence[str],
+    slots: int,
+    rank: int,
+    optimizer: str,
+    others: Sequence[KindSize] = (),
 ) -> TrainState:
-    """Describes a state with room for LoRA adapters.
+    """Describes a state with room for LoRA adapters and those of other kinds.
 
     Args:
       config: configuration of the backbone.
@@ -100,8 +107,12 @@ def pool_specs(
       slots: number of slots T.
       rank: rank R of the pool.
       optimizer: the optimizer kind with the most moments among those that the state must hold.
+      others: the other kinds.
     """
-    adapters = {"lora": KINDS["lora"].leaves(config, modules, slots, rank)}
+    adapters = {LOW_RANK_KIND: KINDS[LOW_RANK_KIND].leaves(config, modules, slots, rank)}
+    for own in others:
+        points = [size.point for size in own.points]
+        adapters[own.kind] = KINDS[own.kind].leaves(config, points, slots, own.rank)
     return state_specs(adapters, slots, optimizer)
 
 
@@ -227,6 +238,17 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
     moments = [moment[kind.adapter] for moment in state.moments]
     optimizer = optax_state(kind.optimizer, moments, state.count)
     return SlotState(state.adapters[kind.adapter], accumulators, state.loss, optimizer)
+
+
+def slot_kinds(specs: TrainState, optimizers: Sequence[str]) -> list[SlotKind]:
+    """The kinds of slots for which a state has room.
+
+    Args:
+      specs: description of the state.
+      optimizers: the optimizer kinds that tasks may have.
+    """
+    kinds = [name for name, tree in specs.adapters.items() if tree]
+    return [SlotKind(name, optimizer) for name in kinds for optimizer in optimizers]
 
 
 # Fields of `SlotState` that are read together: those of an adapter, of a snapshot, and all.

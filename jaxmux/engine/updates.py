@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.models.weight_sharding import TP
 from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
@@ -53,12 +54,16 @@ class DueUpdates(NamedTuple):
       hyper: by optimizer kind and name of the number, float32 [T_kind]: one value for each slot in
         `members` of this kind.
       members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
+      own: bool, whether the slot's task trains a leaf in a layer. Arrays of several adapter kinds
+        have a place in every slot, and the gradients of those that its task does not have mean
+        nothing. None if there is only LoRA, where these gradients are zero.
     """
 
     due: Bool[np.ndarray, " T"]
     rates: Float[np.ndarray, "leaves L T"]
     hyper: Hyperparameters
     members: SlotsByOptimizer
+    own: Bool[np.ndarray, "leaves L T"] | None = None
 
     def by_kind(
         self, every: bool = False
@@ -95,7 +100,8 @@ def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpd
         for kind in optimizers
     }
     rates = np.zeros((len(jax.tree.leaves(layout.tree.accumulators)), layers, slots), np.float32)
-    return DueUpdates(np.zeros(slots, bool), rates, hyper, dict.fromkeys(optimizers, none))
+    members = dict.fromkeys(optimizers, none)
+    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0)
 
 
 def no_stats(slots: int) -> UpdateStats:
@@ -125,6 +131,8 @@ def update(
       The new state, and the results of the update by slot.
     """
     stats = no_stats(len(updates.due))
+    if _drops_foreign(layout, updates) and (warm or updates.due.any()):
+        state = without_foreign(layout, state, updates.due, updates.own)
     for kind, due, hyper in updates.by_kind(every=warm):
         state, stats = update_kind(kind, layout, state, stats, due, updates.rates, hyper)
     return state, stats
@@ -159,6 +167,10 @@ def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -
     stats = no_stats(len(updates.due))
     for i in parts:
         stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
+        if _drops_foreign(stored.layouts[i], updates):
+            own = updates.own[:, stored.parts[i].slice]
+            arguments = stored.layouts[i], stored.states[i], updates.due, own
+            stored.states[i] = homes[i].run(without_foreign, *arguments)
     for kind, due, hyper in updates.by_kind(every=warm):
         own = [(homes[i], stored.summed[i], stored.states[i]) for i in parts]
         squares = [home.run(_stage_squares, home, *rest) for home, *rest in own]
@@ -174,6 +186,47 @@ def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -
             for i in parts
         ]
     return last.share(stats)
+
+
+def has_foreign_gradients(layout: Layout) -> bool:
+    """Whether a slot has accumulators that do not belong to its task and may not be zero. Those of
+    low-rank factors are zero, because padded factors are.
+
+    Args:
+      layout: the description of the state.
+    """
+    return any(tree for name, tree in layout.tree.adapters.items() if name != LOW_RANK_KIND)
+
+
+def _drops_foreign(layout: Layout, updates: DueUpdates) -> bool:
+    return updates.own is not None and has_foreign_gradients(layout)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def without_foreign(
+    layout: Layout,
+    state: TrainState,
+    due: Bool[Array, " T"],
+    own: Bool[Array, "leaves L T"],
+) -> TrainState:
+    """The state with zeros in place of the gradients that do not belong to the tasks of due slots.
+
+    Args:
+      layout: the description of the state.
+      state: the state; donated.
+      due: the slots.
+      own: as in `DueUpdates`.
+    """
+    specs, structure = jax.tree.flatten(layout.tree.accumulators)
+    leaves = []
+    for spec, leaf, mask in zip(specs, jax.tree.leaves(state.accumulators), own, strict=True):
+        foreign = due & ~(mask if "layer" in spec.axes else mask[:1])
+        shape = [1] * leaf.ndim
+        shape[spec.slot_axis] = len(due)
+        if "layer" in spec.axes:
+            shape[spec.axes.index("layer")] = len(mask)
+        leaves.append(jnp.where(foreign.reshape(shape), 0, leaf))
+    return state._replace(accumulators=jax.tree.unflatten(structure, leaves))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

@@ -3,6 +3,7 @@ checkpoints.
 """
 
 from .adapted_linears import MODULES, Adapters
+from .adapter_ops import AdapterOp, matmul_of_chunks
 from .architectures import BackboneConfig, BackboneError
 from .attention import pick_implementation
 from .backbone import (
@@ -13,6 +14,7 @@ from .backbone import (
     load_backbone,
     save_backbone,
 )
+from .checkpoint_files import checkpoint_tensors
 from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
 from .fingerprint import backbone_fingerprint
 from .forward import (
@@ -24,13 +26,14 @@ from .forward import (
 )
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
-from .modules import Weights, compute_dtype, linear_sizes
+from .modules import Weights, compute_dtype, has_bias, linear_sizes
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
     "MODULES",
     "NAMED_POLICIES",
     "REMAT_POLICIES",
+    "AdapterOp",
     "Adapters",
     "Backbone",
     "BackboneConfig",
@@ -43,17 +46,20 @@ __all__ = [
     "backbone_fingerprint",
     "block_bytes",
     "check_backbone",
+    "checkpoint_tensors",
     "chunk_losses",
     "compute_dtype",
     "device_memory",
     "device_peak",
     "free_memory",
+    "has_bias",
     "head_kernel",
     "hidden_states",
     "keep_small_arrays_together",
     "kept_bytes",
     "linear_sizes",
     "load_backbone",
+    "matmul_of_chunks",
     "microbatch_losses",
     "pick_implementation",
     "planned_remat",

@@ -22,6 +22,7 @@ from jaxmux.pallas_kernels.grouped_lora import (
 )
 from jaxmux.pallas_kernels.implementations import choose
 
+from .adapter_ops import LayerAdapters
 from .modules import Weights
 from .remat_policies import GATE, UP, checkpoint_name
 from .weight_sharding import UNDIVIDED, WeightSharding, first_column, leave
@@ -38,6 +39,9 @@ MODULES = (
     "mlp.down_proj",
 )
 
+
+# No adapters but low-rank ones.
+NO_OTHERS = LayerAdapters((), {}, 1)
 
 # Factors, or gradient accumulators, by module path. Modules that no live task adapts are absent.
 Adapters = Mapping[str, Factors]
@@ -66,6 +70,7 @@ def adapted_linears(
     implementation: str | None,
     residual: Float[Array, "N n"] | None = None,
     sharding: WeightSharding = UNDIVIDED,
+    others: LayerAdapters = NO_OTHERS,
 ) -> tuple[tuple[Float[Array, "N _"], ...], Adapters | None]:
     """Applies linears that all read `x`, with the adapters that they carry.
 
@@ -82,13 +87,27 @@ def adapted_linears(
       implementation: implementation of the grouped LoRA linear; None picks the fastest.
       residual: added to the output; allowed only with a single module.
       sharding: how the weights are divided among devices.
+      others: the adapters of the layer that are not low-rank.
 
     Returns:
       The output of each module, in the dtype of `x`, and the accumulators. A row-parallel linear
       gives this device's part of its output, without bias and residual, for `joined`.
     """
+    if len(modules) > 1 and any(map(others.change_input, modules)):
+        # They do not read the same any more.
+        found = []
+        for module in modules:
+            own = (x, block, adapters, accumulators, dispatch, layer, (module,), implementation)
+            (y,), accumulators = adapted_linears(*own, None, sharding, others)
+            found.append(y)
+        return tuple(found), accumulators
+    if len(modules) == 1:
+        x = others.apply("linear_input", modules[0], x)
+    touched = any(map(others.touch, modules))
     divided = sharding.divided_axis(modules[0]) == "input"
-    if divided:
+    begin = first_column(x.shape[1], sharding, modules[0])
+    added = residual if touched and not divided else None
+    if divided or touched:
         residual = None
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
@@ -102,7 +121,6 @@ def adapted_linears(
     if adapted:
         dropout = dispatch.dropout
         if dropout is not None and divided:
-            begin = first_column(x.shape[1], sharding, modules[0])
             dropout = dropout._replace(first_column=begin)
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
@@ -121,35 +139,51 @@ def adapted_linears(
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
     if divided:
-        return tuple(outputs[module] for module in modules), accumulators
-    biased = (
-        outputs[m] + w["bias"][layer] if "bias" in w else outputs[m] for m, w in weights.items()
+        _refuse_divided_bias(weights, others)
+    else:
+        outputs = {
+            m: outputs[m] + w["bias"][layer] if "bias" in w else outputs[m]
+            for m, w in weights.items()
+        }
+    found = tuple(
+        others.apply("linear_output", m, x, outputs[m], first_column=begin) for m in modules
     )
-    return tuple(biased), accumulators
+    return (found if added is None else (added + found[0],)), accumulators
+
+
+def _refuse_divided_bias(weights: dict[str, Weights], others: LayerAdapters) -> None:
+    """A bias behind a sum over devices is added by `joined`, where adapters no longer reach it."""
+    for module, own in weights.items():
+        if "bias" in own and others.touch(module):
+            raise ValueError(
+                f"{module} has a bias, and an adapter that changes its output; tensor parallelism "
+                "does not support both together"
+            )
 
 
 def joined(
     y: Float[Array, "N d"],
-    residual: Float[Array, "N d"],
+    residual: Float[Array, "N d"] | None,
     linear: Weights,
     layer: Int[Array, ""] | int,
     sharding: WeightSharding,
 ) -> Float[Array, "N d"]:
-    """The residual stream behind attention or the MLP.
+    """The residual stream behind attention or the MLP, or without a residual the sub-block's
+    output.
 
     On one tensor-parallel device this is `y`, which has residual and bias already. Otherwise the
     devices' parts are summed up, and residual and bias are added to the sum.
 
     Args:
       y: the output of `adapted_linears` or `adapted_mlp`.
-      residual: the residual stream before.
+      residual: the residual stream before, or None.
       linear: weights of the last linear, of all layers.
       layer: index of the layer.
       sharding: how the weights are divided among devices.
     """
     if sharding.tp == 1:
         return y
-    x = residual + leave(y, sharding)
+    x = leave(y, sharding) if residual is None else residual + leave(y, sharding)
     return x + linear["bias"][layer] if "bias" in linear else x
 
 
@@ -161,8 +195,9 @@ def adapted_mlp(
     dispatch: Dispatch,
     layer: Int[Array, ""] | int,
     implementation: str | None,
-    residual: Float[Array, "N d"],
+    residual: Float[Array, "N d"] | None,
     sharding: WeightSharding = UNDIVIDED,
+    others: LayerAdapters = NO_OTHERS,
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
     """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`. Of
     several tensor-parallel devices, each gives its part of the product, for `joined`.
@@ -182,6 +217,8 @@ def adapted_mlp(
             return "a linear has a bias"
         if any(module not in adapters for module in modules):
             return "not all of its linears are adapted"
+        if any(map(others.touch, modules)):
+            return "a linear has adapters of several kinds"
         return gated_mlp.refusal(x, projections(), dispatch.routing, dispatch.dropout)
 
     def fused():
@@ -205,6 +242,7 @@ def adapted_mlp(
             layer=layer,
             implementation=implementation,
             sharding=sharding,
+            others=others,
         )
         (gate, up), threaded = apply(x, accumulators=accumulators, modules=modules[:2])
         h = jax.nn.silu(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)

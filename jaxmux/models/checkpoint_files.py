@@ -1,7 +1,11 @@
 """The files of a checkpoint folder of Hugging Face."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
 
 from .architectures import BackboneError
 
@@ -33,3 +37,25 @@ def shards(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).exists()]:
         raise BackboneError(f"{index}: shard {missing[0]} is missing")
     return [folder / name for name in names]
+
+
+def checkpoint_tensors(folder: str | Path, dtype: np.dtype) -> Callable[[str], np.ndarray]:
+    """A function that reads a tensor of a checkpoint folder by its name.
+
+    Args:
+      folder: the folder, as for `shards`; it is read when the function is called.
+      dtype: dtype of the backbone, to which values are rounded.
+
+    Returns:
+      A function of a name. It returns float32 values, and raises BackboneError if there is no such
+      tensor.
+    """
+
+    def read(name: str) -> np.ndarray:
+        for path in shards(Path(folder)):
+            with safe_open(path, framework="numpy") as file:
+                if name in file.keys():
+                    return file.get_tensor(name).astype(dtype).astype(np.float32)
+        raise BackboneError(f"{folder}: tensor {name} is missing")
+
+    return read

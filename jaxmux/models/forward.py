@@ -17,7 +17,8 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
-from .adapted_linears import Adapters, Dispatch
+from .adapted_linears import Dispatch
+from .adapter_ops import FINAL_NORM, AdapterOps, AllAdapters, layer_adapters
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
 from .layer import LayerOptions, Stream, decoder_layer
@@ -66,6 +67,7 @@ class ForwardOptions(NamedTuple):
       max_sequences: most samples in a row. With 1, attention on GPU runs on dense rows, which is
         faster.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
+      adapter_ops: the adapter kinds in use other than low-rank ones, and what they compute.
     """
 
     attention: str
@@ -75,17 +77,18 @@ class ForwardOptions(NamedTuple):
     dropout: bool = False
     max_sequences: int = 64
     sharding: WeightSharding = UNDIVIDED
+    adapter_ops: AdapterOps = ()
 
 
 def hidden_states(
     config: BackboneConfig,
     weights: Weights,
-    adapters: Adapters,
-    accumulators: Adapters | None,
+    adapters: AllAdapters,
+    accumulators: AllAdapters | None,
     microbatch: Microbatch,
     slots: SlotTable,
     options: ForwardOptions,
-) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, " chunks"]]:
+) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
     """Runs the backbone with the adapters of all tasks over a microbatch.
 
     The final norm is applied to the result. The language-model head is not: logits are the product
@@ -97,9 +100,9 @@ def hidden_states(
     Args:
       config: configuration of the backbone.
       weights: weights of the backbone (`Backbone.weights`).
-      adapters: by path of a linear within a layer ("mlp.up_proj"), the factors a [L, T, k, R] and b
-        [L, T, R, n] of L layers and T slots, for input width k, output width n and the largest rank
-        R; may be empty.
+      adapters: by name of the adapter kind, its arrays for L layers and T slots. "lora" is always
+        there and may be empty: by path of a linear within a layer ("mlp.up_proj"), the factors a
+        [L, T, k, R] and b [L, T, R, n], for input width k, output width n and the largest rank R.
       accumulators: gradients of the adapters summed over earlier microbatches, float32, with the
         structure of `adapters`. They are returned unchanged, but the function is differentiable
         with respect to them in an unusual sense: if they are given as their own cotangents, their
@@ -125,8 +128,7 @@ def hidden_states(
     x, accumulators, finite = run_layers(
         config, weights["layers"], adapters, accumulators, x, microbatch, slots, options
     )
-    x, finite = finish(config, weights, x, finite)
-    return x, accumulators, finite
+    return finish(config, weights, adapters, accumulators, x, finite, microbatch, options)
 
 
 def embed(
@@ -145,14 +147,14 @@ def embed(
 def run_layers(
     config: BackboneConfig,
     layers: Weights,
-    adapters: Adapters,
-    accumulators: Adapters | None,
+    adapters: AllAdapters,
+    accumulators: AllAdapters | None,
     x: Float[Array, "N d"],
     microbatch: Microbatch,
     slots: SlotTable,
     options: ForwardOptions,
     first_layer: Int[Array, ""] | int = 0,
-) -> tuple[Float[Array, "N d"], Adapters | None, Bool[Array, " chunks"]]:
+) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
     """Runs consecutive layers of the backbone; `hidden_states` runs all of them.
 
     The arguments are those of `hidden_states`, except:
@@ -178,7 +180,9 @@ def run_layers(
     streams = [_stream(config, part, slots, options, first_layer) for part in reversed(parts)]
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
-    layer_options = LayerOptions(attention, options.grouped_lora, options.sharding)
+    layer_options = LayerOptions(
+        attention, options.grouped_lora, options.sharding, options.adapter_ops
+    )
 
     def stepper(policy: str):
         function = rematerialised(
@@ -208,22 +212,38 @@ def run_layers(
 def finish(
     config: BackboneConfig,
     weights: Weights,
+    adapters: AllAdapters,
+    accumulators: AllAdapters | None,
     x: Float[Array, "N d"],
     finite: Bool[Array, " chunks"],
-) -> tuple[Float[Array, "N d"], Bool[Array, " chunks"]]:
+    microbatch: Microbatch,
+    options: ForwardOptions,
+) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
     """Applies the final norm.
 
     Args:
-      config: configuration of the backbone.
+      config: configuration of the backbone, with the number of the layers of `adapters`.
       weights: `Backbone.weights`; only the final norm is read.
+      adapters, accumulators, options: as for `hidden_states`; those of the last layer are read.
       x: the residual stream after the last layer.
       finite: False for chunks in which a value was not finite before.
+      microbatch: the owners of the chunks.
 
     Returns:
-      The hidden states, and `finite` with False also for chunks whose hidden states are not finite.
+      The hidden states; the accumulators; and `finite` with False also for chunks whose hidden
+      states are not finite.
     """
-    _, x = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
-    return x, finite & jnp.isfinite(x).reshape(len(finite), -1).all(axis=1)
+    x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
+    own, accumulators = layer_adapters(
+        options.adapter_ops,
+        adapters,
+        accumulators,
+        microbatch.chunk_slot,
+        config.num_layers - 1,
+        final=True,
+    )
+    h = own.apply("norm_output", FINAL_NORM, x, h, eps=config.rms_norm_eps)
+    return h, accumulators, finite & jnp.isfinite(h).reshape(len(finite), -1).all(axis=1)
 
 
 def microbatch_losses(

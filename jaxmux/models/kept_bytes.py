@@ -4,11 +4,12 @@ program."""
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxmux.data.microbatch import Microbatch
 
-from .adapted_linears import Adapters
+from .adapter_ops import AllAdapters
 from .architectures import BackboneConfig
 from .forward import ForwardOptions, SlotTable, hidden_states
 from .modules import Weights
@@ -18,7 +19,7 @@ def kept_bytes(
     config: BackboneConfig,
     options: ForwardOptions,
     weights: Weights,
-    adapters: Adapters,
+    adapters: AllAdapters,
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> int:
@@ -48,7 +49,11 @@ def kept_bytes(
 
             return jax.tree.leaves(jax.vjp(forward, accumulators)[1])
 
-        arguments = (weights, adapters, adapters, microbatch, slots)
+        # All but integers may have gradients.
+        trained = jax.tree.map(
+            lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, adapters
+        )
+        arguments = (weights, adapters, trained, microbatch, slots)
         closed = jax.make_jaxpr(residuals)(*jax.tree.map(jax.typeof, arguments))
         variables = {v for v in closed.jaxpr.outvars if isinstance(v, Var)}
         made = variables.difference(closed.jaxpr.invars, closed.jaxpr.constvars)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .adapted_linears import Adapters, Dispatch, adapted_linears, adapted_mlp, joined
+from .adapter_ops import LOW_RANK_KIND, AdapterOps, AllAdapters, LayerAdapters, layer_adapters
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, Segments, attend
 from .modules import Weights
@@ -24,11 +25,13 @@ class LayerOptions(NamedTuple):
       attention: static choices of the attention.
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       sharding: how the weights are divided among devices.
+      adapter_ops: the adapter kinds in use, other than low-rank ones.
     """
 
     attention: AttentionOptions
     grouped_lora: str | None
     sharding: WeightSharding = UNDIVIDED
+    adapter_ops: AdapterOps = ()
 
 
 class Stream(NamedTuple):
@@ -65,12 +68,12 @@ def decoder_layer(
     config: BackboneConfig,
     options: LayerOptions,
     weights: Weights,
-    adapters: Adapters,
+    adapters: AllAdapters,
     streams: Sequence[Stream],
     xs: Sequence[Float[Array, "n d"]],
-    accumulators: Adapters | None,
+    accumulators: AllAdapters | None,
     layer: Int[Array, ""] | int,
-) -> tuple[tuple[Float[Array, "n d"], ...], Adapters | None, list[Bool[Array, "rows row_len"]]]:
+) -> tuple[tuple[Float[Array, "n d"], ...], AllAdapters | None, list[Bool[Array, "rows row_len"]]]:
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
 
     Tokens may come in two streams, which do not depend on each other. They take turns, first with
@@ -83,7 +86,7 @@ def decoder_layer(
       config: configuration of the backbone.
       options: static choices.
       weights: weights of all layers.
-      adapters: factors of all layers and slots.
+      adapters: by name of the kind, the arrays of all layers and slots.
       streams: properties of the tokens of each stream.
       xs: the residual stream of each, in the compute dtype.
       accumulators: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
@@ -95,21 +98,34 @@ def decoder_layer(
     """
     eps, sharding = config.rms_norm_eps, options.sharding
     weights = layer_weights(weights, layer, sharding)
-    xs, finite = list(xs), []
+    xs, finite, others = list(xs), [], []
+    for stream in streams:
+        slots = stream.dispatch.routing.chunk_slot
+        own, accumulators = layer_adapters(
+            options.adapter_ops, adapters, accumulators, slots, layer
+        )
+        others.append(own)
+    factors = adapters[LOW_RANK_KIND]
+    sums = None if accumulators is None else accumulators[LOW_RANK_KIND]
 
-    def attention(stream, h, x, accumulators):
-        given = weights["self_attn"], adapters, accumulators, stream, layer
-        y, accumulators, of_tokens = _attention(config, options, *given, h, x)
+    def attention(i, h, residual, sums):
+        given = weights["self_attn"], factors, sums, streams[i], layer, others[i]
+        y, sums, of_tokens = _attention(config, options, *given, h, residual)
         finite.append(of_tokens)
-        return y, accumulators
+        return y, sums
 
-    def mlp(stream, h, x, accumulators):
-        given = weights["mlp"], adapters, accumulators, stream.dispatch, layer
-        return adapted_mlp(h, *given, options.grouped_lora, x, sharding)
+    def mlp(i, h, residual, sums):
+        given = weights["mlp"], factors, sums, streams[i].dispatch, layer
+        return adapted_mlp(h, *given, options.grouped_lora, residual, sharding, others[i])
 
     def join(turn: _Turn) -> None:
         block, linear = turn.module.split(".")
-        x = joined(turn.output, xs[turn.stream], weights[block][linear], layer, sharding)
+        own, before, weight = others[turn.stream], xs[turn.stream], weights[block][linear]
+        if own.touch(block):
+            h = joined(turn.output, None, weight, layer, sharding)
+            x = before + own.apply("block_output", block, before, h)
+        else:
+            x = joined(turn.output, before, weight, layer, sharding)
         xs[turn.stream] = checkpoint_name(x, MIDDLE) if block == "self_attn" else x
 
     blocks = (
@@ -118,20 +134,24 @@ def decoder_layer(
     )
     last: _Turn | None = None
     for norm, compute, module in blocks:
-        for i, stream in enumerate(streams):
+        for i in range(len(streams)):
             if last and last.stream == i:
                 join(last)
                 last = None
             xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps)
+            h = others[i].apply("norm_output", norm, xs[i], h, eps=eps)
             h = enter(checkpoint_name(h, NORMED), sharding)
             if last:
                 # The products of this turn begin after those of the last one, and before its sum
                 # is needed. The gradients take their turns in the opposite order.
                 h, output = jax.lax.optimization_barrier((h, last.output))
                 join(last._replace(output=output))
-            output, accumulators = compute(stream, h, xs[i], accumulators)
+            residual = None if others[i].touch(module.split(".")[0]) else xs[i]
+            output, sums = compute(i, h, residual, sums)
             last = _Turn(i, module, output)
     join(last)
+    if accumulators is not None:
+        accumulators = {**accumulators, LOW_RANK_KIND: sums}
     return tuple(xs), accumulators, finite
 
 
@@ -143,17 +163,21 @@ def _attention(
     accumulators: Adapters | None,
     stream: Stream,
     layer: Int[Array, ""] | int,
+    others: LayerAdapters,
     h: Float[Array, "n d"],
-    x: Float[Array, "n d"],
+    residual: Float[Array, "n d"] | None,
 ) -> tuple[Float[Array, "n d"], Adapters | None, Bool[Array, "rows row_len"]]:
     """Attention with the linears before and after it.
 
     Args:
-      config, options, adapters, accumulators, layer: as for `decoder_layer`.
+      config, options, layer: as for `decoder_layer`.
       weights: weights of the block, of all layers.
+      adapters: factors of all layers and slots.
+      accumulators: their accumulators, or None.
       stream: properties of the tokens.
+      others: the adapters of the layer that are not low-rank.
       h: the normed residual stream.
-      x: the residual stream.
+      residual: the residual stream, to which the output is added; None adds nothing.
 
     Returns:
       The output for `joined`; the accumulators; and for every token whether the inputs of attention
@@ -173,6 +197,7 @@ def _attention(
             options.grouped_lora,
             residual,
             sharding,
+            others,
         )
 
     def heads(y: Float[Array, "n m"]) -> Float[Array, "rows row_len H D"]:
@@ -193,6 +218,6 @@ def _attention(
     k, v = (own_key_heads(y, q.shape[2], sharding) for y in (k, v))
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
     out, finite = attend(q, k, v, stream.segments, options.attention)
-    out = out.reshape(x.shape[0], -1)
-    (y,), accumulators = linears(out, accumulators, "o_proj", residual=x)
+    out = out.reshape(h.shape[0], -1)
+    (y,), accumulators = linears(out, accumulators, "o_proj", residual=residual)
     return y, accumulators, finite

@@ -43,14 +43,27 @@ def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
     }[module.split(".")[-1]]
 
 
+def has_bias(config: BackboneConfig, module: str) -> bool:
+    """Whether a linear of a decoder layer has a bias.
+
+    Args:
+      config: configuration of the backbone.
+      module: path of the linear within a layer, or its last component.
+    """
+    name = module.split(".")[-1]
+    if name in ("q_proj", "k_proj", "v_proj"):
+        return config.attention_bias
+    return config.output_bias if name == "o_proj" else config.mlp_bias
+
+
 class Linear(nnx.Module):
     """The linears `y = x kernel + bias` of one name in all layers: a `FrozenWeight` [L, k, n] and
     biases [L, n]."""
 
-    def __init__(self, c: BackboneConfig, name: str, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, c: BackboneConfig, name: str, dtype: jnp.dtype, rngs: nnx.Rngs):
         shape = (c.num_layers, *linear_sizes(c, name))
         self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, shape, dtype)))
-        if bias:
+        if has_bias(c, name):
             self.bias = nnx.Param(jnp.zeros((shape[0], shape[2]), dtype))
 
 
@@ -79,10 +92,10 @@ class Attention(nnx.Module):
     """Projections of attention, and norms of queries and keys if the architecture has them."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.q_proj = Linear(c, "q_proj", c.attention_bias, dtype, rngs)
-        self.k_proj = Linear(c, "k_proj", c.attention_bias, dtype, rngs)
-        self.v_proj = Linear(c, "v_proj", c.attention_bias, dtype, rngs)
-        self.o_proj = Linear(c, "o_proj", c.output_bias, dtype, rngs)
+        self.q_proj = Linear(c, "q_proj", dtype, rngs)
+        self.k_proj = Linear(c, "k_proj", dtype, rngs)
+        self.v_proj = Linear(c, "v_proj", dtype, rngs)
+        self.o_proj = Linear(c, "o_proj", dtype, rngs)
         if c.qk_norm:
             self.q_norm = RMSNorm((c.num_layers, c.head_dim), dtype)
             self.k_norm = RMSNorm((c.num_layers, c.head_dim), dtype)
@@ -92,9 +105,9 @@ class MLP(nnx.Module):
     """The three linears of a gated MLP."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate_proj = Linear(c, "gate_proj", c.mlp_bias, dtype, rngs)
-        self.up_proj = Linear(c, "up_proj", c.mlp_bias, dtype, rngs)
-        self.down_proj = Linear(c, "down_proj", c.mlp_bias, dtype, rngs)
+        self.gate_proj = Linear(c, "gate_proj", dtype, rngs)
+        self.up_proj = Linear(c, "up_proj", dtype, rngs)
+        self.down_proj = Linear(c, "down_proj", dtype, rngs)
 
 
 class DecoderLayers(nnx.Module):

@@ -1,23 +1,34 @@
-"""Adapter kinds (LoRA), the pool that stacks the adapters of all tasks, and PEFT folders.
+"""Adapter kinds, the pool that stacks the adapters of all tasks, and PEFT folders.
 
 A *slot* is the place of one task in the pool. A *module* is the path of a linear within a layer,
 for example "mlp.up_proj". Shapes use L layers, T slots, k and n for the input and output width of a
 linear, r for the rank of a task's adapter, and R for the rank of the pool.
 """
 
-from .kinds import KINDS, AdapterKind, kind_of
+from .bottleneck import Bottleneck
+from .diff_pruning import DiffPruning
+from .ia3 import IA3
+from .kind import AdapterKind
+from .kinds import KINDS, SPECIFICATIONS, kind_of, ops_of, register_kind, size_of_adapter
 from .leaves import Layout, LeafSpec
+from .ln_tuning import LNTuning
 from .lora import Adapter, Factors, LoRA, initial_adapter
+from .merged_checkpoint import write_merged
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
 from .targets import LayerMask, full_name, resolve_targets
 
 __all__ = [
+    "IA3",
     "KINDS",
+    "SPECIFICATIONS",
     "Adapter",
     "AdapterError",
     "AdapterKind",
+    "Bottleneck",
+    "DiffPruning",
     "Factors",
+    "LNTuning",
     "LayerMask",
     "Layout",
     "LeafSpec",
@@ -32,7 +43,11 @@ __all__ = [
     "initial_adapter",
     "is_adapter_folder",
     "kind_of",
+    "ops_of",
     "own_leaves",
     "pad",
+    "register_kind",
     "resolve_targets",
+    "size_of_adapter",
+    "write_merged",
 ]

@@ -1,53 +1,64 @@
 """The adapter kinds that tasks can use.
 
-A kind is one file and one entry of `KINDS`. The engine, checkpoints and commands find a kind here,
-by its name or by the class of a task's specification.
+The engine, checkpoints and commands find a kind here, by its name or by the class of a task's
+specification. A kind is one file, or two if it has much to say of its folders, and one entry of
+`KINDS`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import AdapterOps
+from jaxmux.planner.costs.pool_spec import KindSize
 
-from .lora import LoRA, initial_adapter, lora_leaves, relative_rates
-from .targets import LayerMask
+from . import lora_folder
+from .bottleneck_folder import bottleneck_kind
+from .diff_pruning import diff_pruning_kind
+from .ia3 import ia3_kind
+from .kind import AdapterKind
+from .ln_tuning import ln_tuning_kind
+from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
 
-
-class AdapterKind(NamedTuple):
-    """One kind of adapter: a name and the functions that describe and create its arrays.
-
-    The adapters of all tasks are stacked in one *pool* of arrays, in which every task has a place,
-    its *slot*. A pool, and the adapter of a single task, is a tree: its keys are the paths of the
-    adapted linears within a layer ("mlp.up_proj"), and below each key are the arrays of that linear
-    (for LoRA: `Factors` with a and b).
-
-    Attributes:
-      name: name of the kind in pools and checkpoints, for example "lora".
-      specification: class of the values that describe one task's adapter, for example `LoRA`.
-      leaves: function (config, modules, slots, rank) that describes a pool. It takes the backbone's
-        configuration, the paths of the adapted linears, the number of slots T and the pool's rank
-        R, at least the largest rank of any task. It returns a tree of `LeafSpec`, which give the
-        shape and the axes of each array.
-      initial: function (specification, targets, config, seed) that returns the arrays with which a
-        task begins, at the task's own rank and without the slot axis. `targets` is the result of
-        `resolve_targets`: by path of a linear, a bool mask [L] of the layers that are adapted.
-      relative_rates: function (specification, targets) that returns a tree with a float32 array [L]
-        for each trained array: its learning rate in each of the L layers, divided by the task's
-        learning rate; 0 in layers that are not adapted.
-    """
-
-    name: str
-    specification: type
-    leaves: Callable[[BackboneConfig, Sequence[str], int, int], Any]
-    initial: Callable[[Any, Mapping[str, LayerMask], BackboneConfig, int], Any]
-    relative_rates: Callable[[Any, Mapping[str, LayerMask]], Any]
-
+_lora_kind = AdapterKind(
+    "lora",
+    LoRA,
+    None,
+    lora_targets,
+    lora_leaves,
+    initial_adapter,
+    relative_rates,
+    lambda settings: settings.get("peft_type", "LORA") == "LORA" and "config" not in settings,
+    lora_folder.settings,
+    lora_folder.from_settings,
+    lora_folder.tensors,
+    lora_folder.from_tensors,
+    identity=("rank", "alpha", "rslora"),
+    merged=lora_folder.merged,
+)
 
 # By name, all adapter kinds.
-KINDS: Mapping[str, AdapterKind] = {
+KINDS: dict[str, AdapterKind] = {
     kind.name: kind
-    for kind in (AdapterKind("lora", LoRA, lora_leaves, initial_adapter, relative_rates),)
+    for kind in (_lora_kind, ia3_kind, ln_tuning_kind, bottleneck_kind, diff_pruning_kind)
 }
+# By name of the kind, the class of its specifications.
+SPECIFICATIONS: dict[str, type] = {kind.name: kind.specification for kind in KINDS.values()}
+
+
+def register_kind(kind: AdapterKind) -> None:
+    """Adds an adapter kind, so that tasks can use it.
+
+    Args:
+      kind: the kind.
+
+    Raises:
+      ValueError: there is a kind of this name.
+    """
+    if kind.name in KINDS:
+        raise ValueError(f"there is an adapter kind {kind.name!r} already")
+    KINDS[kind.name] = kind
+    SPECIFICATIONS[kind.name] = kind.specification
 
 
 def kind_of(specification: Any) -> AdapterKind:
@@ -64,3 +75,27 @@ def kind_of(specification: Any) -> AdapterKind:
             return kind
     known = ", ".join(kind.specification.__name__ for kind in KINDS.values())
     raise ValueError(f"adapter should be one of {known}, found {specification!r}")
+
+
+def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:
+    """The sizes of a pool for one adapter; None for LoRA, whose rank and linears tell them.
+
+    Args:
+      specification: the specification of the adapter.
+      config: configuration of the backbone.
+
+    Raises:
+      ValueError: the adapter does something nowhere in the backbone.
+    """
+    kind = kind_of(specification)
+    points = list(kind.targets(specification, config))
+    return kind.size(specification.rank, points, config) if kind.op else None
+
+
+def ops_of(adapters: Mapping[str, Any]) -> AdapterOps:
+    """What the kinds in a state compute at the points of a layer.
+
+    Args:
+      adapters: by name of the kind, the pool of its arrays; only the names are read.
+    """
+    return tuple((name, KINDS[name].op) for name in sorted(adapters) if KINDS[name].op)

@@ -12,7 +12,7 @@ from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
 from .leaves import LeafSpec
-from .targets import LayerMask
+from .targets import LayerMask, resolve_targets
 
 INITIALISATIONS = ("kaiming", "gaussian")
 
@@ -59,6 +59,26 @@ class LoRA:
     def scale(self) -> float:
         """Factor of the low-rank product x A B: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
+    """The linears that an adapter changes, by `resolve_targets`.
+
+    Args:
+      spec: specification of the adapter.
+      config: configuration of the backbone.
+
+    Raises:
+      ValueError: there are none, or a smaller rank would express the same in every one.
+    """
+    targets = resolve_targets(spec.target_modules, config)
+    widest = max(min(linear_sizes(config, module)) for module in targets)
+    if spec.rank > widest:
+        raise ValueError(
+            f"rank is {spec.rank}, but no linear that it adapts is wider than {widest}; lower the "
+            "rank"
+        )
+    return targets
 
 
 # By module path within a layer ("mlp.up_proj"), float32 factors: of one task, a [L, k, r] and

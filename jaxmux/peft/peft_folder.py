@@ -1,8 +1,8 @@
-"""Reads and writes Hugging Face PEFT adapter folders, which `peft` and vLLM load."""
+"""Reads and writes adapter folders: those of Hugging Face PEFT, which `peft` and vLLM load, and
+those of AdapterHub."""
 
 import errno
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,61 +13,53 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import InputError
-from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models import BackboneConfig
 
-from .lora import Adapter, Factors, LoRA
-from .targets import full_name, resolve_targets, target_names
+from .kind import WEIGHTS as WEIGHTS
+from .kind import AdapterKind, BaseTensors
+from .kinds import KINDS, kind_of
 
-_PREFIX = "base_model.model."
-# The files of an adapter folder.
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The settings in an adapter folder; the arrays are in the `weights_file` of its kind.
+SETTINGS = "adapter_config.json"
 # The key of the base model's fingerprint in the metadata of the weights.
 _BASE = "jaxmux.base_fingerprint"
 # Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
-_DTYPES = ("BF16", "F16", "F32", "F64")
-# Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
-_NOT_SUPPORTED = (
-    "use_dora",
-    "use_qalora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "layer_replication",
-    "exclude_modules",
-    "target_parameters",
-    "modules_to_save",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-)
+_DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
+
+
+# Kinds of Hugging Face PEFT that are left out, with the reason.
+_LEFT_OUT = {
+    "BOFT": "its butterfly factors would need an own product for every linear",
+    "OFT": "its rotations give linears that read the same input different inputs",
+    "PREFIX_TUNING": "it trains worse than prompts and low-rank adapters",
+}
 
 
 class AdapterError(InputError):
-    """A Hugging Face PEFT adapter folder cannot be read or does not fit. The message names the file
-    or folder, and the key or tensor at fault."""
+    """An adapter folder cannot be read or does not fit. The message names the file or folder, and
+    the key or tensor at fault."""
 
 
 def export_adapter(
     folder: str | Path,
-    adapter: Adapter,
-    spec: LoRA,
+    adapter: Any,
+    spec: Any,
     config: BackboneConfig,
     base_model: str,
     *,
     serving: bool = False,
     base_fingerprint: str = "",
+    base: BaseTensors | None = None,
 ) -> None:
-    """Writes an adapter as a Hugging Face PEFT folder, which `peft` and vLLM load.
-
-    The folder gets `adapter_model.safetensors` and `adapter_config.json`.
+    """Writes an adapter as a folder: in the format of Hugging Face PEFT, which `peft` and vLLM
+    load, or of AdapterHub for bottleneck adapters.
 
     Args:
       folder: folder to write; it is created if it does not exist.
-      adapter: the trained weights, for example from `Engine.adapter`. By path of a linear within a
-        layer ("mlp.up_proj"), the LoRA factors a [L, k, r] and b [L, r, n] of all L layers, for
+      adapter: the trained weights, for example from `Engine.adapter`. For LoRA: by path of a linear
+        within a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n] of all L layers, for
         input width k, output width n and the adapter's rank r.
-      spec: the `LoRA` specification with which the adapter was trained.
+      spec: the specification with which the adapter was trained, for example a `LoRA`.
       config: configuration of the backbone (`Backbone.config`).
       base_model: name or path of the backbone, recorded as `base_model_name_or_path`.
       serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
@@ -75,23 +67,23 @@ def export_adapter(
         for servers that do not support rsLoRA. The outputs of the adapter are the same.
       base_fingerprint: hash of the backbone, from `backbone_fingerprint`, by which `import_adapter`
         recognises it; empty records none.
+      base: function that returns a tensor of the backbone by its name, `Backbone.tensor`. Kinds
+        that are trained as differences from the backbone, such as `LNTuning`, need it.
 
     Raises:
-      ValueError: `spec.target_modules` matches no linear of the backbone.
-      KeyError: `adapter` lacks a linear that `spec` targets.
+      ValueError: the adapter does something nowhere in this backbone, or `base` is needed.
+      KeyError: `adapter` lacks an array that `spec` asks for.
       OSError: a file cannot be written.
     """
-    folder = Path(folder)
+    folder, kind = Path(folder), kind_of(spec)
+    tensors = kind.tensors(spec, adapter, config, serving, base)
+    settings = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        **kind.settings(spec, config, serving),
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    scale = spec.scale if serving else 1.0
-    tensors = {}
-    for module, mask in resolve_targets(spec.target_modules, config).items():
-        a, b = adapter[module]
-        for layer in np.flatnonzero(mask):
-            name = _PREFIX + full_name(module, layer)
-            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].T)
-            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].T * np.float32(scale))
-    settings = _peft_config(spec, config, base_model, serving)
     # The files are renamed when they are complete, because other processes may wait for them.
     weights = folder / ".weights.partial"
     metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
@@ -100,8 +92,78 @@ def export_adapter(
     except SafetensorError as e:
         raise OSError(errno.EIO, str(e), str(weights)) from None
     _sort_metadata(weights)
-    weights.replace(folder / WEIGHTS)
+    weights.replace(folder / kind.weights_file)
     write_atomically(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def import_adapter(
+    folder: str | Path,
+    config: BackboneConfig,
+    base_fingerprint: str = "",
+    base: BaseTensors | None = None,
+) -> tuple[Any, Any]:
+    """Reads an adapter folder.
+
+    Args:
+      folder: folder with `adapter_config.json` and the weights.
+      config: configuration of the backbone on which the adapter was trained (`Backbone.config`).
+      base_fingerprint: hash of the backbone, from `backbone_fingerprint`. An adapter that records
+        another one is refused. Empty checks nothing.
+      base: as for `export_adapter`.
+
+    Returns:
+      A pair: the specification, for example a `LoRA`, and the weights. Those of LoRA are, by path
+      of a linear within a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n], float32
+      NumPy arrays, for L layers, input width k, output width n and the adapter's rank r. They are
+      zero in layers that are not adapted. What the folder does not record, such as `initialisation`
+      and `loraplus_ratio` of LoRA, has its default.
+
+    Raises:
+      AdapterError: no kind of adapter has such a folder (a LoRA with DoRA, biases, or ranks or
+        alphas per module, for example), or a file or tensor is missing, unknown or of the wrong
+        shape.
+    """
+    folder = Path(folder)
+    settings, where = _read_settings(folder), folder / SETTINGS
+    kind = _recognised(settings, where)
+    tensors, recorded = _read_tensors(folder / kind.weights_file)
+    if recorded and base_fingerprint and recorded != base_fingerprint:
+        raise AdapterError(
+            f"{folder}: was trained on another backbone "
+            f"({settings.get('base_model_name_or_path')}), on which alone it makes sense"
+        )
+    try:
+        spec = kind.from_settings(settings, config)
+    except (KeyError, TypeError, ValueError) as e:
+        raise AdapterError(f"{where}: {e}") from None
+    try:
+        adapter = kind.from_tensors(spec, tensors, config, base)
+    except ValueError as e:
+        raise AdapterError(f"{folder}: {e}") from None
+    if tensors:
+        raise AdapterError(f"{folder}: tensor {min(tensors)} belongs to no target module")
+    return spec, adapter
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder has the two files of an adapter; they are not read.
+
+    Args:
+      folder: the folder, which need not exist.
+    """
+    return (folder / SETTINGS).is_file() and any(
+        (folder / kind.weights_file).is_file() for kind in KINDS.values()
+    )
+
+
+def _recognised(settings: dict[str, Any], where: Path) -> AdapterKind:
+    for kind in KINDS.values():
+        if kind.recognise(settings):
+            return kind
+    name = settings.get("peft_type")
+    known = f"; known kinds: {', '.join(KINDS)}"
+    reason = f": {_LEFT_OUT[name]}" if isinstance(name, str) and name in _LEFT_OUT else known
+    raise AdapterError(f"{where}: peft_type={name!r} is not supported{reason}")
 
 
 def _sort_metadata(path: Path) -> None:
@@ -119,110 +181,24 @@ def _sort_metadata(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def import_adapter(
-    folder: str | Path, config: BackboneConfig, base_fingerprint: str = ""
-) -> tuple[LoRA, Adapter]:
-    """Reads a Hugging Face PEFT LoRA folder.
-
-    Args:
-      folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
-      config: configuration of the backbone on which the adapter was trained (`Backbone.config`).
-      base_fingerprint: hash of the backbone, from `backbone_fingerprint`. An adapter that records
-        another one is refused. Empty checks nothing.
-
-    Returns:
-      A pair: the `LoRA` specification, and the weights. The weights are, by path of a linear within
-      a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n], float32 NumPy arrays, for L
-      layers, input width k, output width n and the adapter's rank r. They are zero in layers that
-      are not adapted. `initialisation` and `loraplus_ratio` of the specification have their
-      defaults, because PEFT does not record them.
-
-    Raises:
-      AdapterError: the adapter is not a plain LoRA (it uses DoRA, biases, or ranks or alphas per
-        module), or a file or tensor is missing, unknown or of the wrong shape.
-    """
-    folder = Path(folder)
-    settings, tensors, base = _read_folder(folder)
-    if base and base_fingerprint and base != base_fingerprint:
-        raise AdapterError(
-            f"{folder}: was trained on another backbone "
-            f"({settings.get('base_model_name_or_path')}), on which alone it makes sense"
-        )
-    where = folder / "adapter_config.json"
-    for key, expected in {"peft_type": "LORA", "bias": "none"}.items():
-        if settings.get(key, expected) != expected:
-            raise AdapterError(
-                f"{where}: {key}={settings[key]!r} is not supported, only {expected!r}"
-            )
-    for key in _NOT_SUPPORTED:
-        if settings.get(key):
-            raise AdapterError(f"{where}: {key}={settings[key]!r} is not supported")
-    targets = settings.get("target_modules")
-    try:
-        spec = LoRA(
-            rank=settings["r"],
-            alpha=settings["lora_alpha"],
-            dropout=settings.get("lora_dropout", 0.0),
-            target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
-            rslora=settings.get("use_rslora", False),
-        )
-        masks = resolve_targets(spec.target_modules, config)
-    except (KeyError, TypeError, ValueError) as e:
-        raise AdapterError(f"{where}: {e}") from None
-
-    adapter: Adapter = {}
-    for module, mask in masks.items():
-        adapter[module] = _stack_layers(folder, tensors, module, mask, spec.rank, config)
-    if tensors:
-        raise AdapterError(f"{folder}: tensor {min(tensors)} belongs to no target module")
-    return spec, adapter
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder has the two files of an adapter; they are not read.
-
-    Args:
-      folder: the folder, which need not exist.
-    """
-    return all((folder / name).is_file() for name in (SETTINGS, WEIGHTS))
-
-
-def _stack_layers(folder, tensors, module, mask, rank, config) -> Factors:
-    k, n = linear_sizes(config, module)
-    shapes = {"lora_A": (rank, k), "lora_B": (n, rank)}
-    found: dict[str, dict[int, np.ndarray]] = {factor: {} for factor in shapes}
-    # All tensors are checked before arrays of all layers are made, because the rank is the file's.
-    for layer in np.flatnonzero(mask):
-        for factor, shape in shapes.items():
-            name = f"{_PREFIX}{full_name(module, layer)}.{factor}.weight"
-            if name not in tensors:
-                raise AdapterError(f"{folder}: tensor {name} is missing")
-            tensor = tensors.pop(name)
-            if tensor.shape != shape:
-                raise AdapterError(
-                    f"{folder}: tensor {name} has shape {list(tensor.shape)}, "
-                    f"rank and backbone imply {list(shape)}"
-                )
-            found[factor][layer] = tensor
-    factors = []
-    for factor, shape in shapes.items():
-        stacked = np.zeros((config.num_layers, *shape[::-1]), np.float32)
-        for layer, tensor in found[factor].items():
-            stacked[layer] = tensor.T
-        factors.append(stacked)
-    return Factors(*factors)
-
-
-def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
-    """The settings, the tensors, and the fingerprint of the base model; empty if it has none."""
-    settings, weights = folder / SETTINGS, folder / WEIGHTS
-    for file in (settings, weights):
-        if not file.is_file():
-            raise AdapterError(f"{file}: not found")
+def _read_settings(folder: Path) -> dict[str, Any]:
+    settings = folder / SETTINGS
+    if not settings.is_file():
+        raise AdapterError(f"{settings}: not found")
     try:
         found = json.loads(settings.read_text())
-        if not isinstance(found, dict):
-            raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
+    except (ValueError, OSError, RecursionError) as e:
+        raise AdapterError(f"{folder}: cannot be read: {e}") from None
+    if not isinstance(found, dict):
+        raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _read_tensors(weights: Path) -> tuple[dict[str, np.ndarray], str]:
+    """The tensors, and the fingerprint of the base model; empty if there is none."""
+    if not weights.is_file():
+        raise AdapterError(f"{weights}: not found")
+    try:
         with safe_open(weights, framework="numpy") as file:
             base = (file.metadata() or {}).get(_BASE, "")
             for name in file.keys():
@@ -230,31 +206,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], s
                     raise AdapterError(
                         f"{weights}: tensor {name} is {dtype}; expected {', '.join(_DTYPES)}"
                     )
-        return found, load_file(weights), base
-    except (ValueError, OSError, RecursionError, SafetensorError) as e:
+        return load_file(weights), base
+    except (ValueError, OSError, SafetensorError) as e:
         if isinstance(e, AdapterError):
             raise
-        raise AdapterError(f"{folder}: cannot be read: {e}") from None
-
-
-def _peft_config(
-    spec: LoRA, config: BackboneConfig, base_model: str, serving: bool
-) -> dict[str, Any]:
-    alpha = float(spec.rank) if serving else spec.alpha
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": spec.rank,
-        "lora_alpha": int(alpha) if math.floor(alpha) == alpha else alpha,
-        "lora_dropout": spec.dropout,
-        "bias": "none",
-        "target_modules": target_names(resolve_targets(spec.target_modules, config)),
-        "use_rslora": spec.rslora and not serving,
-        "use_dora": False,
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "inference_mode": True,
-    }
+        raise AdapterError(f"{weights.parent}: cannot be read: {e}") from None

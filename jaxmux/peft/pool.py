@@ -17,7 +17,6 @@ from jaxmux.models import BackboneConfig
 from .kinds import kind_of
 from .leaves import LeafSpec, named_leaves
 from .lora import Adapter, lora_leaves
-from .targets import resolve_targets
 
 # By path ("adapter/mlp.up_proj/a"), the NumPy arrays of one task at its own rank and modules, as
 # checkpoints hold them.
@@ -51,7 +50,8 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
 
     Args:
       spec: specification of the adapter, for example a `LoRA`.
-      modules: paths of the linears that the adapter changes: the keys of `resolve_targets`.
+      modules: the points at which the adapter does something: the keys of `AdapterKind.targets`,
+        for LoRA paths of linears.
       config: configuration of the backbone.
 
     Returns:
@@ -155,9 +155,9 @@ def adapter_of(arrays: SlotArrays, spec: Any, config: BackboneConfig) -> Any:
       r.
 
     Raises:
-      ValueError: `spec.target_modules` matches no linear of the backbone.
+      ValueError: the adapter does something nowhere in the backbone.
       KeyError: `arrays` lacks an array of the adapter.
     """
-    own = own_leaves(spec, list(resolve_targets(spec.target_modules, config)), config)
+    own = own_leaves(spec, list(kind_of(spec).targets(spec, config)), config)
     values = [np.asarray(arrays[f"adapter/{name}"]) for name in named_leaves(own)]
     return jax.tree.unflatten(jax.tree.structure(own), values)

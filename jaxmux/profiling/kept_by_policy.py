@@ -48,5 +48,5 @@ def _kept_at_rank(config: BackboneConfig, weights: Weights, policy: str, rank: i
     slots = SlotTable(*(np.zeros(1, dtype) for dtype in (np.float32, np.float32, np.uint32)))
     # Every implementation keeps the same values, and the plain one is traced fastest.
     options = ForwardOptions("xla", "xla", policy, max_sequences=1)
-    adapters = jax.eval_shape(lambda: empty_pool(config, MODULES, 1, rank))
+    adapters = {"lora": jax.eval_shape(lambda: empty_pool(config, MODULES, 1, rank))}
     return kept_bytes(config, options, weights, adapters, microbatch, slots)

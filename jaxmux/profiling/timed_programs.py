@@ -92,7 +92,8 @@ def _layers(backbone: Backbone, point: LayerPoint) -> Program:
         rematerialised(partial(decoder_layer, config, options), point.remat, in_scan=False)
     )
     modules = MODULES if point.rank else ()
-    pool = jax.eval_shape(lambda: empty_pool(config, modules, point.slots, point.rank))
+    factors = jax.eval_shape(lambda: empty_pool(config, modules, point.slots, point.rank))
+    pool = {"lora": factors}
     adapters = jax.tree.map(lambda leaf: _random(leaf.shape, leaf.dtype, 0.02), pool)
     accumulators = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), pool)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate
+from jaxmux.models import checkpoint_tensors
 from jaxmux.peft import export_adapter
 
 from .checkpoints import Checkpoints
@@ -112,6 +113,7 @@ class Recorder:
                 base.config,
                 base.name_or_path,
                 base_fingerprint=base.fingerprint,
+                base=checkpoint_tensors(base.name_or_path, base.compute_dtype),
             )
 
     def finish(self, round_seconds: float | None, **predicted: float | None) -> Summary:

@@ -10,7 +10,13 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.installed_versions import installed_versions
-from jaxmux.models import BackboneConfig, backbone_fingerprint, check_backbone
+from jaxmux.models import (
+    BackboneConfig,
+    backbone_dtype,
+    backbone_fingerprint,
+    check_backbone,
+    checkpoint_tensors,
+)
 from jaxmux.tasks import Task, TaskError
 
 from .run_directory import FORMAT, RunDirectory
@@ -143,7 +149,10 @@ def read_inputs(
     options.reserved(config)
     if options.mesh != AUTO_MESH:
         refuse_mesh(options.deployment, config)
-    prepared = [prepare_task(task, config, tokenizer, fingerprints["backbone"]) for task in tasks]
+    base = checkpoint_tensors(backbone, backbone_dtype(options.dtype))
+    prepared = [
+        prepare_task(task, config, tokenizer, fingerprints["backbone"], base) for task in tasks
+    ]
     for task in prepared:
         fingerprints |= task.fingerprints
         if options.row_len is not None:

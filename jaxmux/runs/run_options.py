@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from jaxmux.field_checks import check_fields, choice, flag, integer, names, number, text
 from jaxmux.models import REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.pallas_kernels import grouped_lora
-from jaxmux.peft import resolve_targets
+from jaxmux.peft import SPECIFICATIONS, LoRA, resolve_targets, size_of_adapter
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
 from jaxmux.planner.packing import ShapeRequest
 from jaxmux.tasks import Task, TaskError
@@ -73,6 +74,9 @@ class RunOptions:
       reserved_targets: linears for which arrays are allocated, even if no task adapts them, chosen
         like `LoRA.target_modules`; None for no others than those of the tasks.
       reserved_dropout: True compiles the training step with dropout, even if no task has any.
+      reserved_adapters: specifications of other kinds than LoRA, such as `Bottleneck(size=64)`. In
+        every slot there is room for adapters of these kinds, up to these sizes and at these places
+        of the backbone.
       checkpoint_every: number of rounds between two checkpoints.
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
       max_bad_steps: number of consecutive non-finite updates after which a task fails. The training
@@ -99,6 +103,7 @@ class RunOptions:
     reserved_rank: int = _count(1)
     reserved_targets: str | tuple[str, ...] | None = names(None, optional=True)
     reserved_dropout: bool = flag(False)
+    reserved_adapters: tuple[Any, ...] = ()
     checkpoint_every: int = _count(50)
     keep_checkpoints: int = _count(3)
     max_bad_steps: int = _count(10)
@@ -107,6 +112,13 @@ class RunOptions:
 
     def __post_init__(self):
         check_fields(self, PlanningError)
+        object.__setattr__(self, "reserved_adapters", tuple(self.reserved_adapters))
+        for own in self.reserved_adapters:
+            if isinstance(own, LoRA) or not isinstance(own, tuple(SPECIFICATIONS.values())):
+                raise PlanningError(
+                    f"reserved_adapters: {own!r} is no specification of another kind than LoRA; "
+                    "for LoRA there are reserved_rank and reserved_targets"
+                )
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
         # A mesh that cannot be read is refused here, before anything is loaded.
@@ -129,7 +141,8 @@ class RunOptions:
           config: configuration of the backbone.
 
         Raises:
-          PlanningError: `reserved_targets` matches no linear of the backbone.
+          PlanningError: `reserved_targets` matches no linear of the backbone, or an adapter of
+            `reserved_adapters` does something nowhere in it.
         """
         targets: Iterable[str] = ()
         if self.reserved_targets is not None:
@@ -139,7 +152,14 @@ class RunOptions:
                 message = str(e).replace("target_modules", "reserved_targets")
                 raise PlanningError(message) from None
         sizes = self.reserved_slots, self.reserved_rank, tuple(sorted(targets))
-        return PoolSpec(*sizes, self.reserved_dropout)
+        pool = PoolSpec(*sizes, self.reserved_dropout)
+        try:
+            others = [size_of_adapter(own, config) for own in self.reserved_adapters]
+        except ValueError as e:
+            raise PlanningError(f"reserved_adapters: {e}") from None
+        needed = [PoolSpec(1, 1, (), others=(own,)) for own in others]
+        # No further slots are needed for them.
+        return merge_pool_specs([pool, *needed])._replace(slots=pool.slots)
 
     def shape_request(self, least_chunk_len: int) -> ShapeRequest:
         """The limits within which the shape of microbatches is chosen.

@@ -22,7 +22,13 @@ from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, device_models
+from jaxmux.planner.costs import (
+    PROFILES,
+    PoolSpec,
+    ReplicaCosts,
+    device_models,
+    merge_pool_specs,
+)
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import (
@@ -95,12 +101,10 @@ def run_costs(
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
       replica: the devices.
     """
-    # The pool's default optimizer is the one with most moments, for which the engine makes room.
-    pool = PoolSpec(
-        slots=len(tasks),
-        rank=max(task.task.adapter.rank for task in tasks),
-        modules=tuple(sorted({module for task in tasks for module in task.targets})),
-        dropout=any(task.task.adapter.dropout > 0 for task in tasks),
+    pool = merge_pool_specs([task.pool for task in tasks])
+    # The default optimizer is the one with most moments, for which the engine makes room.
+    pool = pool._replace(
+        modules=tuple(sorted(pool.modules or ())), optimizer=PoolSpec(1, 1).optimizer
     )
     return pool_costs(pool, config, dtype, remat, memory, replica)
 

@@ -18,6 +18,7 @@ from jaxmux.models import (
     backbone_dtype,
     backbone_fingerprint,
     check_backbone,
+    checkpoint_tensors,
 )
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import MIN_CHUNK_LEN
@@ -27,6 +28,7 @@ from .server_directory import ServerDirectory
 from .server_memory import server_admissions
 from .server_options import ServerOptions
 from .server_store import ServerStore
+from .task_fields import part_to_json
 
 DEFAULTS = ServerOptions()
 # Tokens of the shortest chunk that the kernels for Hopper GPUs support.
@@ -106,7 +108,13 @@ def tuning_server(
         kept = store.read()
         live = LiveTraining(
             engine,
-            partial(prepare_task, config=config, tokenizer=tokenizer, base_fingerprint=fingerprint),
+            partial(
+                prepare_task,
+                config=config,
+                tokenizer=tokenizer,
+                base_fingerprint=fingerprint,
+                base=checkpoint_tensors(path, dtype),
+            ),
             store=store,
             saved=kept.saved,
             commands=kept.commands,
@@ -141,6 +149,7 @@ def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:
         "reserved_rank": pool.rank,
         "reserved_targets": list(pool.modules),
         "reserved_dropout": pool.dropout,
+        "reserved_adapters": [part_to_json("adapter", own) for own in options.reserved_adapters],
         "elastic": options.elastic,
         "mesh": str(options.deployment),
     }

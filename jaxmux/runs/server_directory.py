@@ -89,16 +89,16 @@ class ServerDirectory:
         """
         path = self.path / "server.json"
         record = self._read(path)
-        # Older servers have not recorded their sizes.
-        before = record.get(_SIZES)
+        # Older servers have recorded no sizes, or not all of them.
+        before = record.get(_SIZES, {})
         if before == sizes:
             return
-        if before is not None:
-            changed = [
-                f"{name} was {_shown(before.get(name))} and is {_shown(sizes.get(name))}"
-                for name in dict.fromkeys([*before, *sizes])
-                if before.get(name) != sizes.get(name)
-            ]
+        changed = [
+            f"{name} was {_shown(value)} and is {_shown(sizes.get(name))}"
+            for name, value in before.items()
+            if value != sizes.get(name)
+        ]
+        if changed:
             say(
                 f"server folder {self.path}: {', '.join(changed)}; tasks that have begun go on, "
                 "but their adapters may differ by rounding from what they would have been, and "

@@ -9,7 +9,7 @@ from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskProgress
 from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
 from jaxmux.live.states import ENDED
-from jaxmux.models import Backbone
+from jaxmux.models import Backbone, checkpoint_tensors
 from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import Task
@@ -65,6 +65,7 @@ class ServerStore:
           events_bytes: size in bytes at which events.jsonl is set aside.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
+        self._base = checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype)
         self._keep = keep
         self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
         self._journal = Journal(directory.journal)
@@ -117,7 +118,8 @@ class ServerStore:
     def adapter(self, task: Task) -> Adapter:
         if (waiting := self._adapters.get(task.name)) is not None:
             return waiting[1]()
-        return import_adapter(self._directory.adapter(task.name), self._backbone.config)[1]
+        folder = self._directory.adapter(task.name)
+        return import_adapter(folder, self._backbone.config, base=self._base)[1]
 
     def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
         if self._last and not (wait or self._last.done()):
@@ -155,6 +157,7 @@ class ServerStore:
                     self._backbone.config,
                     self._backbone.name_or_path,
                     base_fingerprint=self._backbone.fingerprint,
+                    base=self._base,
                 )
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)

@@ -14,7 +14,8 @@ from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import KINDS, LoRA
+from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, DiffPruning, LNTuning, LoRA
+from jaxmux.peft.ln_tuning import NORMS
 from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
 
@@ -49,7 +50,7 @@ class Part(NamedTuple):
 PARTS: Mapping[str, Part] = {
     "data": Part({"": Source}, "path"),
     "eval_data": Part({"": Source}, "path"),
-    "adapter": Part({name: kind.specification for name, kind in KINDS.items()}),
+    "adapter": Part(SPECIFICATIONS),
     "optimizer": Part(OPTIMIZERS),
     "schedule": Part({"": Schedule}, "kind"),
 }
@@ -148,6 +149,15 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
     operator's terminal, which obeys control characters.
     """
     names = "|".join(sorted({ALL_LINEAR, *MODULE_NAMES})).replace(".", r"\.")
+    linears = {
+        "pattern": f"^(?:{names})$",
+        "items": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
+        "minItems": 1,
+        "maxItems": limits.target_modules,
+        "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj', or a list of "
+        "names (no regular expression)",
+    }
+    norms = "|".join(NORMS)
     return {
         (Task, "name"): {
             "type": "string",
@@ -178,13 +188,18 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
         (LoRA, "rank"): {"maximum": limits.rank},
-        (LoRA, "target_modules"): {
-            "pattern": f"^(?:{names})$",
-            "items": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
+        (LoRA, "target_modules"): linears,
+        (IA3, "target_modules"): linears,
+        (IA3, "feedforward_modules"): linears | {"minItems": 0},
+        (LNTuning, "target_modules"): {
+            "pattern": f"^(?:{norms})$",
+            "items": {"type": "string", "enum": list(NORMS)},
             "minItems": 1,
-            "maxItems": limits.target_modules,
-            "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj', or a list of "
-            "names (no regular expression)",
+            "maxItems": len(NORMS),
+            "$comment": "the name of a norm, or a list of names: " + ", ".join(NORMS),
         },
+        (Bottleneck, "size"): {"maximum": limits.rank},
+        (DiffPruning, "columns"): {"maximum": limits.rank},
+        (DiffPruning, "target_modules"): linears,
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
     }

@@ -12,6 +12,7 @@ from typing import Any
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.peft import LoRA
 from jaxmux.planner.numbers import numbered
 
 # Fractions above which a warning is printed.
@@ -60,7 +61,7 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
     optimizer, adapter = task.optimizer, task.adapter
     if optimizer.learning_rate == 0:
         found.append("learning_rate is 0, so training does not change the adapter")
-    if adapter.alpha == 0:
+    if isinstance(adapter, LoRA) and adapter.alpha == 0:
         found.append("alpha is 0, so the adapter has no effect")
     if optimizer.weight_decay > 1:
         found.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
@@ -75,9 +76,10 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             f"warmup_steps is {warmup}, but the task trains {numbered(prepared.steps, 'step')}; "
             "the learning rate never reaches its peak"
         )
-    narrowest = min(min(linear_sizes(config, module)) for module in prepared.targets)
-    if adapter.rank > narrowest:
-        found.append(f"rank is {adapter.rank}, but the narrowest linear has width {narrowest}")
+    if isinstance(adapter, LoRA):
+        narrowest = min(min(linear_sizes(config, module)) for module in prepared.targets)
+        if adapter.rank > narrowest:
+            found.append(f"rank is {adapter.rank}, but the narrowest linear has width {narrowest}")
     return found
 
 

@@ -189,6 +189,8 @@ class _Files:
             settings = parse_object(data, self.limits.specification_bytes)
         except ValueError as e:
             raise TaskError(f"{where}: {e}") from None
+        if not isinstance(self.task.adapter, LoRA):
+            raise TaskError(f"{where}: only LoRA adapters can be gone on from")
         if (rank := settings.get("r")) != self.task.adapter.rank or isinstance(rank, bool):
             raise TaskError(
                 f"{where}: r should be the rank of the task, {self.task.adapter.rank}, found "

@@ -15,7 +15,8 @@ from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
-from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+from jaxmux.peft import LoRA, initial_adapter, kind_of, resolve_targets, size_of_adapter
+from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task
@@ -91,6 +92,39 @@ def make_narrow_task(make_task):
     compiled faster.
     """
     return partial(make_task, targets=("q_proj", "down_proj"))
+
+
+@pytest.fixture(scope="session")
+def make_task_with(make_task, config):
+    """Makes a prepared task with an adapter of any kind. Its arrays begin with random values, so
+    that no gradient is zero."""
+
+    def make(name: str, spec, seed: int, **fields) -> PreparedTask:
+        prepared = make_task(name, seed=seed, **fields)
+        task, kind = dataclasses.replace(prepared.task, adapter=spec), kind_of(spec)
+        targets = kind.targets(spec, config)
+        rng = np.random.default_rng(seed)
+        first = kind.initial(spec, targets, config, seed)
+        rates = named_leaves(kind.relative_rates(spec, targets))
+        names = iter(named_leaves(first))
+
+        def moved(leaf, value):
+            rate = rates.get(next(names))
+            if not leaf.trained:
+                return value
+            noise = 0.1 * rng.standard_normal(value.shape).astype(np.float32)
+            return value + rate.reshape(-1, *[1] * (value.ndim - 1)) * noise
+
+        adapter = jax.tree.map(moved, kind.leaves(config, list(targets), 1, spec.rank), first)
+        return dataclasses.replace(
+            prepared,
+            task=task,
+            targets=targets,
+            make_adapter=lambda: adapter,
+            size=size_of_adapter(spec, config),
+        )
+
+    return make
 
 
 def random_samples(seed: int, count: int, lengths: tuple[int, int]) -> list[Sample]:

@@ -27,7 +27,7 @@ def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, ro
         jax.ShapeDtypeStruct((8,), jnp.int32),
     )
     slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
-    adapters = empty_pool(CONFIG, modules, 2, 4)
+    adapters = {"lora": empty_pool(CONFIG, modules, 2, 4)}
     return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
 
 

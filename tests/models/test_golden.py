@@ -33,7 +33,7 @@ def logits_of(model_dir):
         slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
         options = ForwardOptions("xla", max_sequences=1)
         hidden, _, finite = hidden_states(
-            backbone.config, weights, {}, None, microbatch, slots, options
+            backbone.config, weights, {"lora": {}}, None, microbatch, slots, options
         )
         return head_kernel(weights).matmul(hidden), finite
 

@@ -30,7 +30,7 @@ def inputs():
     )
     weights = Backbone.random(CONFIG).weights
     slots = SlotTable(*(jnp.zeros(2, dtype) for dtype in (jnp.float32, jnp.float32, jnp.uint32)))
-    return CONFIG, weights, empty_pool(CONFIG, MODULES, 2, RANK), microbatch, slots
+    return CONFIG, weights, {"lora": empty_pool(CONFIG, MODULES, 2, RANK)}, microbatch, slots
 
 
 def kept(inputs, policy: str, unroll: bool) -> int:

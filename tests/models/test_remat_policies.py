@@ -44,7 +44,7 @@ def inputs():
         empty_pool(CONFIG, MODULES, SLOTS, RANK),
     )
     slots = SlotTable(jnp.ones(SLOTS), jnp.asarray([0.1, 0.0]), jnp.asarray([3, 4], jnp.uint32))
-    return Backbone.random(CONFIG).weights, factors, microbatch, slots
+    return Backbone.random(CONFIG).weights, {"lora": factors}, microbatch, slots
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +112,11 @@ def test_an_unknown_policy_is_refused_by_name(inputs):
     weights, _, microbatch, slots = inputs
     with pytest.raises(ValueError, match="'some'; known: none, norms, dots, lean, full"):
         options = ForwardOptions("xla", remat="some")
-        hidden_states(CONFIG, weights, {}, None, microbatch, slots, options)
+        hidden_states(CONFIG, weights, {"lora": {}}, None, microbatch, slots, options)
 
 
 def test_a_policy_for_each_layer_or_one_for_all(inputs):
     weights, _, microbatch, slots = inputs
     with pytest.raises(ValueError, match="2 remat policies for 3 layers"):
         options = ForwardOptions("xla", remat=("dots", "lean"))
-        hidden_states(CONFIG, weights, {}, None, microbatch, slots, options)
+        hidden_states(CONFIG, weights, {"lora": {}}, None, microbatch, slots, options)

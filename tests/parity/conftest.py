@@ -22,7 +22,14 @@ sys.path.insert(0, str(HERE))
 torch.set_num_threads(1)
 
 from backbones import random_prompts  # noqa: E402
-from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, make_backbone, vocabulary, write_tasks  # noqa: E402
+from scenarios import (  # noqa: E402
+    KIND_TASKS,
+    OTHER_OPTIMIZER_TASKS,
+    PARITY_TASKS,
+    make_backbone,
+    vocabulary,
+    write_tasks,
+)
 
 # By name: the largest error, its limit, and the test in which it occurred.
 LARGEST_ERRORS = pytest.StashKey[dict[str, tuple[float, float, str]]]()
@@ -79,6 +86,12 @@ def trained_by_other_optimizers(tmp_path_factory, jaxmux) -> Trained:
     """A task with SGD, which starts from an adapter of PEFT, trained together with one of LoRA+."""
     folder = tmp_path_factory.mktemp("other-optimizers")
     return train_together(jaxmux, folder, "llama", OTHER_OPTIMIZER_TASKS)
+
+
+@pytest.fixture(scope="session")
+def trained_kinds(tmp_path_factory, jaxmux) -> Trained:
+    """Tasks with different kinds of adapters, trained together."""
+    return train_together(jaxmux, tmp_path_factory.mktemp("kinds"), "qwen2", KIND_TASKS)
 
 
 def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Trained:

@@ -19,11 +19,11 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.models import (
-    Adapters,
     Backbone,
     BackboneConfig,
     ForwardOptions,
     SlotTable,
+    checkpoint_tensors,
     head_kernel,
     hidden_states,
     load_backbone,
@@ -31,15 +31,20 @@ from jaxmux.models import (
 )
 from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import (
+    KINDS,
+    SPECIFICATIONS,
     Adapter,
-    Factors,
+    LeafSpec,
     LoRA,
-    empty_pool,
     export_adapter,
     full_name,
     import_adapter,
+    kind_of,
+    ops_of,
+    pad,
     resolve_targets,
 )
+from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import ShapeClass, pack_round
 from jaxmux.tasks import Task
 
@@ -103,7 +108,9 @@ def train(folder: Path, request: Request) -> None:
     planned = tasks_by_microbatch(tasks)
     assert engine.microbatches == sum(map(len, planned))
     save_json(folder / "microbatches.json", planned)
-    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
+    # There are prompts for the first tasks only.
+    first = tasks[: len(request["prompts"])]
+    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in first]
     logits = packed_logits(backbone, adapters, request["prompts"])
     save_arrays(folder / "logits" / "final.npz", logits)
 
@@ -131,7 +138,7 @@ def random_backbone(config: BackboneConfig) -> Backbone:
 
 def packed_logits(
     backbone: Backbone,
-    adapters: Sequence[tuple[LoRA, Adapter]],
+    adapters: Sequence[tuple[Any, Any]],
     prompts: Sequence[Sequence[Sequence[int]]],
 ) -> dict[str, np.ndarray]:
     """Logits of the prompts of all slots, packed into one microbatch.
@@ -155,10 +162,12 @@ def packed_logits(
     scale[: len(adapters)] = [spec.scale for spec, _ in adapters]
     slots = SlotTable(scale, np.zeros_like(scale), np.zeros(len(scale), np.uint32))
 
-    options = ForwardOptions(attention="xla", max_sequences=SHAPE.max_sequences)
+    pools = stack_adapters(backbone.config, adapters, len(prompts))
+    options = ForwardOptions(
+        attention="xla", max_sequences=SHAPE.max_sequences, adapter_ops=ops_of(pools)
+    )
     run = jax.jit(partial(hidden_states, backbone.config, options=options))
-    lora = stack_adapters(backbone.config, adapters, len(prompts))
-    hidden, _, finite = run(backbone.weights, lora, None, microbatch, slots)
+    hidden, _, finite = run(backbone.weights, pools, None, microbatch, slots)
     assert finite.all()
     logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
     logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
@@ -169,19 +178,20 @@ def packed_logits(
 
 
 def stack_adapters(
-    config: BackboneConfig, adapters: Sequence[tuple[LoRA, Adapter]], slots: int
-) -> Adapters:
-    """The pool of the adapters in slots 0, 1, …, padded to the largest rank."""
-    modules = sorted({module for _, adapter in adapters for module in adapter})
-    rank = max((spec.rank for spec, _ in adapters), default=1)
-    stacked = {}
-    for module, (a, b) in empty_pool(config, modules, slots, rank).items():
-        for slot, (spec, adapter) in enumerate(adapters):
-            if module in adapter:
-                a = a.at[:, slot, :, : spec.rank].set(adapter[module].a)
-                b = b.at[:, slot, : spec.rank].set(adapter[module].b)
-        stacked[module] = Factors(a, b)
-    return stacked
+    config: BackboneConfig, adapters: Sequence[tuple[Any, Any]], slots: int
+) -> dict[str, Any]:
+    """By kind, the pool of the adapters in slots 0, 1, …, padded to the largest rank."""
+    kinds = {kind.name: kind for kind in (KINDS["lora"], *(kind_of(spec) for spec, _ in adapters))}
+    pools = {}
+    for name, kind in kinds.items():
+        own = {i: pair for i, pair in enumerate(adapters) if kind_of(pair[0]) is kind}
+        points = sorted({p for spec, _ in own.values() for p in kind.targets(spec, config)})
+        rank = max((spec.rank for spec, _ in own.values()), default=1)
+        specs = jax.tree.map(LeafSpec.of_slot, kind.leaves(config, points, 1, rank))
+        of_slots = [named_leaves(own[i][1]) if i in own else {} for i in range(slots)]
+        padded = [pad(arrays, specs) for arrays in of_slots]
+        pools[name] = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *padded)
+    return pools
 
 
 def hf_tensors(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> dict[str, np.ndarray]:
@@ -202,7 +212,8 @@ def make_task(fields: Mapping[str, Any], folder: Path) -> Task:
     optimizer = dict(fields.pop("optimizer"))
     kind = OPTIMIZERS[optimizer.pop("kind")]
     schedule = Schedule(**optimizer.pop("schedule"))
-    adapter = LoRA(**fields.pop("adapter"))
+    adapter = dict(fields.pop("adapter"))
+    adapter = SPECIFICATIONS[adapter.pop("kind", "lora")](**adapter)
     return Task(**fields, adapter=adapter, optimizer=kind(**optimizer, schedule=schedule))
 
 
@@ -218,6 +229,7 @@ def export(
             backbone.config,
             backbone.name_or_path,
             serving=serving,
+            base=checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype),
         )
 
 

@@ -110,6 +110,52 @@ OTHER_OPTIMIZER_TASKS = [
 ]
 
 
+# Other kinds of adapters, and LoRA beside them. The backbone has biases, which IA3 multiplies.
+KIND_TASKS = [
+    _task(
+        "ia3",
+        words=(5, 10),
+        adapter={
+            "kind": "ia3",
+            "target_modules": ["q_proj", "v_proj", "down_proj", "up_proj"],
+            "feedforward_modules": ["down_proj"],
+        },
+        optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.05),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
+        "ln_tuning",
+        words=(10, 25),
+        adapter={"kind": "ln_tuning"},
+        optimizer=_adamw(1e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    # On square linears, because PEFT would also train the entries that fill up the others.
+    _task(
+        "diff_pruning",
+        words=(5, 10),
+        adapter={"kind": "diff_pruning", "columns": 6, "target_modules": ["q_proj", "o_proj"]},
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
+        "lora",
+        words=(10, 25),
+        adapter={"rank": 2, "alpha": 2.0},
+        optimizer=_adamw(5e-4, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+]
+
+
 def make_backbone(name: str, folder: Path, shared: str | None) -> None:
     """Writes a checkpoint with a tokenizer into `folder`.
 

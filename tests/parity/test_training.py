@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft_training import PeftTraining, train_alone
 from safetensors.torch import load_file
-from scenarios import FROM_PEFT, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
+from scenarios import FROM_PEFT, KIND_TASKS, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
 
 PARITY = [task["name"] for task in PARITY_TASKS]
 OTHERS = [task["name"] for task in OTHER_OPTIMIZER_TASKS]
@@ -79,6 +79,18 @@ def test_sgd_and_loraplus_train_like_torch_and_peft(other, at_most):
     check_rates_and_norms(other, at_most)
 
 
+@pytest.fixture(scope="module", params=[task["name"] for task in KIND_TASKS])
+def kind(request, trained_kinds) -> Pair:
+    return pair(trained_kinds, request.param)
+
+
+def test_other_kinds_of_adapters_train_together_as_in_peft(kind, at_most):
+    assert len(kind.updates) == 20
+    check_losses(kind, at_most)
+    check_adapters(kind, at_most)
+    check_rates_and_norms(kind, at_most)
+
+
 def test_training_can_start_from_an_adapter_of_peft(trained_by_other_optimizers):
     folder = trained_by_other_optimizers.folder
     made = load_file(folder / FROM_PEFT / "adapter_model.safetensors")
@@ -96,6 +108,9 @@ def check_adapters(pair: Pair, at_most) -> None:
     initial, expected = pair.peft.initial, pair.peft.final
     assert pair.final.keys() == expected.keys()
     for name, tensor in pair.final.items():
+        if not tensor.is_floating_point():
+            assert torch.equal(tensor, expected[name])
+            continue
         change = (expected[name] - initial[name]).norm()
         assert change > 0, f"{name} was not trained"
         error = ((tensor - expected[name]).norm() / change).item()

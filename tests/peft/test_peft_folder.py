@@ -191,7 +191,8 @@ def test_half_precision_tensors_are_read_as_float32(folder, config):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"peft_type": "BOFT"}, "peft_type='BOFT' is not supported: its butterfly factors"),
+        ({"peft_type": "LORAX"}, "peft_type='LORAX' is not supported; known kinds: lora, "),
         ({"bias": "all"}, "bias='all'"),
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),

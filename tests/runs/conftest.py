@@ -229,7 +229,8 @@ def logits_of(backbone):
         )
         slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
         options = ForwardOptions("xla", remat="none", max_sequences=1)
-        hidden, _, _ = hidden_states(loaded.config, weights, {}, None, microbatch, slots, options)
+        none = {"lora": {}}
+        hidden, _, _ = hidden_states(loaded.config, weights, none, None, microbatch, slots, options)
         return head_kernel(weights).matmul(hidden)
 
     def logits(ids: list[int], spec: LoRA | None = None, adapter=None) -> np.ndarray:

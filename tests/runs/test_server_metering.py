@@ -285,7 +285,7 @@ def test_an_extension_takes_effect_at_the_same_step_after_a_crash(
     folder, copies = tmp_path / "server", []
     with serve(folder, checkpoint_every=1000) as server:
         server.register(cosine)
-        step(server, 3)
+        step_until(server, "a", 1)
         server.save()
         settle(server)
         assert server.status("a").step < seen

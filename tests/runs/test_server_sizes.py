@@ -41,6 +41,7 @@ def test_a_restart_with_other_sizes_is_told_once(said_by, tmp_path):
         **{"round_tokens": 64, "reserved_slots": 2, "reserved_rank": 4},
         "reserved_targets": ["mlp.down_proj", "self_attn.q_proj"],
         **{"reserved_dropout": False, "elastic": False, "mesh": "pp1,tp1"},
+        "reserved_adapters": [],
     }
 
 

@@ -15,16 +15,16 @@ from jaxmux.data import Source
 from jaxmux.field_checks import check_fields, field_schema, integer, names, number, text
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import LoRA
+from jaxmux.peft import SPECIFICATIONS as ADAPTERS
 from jaxmux.runs import SpecificationLimits, task_from_json, task_schema
 from jaxmux.runs.strict_json import refusal
 from jaxmux.runs.task_fields import PARTS, value_schema
 from jaxmux.tasks import Task, TaskError
 
 ROOT = Path(__file__).parents[2]
-SPECIFICATIONS = (Task, Source, LoRA, Schedule, *OPTIMIZERS.values())
+SPECIFICATIONS = (Task, Source, *ADAPTERS.values(), Schedule, *OPTIMIZERS.values())
 NUMBERS = [0, 1, -1, 2.5, 1e-9, 10**6, 1e300]
-TEXTS = ["", "x", "cosine", "q_proj", "a.json", "../a.json", "/a", ".*", "a\x00"]
+TEXTS = ["", "x", "cosine", "q_proj", "norm", "houlsby", "a.json", "../a.json", "/a", ".*", "a\x00"]
 LISTS = [[], ["q_proj"], [".*"], [1]]
 OBJECTS = [{}, {"kind": "cosine"}, {"kind": "lora", "rank": 3}, {"kind": "sgd"}]
 OBJECTS += [{"path": "a.json"}, {"path": "hf:a"}]
@@ -83,7 +83,8 @@ def test_the_schema_permits_exactly_what_the_reader_permits(validator, tmp_path)
     keys = {cls: [f.name for f in dataclasses.fields(cls)] for cls in SPECIFICATIONS}
     both = 0
     for _ in range(4000):
-        adapter, optimizer, schedule = {"kind": "lora"}, {"kind": "adamw"}, {}
+        kind = rng.choice(list(ADAPTERS))
+        adapter, optimizer, schedule = {"kind": kind}, {"kind": "adamw"}, {}
         optimizer["schedule"] = schedule
         fields = {"name": "a", "data": {"path": "a.json"}, "steps": 3}
         fields |= {"adapter": adapter, "optimizer": optimizer}
@@ -91,7 +92,7 @@ def test_the_schema_permits_exactly_what_the_reader_permits(validator, tmp_path)
             [
                 (fields, Task),
                 (fields["data"], Source),
-                (adapter, LoRA),
+                (adapter, ADAPTERS[kind]),
                 (optimizer, OPTIMIZERS["adamw"]),
                 (schedule, Schedule),
             ]

@@ -11,9 +11,53 @@ from .device_profile import BackboneSize
 _FLOAT32 = 4
 
 
+class PointSize(NamedTuple):
+    """Numbers of values that the adapters of a kind have at one point, for one slot and all layers:
+    some for every rank, and some besides.
+
+    Attributes:
+      point: place of the backbone at which the adapters do something, such as the path of a linear.
+      trained_per_rank: number of trained values for each rank.
+      trained: number of other trained values.
+      frozen_per_rank: number of values that are not trained, for each rank.
+      frozen: number of other values that are not trained.
+    """
+
+    point: str
+    trained_per_rank: int
+    trained: int
+    frozen_per_rank: int = 0
+    frozen: int = 0
+
+
+class KindSize(NamedTuple):
+    """Sizes of the arrays of one adapter kind besides LoRA in a pool. They have a place in every
+    slot.
+
+    Attributes:
+      kind: name of the kind.
+      rank: size of the axis in which the adapters of this kind differ; all are padded to it.
+      points: the points at which they do something, by name.
+    """
+
+    kind: str
+    rank: int
+    points: tuple[PointSize, ...]
+
+    @property
+    def trained(self) -> int:
+        """Number of trained values of a slot, padding included."""
+        return sum(p.trained_per_rank * self.rank + p.trained for p in self.points)
+
+    @property
+    def frozen(self) -> int:
+        """Number of values of a slot that are not trained, padding included."""
+        return sum(p.frozen_per_rank * self.rank + p.frozen for p in self.points)
+
+
 class PoolSpec(NamedTuple):
-    """Sizes of a pool: the stacked LoRA adapters of several tasks, with gradients and optimizer
-    state.
+    """Sizes of a pool: the stacked adapters of several tasks, with gradients and optimizer state.
+    Rank and modules are those of LoRA adapters.
 
     A slot is the place of one task in the pool. `PreparedTask.pool` gives the pool of a single
     task; `merge_pool_specs` gives the pool of several tasks.
@@ -28,6 +72,7 @@ class PoolSpec(NamedTuple):
       optimizer: kind of the optimizer for which memory is reserved, a key of
         `jaxmux.optimizers.OPTIMIZERS`. If the tasks use several kinds, it is the kind with the most
         moments (state values per adapter parameter).
+      others: the arrays of other adapter kinds than LoRA, by name of the kind.
     """
 
     slots: int
@@ -35,6 +80,7 @@ class PoolSpec(NamedTuple):
     modules: tuple[str, ...] | None = None
     dropout: bool = False
     optimizer: str = "adamw"
+    others: tuple[KindSize, ...] = ()
 
     def share(self, backbone: BackboneSize) -> float:
         """Returns the pool's adapter parameters as a fraction of those of a pool that adapts every
@@ -68,7 +114,8 @@ class PoolSpec(NamedTuple):
           PlanningError: the backbone has no linear of a module path in `modules`.
         """
         width = round(self.share(backbone) * backbone.adapter_width)
-        return backbone.layers * self.slots * self.rank * width
+        of_slot = backbone.layers * self.rank * width + sum(own.trained for own in self.others)
+        return self.slots * of_slot
 
     def state_bytes(self, backbone: BackboneSize) -> int:
         """Returns the bytes of the train state of all slots and layers together.
@@ -87,7 +134,8 @@ class PoolSpec(NamedTuple):
             known = ", ".join(OPTIMIZERS)
             raise PlanningError(f"optimizer: unknown kind {self.optimizer!r}; known: {known}")
         moments = OPTIMIZERS[self.optimizer].moments
-        return (2 + moments) * _FLOAT32 * self.parameters(backbone)
+        frozen = self.slots * sum(own.frozen for own in self.others)
+        return _FLOAT32 * ((2 + moments) * self.parameters(backbone) + frozen)
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:
@@ -111,7 +159,19 @@ def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -
         modules=None if any(pool.modules is None for pool in everything) else tuple(modules),
         dropout=any(pool.dropout for pool in everything),
         optimizer=max((pool.optimizer for pool in pools or everything), key=_moments),
+        others=_merged_kinds([own for pool in everything for own in pool.others]),
     )
+
+
+def _merged_kinds(sizes: Sequence[KindSize]) -> tuple[KindSize, ...]:
+    """For each kind, the largest rank and all points."""
+    merged: dict[str, KindSize] = {}
+    for own in sizes:
+        before = merged.get(own.kind, own)
+        points = {point.point: point for point in (*before.points, *own.points)}
+        ordered = tuple(points[name] for name in sorted(points))
+        merged[own.kind] = KindSize(own.kind, max(before.rank, own.rank), ordered)
+    return tuple(merged[name] for name in sorted(merged))
 
 
 def _moments(optimizer: str) -> tuple[int, str]:

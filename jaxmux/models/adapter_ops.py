@@ -1,0 +1,216 @@
+"""What adapter kinds compute at the points of a decoder layer (MuxTune 3.2: Adapter, Aggregate).
+
+Low-rank adapters of linears are part of the frozen products, see `adapted_linears`. Every other
+kind has an `AdapterOp`. A *point* is a place in a layer: a linear ("self_attn.q_proj"), a norm
+("input_layernorm", "post_attention_layernorm", or "norm" behind the last layer), or a sub-block
+("self_attn" or "mlp"). The arrays of a kind lie under the points at which it does something.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmux.pallas_kernels.slot_values import values_of_chunks
+
+# The kind whose arrays are the factors of linears.
+LOW_RANK_KIND = "lora"
+# The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
+# layer count, so that they lie where the last layer does.
+FINAL_NORM = "norm"
+
+
+class AdapterOp:
+    """What an adapter kind computes at the points of a layer. A subclass overrides the methods of
+    the points at which its kind does something; the others change nothing.
+
+    All methods work on chunks, each of which belongs to one task. `own` holds the kind's arrays at
+    the point, for the owner of every chunk: a tree of float32 arrays [chunks, ...]. For tasks of
+    other kinds, and for layers that a task does not adapt, they hold the padding of their
+    `LeafSpec`, with which a method must return its input bit for bit. Values of two chunks must not
+    meet. The methods are differentiated by JAX.
+
+    Instances are static arguments of compiled programs, so they are hashable and do not change.
+    """
+
+    def changes_input(self, own: Any) -> bool:
+        """Whether `linear_input` does something at a linear with these arrays. Linears that read
+        the same are then applied one by one.
+
+        Args:
+          own: arrays at the linear.
+        """
+        return False
+
+    def linear_input(self, own: Any, x: Float[Array, "chunks l k"]) -> Float[Array, "chunks l k"]:
+        """What a linear reads.
+
+        Args:
+          own: arrays at the linear.
+          x: the input of the frozen linear.
+        """
+        return x
+
+    def linear_output(
+        self,
+        own: Any,
+        x: Float[Array, "chunks l k"],
+        y: Float[Array, "chunks l n"],
+        first_column: Int[Array, ""] | int,
+    ) -> Float[Array, "chunks l n"]:
+        """What a linear returns. The method is linear in `x` and `y` together, because each
+        tensor-parallel device may have some columns of `x` and a summand of `y`.
+
+        Args:
+          own: arrays at the linear.
+          x: the input of the linear, or those columns of it that this device has.
+          y: the output of the linear with its bias and its low-rank adapter.
+          first_column: index in the whole input of the first of these columns.
+        """
+        return y
+
+    def norm_output(
+        self, own: Any, x: Float[Array, "chunks l d"], h: Float[Array, "chunks l d"], eps: float
+    ) -> Float[Array, "chunks l d"]:
+        """What a norm returns.
+
+        Args:
+          own: arrays at the norm.
+          x: the residual stream that the norm reads.
+          h: the output of the frozen norm.
+          eps: the number that the norm adds to the mean square.
+        """
+        return h
+
+    def block_output(
+        self, own: Any, before: Float[Array, "chunks l d"], h: Float[Array, "chunks l d"]
+    ) -> Float[Array, "chunks l d"]:
+        """What a sub-block adds to the residual stream.
+
+        Args:
+          own: arrays at the sub-block.
+          before: the residual stream before the sub-block.
+          h: the output of the sub-block.
+        """
+        return h
+
+
+# By name of the kind, the arrays of all slots, or gradient accumulators. Those of `LOW_RANK_KIND`
+# are factors by module path, those of other kinds trees by point.
+AllAdapters = Mapping[str, Any]
+
+# By name of the kind, what it computes; only kinds that are in use.
+AdapterOps = tuple[tuple[str, AdapterOp], ...]
+
+
+class LayerAdapters(NamedTuple):
+    """The adapters of a layer, other than low-rank ones, for the chunks of a stream.
+
+    Attributes:
+      ops: what the kinds compute, by name of the kind.
+      own: by name of the kind and point, the arrays of every chunk's owner.
+      chunks: number of chunks.
+    """
+
+    ops: AdapterOps
+    own: Mapping[str, Mapping[str, Any]]
+    chunks: int
+
+    def touch(self, point: str) -> bool:
+        """Whether any kind has arrays at a point."""
+        return any(point in own for own in self.own.values())
+
+    def change_input(self, point: str) -> bool:
+        """Whether any kind changes what a linear reads."""
+        return any(
+            point in self.own[name] and op.changes_input(self.own[name][point])
+            for name, op in self.ops
+        )
+
+    def apply(
+        self, method: str, point: str, *streams: Float[Array, "N _"], **numbers: Any
+    ) -> Float[Array, "N _"]:
+        """Applies a method of all kinds at a point, one after another.
+
+        Args:
+          method: name of a method of `AdapterOp`.
+          point: the point.
+          *streams: the arguments of the method after `own`; each kind gets the result of the one
+            before it as the last of them.
+          **numbers: further arguments.
+        """
+        *others, last = streams
+        others = [self._chunked(x) for x in others]
+        for name, op in self.ops:
+            if (own := self.own[name].get(point)) is not None:
+                changed = getattr(op, method)(own, *others, self._chunked(last), **numbers)
+                last = changed.astype(last.dtype).reshape(last.shape)
+        return last
+
+    def _chunked(self, x: Float[Array, "N k"]) -> Float[Array, "chunks l k"]:
+        return x.reshape(self.chunks, -1, x.shape[-1])
+
+
+def layer_adapters(
+    ops: AdapterOps,
+    adapters: AllAdapters,
+    accumulators: AllAdapters | None,
+    chunk_slot: Int[Array, " chunks"],
+    layer: Int[Array, ""] | int,
+    final: bool = False,
+) -> tuple[LayerAdapters, AllAdapters | None]:
+    """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
+    by `values_of_chunks`.
+
+    Args:
+      ops: what the kinds compute, by name of the kind.
+      adapters: arrays [L, T, ...] of all slots.
+      accumulators: gradient accumulators, or None.
+      chunk_slot: owner slot of each chunk.
+      layer: index of the layer.
+      final: whether the norm behind the last layer is read, instead of the points of the layer.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+
+    def part(tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {point: own for point, own in tree.items() if (point == FINAL_NORM) == final}
+
+    for name, _ in ops:
+        sums = None if accumulators is None else part(accumulators[name])
+        found[name], sums = values_of_chunks(part(adapters[name]), sums, chunk_slot, layer)
+        if accumulators is not None:
+            accumulators = {**accumulators, name: {**accumulators[name], **sums}}
+    return LayerAdapters(ops, found, len(chunk_slot)), accumulators
+
+
+@jax.custom_vjp
+def matmul_of_chunks(
+    x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"]
+) -> Float[Array, "chunks l n"]:
+    """The product of every chunk with a matrix of its own, in the dtype of `x`. Sums, and the
+    gradient of `w`, are float32.
+
+    Args:
+      x: activations, in the compute dtype.
+      w: float32.
+    """
+    return _product("clk,ckn->cln", x, w.astype(x.dtype)).astype(x.dtype)
+
+
+def _forward(x, w):
+    return matmul_of_chunks(x, w), (x, w)
+
+
+def _backward(residuals, dy):
+    x, w = residuals
+    dx = _product("cln,ckn->clk", dy, w.astype(x.dtype)).astype(x.dtype)
+    return dx, _product("clk,cln->ckn", x, dy)
+
+
+matmul_of_chunks.defvjp(_forward, _backward)
+
+
+def _product(spec: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)

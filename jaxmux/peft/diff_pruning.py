@@ -1,0 +1,214 @@
+"""Diff-Pruning with fixed masks of columns: sparse differences of weights (Guo et al. 2021)."""
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.field_checks import check_fields, integer, names
+from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
+
+from .kind import AdapterKind, BaseTensors, Changes
+from .leaves import LeafSpec
+from .peft_tensors import PREFIX, layer_tensors, take_tensor
+from .targets import LayerMask, full_name, resolve_targets, target_names
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffPruning:
+    """Some columns of the weights of linears are trained: `y = x W + x[:, S] V`.
+
+    S are `columns` features of the linear's input, drawn at random for every linear and layer from
+    the task's seed. V begins at 0. This is Diff-Pruning (Guo et al. 2021) with a mask that is
+    chosen once; it is exported in the format of Hugging Face PEFT's SHiRA, whose masks are of this
+    kind. What is trained is kept apart from the weights, in float32. Where an adapter is added to
+    bfloat16 weights, as `peft` does and a merge has to, changes that are small beside the weights
+    are lost.
+
+    Attributes:
+      columns: number of features of each linear's input.
+      target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    columns: int = integer(32, least=1)
+    target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
+
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+
+    @property
+    def rank(self) -> int:
+        """The size of the axis in which adapters of this kind differ."""
+        return self.columns
+
+
+class _Columns(AdapterOp):
+    """Adds the products of some features with trained rows. `columns` counts features from 1; 0 is
+    padding."""
+
+    def linear_output(self, own, x, y, first_column):
+        index = own["columns"] - 1 - first_column
+        inside = (own["columns"] > 0) & (index >= 0) & (index < x.shape[-1])
+        taken = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[-1] - 1)[:, None], axis=2)
+        return y + matmul_of_chunks(jnp.where(inside[:, None], taken, 0), own["values"])
+
+
+def _targets(spec: DiffPruning, config: BackboneConfig) -> dict[str, LayerMask]:
+    targets = resolve_targets(spec.target_modules, config)
+    for module in targets:
+        if spec.columns > (width := linear_sizes(config, module)[0]):
+            raise ValueError(f"columns is {spec.columns}, but the input of {module} has {width}")
+    return targets
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    sizes, both = (config.num_layers, slots), ("layer", "slot")
+
+    def of(module: str) -> dict[str, LeafSpec]:
+        n = linear_sizes(config, module)[1]
+        return {
+            "values": LeafSpec((*sizes, rank, n), (*both, "rank", "output")),
+            "columns": LeafSpec((*sizes, rank), (*both, "rank"), trained=False, dtype="int32"),
+        }
+
+    return {module: of(module) for module in points}
+
+
+def _initial(
+    spec: DiffPruning, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+) -> dict[str, Any]:
+    adapter = {}
+    for module, mask in targets.items():
+        k, n = linear_sizes(config, module)
+        columns = np.zeros((config.num_layers, spec.columns), np.int32)
+        for layer in np.flatnonzero(mask):
+            rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
+            columns[layer] = 1 + np.sort(rng.choice(k, spec.columns, replace=False))
+        values = np.zeros((config.num_layers, spec.columns, n), np.float32)
+        adapter[module] = {"values": values, "columns": columns}
+    return adapter
+
+
+def _rates(spec: DiffPruning, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {module: {"values": mask.astype(np.float32)} for module, mask in targets.items()}
+
+
+def _entries_per_width(spec: DiffPruning, config: BackboneConfig) -> int:
+    """PEFT's r: every module has r (k + n) entries. Those that are too many are (0, 0) with the
+    value 0."""
+    sizes = [linear_sizes(config, module) for module in _targets(spec, config)]
+    return max(math.ceil(spec.columns * n / (k + n)) for k, n in sizes)
+
+
+def _settings(spec: DiffPruning, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    return {
+        "peft_type": "SHIRA",
+        "r": _entries_per_width(spec, config),
+        # PEFT draws a mask of its own for "random" only, and takes others from the file.
+        "mask_type": f"columns_{spec.columns}",
+        "target_modules": target_names(_targets(spec, config)),
+        "fan_in_fan_out": False,
+        "init_weights": True,
+    }
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DiffPruning:
+    kind = settings.get("mask_type")
+    found = re.fullmatch(r"columns_(\d+)", kind) if isinstance(kind, str) else None
+    if not found:
+        raise ValueError(f"mask_type={kind!r} is not supported, only masks of whole columns")
+    targets = settings.get("target_modules") or ()
+    spec = DiffPruning(int(found[1]), targets if isinstance(targets, str) else tuple(targets))
+    _targets(spec, config)
+    return spec
+
+
+def _tensors(
+    spec: DiffPruning, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    r, layers, found = _entries_per_width(spec, config), config.num_layers, {}
+    for module, mask in _targets(spec, config).items():
+        k, n = linear_sizes(config, module)
+        weights = np.zeros((layers, r * (k + n)), np.float32)
+        indices = np.zeros((layers, 2, r * (k + n)), np.int32)
+        own = spec.columns * n
+        for layer in np.flatnonzero(mask):
+            # Row by row of the weight [n, k], as PEFT orders them.
+            weights[layer, :own] = adapter[module]["values"][layer].T.reshape(-1)
+            indices[layer, 0, :own] = np.repeat(np.arange(n), spec.columns)
+            indices[layer, 1, :own] = np.tile(adapter[module]["columns"][layer] - 1, n)
+        found |= layer_tensors(module, mask, "shira_weight", weights)
+        found |= layer_tensors(module, mask, "shira_indices", indices)
+    return found
+
+
+def _from_tensors(
+    spec: DiffPruning,
+    tensors: dict[str, np.ndarray],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    targets, r = _targets(spec, config), _entries_per_width(spec, config)
+    adapter = _initial(spec, targets, config, 0)
+    for module, mask in targets.items():
+        k, n = linear_sizes(config, module)
+        for layer in np.flatnonzero(mask).tolist():
+            name = f"{PREFIX}{full_name(module, layer)}"
+            values = take_tensor(tensors, f"{name}.shira_weight", (r * (k + n),))
+            rows, columns = take_tensor(tensors, f"{name}.shira_indices", (2, r * (k + n)))
+            own = spec.columns * n
+            chosen = columns[: spec.columns]
+            whole = np.array_equal(rows[:own], np.repeat(np.arange(n), spec.columns))
+            if not (whole and np.array_equal(columns[:own], np.tile(chosen, n))):
+                raise ValueError(f"the entries of {name} are not whole columns")
+            adapter[module]["columns"][layer] = chosen + 1
+            adapter[module]["values"][layer] = values[:own].reshape(n, spec.columns).T
+    return adapter
+
+
+def _merged(spec: DiffPruning, adapter: Any, config: BackboneConfig) -> Changes:
+    def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
+        own = adapter[module]
+
+        def merge(weight: np.ndarray) -> np.ndarray:
+            weight = weight.copy()
+            weight[:, own["columns"][layer] - 1] += own["values"][layer].T
+            return weight
+
+        return merge
+
+    return {
+        f"{full_name(module, layer)}.weight": change(module, layer)
+        for module, mask in _targets(spec, config).items()
+        for layer in np.flatnonzero(mask)
+    }
+
+
+diff_pruning_kind = AdapterKind(
+    "diff_pruning",
+    DiffPruning,
+    _Columns(),
+    _targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "SHIRA",
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("columns",),
+    merged=_merged,
+)

@@ -1,0 +1,194 @@
+"""IA3 adapters: learned factors of the inputs or outputs of linears (Liu et al. 2022)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmux.field_checks import check_fields, names
+from jaxmux.models import BackboneConfig, has_bias, linear_sizes
+from jaxmux.models.adapter_ops import AdapterOp
+
+from .kind import AdapterKind, BaseTensors, Changes, spec_tree
+from .leaves import LeafSpec
+from .peft_tensors import layer_tensors, stacked, take_layers
+from .targets import LayerMask, full_name, resolve_targets, target_names
+
+# Parts of a point: the factors of a linear's input, and of its output.
+INPUT, OUTPUT = "input", "output"
+
+
+@dataclasses.dataclass(frozen=True)
+class IA3:
+    """Learned factors of the features of linears, which begin at 1 (Liu et al. 2022).
+
+    The output of a linear becomes `l · (x W + bias)`, or its input, `(l · x) W + bias`. An adapter
+    has one number for each feature, far fewer than LoRA, and needs a learning rate 10 to 100 times
+    as high; the paper uses 3e-3. `AdamW` with weight decay pulls the factors to 0, not to 1.
+
+    Attributes:
+      target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
+      feedforward_modules: those of them whose inputs are multiplied, not their outputs, chosen
+        likewise.
+
+    Raises:
+      ValueError: a value has the wrong type.
+    """
+
+    target_modules: str | tuple[str, ...] = names(("k_proj", "v_proj", "down_proj"))
+    feedforward_modules: str | tuple[str, ...] = names(("down_proj",))
+
+    rank = 1
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+class _Factors(AdapterOp):
+    """Multiplies the input and the output of a linear by the factors that its tasks have."""
+
+    def changes_input(self, own: Mapping[str, Any]) -> bool:
+        return INPUT in own
+
+    def linear_input(self, own, x):
+        return x * own[INPUT][:, None] if INPUT in own else x
+
+    def linear_output(self, own, x, y, first_column):
+        return y * own[OUTPUT][:, None] if OUTPUT in own else y
+
+
+def targets(spec: IA3, config: BackboneConfig) -> dict[str, LayerMask]:
+    """The layers in which an adapter multiplies, by linear and part ("mlp.down_proj/input"), see
+    `AdapterKind.targets`. ValueError if a feed-forward module is no target."""
+    adapted = resolve_targets(spec.target_modules, config)
+    inputs = {}
+    if spec.feedforward_modules:
+        try:
+            inputs = resolve_targets(spec.feedforward_modules, config)
+        except ValueError as e:
+            raise ValueError(str(e).replace("target_modules", "feedforward_modules")) from None
+    none = np.zeros(config.num_layers, bool)
+    if others := [m for m in inputs if (inputs[m] & ~adapted.get(m, none)).any()]:
+        raise ValueError(f"feedforward_modules: {others[0]} is not among the target_modules")
+    masks = {}
+    for module, mask in adapted.items():
+        of_input = inputs.get(module, none)
+        masks |= {f"{module}/{INPUT}": of_input, f"{module}/{OUTPUT}": mask & ~of_input}
+    return {point: mask for point, mask in masks.items() if mask.any()}
+
+
+def leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    """The description of a pool, see `AdapterKind.leaves`: float32 [L, T, width]."""
+
+    def of(point: str) -> LeafSpec:
+        module, part = point.split("/")
+        width = linear_sizes(config, module)[part == OUTPUT]
+        shape = (config.num_layers, slots, width)
+        return LeafSpec(shape, ("layer", "slot", part), padding=1.0)
+
+    return spec_tree({point: of(point) for point in points})
+
+
+def _initial(
+    spec: IA3, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+) -> dict[str, Any]:
+    specs = leaves(config, list(targets), 1, 1)
+    return jax.tree.map(lambda own: np.ones(own.of_slot().shape, np.float32), specs)
+
+
+def _rates(spec: IA3, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return spec_tree({point: mask.astype(np.float32) for point, mask in targets.items()})
+
+
+def _settings(spec: IA3, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    masks = targets(spec, config)
+    inputs = {point.split("/")[0]: m for point, m in masks.items() if point.endswith(INPUT)}
+    return {
+        "peft_type": "IA3",
+        "target_modules": target_names(resolve_targets(spec.target_modules, config)),
+        "feedforward_modules": target_names(inputs),
+        "fan_in_fan_out": False,
+        "init_ia3_weights": True,
+    }
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> IA3:
+    for key in ("fan_in_fan_out", "exclude_modules", "modules_to_save"):
+        if settings.get(key):
+            raise ValueError(f"{key}={settings[key]!r} is not supported")
+
+    def named(key: str) -> str | tuple[str, ...]:
+        value = settings.get(key) or ()
+        return value if isinstance(value, str) else tuple(value)
+
+    spec = IA3(named("target_modules"), named("feedforward_modules"))
+    targets(spec, config)
+    return spec
+
+
+def _shape(point: str, config: BackboneConfig) -> tuple[int, int]:
+    """The shape in which PEFT keeps the factors: a column for outputs, a row for inputs."""
+    module, part = point.split("/")
+    k, n = linear_sizes(config, module)
+    return (n, 1) if part == OUTPUT else (1, k)
+
+
+def _tensors(
+    spec: IA3, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    found = {}
+    for point, mask in targets(spec, config).items():
+        module, part = point.split("/")
+        values = adapter[module][part].reshape(-1, *_shape(point, config))
+        found |= layer_tensors(module, mask, "ia3_l", values)
+    return found
+
+
+def _from_tensors(
+    spec: IA3, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
+) -> dict[str, Any]:
+    found = {}
+    for point, mask in targets(spec, config).items():
+        shape = _shape(point, config)
+        own = take_layers(tensors, point.split("/")[0], mask, {"ia3_l": shape})["ia3_l"]
+        flat = {layer: tensor.reshape(-1) for layer, tensor in own.items()}
+        found[point] = stacked(flat, config.num_layers, np.ones(max(shape)))
+    return spec_tree(found)
+
+
+def _merged(spec: IA3, adapter: Any, config: BackboneConfig) -> Changes:
+    """Rows of a weight, and its bias, times the factors of the output; or columns times those of
+    the input."""
+    changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+    for point, mask in targets(spec, config).items():
+        module, part = point.split("/")
+        for layer in np.flatnonzero(mask):
+            name, factors = full_name(module, layer), adapter[module][part][layer]
+            if part == INPUT:
+                changes[f"{name}.weight"] = lambda weight, own=factors: weight * own
+                continue
+            changes[f"{name}.weight"] = lambda weight, own=factors: weight * own[:, None]
+            if has_bias(config, module):
+                changes[f"{name}.bias"] = lambda bias, own=factors: bias * own
+    return changes
+
+
+ia3_kind = AdapterKind(
+    "ia3",
+    IA3,
+    _Factors(),
+    targets,
+    leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "IA3",
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    merged=_merged,
+)

@@ -1,0 +1,128 @@
+"""What the engine, checkpoints and commands have to know of an adapter kind."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import AdapterOp
+from jaxmux.planner.costs.pool_spec import KindSize, PointSize
+
+from .targets import LayerMask
+
+# The file with the arrays, in the folders of Hugging Face PEFT.
+WEIGHTS = "adapter_model.safetensors"
+
+# By name of a tensor of the backbone, a function of its float32 values.
+Changes = Mapping[str, Callable[[np.ndarray], np.ndarray]]
+
+# A function from the name of a tensor in Hugging Face's checkpoint of the backbone to its values.
+BaseTensors = Callable[[str], np.ndarray]
+
+
+class AdapterKind(NamedTuple):
+    """One kind of adapter: a name and the functions that describe, create and keep its arrays.
+
+    The adapters of all tasks are stacked in *pools* of arrays, one for each kind, in which every
+    task has a place, its *slot*. A *point* is a place of the backbone at which an adapter does
+    something, for example the path of a linear within a layer ("mlp.up_proj"). A pool, and the
+    adapter of a single task, is a tree whose first keys are points (for LoRA: `Factors` with a and
+    b below each linear).
+
+    A specification is a frozen dataclass with the attributes `rank` (the size of the axis "rank" of
+    its arrays; 1 if they have none), `scale` (the factor of low-rank products; 0 if there are none)
+    and `dropout`.
+
+    Attributes:
+      name: name of the kind in pools and checkpoints, for example "lora".
+      specification: class of the values that describe one task's adapter, for example `LoRA`.
+      op: what the kind computes at the points of a layer; None for low-rank factors of linears,
+        which are part of the frozen products.
+      targets: function (specification, config) that returns, by point, a bool mask [L] of the
+        layers in which the adapter does something. It raises ValueError if there are none.
+      leaves: function (config, points, slots, rank) that describes a pool. It takes the backbone's
+        configuration, the points, the number of slots T and the pool's rank R, at least the largest
+        rank of any task. It returns a tree of `LeafSpec`, which give the shape and the axes of each
+        array.
+      initial: function (specification, targets, config, seed) that returns the arrays with which a
+        task begins, at the task's own rank and without the slot axis.
+      relative_rates: function (specification, targets) that returns a tree with a float32 array [L]
+        for each trained array: its learning rate in each of the L layers, divided by the task's
+        learning rate; 0 in layers that are not adapted.
+      recognise: function (settings) that tells whether an adapter_config.json with these values is
+        one of this kind.
+      settings: function (specification, config, serving) that returns the values of
+        adapter_config.json, but for those that all adapters have. `serving` folds scales into the
+        arrays, for servers that know no other.
+      from_settings: function (settings, config), its inverse. It raises ValueError or KeyError if
+        no adapter of this kind has these settings.
+      tensors: function (specification, adapter, config, serving, base) that returns the arrays of a
+        folder by name. `base` gives the tensors of the backbone, for kinds that keep differences
+        from it; None if they are not at hand, which these kinds refuse by ValueError.
+      from_tensors: function (specification, tensors, config, base), its inverse. It removes from
+        `tensors` those that it has used, and raises ValueError if one is missing or misshapen.
+      identity: attributes of a specification that an adapter in a folder must share with the task
+        that goes on with it, besides the targets.
+      weights_file: name of the file with the arrays.
+      merged: function (specification, adapter, config) that returns, by name of a tensor of the
+        backbone, a function of its float32 values that gives those with the adapter merged; None if
+        the adapter cannot be merged.
+    """
+
+    name: str
+    specification: type
+    op: AdapterOp | None
+    targets: Callable[[Any, BackboneConfig], Mapping[str, LayerMask]]
+    leaves: Callable[[BackboneConfig, Sequence[str], int, int], Any]
+    initial: Callable[[Any, Mapping[str, LayerMask], BackboneConfig, int], Any]
+    relative_rates: Callable[[Any, Mapping[str, LayerMask]], Any]
+    recognise: Callable[[Mapping[str, Any]], bool]
+    settings: Callable[[Any, BackboneConfig, bool], dict[str, Any]]
+    from_settings: Callable[[Mapping[str, Any], BackboneConfig], Any]
+    tensors: Callable[[Any, Any, BackboneConfig, bool, BaseTensors | None], dict[str, np.ndarray]]
+    from_tensors: Callable[[Any, dict[str, np.ndarray], BackboneConfig, BaseTensors | None], Any]
+    identity: tuple[str, ...] = ()
+    weights_file: str = WEIGHTS
+    merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
+
+    def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
+        """The sizes of a pool of this kind.
+
+        Args:
+          rank: rank of the pool.
+          points: the points.
+          config: configuration of the backbone.
+        """
+
+        def count(point: str, rank: int) -> tuple[int, int]:
+            specs = jax.tree.leaves(self.leaves(config, [point], 1, rank))
+            trained, frozen = (
+                sum(int(np.prod(spec.shape)) for spec in specs if spec.trained is own)
+                for own in (True, False)
+            )
+            return trained, frozen
+
+        def size(point: str) -> PointSize:
+            (one, frozen), (two, more_frozen) = count(point, 1), count(point, 2)
+            per_rank = two - one, more_frozen - frozen
+            return PointSize(
+                point, per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]
+            )
+
+        return KindSize(self.name, rank, tuple(map(size, sorted(points))))
+
+
+def spec_tree(points: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree from names such as "mlp.down_proj/input": what is behind the slash is a key below the
+    place of the backbone.
+
+    Args:
+      points: by name, the leaves.
+    """
+    tree: dict[str, Any] = {}
+    for name, leaf in points.items():
+        place, part = name.split("/")
+        tree.setdefault(place, {})[part] = leaf
+    return tree

@@ -1,0 +1,162 @@
+"""LN-tuning: the weights of norms are trained (Zhao et al. 2023)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.field_checks import check_fields, names
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import FINAL_NORM, AdapterOp
+
+from .kind import AdapterKind, BaseTensors, Changes
+from .leaves import LeafSpec
+from .peft_tensors import PREFIX, take_tensor
+from .targets import LayerMask, full_name
+
+NORMS = ("input_layernorm", "post_attention_layernorm", FINAL_NORM)
+_PARAMETER = "ln_tuning_layers.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class LNTuning:
+    """The weights of norms are trained, beginning with those of the backbone (Zhao et al. 2023).
+
+    What is trained is the difference from the backbone's weights, in float32. So weight decay pulls
+    them back to the backbone, and not to 0 as in Hugging Face PEFT; without weight decay both train
+    the same.
+
+    Attributes:
+      target_modules: the norms: any of "input_layernorm", "post_attention_layernorm" and "norm"
+        (the one behind the last layer).
+
+    Raises:
+      ValueError: a name is none of these, or there is none.
+    """
+
+    target_modules: str | tuple[str, ...] = names(NORMS)
+
+    rank = 1
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+        if unknown := [name for name in self.norms if name not in NORMS]:
+            raise ValueError(
+                f"target_modules: {unknown[0]!r} is no norm that can be trained; the names are "
+                + ", ".join(NORMS)
+            )
+        if not self.norms:
+            raise ValueError("target_modules is empty")
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of the norms."""
+        given = self.target_modules
+        return (given,) if isinstance(given, str) else given
+
+
+class _Norm(AdapterOp):
+    """Adds what a task's weights add to the output of a norm."""
+
+    def norm_output(self, own, x, h, eps):
+        x = x.astype(jnp.float32)
+        normed = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + eps)
+        return h + normed * own[:, None]
+
+
+def _targets(spec: LNTuning, config: BackboneConfig) -> dict[str, LayerMask]:
+    every = np.ones(config.num_layers, bool)
+    last = np.arange(config.num_layers) == config.num_layers - 1
+    return {name: last if name == FINAL_NORM else every for name in sorted(set(spec.norms))}
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    # The norm behind the last layer lies with it, so it has an axis of layers, too.
+    shape = config.num_layers, slots, config.hidden_size
+    return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
+
+
+def _initial(
+    spec: LNTuning, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+) -> dict[str, np.ndarray]:
+    shape = config.num_layers, config.hidden_size
+    return {point: np.zeros(shape, np.float32) for point in targets}
+
+
+def _rates(spec: LNTuning, targets: Mapping[str, LayerMask]) -> dict[str, np.ndarray]:
+    return {point: mask.astype(np.float32) for point, mask in targets.items()}
+
+
+def _settings(spec: LNTuning, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    return {"peft_type": "LN_TUNING", "target_modules": sorted(set(spec.norms))}
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LNTuning:
+    for key in ("exclude_modules", "modules_to_save"):
+        if settings.get(key):
+            raise ValueError(f"{key}={settings[key]!r} is not supported")
+    given = settings.get("target_modules") or ()
+    return LNTuning(given if isinstance(given, str) else tuple(given))
+
+
+def _names(spec: LNTuning, config: BackboneConfig) -> list[tuple[str, int, str]]:
+    """For each norm in each layer: its point, the layer, and its name in the backbone."""
+    return [
+        (point, layer, f"model.{FINAL_NORM}" if point == FINAL_NORM else full_name(point, layer))
+        for point, mask in _targets(spec, config).items()
+        for layer in np.flatnonzero(mask).tolist()
+    ]
+
+
+def _weight(base: BaseTensors | None, name: str) -> np.ndarray:
+    if base is None:
+        raise ValueError("the weights of the backbone are needed, which are not at hand")
+    return np.asarray(base(f"{name}.weight"), np.float32)
+
+
+def _tensors(
+    spec: LNTuning, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    return {
+        f"{PREFIX}{name}.{_PARAMETER}": _weight(base, name) + adapter[point][layer]
+        for point, layer, name in _names(spec, config)
+    }
+
+
+def _from_tensors(
+    spec: LNTuning, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    adapter = _initial(spec, _targets(spec, config), config, 0)
+    for point, layer, name in _names(spec, config):
+        own = take_tensor(tensors, f"{PREFIX}{name}.{_PARAMETER}", (config.hidden_size,))
+        adapter[point][layer] = own - _weight(base, name)
+    return adapter
+
+
+def _merged(spec: LNTuning, adapter: Any, config: BackboneConfig) -> Changes:
+    return {
+        f"{name}.weight": lambda weight, own=adapter[point][layer]: weight + own
+        for point, layer, name in _names(spec, config)
+    }
+
+
+ln_tuning_kind = AdapterKind(
+    "ln_tuning",
+    LNTuning,
+    _Norm(),
+    _targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "LN_TUNING",
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    merged=_merged,
+)

@@ -1,0 +1,92 @@
+"""A small Llama with adapters of every kind, in float64 and in plain sums, as the oracle of tests.
+
+It is written from the formulas of the papers and shares no code with jaxmux. One sequence at a
+time; weights and adapters are those of jaxmux by value.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ACTIVATIONS = {"relu": lambda x: jnp.maximum(x, 0), "swish": lambda x: x / (1 + jnp.exp(-x))}
+
+
+def loss_of(config, weights, kind, spec, adapter, samples, columns=None):
+    """Mean cross entropy of a global batch.
+
+    Args:
+      config: `BackboneConfig`.
+      weights: `Backbone.weights`.
+      kind: name of the adapter kind.
+      spec: the specification of the adapter.
+      adapter: its trained arrays, without a slot axis.
+      samples: the samples.
+      columns: by linear and layer, the columns of its weight that are trained.
+    """
+    total = tokens = 0.0
+    for sample in samples:
+        ids, mask = np.asarray(sample.input_ids), np.asarray(sample.target_mask)[1:]
+        logits = _logits(config, weights, kind, spec, adapter, ids[:-1], columns)
+        scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(ids) - 1), ids[1:]]
+        total, tokens = total - jnp.sum(scores * mask), tokens + mask.sum()
+    return total / tokens
+
+
+def _logits(config, weights, kind, spec, adapter, ids, columns):
+    layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
+    w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
+    n, half = len(ids), config.head_dim // 2
+    angles = np.arange(n)[:, None] / config.rope_theta ** (np.arange(half) / half)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+    def rotate(y):
+        one, two = y[..., :half], y[..., half:]
+        return jnp.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+
+    def norm(x, weight, name, layer):
+        if kind == "ln_tuning" and name in adapter:
+            weight = weight + adapter[name][layer]
+        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * weight
+
+    def linear(x, block, name, layer):
+        own, module = w["layers"][block][name], f"{block}.{name}"
+        gains = adapter.get(module, {}) if kind == "ia3" else {}
+        y = (x * gains["input"][layer] if "input" in gains else x) @ own["kernel"].values[layer]
+        if kind == "lora" and module in adapter:
+            a, b = adapter[module]
+            y = y + spec.scale * (x @ a[layer]) @ b[layer]
+        if kind == "diff_pruning" and module in adapter:
+            y = y + x[:, columns[module][layer]] @ adapter[module]["values"][layer]
+        y = y + own["bias"][layer] if "bias" in own else y
+        return y * gains["output"][layer] if "output" in gains else y
+
+    def add(x, h, block, layer):
+        if kind != "bottleneck" or block not in adapter:
+            return x + h
+        own = adapter[block]
+        z = {"pfeiffer": x + h, "houlsby": h, "parallel": x}[spec.form]
+        act = ACTIVATIONS[spec.activation or ("swish" if spec.form == "houlsby" else "relu")]
+        scaling = spec.scaling or (4.0 if spec.form == "parallel" else 1.0)
+        z = act(z @ own["down"][layer] + own["down_bias"][layer])
+        return x + h + scaling * (z @ own["up"][layer] + own["up_bias"][layer])
+
+    x = w["embed_tokens"]["weight"][ids]
+    causal = np.tril(np.ones((n, n), bool))
+    for i in range(layers):
+        h = norm(x, w["layers"]["input_layernorm"]["weight"][i], "input_layernorm", i)
+        q, k, v = (linear(h, "self_attn", f"{name}_proj", i) for name in "qkv")
+        q = rotate(q.reshape(n, heads, -1))
+        k, v = rotate(k.reshape(n, kv, -1)), v.reshape(n, kv, -1)
+        k, v = (jnp.repeat(y, heads // kv, axis=1) for y in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) / np.sqrt(config.head_dim)
+        shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("hqk,khd->qhd", shares, v).reshape(n, -1)
+        x = add(x, linear(out, "self_attn", "o_proj", i), "self_attn", i)
+        name = "post_attention_layernorm"
+        h = norm(x, w["layers"][name]["weight"][i], name, i)
+        gate, up = (linear(h, "mlp", f"{name}_proj", i) for name in ("gate", "up"))
+        h = linear(gate / (1 + jnp.exp(-gate)) * up, "mlp", "down_proj", i)
+        x = add(x, h, "mlp", i)
+    x = norm(x, w["norm"]["weight"], "norm", layers - 1)
+    head = w["lm_head"]["kernel"].values if "lm_head" in w else w["embed_tokens"]["weight"].T
+    return x @ head

@@ -1,0 +1,59 @@
+"""Different kinds of adapters on a mesh train as on one device."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA
+from jaxmux.planner.devices import Stage
+
+SPECS = {
+    "lora": LoRA(4, 8.0, target_modules=("q_proj", "down_proj")),
+    "ia3": IA3(("k_proj", "o_proj", "down_proj", "up_proj"), ("down_proj", "up_proj")),
+    "ln": LNTuning(),
+    "houlsby": Bottleneck("houlsby", 4),
+    "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
+}
+MESHES = {
+    "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
+    # There are two key heads.
+    "tp4": {"layers": (4,), "stage": Stage(tp=4)},
+    "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2)},
+}
+SLOW = ("tp4", "dp2,fsdp2")
+
+
+@pytest.fixture(scope="module")
+def tasks(make_task_with):
+    return [
+        make_task_with(name, spec, i, steps=3, batch_size=8)
+        for i, (name, spec) in enumerate(SPECS.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(make_engine, tasks, train):
+    engine = make_engine(*tasks)
+    return engine, train(engine)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES]
+)
+def test_kinds_train_on_a_mesh_as_on_one_device(mesh, make_engine, tasks, train, on_one_device):
+    expected, expected_updates = on_one_device
+    engine = make_engine(*tasks, **MESHES[mesh])
+    updates = train(engine)
+    for prepared in tasks:
+        name = prepared.task.name
+        for one, other in zip(updates[name], expected_updates[name], strict=True):
+            assert not one.skipped
+            np.testing.assert_allclose(one.loss, other.loss, rtol=1e-5)
+            np.testing.assert_allclose(one.grad_norm, other.grad_norm, rtol=1e-4)
+        before, found, wanted = (
+            [np.asarray(x) for x in jax.tree.leaves(tree)]
+            for tree in (prepared.make_adapter(), engine.adapter(name), expected.adapter(name))
+        )
+        change = sum(np.square(x - y).sum() for x, y in zip(wanted, before, strict=True))
+        error = sum(np.square(x - y).sum() for x, y in zip(wanted, found, strict=True))
+        assert error**0.5 < 1e-3 * change**0.5, name

@@ -1,0 +1,162 @@
+"""Tasks with different kinds of adapters train together, each as it does alone."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.engine import Engine, EngineOptions
+from jaxmux.engine.backbone_size import size_of
+from jaxmux.optimizers import SGD
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, kind_of
+from jaxmux.peft.leaves import named_leaves, trained
+from jaxmux.planner.costs.pool_spec import merge_pool_specs
+from jaxmux.tasks import TaskError
+
+from .reference_llama import loss_of
+
+SPECS = {
+    "lora": LoRA(4, 8.0, target_modules=("q_proj", "down_proj")),
+    "ia3": IA3(),
+    "ia3-inputs": IA3(("q_proj", "k_proj", "o_proj", "up_proj"), ("q_proj", "o_proj")),
+    "ln": LNTuning(),
+    "pfeiffer": Bottleneck(size=3),
+    "houlsby": Bottleneck("houlsby", 5, scaling=0.5),
+    "parallel": Bottleneck("parallel", 4),
+    "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(make_task_with):
+    """By name, a task with an adapter of each kind."""
+    return {
+        name: make_task_with(name, spec, i, steps=3, samples=12)
+        for i, (name, spec) in enumerate(SPECS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def pool(tasks):
+    return merge_pool_specs([prepared.pool for prepared in tasks.values()])
+
+
+@pytest.fixture(scope="module")
+def make_mixed(backbone, make_engine, pool):
+    """An engine with room for all tasks, in which some are registered."""
+
+    def make(*prepared, **options) -> Engine:
+        shape = make_engine().options.shape
+        engine = Engine(backbone, EngineOptions(shape, pool, **options))
+        engine.register_tasks(prepared)
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def together(make_mixed, tasks, train):
+    """The results of all tasks together, by name: updates and arrays."""
+    engine = make_mixed(*tasks.values())
+    updates = train(engine)
+    return {name: (updates[name], engine.task_arrays(name)) for name in tasks}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_task_gets_the_same_bits_alone(name, make_mixed, tasks, together, train):
+    engine = make_mixed(tasks[name])
+    alone = train(engine)[name]
+    updates, arrays = together[name]
+    assert [u.loss for u in alone] == [u.loss for u in updates]
+    assert [u.grad_norm for u in alone] == [u.grad_norm for u in updates]
+    found = engine.task_arrays(name)
+    assert found.keys() == arrays.keys()
+    for path, value in arrays.items():
+        np.testing.assert_array_equal(found[path], value)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks, config):
+    """Loss, gradient norm and, by plain gradient descent, every gradient."""
+    rate = 0.5
+    prepared = tasks[name]
+    sgd = dataclasses.replace(prepared.task, optimizer=SGD(rate, momentum=0.0, clip_norm=None))
+    prepared = dataclasses.replace(prepared, task=sgd)
+    spec, kind = prepared.task.adapter, kind_of(prepared.task.adapter)
+    specs = kind.leaves(config, list(prepared.targets), 1, spec.rank)
+    before = prepared.make_adapter()
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), trained(specs, before))
+        batch = prepared.batches[0]
+        columns = {
+            module: own["columns"] - 1 for module, own in before.items() if name == "columns"
+        }
+        given = config, backbone.weights, kind.name, spec
+        function = partial(loss_of, *given, samples=batch, columns=columns)
+        loss, gradients = jax.value_and_grad(lambda own: function(adapter=own))(params)
+        norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradients)))
+    engine = make_mixed(prepared)
+    engine.train_round()
+    (update,) = engine.drain()
+    after = trained(specs, engine.adapter(name))
+    np.testing.assert_allclose(update.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(update.grad_norm, norm, rtol=1e-5)
+    rates = kind.relative_rates(spec, prepared.targets)
+    for path, own in named_leaves(after).items():
+        first, gradient = named_leaves(params)[path], np.asarray(named_leaves(gradients)[path])
+        mask = named_leaves(rates)[path].reshape(-1, *[1] * (own.ndim - 1))
+        expected = -rate * mask * gradient
+        assert np.linalg.norm(expected) > 0
+        error = np.linalg.norm((own - first) - expected)
+        # The parameters are rounded to float32.
+        rounding = 1e-7 * np.linalg.norm(first)
+        assert error < 1e-5 * np.linalg.norm(expected) + rounding, path
+
+
+def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
+    for bad in ("lora", "ia3-inputs", "ln", "houlsby"):
+        broken = dataclasses.replace(
+            tasks[bad],
+            make_adapter=lambda own=tasks[bad]: jax.tree.map(
+                lambda x: x * np.float32(np.nan) if x.dtype == np.float32 else x, own.make_adapter()
+            ),
+        )
+        engine = make_mixed(*(broken if name == bad else tasks[name] for name in tasks))
+        updates = train(engine)
+        assert all(u.skipped for u in updates[bad])
+        for name in tasks.keys() - {bad}:
+            expected, _ = together[name]
+            assert [u.loss for u in updates[name]] == [u.loss for u in expected]
+
+
+def test_slots_are_moved_from_one_pool_to_another(make_mixed, tasks, together, train):
+    """A task goes on from its checkpoint in an engine that has no room for other kinds."""
+    name = "houlsby"
+    first = make_mixed(*tasks.values())
+    train(first, rounds=2)
+    options = dataclasses.replace(first.options, reserved=tasks[name].pool)
+    second = Engine(first.backbone, options)
+    second.register_tasks([tasks[name]])
+    second.restore_task(name, first.task_arrays(name), first.progress(name))
+    (update,) = train(second)[name]
+    assert update.task_step == 3
+    np.testing.assert_allclose(update.loss, together[name][0][2].loss, rtol=1e-5)
+
+
+def test_a_kind_without_room_is_refused(make_engine, tasks):
+    engine = make_engine()
+    for name, problem in {
+        "ia3": "its adapter has the kind 'ia3', for which the pool has no arrays",
+        "pfeiffer": "its adapter has the kind 'bottleneck'",
+    }.items():
+        with pytest.raises(TaskError, match=problem):
+            engine.refuse_outgrowing(tasks[name])
+
+
+def test_the_memory_of_a_pool_is_that_of_its_arrays(make_mixed, pool, backbone):
+    state = make_mixed().state
+    arrays = jax.tree.leaves((state.adapters, state.accumulators, state.moments))
+    size = size_of(backbone.config, backbone.compute_dtype)
+    assert pool.state_bytes(size) == sum(array.nbytes for array in arrays)

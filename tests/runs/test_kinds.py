@@ -1,0 +1,373 @@
+"""Tasks with different kinds of adapters, from the specification to the exported folder."""
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmux import (
+    IA3,
+    Bottleneck,
+    DiffPruning,
+    LNTuning,
+    LoRA,
+    PlanningError,
+    ServerOptions,
+    export_adapter,
+    import_adapter,
+    load_backbone,
+    tuning_server,
+)
+from jaxmux.cli.main import run_command
+from jaxmux.completion import Request, _microbatch, _stack, complete
+from jaxmux.data import load_tokenizer
+from jaxmux.live.states import ENDED
+from jaxmux.models import (
+    AdapterOp,
+    ForwardOptions,
+    SlotTable,
+    checkpoint_tensors,
+    head_kernel,
+    hidden_states,
+)
+from jaxmux.peft import (
+    KINDS,
+    SPECIFICATIONS,
+    AdapterError,
+    AdapterKind,
+    LeafSpec,
+    ops_of,
+    register_kind,
+    write_merged,
+)
+from jaxmux.peft.targets import resolve_targets
+from jaxmux.runs.task_json import task_from_json
+
+from .conftest import RUN
+
+SPECS = {
+    "lora": LoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
+    "ia3": IA3(("q_proj", "k_proj", "down_proj"), ("down_proj", "k_proj")),
+    "ln": LNTuning(("norm", "input_layernorm")),
+    "pfeiffer": Bottleneck(size=3, activation="gelu"),
+    "houlsby": Bottleneck("houlsby", 5),
+    "parallel": Bottleneck("parallel", 4, scaling=2.0),
+    "columns": DiffPruning(4, ("v_proj", "down_proj")),
+}
+SETTINGS = {
+    "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
+    "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
+    "ln": ("adapter_model.safetensors", "target_modules", ["input_layernorm", "norm"]),
+    "pfeiffer": ("adapter.safetensors", "hidden_size", 32),
+    "houlsby": ("adapter.safetensors", "name", "jaxmux"),
+    "parallel": ("adapter.safetensors", "name", "jaxmux"),
+    "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(backbone):
+    return load_backbone(backbone, "float32")
+
+
+@pytest.fixture(scope="module")
+def base(backbone):
+    return checkpoint_tensors(backbone, np.dtype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def logits():
+    """Logits of a sequence, with an adapter or without."""
+
+    def compute(model, spec=None, adapter=None):
+        tokens = np.arange(20, 52, dtype=np.int32)[None]
+        requests = [Request("", spec, adapter)]
+        pools = _stack(requests, model.config)
+        scale = np.float32([spec.scale if spec else 0.0])
+        slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
+        options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
+        microbatch = _microbatch(tokens, np.array([32]))
+        hidden, _, _ = jax.jit(partial(hidden_states, model.config, options=options))(
+            model.weights, pools, None, microbatch, slots
+        )
+        return np.asarray(head_kernel(model.weights).matmul(hidden))
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def trained(train, make_task, tmp_path_factory):
+    """The folder of a training run of all kinds."""
+    run_dir = tmp_path_factory.mktemp("kinds") / "run"
+    tasks = [
+        dataclasses.replace(make_task(name, steps=4), adapter=spec) for name, spec in SPECS.items()
+    ]
+    train(run_dir, *tasks)
+    return run_dir
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_folder_is_that_of_the_kind(name, trained, model, base):
+    folder, (weights, key, value) = trained / "adapters" / name, SETTINGS[name]
+    assert (folder / weights).is_file()
+    assert json.loads((folder / "adapter_config.json").read_text())[key] == value
+    spec, adapter = import_adapter(folder, model.config, base=base)
+    kind = KINDS[next(k for k, cls in SPECIFICATIONS.items() if isinstance(spec, cls))]
+    assert kind.targets(spec, model.config).keys() == kind.targets(SPECS[name], model.config).keys()
+    for field in kind.identity:
+        assert getattr(spec, field) == getattr(SPECS[name], field)
+    assert any(np.ptp(x) > 0 for x in jax.tree.leaves(adapter))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
+    folder = trained / "adapters" / name
+    spec, adapter = import_adapter(folder, model.config, base=base)
+    export_adapter(tmp_path / "again", adapter, spec, model.config, "base", base=base)
+    again = import_adapter(tmp_path / "again", model.config, base=base)[1]
+    # The weights of norms are added to differences, and subtracted again.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-7), adapter, again)
+
+
+def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
+    for name in ("ia3", "ln", "houlsby"):
+        task = dataclasses.replace(
+            make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
+            adapter=SPECS[name],
+        )
+        summary = train(tmp_path / name, task)
+        before = json.loads((trained / "summary.json").read_text())["tasks"][name]
+        assert summary.tasks[name]["train_loss_first"] < before["train_loss_first"]
+    other = dataclasses.replace(task, adapter=Bottleneck(size=5))
+    with pytest.raises(ValueError, match="form is houlsby, the task asks for pfeiffer"):
+        train(tmp_path / "other", other)
+    lora = dataclasses.replace(task, adapter=LoRA(2))
+    with pytest.raises(ValueError, match="of the kind 'bottleneck', the task asks for 'lora'"):
+        train(tmp_path / "lora", lora)
+
+
+def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model, base):
+    tokenizer = load_tokenizer(model.name_or_path)
+    read = [import_adapter(trained / "adapters" / name, model.config, base=base) for name in SPECS]
+    requests = [Request("red apple", *own) for own in read] + [Request("red apple")]
+    together = complete(model, tokenizer, requests, max_new_tokens=8)
+    alone = [complete(model, tokenizer, [own], max_new_tokens=8)[0] for own in requests]
+    assert together == alone
+
+
+def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
+    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--task=ln", "--task=houlsby"]
+    assert run_command("export", arguments, prog="jaxmux export") == 0
+    for name in ("ln", "houlsby"):
+        weights = SETTINGS[name][0]
+        found, wanted = tmp_path / name / weights, trained / "adapters" / name / weights
+        assert found.read_bytes() == wanted.read_bytes()
+    arguments = [f"--backbone={backbone}", f"--adapter={tmp_path / 'houlsby'}", "--prompt=red"]
+    assert run_command("generate", arguments, prog="jaxmux generate") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("red")
+
+
+def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
+    merged_names = ("lora", "ia3", "ln", "columns")
+    names = [f"--task={name}" for name in merged_names]
+    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
+    assert run_command("export", arguments, prog="jaxmux export") == 0
+    for name in merged_names:
+        merged = load_backbone(tmp_path / name, "float32")
+        own = import_adapter(trained / "adapters" / name, model.config, base=base)
+        wanted, found = logits(model, *own), logits(merged)
+        assert np.abs(wanted - logits(model)).max() > 1e-2
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        load_tokenizer(tmp_path / name)
+    assert run_command("export", arguments, prog="jaxmux export") == 2
+    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", "--task=houlsby"]
+    assert run_command("export", arguments, prog="jaxmux export") == 2
+    assert not (tmp_path / "houlsby").exists()
+
+
+def test_a_backbone_of_several_files_is_merged_file_by_file(
+    trained, backbone, tmp_path, model, base
+):
+    """Each has the tensors that it had."""
+    tensors = load_file(backbone / "model.safetensors")
+    split, names = tmp_path / "split", sorted(tensors)
+    shutil.copytree(backbone, split)
+    (split / "model.safetensors").unlink()
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, split / file)
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (split / "model.safetensors.index.json").write_text(json.dumps(index))
+    spec, adapter = import_adapter(trained / "adapters" / "lora", model.config, base=base)
+    write_merged(tmp_path / "merged", split, adapter, spec, model.config)
+    write_merged(tmp_path / "whole", backbone, adapter, spec, model.config)
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    changed = 0
+    for file, own in parts.items():
+        found = load_file(tmp_path / "merged" / file)
+        assert sorted(found) == own
+        for name in own:
+            np.testing.assert_array_equal(found[name], whole[name])
+            changed += not np.array_equal(found[name], tensors[name])
+    assert changed == 2 * model.config.num_layers
+
+
+def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
+    with pytest.raises(AdapterError, match="weights of the backbone are needed"):
+        import_adapter(trained / "adapters" / "ln", model.config)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("double_seq_bn[reduction_factor=4]", None),
+        ("mam", "config='mam' is not supported; known names: seq_bn, "),
+        ({"reduction_factor": 8, "non_linearity": "relu", "ln_before": True}, "ln_before=True"),
+        ({"reduction_factor": 8, "non_linearity": "elu"}, "non_linearity='elu'"),
+        ({"reduction_factor": 8, "non_linearity": "relu", "scaling": "learned"}, "scaling="),
+        ({"reduction_factor": {"1": 8}, "non_linearity": "relu"}, "one for each layer"),
+        (
+            {
+                "reduction_factor": 8,
+                "non_linearity": "relu",
+                "mh_adapter": True,
+                "is_parallel": True,
+            },
+            "parallel adapter behind attention",
+        ),
+    ],
+    ids=str,
+)
+def test_configurations_of_adapter_hub(config, problem, trained, model, tmp_path):
+    folder = trained / "adapters" / "houlsby"
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"config": config}))
+    weights = "adapter.safetensors"
+    (tmp_path / weights).write_bytes((folder / weights).read_bytes())
+    # The tensors are those of size 5; a reduction by 4 means 8.
+    with pytest.raises(AdapterError, match=problem or r"shape \[5, 32\], .* imply \[8, 32\]"):
+        import_adapter(tmp_path, model.config)
+
+
+@pytest.fixture
+def toy_kind():
+    """A kind from outside: a bias behind linears."""
+
+    @dataclasses.dataclass(frozen=True)
+    class BiasTuning:
+        target_modules: tuple[str, ...] = ("q_proj",)
+        rank = 1
+        scale = 0.0
+        dropout = 0.0
+
+    class AddBias(AdapterOp):
+        def norm_output(self, own, x, h, eps):
+            return h + own[:, None]
+
+    def targets(spec, config):
+        return {"input_layernorm": np.ones(config.num_layers, bool)}
+
+    def leaves(config, points, slots, rank):
+        shape = (config.num_layers, slots, config.hidden_size)
+        return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
+
+    kind = AdapterKind(
+        "bias",
+        BiasTuning,
+        AddBias(),
+        targets,
+        leaves,
+        lambda spec, targets, config, seed: {
+            point: np.zeros((config.num_layers, config.hidden_size), np.float32)
+            for point in targets
+        },
+        lambda spec, targets: {point: mask.astype(np.float32) for point, mask in targets.items()},
+        lambda settings: settings.get("peft_type") == "BIAS",
+        lambda spec, config, serving: {"peft_type": "BIAS"},
+        lambda settings, config: BiasTuning(),
+        lambda spec, adapter, config, serving, base: dict(adapter),
+        lambda spec, tensors, config, base: {"input_layernorm": tensors.pop("input_layernorm")},
+    )
+    register_kind(kind)
+    yield BiasTuning
+    del KINDS["bias"], SPECIFICATIONS["bias"]
+
+
+def test_a_kind_from_outside_trains_beside_others(toy_kind, train, make_task, model, tmp_path):
+    # All samples in every step.
+    toy = dataclasses.replace(make_task("toy", steps=8, batch_size=14), adapter=toy_kind())
+    lora = dataclasses.replace(make_task("lora", steps=8, batch_size=14), adapter=SPECS["lora"])
+    summary = train(tmp_path / "run", toy, lora)
+    for name in ("toy", "lora"):
+        results = summary.tasks[name]
+        assert results["train_loss_last"] < results["train_loss_first"]
+    spec, adapter = import_adapter(tmp_path / "run" / "adapters" / "toy", model.config)
+    assert isinstance(spec, toy_kind) and np.any(adapter["input_layernorm"])
+    with pytest.raises(ValueError, match="there is an adapter kind 'bias' already"):
+        register_kind(KINDS["bias"])
+
+
+def test_tenants_may_ask_for_other_kinds(data, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(open(data["short"], "rb").read())
+
+    def task(**adapter):
+        fields = {"name": "x", "data": "a.jsonl", "steps": 1, "adapter": adapter}
+        return task_from_json(json.dumps(fields), tmp_path).adapter
+
+    assert task(kind="ia3") == IA3()
+    assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
+    assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
+    for adapter, problem in (
+        ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
+        ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
+        ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
+        ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            task(**adapter)
+
+
+def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, tmp_path):
+    """It compiles nothing when they come, and tasks of others fail."""
+    options = ServerOptions(
+        **RUN, reserved_slots=2, reserved_rank=2, reserved_adapters=[IA3(), Bottleneck(size=4)]
+    )
+    with tuning_server(backbone, tmp_path / "server", options) as server:
+        for name, spec in (
+            ("ia3", IA3()),
+            ("fits", Bottleneck(size=3)),
+            ("large", Bottleneck(size=5)),
+            ("houlsby", Bottleneck("houlsby", 3)),
+            ("ln", LNTuning()),
+        ):
+            server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
+        server.step()
+        while not all(status.state in ENDED for status in server.statuses()):
+            server.step()
+        found = {status.name: (status.state, status.reason) for status in server.statuses()}
+        adapter = server.adapter("fits")
+    assert found["ia3"] == found["fits"] == ("succeeded", None)
+    assert adapter["mlp"]["down"].shape[-1] == 3
+    for name, problem in {
+        "large": "its adapter has size 5, the pool's is 4",
+        "houlsby": "its adapter has self_attn",
+        "ln": "its adapter has the kind 'ln_tuning'",
+    }.items():
+        assert found[name][0] == "failed" and problem in found[name][1]
+    for bad in (LoRA(), "ia3"):
+        with pytest.raises(PlanningError, match="is no specification of another kind than LoRA"):
+            ServerOptions(reserved_adapters=[bad])
+
+
+def test_linears_are_named_as_for_lora(model):
+    masks = KINDS["ia3"].targets(IA3("all-linear", ("down_proj",)), model.config)
+    linears = resolve_targets("all-linear", model.config)
+    assert {point.split("/")[0] for point in masks} == linears.keys()
+    assert "mlp.down_proj/output" not in masks
+    with pytest.raises(ValueError, match="mlp.up_proj is not among the target_modules"):
+        KINDS["ia3"].targets(IA3(("q_proj",), ("up_proj",)), model.config)
