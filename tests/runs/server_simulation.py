@@ -180,10 +180,18 @@ class Simulation(SimulatedServer):
         self._command("set_priority", self._any_task(), priority, priority)
 
     def _extend(self) -> None:
-        name = self._any_task()
+        # Often one whose learning rates tell when it was extended, and then often before a crash.
+        names = [status.name for status in self._live.statuses() if status.state == "running"]
+        decaying = [name for name in names if self._model.tasks[name].kind == "cosine"]
+        if decaying and self.random.random() < 0.7:
+            name = self.random.choice(decaying)
+        else:
+            decaying, name = [], self._any_task()
         known = self._model.tasks[name].steps if name in self._model.tasks else 1
         steps = self.random.randint(max(1, known - 1), MOST_STEPS)
         self._command("extend", name, steps, steps)
+        if decaying and self.random.random() < 0.5:
+            self._crash()
 
     def _command_for_nobody(self) -> None:
         self._command("cancel", "nobody")
