@@ -28,7 +28,7 @@ def main(library: str, backbone: str, short: str, folder: str, copies: str) -> N
 
     def register(name):
         kind, steps = TASKS[name]
-        return server.register(make_task(kind, name, steps, short))
+        return server.register(make_task(kind, name, steps, {"short": short}))
 
     def acknowledged(kind, name, future):
         server.step()

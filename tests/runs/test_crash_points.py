@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from jaxmux.live.states import ENDED
+from jaxmux.models import load_backbone
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_directory import ServerDirectory
 from jaxmux.runs.server_options import ServerOptions
@@ -76,7 +77,7 @@ def calm(serve, data, adapter_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("calm") / "server"
     with serve(folder, []) as server:
         for name, (kind, steps) in TASKS.items():
-            server.register(make_task(kind, name, steps, data["short"]))
+            server.register(make_task(kind, name, steps, data))
         finish(server)
     return {name: adapter_bytes(folder / "adapters" / name) for name in TASKS}
 
@@ -94,28 +95,35 @@ def finish(server):
     raise AssertionError(server.statuses())
 
 
-def kept(folder, said):
-    """Reads what a server finds in its folder: the names of the tasks, the paused ones, and the
-    steps of those in the checkpoint. The arrays are read too, and their checksums compared."""
-    identity = {
-        key: value
-        for key, value in json.loads((folder / "server.json").read_text()).items()
-        if key != "format"
-    }
-    with closing(ServerDirectory(folder, identity)) as directory:
-        with closing(ServerStore(directory, None, 2, said.append)) as store:
-            found = store.read()
-    steps = {own.task.name: own.progress.step if own.progress else 0 for own in found.saved}
-    paused = {own.task.name for own in found.saved if own.history[-1].state == "paused"}
-    names = list(steps)
-    for command in found.commands:
-        if command.kind == "register":
-            names.append(command.task)
-        elif command.kind == "pause":
-            paused.add(command.task)
-        elif command.kind == "resume":
-            paused.remove(command.task)
-    return names, paused, steps
+@pytest.fixture(scope="module")
+def kept(backbone):
+    """A function that reads what a server finds in its folder: the names of the tasks, the paused
+    ones, and the steps of those in the checkpoint. The arrays are read too, and their checksums
+    compared."""
+    loaded = load_backbone(backbone, "float32")
+
+    def read(folder, said):
+        identity = {
+            key: value
+            for key, value in json.loads((folder / "server.json").read_text()).items()
+            if key != "format"
+        }
+        with closing(ServerDirectory(folder, identity)) as directory:
+            with closing(ServerStore(directory, loaded, 2, said.append)) as store:
+                found = store.read()
+        steps = {own.task.name: own.progress.step if own.progress else 0 for own in found.saved}
+        paused = {own.task.name for own in found.saved if own.history[-1].state == "paused"}
+        names = list(steps)
+        for command in found.commands:
+            if command.kind == "register":
+                names.append(command.task)
+            elif command.kind == "pause":
+                paused.add(command.task)
+            elif command.kind == "resume":
+                paused.remove(command.task)
+        return names, paused, steps
+
+    return read
 
 
 def check(found, number, commands):
@@ -147,7 +155,7 @@ def half_written(before, after, folder):
 
 
 def test_a_server_killed_between_any_two_system_calls_loses_nothing(
-    recording, serve, calm, adapter_bytes, tmp_path
+    recording, serve, kept, calm, adapter_bytes, tmp_path
 ):
     copies, calls, commands = recording
     assert {"rename", "unlink", "mkdir", "pwrite64"} & set(calls)
@@ -176,7 +184,7 @@ def test_a_server_killed_between_any_two_system_calls_loses_nothing(
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "missing"])
-def test_any_damaged_file_of_the_newest_checkpoint_is_harmless(damage, recording, tmp_path):
+def test_any_damaged_file_of_the_newest_checkpoint_is_harmless(damage, recording, kept, tmp_path):
     """The checkpoint is read as it was, or the one before takes its place."""
     copies, _, _ = recording
     image = copies[-1]
