@@ -23,13 +23,23 @@ def loss_of(config, weights, kind, spec, adapter, samples, columns=None):
       samples: the samples.
       columns: by linear and layer, the columns of its weight that are trained.
     """
-    total = tokens = 0.0
-    for sample in samples:
-        ids, mask = np.asarray(sample.input_ids), np.asarray(sample.target_mask)[1:]
+    # Padding comes after the tokens, which do not see it.
+    longest = max(len(sample.input_ids) for sample in samples)
+    padded = [
+        np.pad(
+            (sample.input_ids, sample.target_mask), ((0, 0), (0, longest - len(sample.input_ids)))
+        )
+        for sample in samples
+    ]
+    ids, mask = np.moveaxis(np.asarray(padded, np.int32), 1, 0)
+
+    @jax.vmap
+    def losses(ids, mask):
         logits = _logits(config, weights, kind, spec, adapter, ids[:-1], columns)
-        scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(ids) - 1), ids[1:]]
-        total, tokens = total - jnp.sum(scores * mask), tokens + mask.sum()
-    return total / tokens
+        scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(longest - 1), ids[1:]]
+        return -jnp.sum(scores * mask[1:])
+
+    return jnp.sum(losses(ids, mask)) / mask[:, 1:].sum()
 
 
 def _logits(config, weights, kind, spec, adapter, ids, columns):

@@ -95,7 +95,7 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         }
         given = config, backbone.weights, kind.name, spec
         function = partial(loss_of, *given, samples=batch, columns=columns)
-        loss, gradients = jax.value_and_grad(lambda own: function(adapter=own))(params)
+        loss, gradients = jax.jit(jax.value_and_grad(lambda own: function(adapter=own)))(params)
         norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradients)))
     engine = make_mixed(prepared)
     engine.train_round()
