@@ -14,7 +14,7 @@ from jaxmux.pallas_kernels.grouped_lora import Factors
 from .leaves import LeafSpec
 from .targets import LayerMask, resolve_targets
 
-INITIALISATIONS = ("kaiming", "gaussian")
+INITIALISATIONS = ("kaiming", "gaussian", "orthogonal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,10 @@ class LoRA:
         which the full names equal or end with; or one regular expression that full names
         ("model.layers.3.self_attn.q_proj") match as a whole.
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
-      initialisation: initial values of A. "kaiming" draws them uniformly from ±1/sqrt(k), which is
-        PEFT's default; "gaussian" draws them from a normal distribution with standard deviation
-        1/rank. B starts at zero.
+      initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
+        default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
+        at zero. With "orthogonal", neither is zero but A B is, because the rows of A and the
+        columns of B lie in orthogonal subspaces; the rank must be even.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
         2024), positive. The learning rate of the task's optimizer is that of A.
 
@@ -54,6 +55,10 @@ class LoRA:
 
     def __post_init__(self):
         check_fields(self)
+        if self.initialisation == "orthogonal" and self.rank % 2:
+            raise ValueError(
+                f"rank should be even with orthogonal initialisation, found {self.rank}"
+            )
 
     @property
     def scale(self) -> float:
@@ -114,7 +119,7 @@ def lora_leaves(
 def initial_adapter(
     spec: LoRA, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
 ) -> Adapter:
-    """The LoRA factors with which a task (fine-tuning job) begins: A random, B zero.
+    """The LoRA factors with which a task (fine-tuning job) begins, whose product A B is zero.
 
     The values depend only on the arguments, so a task begins with the same factors alone and beside
     other tasks.
@@ -124,7 +129,7 @@ def initial_adapter(
       targets: the linears that the task adapts, from `resolve_targets`: by path of a linear within
         a layer, a bool mask [L] of the layers in which it is adapted.
       config: configuration of the backbone.
-      seed: seed of the random values of A, not negative.
+      seed: seed of the random values, not negative.
 
     Returns:
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
@@ -135,15 +140,27 @@ def initial_adapter(
     for module, layers in targets.items():
         k, n = linear_sizes(config, module)
         a = np.zeros((config.num_layers, k, spec.rank), np.float32)
+        b = np.zeros((config.num_layers, spec.rank, n), np.float32)
         for layer in np.flatnonzero(layers):
             rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
             if spec.initialisation == "kaiming":
                 bound = 1 / math.sqrt(k)
                 a[layer] = rng.uniform(-bound, bound, (k, spec.rank))
-            else:
+            elif spec.initialisation == "gaussian":
                 a[layer] = rng.standard_normal((k, spec.rank)) / spec.rank
-        adapter[module] = Factors(a, np.zeros((config.num_layers, spec.rank, n), np.float32))
+            else:
+                a[layer], b[layer] = _orthogonal(rng, k, spec.rank, n)
+        adapter[module] = Factors(a, b)
     return adapter
+
+
+def _orthogonal(rng: np.random.Generator, k: int, rank: int, n: int) -> Factors:
+    """Factors a [k, rank] and b [rank, n] with the product 0, as PEFT draws them: random
+    combinations of one half of the rows of an orthogonal matrix, and of the other half."""
+    rows, _ = np.linalg.qr(rng.standard_normal((rank, rank)))
+    a = rng.standard_normal((k, rank // 2)) @ rows[0::2]
+    b = rng.standard_normal((n, rank // 2)) @ rows[1::2]
+    return Factors(a / 10, b.T / 10)
 
 
 def relative_rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Factors]:

@@ -50,7 +50,13 @@ PARITY_TASKS = [
     _task(
         "long",
         words=(30, 60),
-        adapter={"rank": 8, "alpha": 4.0, "rslora": True, "target_modules": ["q_proj", "v_proj"]},
+        adapter={
+            "rank": 8,
+            "alpha": 4.0,
+            "rslora": True,
+            "initialisation": "orthogonal",
+            "target_modules": ["q_proj", "v_proj"],
+        },
         optimizer=_adamw(1e-3, warmup_steps=2, clip_norm=0.1),
         batch_size=4,
         max_length=120,

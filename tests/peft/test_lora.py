@@ -35,7 +35,11 @@ def test_a_list_of_targets_becomes_a_tuple():
         ({"dropout": math.nan}, "dropout .* found nan"),
         (
             {"initialisation": "pissa"},
-            "initialisation should be one of 'kaiming', 'gaussian', found 'pissa'",
+            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', found 'pissa'",
+        ),
+        (
+            {"initialisation": "orthogonal", "rank": 5},
+            "rank should be even with orthogonal initialisation, found 5",
         ),
         ({"loraplus_ratio": 0}, "loraplus_ratio should be a number above 0, found 0"),
         ({"alpha": math.nan}, "alpha"),
@@ -69,6 +73,16 @@ def test_kaiming_is_uniform_within_one_over_root_k(config):
 def test_gaussian_has_deviation_one_over_rank(config):
     a = initial(LoRA(rank=256, initialisation="gaussian"), config)["mlp.down_proj"].a
     assert a.std() == pytest.approx(1 / 256, rel=0.02)
+
+
+def test_orthogonal_factors_are_not_zero_but_their_product_is(config):
+    adapter = initial(LoRA(rank=256, initialisation="orthogonal"), config)
+    for a, b in adapter.values():
+        assert a.dtype == b.dtype == np.float32
+        # An entry is a sum over half of a column of an orthogonal matrix.
+        assert a.std() == pytest.approx(0.1 / math.sqrt(2), rel=0.05)
+        assert b.std() == pytest.approx(0.1 / math.sqrt(2), rel=0.05)
+        np.testing.assert_allclose(a @ b, 0, atol=1e-6)
 
 
 def test_layers_outside_the_targets_stay_zero(config):

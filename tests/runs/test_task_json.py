@@ -240,12 +240,12 @@ def random_task(rng: random.Random, folder: Path) -> Task:
     )
     adapter = some(
         LoRA,
-        rank=(1, 256),
+        rank=(2, 256),
         alpha=(-1, 0.1 + 0.2, 7),
         dropout=(0.5,),
         target_modules=("q_proj", ("q_proj",), ("layers.3.mlp.up_proj", "v_proj")),
         rslora=(True,),
-        initialisation=("gaussian",),
+        initialisation=("gaussian", "orthogonal"),
     )
     ends = rng.choice([{"epochs": 2}, {"steps": 3}])
     return some(
