@@ -194,6 +194,14 @@ class ServerModel:
                 # Its steps may fall back, but it has used what it had used before.
                 assert status.meter == self._used.get(name, status.meter), status
 
+    def end_server(self, live: LiveTraining) -> None:
+        """A server has saved its state for the last time, and waited for the rounds under way.
+
+        Args:
+          live: the server.
+        """
+        self._used |= {status.name: status.meter for status in live.statuses()}
+
     def take_event(self, event: Event) -> None:
         """Takes note of an event: updates follow each other without a gap.
 

@@ -163,6 +163,7 @@ class SimulatedServer:
         self._disk.slow = False
         self._idle()
         self._live.save()
+        self._model.end_server(self._live)
         self._close()
         saved = {} if self._disk.full else {s.name: s.step for s in self._live.statuses()}
         self._let_all_slow_data_go()
