@@ -283,7 +283,10 @@ def _first_adapter(
 ) -> Any:
     if task.resume_from is not None:
         return _saved_adapter(task, targets, config, base)
-    return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed)
+    try:
+        return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed, base)
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
 
 
 def _saved_adapter(

@@ -14,6 +14,7 @@ from jaxmux.field_checks import check_fields, choice, integer, number
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
 
+from .kind import BaseTensors
 from .leaves import LeafSpec
 from .targets import LayerMask
 
@@ -155,7 +156,11 @@ def bottleneck_leaves(
 
 
 def initial_bottleneck(
-    spec: Bottleneck, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+    spec: Bottleneck,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
 ) -> dict[str, Any]:
     """The arrays with which a task begins, see `AdapterKind.initial`."""
     form, layers = FORMS[spec.form], config.num_layers

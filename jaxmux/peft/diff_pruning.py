@@ -87,7 +87,11 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 
 
 def _initial(
-    spec: DiffPruning, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+    spec: DiffPruning,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
 ) -> dict[str, Any]:
     adapter = {}
     for module, mask in targets.items():
@@ -161,7 +165,7 @@ def _from_tensors(
     base: BaseTensors | None,
 ) -> dict[str, Any]:
     targets, r = _targets(spec, config), _entries_per_width(spec, config)
-    adapter = _initial(spec, targets, config, 0)
+    adapter = _initial(spec, targets, config, 0, base)
     for module, mask in targets.items():
         k, n = linear_sizes(config, module)
         for layer in np.flatnonzero(mask).tolist():

@@ -94,7 +94,11 @@ def leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int)
 
 
 def _initial(
-    spec: IA3, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+    spec: IA3,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
 ) -> dict[str, Any]:
     specs = leaves(config, list(targets), 1, 1)
     return jax.tree.map(lambda own: np.ones(own.of_slot().shape, np.float32), specs)

@@ -46,8 +46,10 @@ class AdapterKind(NamedTuple):
         configuration, the points, the number of slots T and the pool's rank R, at least the largest
         rank of any task. It returns a tree of `LeafSpec`, which give the shape and the axes of each
         array.
-      initial: function (specification, targets, config, seed) that returns the arrays with which a
-        task begins, at the task's own rank and without the slot axis.
+      initial: function (specification, targets, config, seed, base) that returns the arrays with
+        which a task begins, at the task's own rank and without the slot axis. `base` gives the
+        tensors of the backbone, for kinds that begin with something made of them; None if they are
+        not at hand, which these kinds refuse by ValueError (`base_values`).
       relative_rates: function (specification, targets) that returns a tree with a float32 array [L]
         for each trained array: its learning rate in each of the L layers, divided by the task's
         learning rate; 0 in layers that are not adapted.
@@ -59,8 +61,7 @@ class AdapterKind(NamedTuple):
       from_settings: function (settings, config), its inverse. It raises ValueError or KeyError if
         no adapter of this kind has these settings.
       tensors: function (specification, adapter, config, serving, base) that returns the arrays of a
-        folder by name. `base` gives the tensors of the backbone, for kinds that keep differences
-        from it; None if they are not at hand, which these kinds refuse by ValueError.
+        folder by name. `base` as for `initial`, for kinds that keep differences from the backbone.
       from_tensors: function (specification, tensors, config, base), its inverse. It removes from
         `tensors` those that it has used, and raises ValueError if one is missing or misshapen.
       identity: attributes of a specification that an adapter in a folder must share with the task
@@ -76,7 +77,7 @@ class AdapterKind(NamedTuple):
     op: AdapterOp | None
     targets: Callable[[Any, BackboneConfig], Mapping[str, LayerMask]]
     leaves: Callable[[BackboneConfig, Sequence[str], int, int], Any]
-    initial: Callable[[Any, Mapping[str, LayerMask], BackboneConfig, int], Any]
+    initial: Callable[[Any, Mapping[str, LayerMask], BackboneConfig, int, BaseTensors | None], Any]
     relative_rates: Callable[[Any, Mapping[str, LayerMask]], Any]
     recognise: Callable[[Mapping[str, Any]], bool]
     settings: Callable[[Any, BackboneConfig, bool], dict[str, Any]]
@@ -112,6 +113,21 @@ class AdapterKind(NamedTuple):
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))
+
+
+def base_values(base: BaseTensors | None, name: str) -> np.ndarray:
+    """The values of a tensor of the backbone, float32.
+
+    Args:
+      base: function that gives the tensors of the backbone, or None.
+      name: name of the tensor in Hugging Face's checkpoint.
+
+    Raises:
+      ValueError: the backbone is not at hand.
+    """
+    if base is None:
+        raise ValueError("the weights of the backbone are needed, which are not at hand")
+    return np.asarray(base(name), np.float32)
 
 
 def spec_tree(points: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jaxmux.field_checks import check_fields, names
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import FINAL_NORM, AdapterOp
 
-from .kind import AdapterKind, BaseTensors, Changes
+from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .leaves import LeafSpec
 from .peft_tensors import PREFIX, take_tensor
 from .targets import LayerMask, full_name
@@ -82,7 +82,11 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 
 
 def _initial(
-    spec: LNTuning, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+    spec: LNTuning,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
     shape = config.num_layers, config.hidden_size
     return {point: np.zeros(shape, np.float32) for point in targets}
@@ -113,17 +117,11 @@ def _names(spec: LNTuning, config: BackboneConfig) -> list[tuple[str, int, str]]
     ]
 
 
-def _weight(base: BaseTensors | None, name: str) -> np.ndarray:
-    if base is None:
-        raise ValueError("the weights of the backbone are needed, which are not at hand")
-    return np.asarray(base(f"{name}.weight"), np.float32)
-
-
 def _tensors(
     spec: LNTuning, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
     return {
-        f"{PREFIX}{name}.{_PARAMETER}": _weight(base, name) + adapter[point][layer]
+        f"{PREFIX}{name}.{_PARAMETER}": base_values(base, f"{name}.weight") + adapter[point][layer]
         for point, layer, name in _names(spec, config)
     }
 
@@ -131,10 +129,10 @@ def _tensors(
 def _from_tensors(
     spec: LNTuning, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    adapter = _initial(spec, _targets(spec, config), config, 0)
+    adapter = _initial(spec, _targets(spec, config), config, 0, base)
     for point, layer, name in _names(spec, config):
         own = take_tensor(tensors, f"{PREFIX}{name}.{_PARAMETER}", (config.hidden_size,))
-        adapter[point][layer] = own - _weight(base, name)
+        adapter[point][layer] = own - base_values(base, f"{name}.weight")
     return adapter
 
 

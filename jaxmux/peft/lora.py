@@ -11,6 +11,7 @@ from jaxmux.field_checks import check_fields, choice, flag, integer, names, numb
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
+from .kind import BaseTensors
 from .leaves import LeafSpec
 from .targets import LayerMask, resolve_targets
 
@@ -117,7 +118,11 @@ def lora_leaves(
 
 
 def initial_adapter(
-    spec: LoRA, targets: Mapping[str, LayerMask], config: BackboneConfig, seed: int
+    spec: LoRA,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None = None,
 ) -> Adapter:
     """The LoRA factors with which a task (fine-tuning job) begins, whose product A B is zero.
 
@@ -130,6 +135,7 @@ def initial_adapter(
         a layer, a bool mask [L] of the layers in which it is adapted.
       config: configuration of the backbone.
       seed: seed of the random values, not negative.
+      base: the tensors of the backbone, or None; not read.
 
     Returns:
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input

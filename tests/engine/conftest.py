@@ -104,7 +104,7 @@ def make_task_with(make_task, config):
         task, kind = dataclasses.replace(prepared.task, adapter=spec), kind_of(spec)
         targets = kind.targets(spec, config)
         rng = np.random.default_rng(seed)
-        first = kind.initial(spec, targets, config, seed)
+        first = kind.initial(spec, targets, config, seed, None)
         rates = named_leaves(kind.relative_rates(spec, targets))
         names = iter(named_leaves(first))
 

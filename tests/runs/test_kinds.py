@@ -282,7 +282,7 @@ def toy_kind():
         AddBias(),
         targets,
         leaves,
-        lambda spec, targets, config, seed: {
+        lambda spec, targets, config, seed, base: {
             point: np.zeros((config.num_layers, config.hidden_size), np.float32)
             for point in targets
         },
