@@ -14,7 +14,7 @@ from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, DiffPruning, LNTuning, LoRA
+from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA
 from jaxmux.peft.ln_tuning import NORMS
 from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
@@ -136,7 +136,7 @@ def part_to_json(field: str, part: Any) -> dict[str, Any]:
       field: name of the field, a key of `PARTS`.
       part: the value of the field.
     """
-    kind = next((kind for kind, cls in PARTS[field].classes.items() if isinstance(part, cls)), "")
+    kind = next((kind for kind, cls in PARTS[field].classes.items() if type(part) is cls), "")
     return ({KIND: kind} if kind else {}) | to_json(part)
 
 
@@ -189,6 +189,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (Source, "split"): {"enum": ["train"]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): linears,
+        (DoRA, "rank"): {"maximum": limits.rank},
+        (DoRA, "target_modules"): linears,
         (IA3, "target_modules"): linears,
         (IA3, "feedforward_modules"): linears | {"minItems": 0},
         (LNTuning, "target_modules"): {

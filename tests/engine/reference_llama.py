@@ -65,6 +65,11 @@ def _logits(config, weights, kind, spec, adapter, ids, columns):
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
+        if kind == "dora" and module in adapter:
+            a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
+            changed = own["kernel"].values[layer] + spec.scale * a @ b
+            norm = jax.lax.stop_gradient(jnp.sqrt((changed**2).sum(axis=0)))
+            y = (x @ changed) * adapter[module]["magnitude"][layer] / norm
         if kind == "diff_pruning" and module in adapter:
             y = y + x[:, columns[module][layer]] @ adapter[module]["values"][layer]
         y = y + own["bias"][layer] if "bias" in own else y
