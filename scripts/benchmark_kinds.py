@@ -53,7 +53,7 @@ from kinds_turns import turn
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_peak, linear_sizes, planned_remat
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, kind_of, size_of_adapter
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA, kind_of, size_of_adapter
 from jaxmux.planner.costs import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.packing import smallest_shape_class
@@ -74,6 +74,7 @@ class Mix(NamedTuple):
 
 
 MIXES = (
+    Mix("DoRA", DoRA()),
     Mix("IA3", IA3()),
     Mix("LN-tuning", LNTuning()),
     Mix("Pfeiffer", Bottleneck("pfeiffer")),
