@@ -43,6 +43,7 @@ _NAMES = {
         "DiffPruning",
         "LNTuning",
         "LoRA",
+        "VeRA",
         "export_adapter",
         "import_adapter",
     ),

@@ -190,6 +190,7 @@ def _stack(requests: Sequence[Request], config: BackboneConfig) -> dict[str, Any
             pad(named_leaves(r.adapter if r.spec and kind_of(r.spec) is kind else {}), specs)
             for r in requests
         ]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
+        axes = jax.tree.map(lambda spec: spec.slot_axis, kind.leaves(config, points, 1, rank))
+        return jax.tree.map(lambda axis, *leaves: jnp.stack(leaves, axis), axes, *slots)
 
     return {name: pool(kind) for name, kind in kinds.items()}

@@ -10,7 +10,7 @@ import pytest
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.optimizers import SGD
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, kind_of
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, VeRA, kind_of
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -26,6 +26,9 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 5, scaling=0.5),
     "parallel": Bottleneck("parallel", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
+    "vera": VeRA(6, d_initial=0.3),
+    # Other projections, of which some linears have parts.
+    "vera-of-some": VeRA(4, 0.3, 7, ("k_proj", "o_proj")),
 }
 
 
@@ -90,11 +93,11 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), trained(specs, before))
         batch = prepared.batches[0]
-        columns = {
-            module: own["columns"] - 1 for module, own in before.items() if name == "columns"
-        }
+        frozen = jax.tree.map(
+            lambda spec, leaf: None if spec.trained else np.asarray(leaf, np.float64), specs, before
+        )
         given = config, backbone.weights, kind.name, spec
-        function = partial(loss_of, *given, samples=batch, columns=columns)
+        function = partial(loss_of, *given, samples=batch, frozen=frozen)
         loss, gradients = jax.jit(jax.value_and_grad(lambda own: function(adapter=own)))(params)
         norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradients)))
     engine = make_mixed(prepared)
@@ -116,7 +119,7 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
 
 
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ("lora", "ia3-inputs", "ln", "houlsby"):
+    for bad in ("lora", "ia3-inputs", "ln", "houlsby", "vera"):
         broken = dataclasses.replace(
             tasks[bad],
             make_adapter=lambda own=tasks[bad]: jax.tree.map(

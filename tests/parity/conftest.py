@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,6 @@ def trained_kinds(tmp_path_factory, jaxmux) -> Trained:
 def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Trained:
     make_backbone(backbone, folder / "backbone", os.environ.get("JAXMUX_SHARED"))
     requested = write_tasks(tasks, folder)
-    # There may be fewer tasks than prompts; the slots without a task have no adapter.
     prompts = random_prompts(vocabulary(folder / "backbone"))
     jaxmux("train", folder, {"backbone": "backbone", "tasks": requested, "prompts": prompts})
     results = {
@@ -111,7 +111,7 @@ def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Traine
         results["batches"],
         {name: [u for u in results["updates"] if u["task"] == name] for name in names},
         results["microbatches"],
-        dict(zip(names, prompts, strict=False)),
+        dict(zip(names, cycle(prompts), strict=False)),
     )
 
 
