@@ -184,9 +184,11 @@ def _stack(requests: Sequence[Request], config: BackboneConfig) -> dict[str, Any
         own = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
         points = sorted({point for spec in own for point in kind_of(spec).targets(spec, config)})
         rank = max((spec.rank for spec in own), default=1)
-        specs = jax.tree.map(LeafSpec.of_slot, KINDS[name].leaves(config, points, 1, rank))
+        pool = KINDS[name].leaves(config, points, 1, rank)
+        specs = jax.tree.map(LeafSpec.of_slot, pool)
         slots = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
+        axes = jax.tree.map(lambda spec: spec.slot_axis, pool)
+        return jax.tree.map(lambda axis, *leaves: jnp.stack(leaves, axis), axes, *slots)
 
     return {
         name: pool(name) for name in {LOW_RANK_KIND, *(name for tree in trees for name in tree)}

@@ -22,6 +22,8 @@ from jaxmux.pallas_kernels.slot_values import values_of_chunks
 LOW_RANK_KIND = "lora"
 # Name of an array of kinds that have low-rank factors: float32 [L, T], the scale of their product.
 SCALE = "scale"
+# Key of the owner slot of every chunk beside arrays of all slots, see `AdapterOp.of_slots`.
+CHUNK_SLOT = "chunk_slot"
 # The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
 # layer count, so that they lie where the last layer does.
 FINAL_NORM = "norm"
@@ -38,7 +40,14 @@ class AdapterOp:
     meet. The methods are differentiated by JAX.
 
     Instances are static arguments of compiled programs, so they are hashable and do not change.
+
+    Attributes:
+      of_slots: names of arrays that are too large to be gathered for every chunk. They belong to no
+        layer and are not trained, and `own` holds them for all slots, [T, ...], beside the owner
+        slot of every chunk as `CHUNK_SLOT`.
     """
+
+    of_slots: frozenset[str] = frozenset()
 
     def changes_input(self, own: Any) -> bool:
         """Whether `linear_input` does something at a linear with these arrays. Linears that read
@@ -217,15 +226,44 @@ def layer_adapters(
     def part(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {point: own for point, own in tree.items() if (point == FINAL_NORM) == final}
 
-    for name, _ in ops:
-        sums = None if accumulators is None else part(accumulators[name])
-        found[name], sums = values_of_chunks(part(adapters[name]), sums, chunk_slot, layer)
+    for name, op in ops:
+        whole, own = _of_slots(op, part(adapters[name]))
+        none, sums = (None, None)
         if accumulators is not None:
+            none, sums = _of_slots(op, part(accumulators[name]))
+        of_chunks, sums = values_of_chunks(own, sums, chunk_slot, layer)
+        if op.of_slots:
+            whole = {point: {**own, CHUNK_SLOT: chunk_slot} for point, own in whole.items()}
+        found[name] = _joined(whole, of_chunks)
+        if accumulators is not None:
+            sums = _joined(none, sums)
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
         for point, own in adapters[name].items():
             if isinstance(own, Mapping) and SCALE in own:
                 scales[point] = scales.get(point, 0) + own[SCALE][layer]
     return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
+
+
+def _of_slots(op: AdapterOp, tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By point, the arrays that a kind takes of all slots; and those of every chunk's owner."""
+    if not op.of_slots:
+        return {}, dict(tree)
+
+    def chosen(whole: bool) -> dict[str, Any]:
+        return {
+            point: {name: x for name, x in own.items() if (name in op.of_slots) == whole}
+            for point, own in tree.items()
+        }
+
+    return chosen(True), chosen(False)
+
+
+def _joined(whole: Mapping[str, Any], of_chunks: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_of_slots`."""
+    return {
+        point: {**whole[point], **own} if point in whole else own
+        for point, own in of_chunks.items()
+    }
 
 
 @jax.custom_vjp

@@ -26,6 +26,7 @@ from .merged_checkpoint import write_merged
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
 from .targets import LayerMask, full_name, resolve_targets
+from .vera import VeRA
 
 __all__ = [
     "IA3",
@@ -44,6 +45,7 @@ __all__ = [
     "LeafSpec",
     "LoRA",
     "SlotArrays",
+    "VeRA",
     "adapter_of",
     "crop",
     "empty_pool",

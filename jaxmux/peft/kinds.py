@@ -20,6 +20,7 @@ from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .vera import vera_kind
 
 _lora_kind = AdapterKind(
     "lora",
@@ -49,6 +50,7 @@ KINDS: dict[str, AdapterKind] = {
         ln_tuning_kind,
         bottleneck_kind,
         diff_pruning_kind,
+        vera_kind,
     )
 }
 # By name of the kind, the class of its specifications.

@@ -11,7 +11,7 @@ import numpy as np
 ACTIVATIONS = {"relu": lambda x: jnp.maximum(x, 0), "swish": lambda x: x / (1 + jnp.exp(-x))}
 
 
-def loss_of(config, weights, kind, spec, adapter, samples, columns=None):
+def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
     """Mean cross entropy of a global batch.
 
     Args:
@@ -21,7 +21,7 @@ def loss_of(config, weights, kind, spec, adapter, samples, columns=None):
       spec: the specification of the adapter.
       adapter: its trained arrays, without a slot axis.
       samples: the samples.
-      columns: by linear and layer, the columns of its weight that are trained.
+      frozen: its other arrays, in a tree like that of the trained ones.
     """
     # Padding comes after the tokens, which do not see it.
     longest = max(len(sample.input_ids) for sample in samples)
@@ -35,14 +35,14 @@ def loss_of(config, weights, kind, spec, adapter, samples, columns=None):
 
     @jax.vmap
     def losses(ids, mask):
-        logits = _logits(config, weights, kind, spec, adapter, ids[:-1], columns)
+        logits = _logits(config, weights, kind, spec, adapter, ids[:-1], frozen)
         scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(longest - 1), ids[1:]]
         return -jnp.sum(scores * mask[1:])
 
     return jnp.sum(losses(ids, mask)) / mask[:, 1:].sum()
 
 
-def _logits(config, weights, kind, spec, adapter, ids, columns):
+def _logits(config, weights, kind, spec, adapter, ids, frozen):
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
     n, half = len(ids), config.head_dim // 2
@@ -71,7 +71,11 @@ def _logits(config, weights, kind, spec, adapter, ids, columns):
             norm = jax.lax.stop_gradient(jnp.sqrt((changed**2).sum(axis=0)))
             y = (x @ changed) * adapter[module]["magnitude"][layer] / norm
         if kind == "diff_pruning" and module in adapter:
-            y = y + x[:, columns[module][layer]] @ adapter[module]["values"][layer]
+            columns = np.asarray(frozen[module]["columns"][layer], int) - 1
+            y = y + x[:, columns] @ adapter[module]["values"][layer]
+        if kind == "vera" and module in adapter:
+            u = x @ frozen[module]["a0"] * adapter[module]["ld"][layer]
+            y = y + u @ frozen[module]["b0"] * adapter[module]["lb"][layer]
         y = y + own["bias"][layer] if "bias" in own else y
         return y * gains["output"][layer] if "output" in gains else y
 

@@ -17,6 +17,7 @@ from jaxmux.peft import (
     DoRA,
     LNTuning,
     LoRA,
+    VeRA,
     adapter_of,
     kind_of,
     own_leaves,
@@ -37,6 +38,9 @@ SPECS = {
     "parallel": Bottleneck("parallel", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
     "dora": DoRA(3, 6.0, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),
+    "vera": VeRA(6, d_initial=0.3),
+    # Other projections, of which some linears have parts.
+    "vera-of-some": VeRA(4, 0.3, 7, ("k_proj", "o_proj")),
 }
 
 
@@ -101,11 +105,11 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), trained(specs, before))
         batch = prepared.batches[0]
-        columns = {
-            module: own["columns"] - 1 for module, own in before.items() if name == "columns"
-        }
+        frozen = jax.tree.map(
+            lambda spec, leaf: None if spec.trained else np.asarray(leaf, np.float64), specs, before
+        )
         given = config, backbone.weights, kind.name, spec
-        function = partial(loss_of, *given, samples=batch, columns=columns)
+        function = partial(loss_of, *given, samples=batch, frozen=frozen)
         loss, gradients = jax.jit(jax.value_and_grad(lambda own: function(adapter=own)))(params)
         norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradients)))
     engine = make_mixed(prepared)
@@ -140,7 +144,7 @@ def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, b
 
 
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ("lora", "dora", "ia3-inputs", "ln", "houlsby"):
+    for bad in ("lora", "dora", "ia3-inputs", "ln", "houlsby", "vera"):
         broken = dataclasses.replace(
             tasks[bad],
             make_adapter=lambda own=tasks[bad]: jax.tree.map(

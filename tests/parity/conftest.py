@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Traine
         results["batches"],
         {name: [u for u in results["updates"] if u["task"] == name] for name in names},
         results["microbatches"],
-        dict(zip(names, prompts, strict=False)),
+        dict(zip(names, cycle(prompts), strict=False)),
     )
 
 

@@ -86,8 +86,8 @@ def train(folder: Path, request: Request) -> None:
       updates.json: the metrics of every update.
       microbatches.json: for every round and microbatch, the names of its tasks.
       initial/<task>, final/<task>, serving/<task>: the adapters.
-      logits/final.npz: the logits of every task's prompts with its final adapter. The prompts of
-        all tasks are packed into one microbatch.
+      logits/final.npz: the logits of every task's prompts with its final adapter. There are
+        prompts for a few slots, which are packed into one microbatch; the next tasks have the same.
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
@@ -112,10 +112,14 @@ def train(folder: Path, request: Request) -> None:
     planned = tasks_by_microbatch(tasks)
     assert engine.microbatches == sum(map(len, planned))
     save_json(folder / "microbatches.json", planned)
-    # There are prompts for the first tasks only.
-    first = tasks[: len(request["prompts"])]
-    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in first]
-    logits = packed_logits(backbone, adapters, request["prompts"])
+    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
+    logits, slots = {}, len(request["prompts"])
+    # The prompts fill a microbatch. The last one may have slots without an adapter.
+    for first in range(0, len(tasks), slots):
+        found = packed_logits(backbone, adapters[first : first + slots], request["prompts"])
+        for name, values in found.items():
+            slot, prompt = name.split("-")
+            logits[f"{first + int(slot)}-{prompt}"] = values
     save_arrays(folder / "logits" / "final.npz", logits)
 
 
@@ -195,9 +199,11 @@ def stack_adapters(
         own = [spec for (spec, _), tree in zip(adapters, trees, strict=False) if name in tree]
         points = sorted({p for spec in own for p in kind_of(spec).targets(spec, config)})
         rank = max((spec.rank for spec in own), default=1)
-        specs = jax.tree.map(LeafSpec.of_slot, KINDS[name].leaves(config, points, 1, rank))
+        pool = KINDS[name].leaves(config, points, 1, rank)
+        specs = jax.tree.map(LeafSpec.of_slot, pool)
         padded = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]
-        pools[name] = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *padded)
+        axes = jax.tree.map(lambda spec: spec.slot_axis, pool)
+        pools[name] = jax.tree.map(lambda axis, *leaves: np.stack(leaves, axis), axes, *padded)
     return pools
 
 

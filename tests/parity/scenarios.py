@@ -160,6 +160,15 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "vera",
+        words=(10, 25),
+        adapter={"kind": "vera", "rank": 24, "projection_key": 5},
+        optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    _task(
         "lora",
         words=(10, 25),
         adapter={"rank": 2, "alpha": 2.0},

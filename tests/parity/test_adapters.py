@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from backbones import CONFIGS, VOCABULARY, load_model, logits, random_model, random_prompts
-from peft import PeftModel
+from peft import PeftModel, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, save_peft_adapter
 from vllm_check import RefusedError, check_adapter
@@ -47,11 +47,36 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
     check_exported_logits(trained_by_other_optimizers, task, form, at_most)
 
 
-@pytest.mark.parametrize("task", ["ia3", "ln_tuning", "diff_pruning", "dora"])
+@pytest.mark.parametrize(
+    ("task", "form"),
+    [
+        ("ia3", "final"),
+        ("ln_tuning", "final"),
+        ("diff_pruning", "final"),
+        ("dora", "final"),
+        ("vera", "final"),
+        ("vera", "serving"),
+    ],
+)
 def test_an_exported_adapter_of_another_kind_has_the_same_logits_in_peft(
-    task, trained_kinds, at_most
+    task, form, trained_kinds, at_most
 ):
-    check_exported_logits(trained_kinds, task, "final", at_most)
+    check_exported_logits(trained_kinds, task, form, at_most)
+
+
+def test_the_projections_of_vera_are_those_of_peft(trained_kinds):
+    folder = trained_kinds.folder
+    ours = folder / "initial" / "vera"
+    config = VeraConfig.from_pretrained(ours)
+    model = get_peft_model(load_model(folder / "backbone"), config)
+    made, written = model.state_dict(), load_file(ours / "adapter_model.safetensors")
+    for name in ("base_model.vera_A", "base_model.vera_B"):
+        assert torch.equal(made[f"{name}.default"], written[name])
+
+
+def test_vera_for_serving_passes_vllms_checks(trained_kinds):
+    folder = trained_kinds.folder
+    check_adapter(folder / "serving" / "vera", linears(folder / "backbone"), max_lora_rank=32)
 
 
 @pytest.mark.parametrize("form", FORMS)

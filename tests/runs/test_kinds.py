@@ -19,6 +19,7 @@ from jaxmux import (
     LoRA,
     PlanningError,
     ServerOptions,
+    VeRA,
     export_adapter,
     import_adapter,
     load_backbone,
@@ -61,6 +62,7 @@ SPECS = {
     "parallel": Bottleneck("parallel", 4, scaling=2.0),
     "columns": DiffPruning(4, ("v_proj", "down_proj")),
     "dora": DoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
+    "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -71,6 +73,7 @@ SETTINGS = {
     "parallel": ("adapter.safetensors", "name", "jaxmux"),
     "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
     "dora": ("adapter_model.safetensors", "use_dora", True),
+    "vera": ("adapter_model.safetensors", "projection_prng_key", 3),
 }
 
 
@@ -177,7 +180,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "dora")
+    merged_names = ("lora", "ia3", "ln", "columns", "dora", "vera")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -219,6 +222,25 @@ def test_a_backbone_of_several_files_is_merged_file_by_file(
             np.testing.assert_array_equal(found[name], whole[name])
             changed += not np.array_equal(found[name], tensors[name])
     assert changed == 2 * model.config.num_layers
+
+
+def test_vera_is_served_as_a_lora(trained, model, tmp_path, logits):
+    own = import_adapter(trained / "adapters" / "vera", model.config)
+    export_adapter(tmp_path / "served", *own[::-1], model.config, "base", serving=True)
+    spec, adapter = import_adapter(tmp_path / "served", model.config)
+    assert isinstance(spec, LoRA) and spec.scale == 1
+    np.testing.assert_allclose(logits(model, spec, adapter), logits(model, *own), atol=1e-5)
+
+
+def test_projections_that_a_folder_lacks_are_drawn_again(trained, model, tmp_path):
+    folder = trained / "adapters" / "vera"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    kept = {name: x for name, x in tensors.items() if "lambda" in name}
+    assert len(kept) == len(tensors) - 2
+    shutil.copytree(folder, tmp_path / "vera")
+    save_file(kept, tmp_path / "vera" / "adapter_model.safetensors")
+    whole, short = (import_adapter(path, model.config)[1] for path in (folder, tmp_path / "vera"))
+    jax.tree.map(np.testing.assert_array_equal, whole, short)
 
 
 def test_differences_from_the_backbone_need_it(trained, model, tmp_path):

@@ -1,0 +1,108 @@
+"""Products of chunks with random projections that many slots have in common.
+
+The projections of a slot are one pair for all layers, far too large to be gathered for every chunk.
+Tasks usually have the same pair, so that one product over the whole stream serves all of them. The
+number of different pairs is not known when a program is compiled: a loop takes one turn for each
+pair that chunks of the microbatch use. A turn multiplies all tokens, so a chunk gets the same bits
+whatever pairs other chunks use.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def first_alike(
+    a0: Float[Array, "T k R"], b0: Float[Array, "T R n"], chunk_slot: Int[Array, " chunks"]
+) -> Int[Array, " chunks"]:
+    """For every chunk, the first slot with the projections of the chunk's owner; T for chunks whose
+    owners have none.
+
+    Projections are the same if the first column of A and the first row of B are: those of another
+    seed or another size differ in them.
+
+    Args:
+      a0: projections of inputs, 0 in slots without one.
+      b0: projections to outputs.
+      chunk_slot: owner slot of each chunk; -1 for an empty chunk.
+    """
+    slots = len(a0)
+
+    def same(x: Float[Array, "T _"]):
+        return (x[:, None] == x[None]).all(axis=-1)
+
+    # NaN equals nothing, not even itself.
+    alike = same(a0[:, :, 0]) & same(b0[:, 0]) | jnp.eye(slots, dtype=bool)
+    used = (b0[:, 0] != 0).any(axis=-1)
+    first = jnp.where(used, jnp.argmax(alike, axis=1), slots)
+    owner = jnp.where(chunk_slot < 0, slots, chunk_slot)
+    return first.at[owner].get(mode="fill", fill_value=slots)
+
+
+@jax.custom_vjp
+def projected(
+    x: Float[Array, "chunks l k"],
+    ld: Float[Array, "chunks R"],
+    a0: Float[Array, "T k R"],
+    b0: Float[Array, "T R n"],
+    group: Int[Array, " chunks"],
+) -> Float[Array, "chunks l n"]:
+    """`((x A) · ld) B` with the projections of each chunk's group, 0 in chunks without one. The
+    gradient of `ld` is float32; the projections have none.
+
+    Args:
+      x: activations, in the compute dtype.
+      ld: factors of the features between the projections, float32.
+      a0: projections of inputs.
+      b0: projections to outputs.
+      group: the result of `first_alike`.
+    """
+
+    def turn(slot, v):
+        u = _dot(x, a0[slot])
+        new = _dot((u * ld[:, None]).astype(x.dtype), b0[slot]).astype(x.dtype)
+        return _select(group == slot, new, v)
+
+    return _for_each(group, len(a0), turn, jnp.zeros((*x.shape[:2], b0.shape[2]), x.dtype))
+
+
+def _forward(x, ld, a0, b0, group):
+    return projected(x, ld, a0, b0, group), (x, ld, a0, b0, group)
+
+
+def _backward(residuals, dv):
+    x, ld, a0, b0, group = residuals
+
+    def turn(slot, gradients):
+        du = _dot(dv, b0[slot].T)
+        dx = _dot((du * ld[:, None]).astype(x.dtype), a0[slot].T).astype(x.dtype)
+        dld = (du * _dot(x, a0[slot])).sum(axis=1)
+        return tuple(map(lambda *pair: _select(group == slot, *pair), (dx, dld), gradients))
+
+    gradients = _for_each(group, len(a0), turn, (jnp.zeros_like(x), jnp.zeros_like(ld)))
+    return *gradients, None, None, None
+
+
+projected.defvjp(_forward, _backward)
+
+
+def _for_each(group: Int[Array, " chunks"], slots: int, turn, value):
+    """Applies `turn(slot, value)` for the slots in `group`, in ascending order."""
+
+    def step(carry):
+        slot, value = carry
+        following = jnp.where(group > slot, group, slots).min()
+        return following, turn(slot, value)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < slots, step, (group.min(), value))[1]
+
+
+def _dot(x: Float[Array, "chunks l k"], w: Float[Array, "k n"]) -> Float[Array, "chunks l n"]:
+    """The product over the whole stream, in float32."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    return y.reshape(*x.shape[:2], -1)
+
+
+def _select(chosen, new, old):
+    return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,0 +1,281 @@
+"""VeRA adapters: trained factors between shared random projections (Kopiczko et al. 2024)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxmux.field_checks import check_fields, integer, names, number
+from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
+
+from . import lora_folder
+from .kind import AdapterKind, BaseTensors, Changes
+from .leaves import LeafSpec
+from .lora import Adapter, Factors, LoRA
+from .peft_tensors import layer_tensors, stacked, take_layers, take_tensor
+from .shared_projections import first_alike, projected
+from .targets import LayerMask, full_name, resolve_targets, target_names
+
+# PEFT's names of the two projections, which are not those of a module.
+_A, _B = "base_model.vera_A", "base_model.vera_B"
+_NOT_SUPPORTED = (
+    "fan_in_fan_out",
+    "layers_to_transform",
+    "layers_pattern",
+    "exclude_modules",
+    "modules_to_save",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VeRA:
+    """Trained factors between random projections: `y = x W + lb · (((x A) · ld) B)`
+    (Kopiczko et al. 2024).
+
+    A [k, r] and B [r, n] are drawn once and not trained. All linears and layers share them: a
+    linear takes the first k rows of A and the first n columns of B. What is trained is ld [r],
+    which begins at `d_initial`, and lb [n], which begins at 0. They need a learning rate about ten
+    times as high as LoRA's, and a weight decay pulls both to 0.
+
+    Attributes:
+      rank: r, at least 1.
+      d_initial: initial value of ld.
+      projection_key: seed of A and B, which are those of Hugging Face PEFT to the last bit.
+      target_modules: the linears that are adapted, chosen as `LoRA.target_modules`. The widest of
+        them determine the sizes of A and B, and with that their values.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    rank: int = integer(256, least=1)
+    d_initial: float = number(0.1)
+    projection_key: int = integer(0, least=0)
+    target_modules: str | tuple[str, ...] = names("all-linear")
+
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.projection_key >= 2**32:
+            raise ValueError(
+                f"projection_key should be less than 2**32, found {self.projection_key}"
+            )
+
+
+class _Factors(AdapterOp):
+    """Adds what the projections and their factors make of a linear's input."""
+
+    of_slots = frozenset({"a0", "b0"})
+
+    def linear_output(self, own, x, y, first_column):
+        group = first_alike(own["a0"], own["b0"], own[CHUNK_SLOT])
+        return y + own["lb"][:, None] * projected(x, own["ld"], own["a0"], own["b0"], group)
+
+
+def drawn_projections(
+    key: int, rank: int, k: int, n: int
+) -> tuple[Float[np.ndarray, "r k"], Float[np.ndarray, "n r"]]:
+    """The projections A and B of Hugging Face PEFT in its layout, with the same bits.
+
+    PEFT draws them with torch's generator for CPUs, which is the Mersenne Twister of NumPy: first
+    A, then B, uniformly in ±sqrt(6 / size of the last axis), with 24 random bits for each value.
+
+    Args:
+      key: seed of the generator.
+      rank: r.
+      k: width of the widest input.
+      n: width of the widest output.
+    """
+    rng = np.random.RandomState(key)
+
+    def draw(*shape: int) -> Float[np.ndarray, "_ _"]:
+        bound = float(np.sqrt(3.0) * (np.sqrt(2.0) / np.sqrt(shape[1])))
+        bits = rng.randint(0, 2**32, size=shape, dtype=np.uint32) & 0xFFFFFF
+        low, high = np.float32(-bound), np.float32(bound)
+        # One rounding at the end, as of a fused multiply-add.
+        values = bits * 2.0**-24 * np.float64(high - low) + np.float64(low)
+        return values.astype(np.float32)
+
+    return draw(rank, k), draw(n, rank)
+
+
+def _widest(spec: VeRA, config: BackboneConfig) -> tuple[int, int]:
+    """The widest input and the widest output of the adapted linears."""
+    sizes = [linear_sizes(config, m) for m in resolve_targets(spec.target_modules, config)]
+    return max(k for k, _ in sizes), max(n for _, n in sizes)
+
+
+def _projections(
+    spec: VeRA, config: BackboneConfig, a: np.ndarray, b: np.ndarray
+) -> dict[str, dict[str, np.ndarray]]:
+    """By linear, its parts of the projections, which are given in PEFT's layout."""
+    found = {}
+    for module in resolve_targets(spec.target_modules, config):
+        k, n = linear_sizes(config, module)
+        parts = {"a0": a[:, :k].T, "b0": b[:n].T}
+        found[module] = {name: np.asarray(x, np.float32, "C") for name, x in parts.items()}
+    return found
+
+
+def _targets(spec: VeRA, config: BackboneConfig) -> dict[str, LayerMask]:
+    return resolve_targets(spec.target_modules, config)
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    sizes, both = (config.num_layers, slots), ("layer", "slot")
+
+    def of(module: str) -> dict[str, LeafSpec]:
+        k, n = linear_sizes(config, module)
+        return {
+            "ld": LeafSpec((*sizes, rank), (*both, "rank")),
+            "lb": LeafSpec((*sizes, n), (*both, "output")),
+            "a0": LeafSpec((slots, k, rank), ("slot", "input", "rank"), trained=False),
+            "b0": LeafSpec((slots, rank, n), ("slot", "rank", "output"), trained=False),
+        }
+
+    return {module: of(module) for module in points}
+
+
+def _initial(
+    spec: VeRA,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    drawn = drawn_projections(spec.projection_key, spec.rank, *_widest(spec, config))
+    adapter = _projections(spec, config, *drawn)
+    for module, mask in targets.items():
+        ld = np.outer(mask, np.full(spec.rank, spec.d_initial, np.float32))
+        n = linear_sizes(config, module)[1]
+        adapter[module] |= {
+            "ld": ld.astype(np.float32),
+            "lb": np.zeros((config.num_layers, n), np.float32),
+        }
+    return adapter
+
+
+def _rates(spec: VeRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {
+        module: dict.fromkeys(("ld", "lb"), mask.astype(np.float32))
+        for module, mask in targets.items()
+    }
+
+
+def _as_lora(spec: VeRA) -> LoRA:
+    """The LoRA with scale 1 that computes the same."""
+    return LoRA(spec.rank, float(spec.rank), target_modules=spec.target_modules)
+
+
+def _factors(own: Mapping[str, np.ndarray]) -> Factors:
+    return Factors(own["a0"] * own["ld"][:, None], own["b0"] * own["lb"][:, None])
+
+
+def _settings(spec: VeRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    if serving:
+        return lora_folder.settings(_as_lora(spec), config, serving)
+    return {
+        "peft_type": "VERA",
+        "r": spec.rank,
+        "target_modules": target_names(_targets(spec, config)),
+        "projection_prng_key": spec.projection_key,
+        "save_projection": True,
+        "d_initial": spec.d_initial,
+        "vera_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_weights": True,
+    }
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> VeRA:
+    if (bias := settings.get("bias", "none")) != "none":
+        raise ValueError(f"bias={bias!r} is not supported, only 'none'")
+    for key in _NOT_SUPPORTED:
+        if settings.get(key):
+            raise ValueError(f"{key}={settings[key]!r} is not supported")
+    targets = settings.get("target_modules") or ()
+    spec = VeRA(
+        settings["r"],
+        settings.get("d_initial", 0.1),
+        settings.get("projection_prng_key", 0),
+        targets if isinstance(targets, str) else tuple(targets),
+    )
+    _targets(spec, config)
+    return spec
+
+
+def _tensors(
+    spec: VeRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    if serving:
+        factors: Adapter = {module: _factors(own) for module, own in adapter.items()}
+        return lora_folder.tensors(_as_lora(spec), factors, config, serving, base)
+    targets, found = _targets(spec, config), {}
+    for module, mask in targets.items():
+        found |= layer_tensors(module, mask, "vera_lambda_d", adapter[module]["ld"])
+        found |= layer_tensors(module, mask, "vera_lambda_b", adapter[module]["lb"])
+    # The widest linears have all of the projections.
+    a = max((adapter[module]["a0"] for module in targets), key=np.size)
+    b = max((adapter[module]["b0"] for module in targets), key=np.size)
+    return found | {_A: np.ascontiguousarray(a.T), _B: np.ascontiguousarray(b.T)}
+
+
+def _from_tensors(
+    spec: VeRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
+) -> dict[str, Any]:
+    k, n = _widest(spec, config)
+    if _A in tensors or _B in tensors:
+        a = take_tensor(tensors, _A, (spec.rank, k))
+        b = take_tensor(tensors, _B, (n, spec.rank))
+    else:
+        # PEFT's `save_projection=False`.
+        a, b = drawn_projections(spec.projection_key, spec.rank, k, n)
+    adapter = _projections(spec, config, a, b)
+    for module, mask in _targets(spec, config).items():
+        names = {"ld": "vera_lambda_d", "lb": "vera_lambda_b"}
+        shapes = {"ld": (spec.rank,), "lb": (linear_sizes(config, module)[1],)}
+        own = take_layers(tensors, module, mask, {names[x]: shapes[x] for x in names})
+        for leaf, name in names.items():
+            adapter[module][leaf] = stacked(own[name], config.num_layers, np.zeros(shapes[leaf]))
+    return adapter
+
+
+def _merged(spec: VeRA, adapter: Any, config: BackboneConfig) -> Changes:
+    def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
+        own = adapter[module]
+
+        def merge(weight: np.ndarray) -> np.ndarray:
+            product = (own["a0"] * own["ld"][layer]) @ own["b0"]
+            return weight + (product * own["lb"][layer]).T
+
+        return merge
+
+    return {
+        f"{full_name(module, layer)}.weight": change(module, layer)
+        for module, mask in _targets(spec, config).items()
+        for layer in np.flatnonzero(mask)
+    }
+
+
+vera_kind = AdapterKind(
+    "vera",
+    VeRA,
+    _Factors(),
+    _targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "VERA",
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("rank", "projection_key"),
+    merged=_merged,
+)
