@@ -53,7 +53,17 @@ from kinds_turns import turn
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_peak, linear_sizes, planned_remat
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA, kind_of, size_of_adapter
+from jaxmux.peft import (
+    IA3,
+    Bottleneck,
+    DiffPruning,
+    DoRA,
+    LNTuning,
+    LoRA,
+    VeRA,
+    kind_of,
+    size_of_adapter,
+)
 from jaxmux.planner.costs import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.packing import smallest_shape_class
@@ -81,6 +91,7 @@ MIXES = (
     Mix("Houlsby", Bottleneck("houlsby")),
     Mix("parallel bottleneck", Bottleneck("parallel")),
     Mix("Diff-Pruning of columns", DiffPruning()),
+    Mix("VeRA", VeRA()),
 )
 ROOM = "room for IA3"
 

@@ -106,11 +106,14 @@ def link_package(checkout: Path, folder: Path) -> None:
 
 
 def commit(checkout: str) -> str:
-    """The commit of a checkout; empty if git does not know it."""
+    """The commit of a checkout; empty if it is not the top folder of one that git knows."""
     found = subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ["git", "-C", checkout, "rev-parse", "--show-toplevel", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
     )
-    return found.stdout.strip()
+    folder, *commits = found.stdout.split("\n") if found.returncode == 0 else [""]
+    return commits[0] if folder and Path(folder).samefile(checkout) else ""
 
 
 def _plain(value: Any) -> bool:

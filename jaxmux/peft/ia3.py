@@ -10,6 +10,7 @@ import numpy as np
 from jaxmux.field_checks import check_fields, names
 from jaxmux.models import BackboneConfig, has_bias, linear_sizes
 from jaxmux.models.adapter_ops import AdapterOp
+from jaxmux.planner.costs.pool_spec import PointWork
 
 from .kind import AdapterKind, BaseTensors, Changes, spec_tree
 from .leaves import LeafSpec
@@ -91,6 +92,13 @@ def leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int)
         return LeafSpec(shape, ("layer", "slot", part), padding=1.0)
 
     return spec_tree({point: of(point) for point in points})
+
+
+def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    """A multiplication for every feature, which is read and written."""
+    module, part = point.split("/")
+    width = config.num_layers * linear_sizes(config, module)[part == OUTPUT]
+    return PointWork(width, 2 * width)
 
 
 def _initial(
@@ -195,4 +203,5 @@ ia3_kind = AdapterKind(
     _tensors,
     _from_tensors,
     merged=_merged,
+    work=_work,
 )

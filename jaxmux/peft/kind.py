@@ -9,7 +9,7 @@ import numpy as np
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
-from jaxmux.planner.costs.pool_spec import KindSize, PointSize
+from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
 from .targets import LayerMask
 
@@ -79,6 +79,9 @@ class AdapterKind(NamedTuple):
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
         backbone, a function of its float32 values that gives those with the adapter merged; None if
         the adapter cannot be merged.
+      work: function (config, point, rank) that returns what a pool of this rank takes at a point,
+        for the predicted times. None stands for a product with every trained value (two FLOPs), and
+        for two reads and a write of the backbone's width.
     """
 
     name: str
@@ -98,6 +101,7 @@ class AdapterKind(NamedTuple):
     low_rank: bool = False
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
+    work: Callable[[BackboneConfig, str, int], PointWork] | None = None
 
     def in_pools(self, adapter: Any) -> dict[str, Any]:
         """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the
@@ -153,11 +157,20 @@ class AdapterKind(NamedTuple):
             )
             return trained, frozen
 
+        def work(point: str, rank: int) -> PointWork:
+            if self.work:
+                return self.work(config, point, rank)
+            stream = config.num_layers * config.hidden_size
+            return PointWork(2 * count(point, rank)[0], 3 * stream)
+
         def size(point: str) -> PointSize:
             (one, frozen), (two, more_frozen) = count(point, 1), count(point, 2)
             per_rank = two - one, more_frozen - frozen
+            (flops, moved), (more_flops, _) = work(point, 1), work(point, 2)
             return PointSize(
-                point, per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]
+                point,
+                *(per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]),
+                *(more_flops - flops, 2 * flops - more_flops, moved),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

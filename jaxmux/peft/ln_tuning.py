@@ -11,6 +11,7 @@ import numpy as np
 from jaxmux.field_checks import check_fields, names
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import FINAL_NORM, AdapterOp
+from jaxmux.planner.costs.pool_spec import PointWork
 
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .leaves import LeafSpec
@@ -79,6 +80,14 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
     # The norm behind the last layer lies with it, so it has an axis of layers, too.
     shape = config.num_layers, slots, config.hidden_size
     return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
+
+
+def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    """The mean square, its root times the stream, and the trained weight times that are two, one
+    and two operations for every value; the stream and the norm's output are read, and a sum is
+    written."""
+    width = config.hidden_size * (1 if point == FINAL_NORM else config.num_layers)
+    return PointWork(5 * width, 3 * width)
 
 
 def _initial(
@@ -157,4 +166,5 @@ ln_tuning_kind = AdapterKind(
     _tensors,
     _from_tensors,
     merged=_merged,
+    work=_work,
 )

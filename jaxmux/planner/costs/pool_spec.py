@@ -11,9 +11,22 @@ from .device_profile import BackboneSize
 _FLOAT32 = 4
 
 
+class PointWork(NamedTuple):
+    """What the adapters of a kind do at one point, for one token in the forward passes of all
+    layers. The backward passes are twice as much.
+
+    Attributes:
+      flops: number of floating-point operations.
+      moved: number of values of the stream that are read or written.
+    """
+
+    flops: int
+    moved: int
+
+
 class PointSize(NamedTuple):
-    """Numbers of values that the adapters of a kind have at one point, for one slot and all layers:
-    some for every rank, and some besides.
+    """Numbers of values that the adapters of a kind have at one point, for one slot and all layers,
+    and the work there for one token: some for every rank, and some besides.
 
     Attributes:
       point: place of the backbone at which the adapters do something, such as the path of a linear.
@@ -21,6 +34,9 @@ class PointSize(NamedTuple):
       trained: number of other trained values.
       frozen_per_rank: number of values that are not trained, for each rank.
       frozen: number of other values that are not trained.
+      flops_per_rank: `PointWork.flops` for each rank.
+      flops: other floating-point operations.
+      moved: as `PointWork.moved`.
     """
 
     point: str
@@ -28,6 +44,9 @@ class PointSize(NamedTuple):
     trained: int
     frozen_per_rank: int = 0
     frozen: int = 0
+    flops_per_rank: int = 0
+    flops: int = 0
+    moved: int = 0
 
 
 class KindSize(NamedTuple):
@@ -53,6 +72,14 @@ class KindSize(NamedTuple):
     def frozen(self) -> int:
         """Number of values of a slot that are not trained, padding included."""
         return sum(p.frozen_per_rank * self.rank + p.frozen for p in self.points)
+
+    @property
+    def work(self) -> PointWork:
+        """The work at all points together, padding included."""
+        return PointWork(
+            sum(p.flops_per_rank * self.rank + p.flops for p in self.points),
+            sum(p.moved for p in self.points),
+        )
 
 
 class PoolSpec(NamedTuple):

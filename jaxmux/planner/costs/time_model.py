@@ -1,10 +1,10 @@
 """The time of layers, microbatches and rounds: MuxTune's cost model (3.3).
 
-The time of a layer has three parts: t_o(n) for the base operators over all n tokens of a
-microbatch, the time of attention, which depends on the length of the rows, and the time of the
-tasks' fused adapters. With a frozen backbone the forward and the backward pass take nearly the same
-time. The model keeps them apart because their attention differs and only the backward pass
-recomputes values.
+The time of a layer has four parts: t_o(n) for the base operators over all n tokens of a
+microbatch, the time of attention, which depends on the length of the rows, the time of the tasks'
+fused adapters, and that of other adapter kinds. With a frozen backbone the forward and the backward
+pass take nearly the same time. The model keeps them apart because their attention differs and only
+the backward pass recomputes values.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from .adapter_times import AdapterLoad, AdapterTimes
 from .attention_times import AttentionTimes
 from .curve import Curve
 from .device_profile import BackboneSize, ProfileError
+from .kind_times import BACKWARD, share_of_linears
 from .pool_spec import PoolSpec
 
 # One remat policy for all layers, or a sequence with one policy for each layer.
@@ -207,8 +208,9 @@ class TimeModel:
         """Returns the forward and the backward seconds of one decoder layer for one microbatch
         (MuxTune Eq. 3).
 
-        The result has the fields `forward` and `backward`, and the property `total`. The
-        all-reduces of tensor parallelism are not included; `collective` predicts them.
+        The result has the fields `forward` and `backward`, and the property `total`. The time of
+        adapter kinds other than LoRA is counted from FLOPs and bytes. The all-reduces of tensor
+        parallelism are not included; `collective` predicts them.
 
         Args:
           shape: shape class of the microbatch. Only its row length, chunk length and
@@ -239,7 +241,10 @@ class TimeModel:
         both = base + pool.share(self.backbone) * self.adapters.seconds(load)
         forward = self.forward_share * both + self._rows(self.attention_forward, shape) * total / tp
         both += self._rows(self.attention, shape) * total / tp
-        return Passes(forward, both - forward + self.recompute[remat] * base)
+        # Tensor-parallel devices compute most kinds on the whole stream.
+        kinds = share_of_linears(pool, self.backbone, shape.chunk_len) * self.base(total)
+        backward = both - forward + self.recompute[remat] * base
+        return Passes(forward + kinds, backward + BACKWARD * kinds)
 
     def _rows(self, times: AttentionTimes, shape: ShapeClass) -> float:
         """Returns the seconds per token that attention takes in these rows, minus those in the rows
