@@ -222,7 +222,7 @@ def _low_rank(
         routing.scale,
         factors,
         *_mask_arguments(masks),
-        out_type=[jax.ShapeDtypeStruct((tokens, rank), x.dtype)] * modules,
+        out_shape=[jax.ShapeDtypeStruct((tokens, rank), x.dtype)] * modules,
         grid=(tokens // 64,),
         num_warps=4,
         num_stages=_stages_that_fit(step, most=4),
@@ -258,7 +258,7 @@ def _routed_matmul(
         routing.chunk_slot,
         *_mask_arguments(masks),
         *(leaf for t in every for leaf in (t.lhs, t.weight.values, t.low, t.factor)),
-        out_type=[jax.ShapeDtypeStruct((tokens, columns), terms[0].lhs.dtype)],
+        out_shape=[jax.ShapeDtypeStruct((tokens, columns), terms[0].lhs.dtype)],
         grid=(tokens // tiles["TILE_M"] * (columns // tiles["TILE_N"]),),
         num_warps=8 if tiles["TILE_M"] * tiles["TILE_N"] >= 128 * 128 else 4,
         num_stages=_stages_that_fit(
@@ -311,19 +311,16 @@ def _add_in_place(layer, chunks_by_slot, masks, x, lows, accumulators, transpose
     chunk_len = tokens // (len(chunks_by_slot.order) - 1)
     tile_m = 32 if x.dtype == jnp.float32 else 64 if chunk_len % 128 else 128
     step = (64 + modules * rank) * tile_m * x.dtype.itemsize
-    sums = [jax.new_ref(accumulator) for accumulator in accumulators]
-    # Any array but an accumulator: XLA would copy one that is also updated in place.
+    # Any array but an accumulator: XLA would copy one that is both an operand and an alias.
     unused = lows[:1] * (_MAX_MODULES - modules)
-    _call(
+    inputs = (_as_array(layer), x, *lows, *unused, *chunks_by_slot, *_mask_arguments(masks))
+    return _call(
         "slot_gradient_kernel",
-        _as_array(layer),
-        x,
-        *lows,
+        *inputs,
+        *accumulators,
         *unused,
-        *chunks_by_slot,
-        *_mask_arguments(masks),
-        *sums,
-        out_type=(),
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in accumulators],
+        input_output_aliases={len(inputs) + m: m for m in range(modules)},
         grid=(width // 64, slots),
         num_warps=4,
         num_stages=_stages_that_fit(step, most=4),
@@ -336,9 +333,8 @@ def _add_in_place(layer, chunks_by_slot, masks, x, lows, accumulators, transpose
         DROPOUT=masks is not None,
         TILE_M=tile_m,
         TILE_K=64,
-        **_unused_pointers("accumulator", modules),
+        **_unused_pointers("after", modules),
     )
-    return [jax.freeze(accumulator) for accumulator in sums]
 
 
 def _call(kernel: str, *arrays, **options) -> list[Array]:
@@ -367,7 +363,7 @@ def _mask_arguments(masks: _Masks | None) -> _Masks:
 
 
 def _unused_pointers(name: str, modules: int) -> dict[str, None]:
-    """Constants for the results of absent modules, which are a kernel's last arrays."""
+    """Constants for the outputs of absent modules; a kernel's outputs are its last arrays."""
     return {f"{name}_{m}_ptr": None for m in range(modules, _MAX_MODULES)}
 
 

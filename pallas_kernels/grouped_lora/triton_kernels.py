@@ -175,9 +175,12 @@ def slot_gradient_kernel(
     starts_ptr,
     counters_ptr,
     rate_ptr,
-    accumulator_0_ptr,
-    accumulator_1_ptr,
-    accumulator_2_ptr,
+    before_0_ptr,
+    before_1_ptr,
+    before_2_ptr,
+    after_0_ptr,
+    after_1_ptr,
+    after_2_ptr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
@@ -190,12 +193,13 @@ def slot_gradient_kernel(
     TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`accumulator_m[layer, t] += dropout_m(x)^T low_m` over the tokens of slot t, in place.
+    """`after_m[layer, t] = before_m[layer, t] + dropout_m(x)^T low_m` over the tokens of slot t.
 
-    `accumulator_m` is that of A or of B, float32 [L, T, ...] with the given strides. Slot t's
-    chunks are order[starts[t] : starts[t + 1]], in stream order; the array `order` has one entry
-    more than there are chunks. One program computes TILE_K columns of x for one slot, so no two
-    programs write to the same element, and accumulators of slots without chunks are not touched.
+    `after` and `before` are the same array: the accumulator of A or of B, float32 [L, T, ...] with
+    the given strides. Slot t's chunks are order[starts[t] : starts[t + 1]], in stream order; the
+    array `order` has one entry more than there are chunks. One program computes TILE_K columns of x
+    for one slot, so no two programs write to the same element, and accumulators of slots without
+    chunks are not touched.
     """
     column, slot = tl.program_id(0) * TILE_K, tl.program_id(1)
     tiles: tl.constexpr = CHUNK_LEN // TILE_M
@@ -230,7 +234,7 @@ def slot_gradient_kernel(
     at = place * (WIDTH * RANK) + (
         (column + columns)[:, None] * STRIDE_WIDTH + ranks[None, :] * STRIDE_RANK
     )
-    accumulators = (accumulator_0_ptr, accumulator_1_ptr, accumulator_2_ptr)
+    accumulators = (after_0_ptr, after_1_ptr, after_2_ptr)
     for m in tl.static_range(MODULES):
         accumulator = accumulators[m] + at
         before = tl.load(accumulator, mask=first < last, other=0.0)
