@@ -43,6 +43,7 @@ _NAMES = {
         "DiffPruning",
         "LNTuning",
         "LoRA",
+        "SparseDiff",
         "VeRA",
         "export_adapter",
         "import_adapter",

@@ -89,8 +89,10 @@ def train(folder: Path, request: Request) -> None:
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
+    base = checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype)
     tasks = [
-        prepare_task(make_task(t, folder), backbone.config, tokenizer) for t in request["tasks"]
+        prepare_task(make_task(t, folder), backbone.config, tokenizer, base=base)
+        for t in request["tasks"]
     ]
     engine = Engine(backbone, EngineOptions(SHAPE))
     engine.register_tasks(tasks)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, VeRA
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, SparseDiff, VeRA
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -14,6 +14,7 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
     "vera": VeRA(6, d_initial=0.3),
+    "entries": SparseDiff(1, "random", ("v_proj", "o_proj")),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
