@@ -62,8 +62,8 @@ def _backward(width, residuals, dy):
         dense = _dense(width, x, values, places, chunk)
         return select_chunks(first == chunk, stream_product(dy, dense.T).astype(x.dtype), dx)
 
-    @jax.vmap
-    def gradients(x, dy, places):
+    def gradients(of_chunk):
+        x, dy, places = of_chunk
         # Features lie side by side, so that every entry reads two rows.
         rows = [
             jnp.take(stream.T, at, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
@@ -73,7 +73,8 @@ def _backward(width, residuals, dy):
         return jnp.where(inside, (rows[0] * rows[1]).sum(axis=1), 0)
 
     dx = in_turns(first, len(first), turn, jnp.zeros_like(x))
-    return dx, gradients(x, dy, places), None, None
+    # One chunk after another, because a program may store what is read for all entries.
+    return dx, jax.lax.map(gradients, (x, dy, places)), None, None
 
 
 sparse_product.defvjp(_forward, _backward)
