@@ -41,6 +41,7 @@ _NAMES = {
         "AdapterError",
         "Bottleneck",
         "DiffPruning",
+        "DoRA",
         "LNTuning",
         "LoRA",
         "SparseDiff",

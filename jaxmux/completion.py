@@ -27,7 +27,7 @@ from .models import (
 )
 from .models.adapter_ops import LOW_RANK_KIND
 from .pallas_kernels.compilation import compiled
-from .peft import KINDS, AdapterKind, LeafSpec, kind_of, ops_of, pad
+from .peft import KINDS, LeafSpec, kind_of, ops_of, pad, scale_of
 from .peft.leaves import named_leaves
 from .planner.numbers import power_of_two
 
@@ -94,7 +94,7 @@ def complete(
     tokens = np.zeros((len(requests), row_len), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
-    scale = [r.spec.scale if r.spec else 0.0 for r in requests]
+    scale = [scale_of(r.spec) if r.spec else 0.0 for r in requests]
     eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     attention = pick_implementation(backbone.config, backbone.compute_dtype, row_len)
     arguments = (
@@ -178,19 +178,18 @@ def _microbatch(tokens, lengths) -> Microbatch:
 
 def _stack(requests: Sequence[Request], config: BackboneConfig) -> dict[str, Any]:
     """By kind, a pool with the adapter of request i in slot i."""
-    given = [request for request in requests if request.spec]
-    kinds = {kind.name: kind for kind in (KINDS[LOW_RANK_KIND], *(kind_of(r.spec) for r in given))}
+    trees = [kind_of(r.spec).in_pools(r.adapter) if r.spec else {} for r in requests]
 
-    def pool(kind: AdapterKind) -> Any:
-        own = [r.spec for r in given if kind_of(r.spec) is kind]
-        points = sorted({point for spec in own for point in kind.targets(spec, config)})
+    def pool(name: str) -> Any:
+        own = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
+        points = sorted({point for spec in own for point in kind_of(spec).targets(spec, config)})
         rank = max((spec.rank for spec in own), default=1)
-        specs = jax.tree.map(LeafSpec.of_slot, kind.leaves(config, points, 1, rank))
-        slots = [
-            pad(named_leaves(r.adapter if r.spec and kind_of(r.spec) is kind else {}), specs)
-            for r in requests
-        ]
-        axes = jax.tree.map(lambda spec: spec.slot_axis, kind.leaves(config, points, 1, rank))
+        pool = KINDS[name].leaves(config, points, 1, rank)
+        specs = jax.tree.map(LeafSpec.of_slot, pool)
+        slots = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]
+        axes = jax.tree.map(lambda spec: spec.slot_axis, pool)
         return jax.tree.map(lambda axis, *leaves: jnp.stack(leaves, axis), axes, *slots)
 
-    return {name: pool(kind) for name, kind in kinds.items()}
+    return {
+        name: pool(name) for name in {LOW_RANK_KIND, *(name for tree in trees for name in tree)}
+    }

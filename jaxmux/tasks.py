@@ -34,7 +34,7 @@ class Task:
         after the task, so the name consists of letters, digits, ".", "_" and "-", begins with a
         letter or digit, and has at most 100 characters.
       data: the training records. A path is short for `Source(path)`.
-      adapter: what is trained: a `LoRA`, an `IA3`, an `LNTuning`, a `Bottleneck`, a
+      adapter: what is trained: a `LoRA`, a `DoRA`, an `IA3`, an `LNTuning`, a `Bottleneck`, a
         `DiffPruning`, a `SparseDiff` or a `VeRA`. Tasks with different kinds of adapters train
         together.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`

@@ -50,7 +50,8 @@ class PreparedTask:
         from 0.
       steps: number of global batches that the task trains.
       eval_samples: the tokenized held-out data; empty if the task has none.
-      size: the sizes of the adapter's arrays; None for LoRA, whose rank and linears tell them.
+      size: the sizes of the adapter's arrays without low-rank factors, whose rank and linears tell
+        theirs; None for LoRA, which has no others.
       earlier: the numbers of steps before extensions, in the order of the updates.
     """
 
@@ -111,7 +112,7 @@ class PreparedTask:
         adapted."""
         kind = kind_of(self.task.adapter)
         rates = kind.relative_rates(self.task.adapter, self.targets)
-        return named_leaves({kind.name: rates})
+        return named_leaves(kind.in_pools(rates))
 
     def with_adapter(self) -> "PreparedTask":
         """Returns a new prepared task that holds its initial adapter until it is asked for it. For
@@ -177,9 +178,10 @@ def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | 
       targets, size: as in `PreparedTask`.
     """
     adapter, optimizer = task.adapter, task.optimizer.kind
-    if size is not None:
-        return PoolSpec(1, 1, (), optimizer=optimizer, others=(size,))
-    return PoolSpec(1, adapter.rank, tuple(targets), adapter.dropout > 0, optimizer)
+    others = () if size is None else (size,)
+    if size is not None and not kind_of(adapter).low_rank:
+        return PoolSpec(1, 1, (), optimizer=optimizer, others=others)
+    return PoolSpec(1, adapter.rank, tuple(targets), adapter.dropout > 0, optimizer, others)
 
 
 def prepare_task(

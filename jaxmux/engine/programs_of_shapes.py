@@ -17,6 +17,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from .compile import TrainingStep, compile_accumulate, forward_options
 from .engine_options import EngineOptions
 from .programs import evaluate
+from .renewal import compile_renewal
 from .rounds import empty_microbatch, slot_table
 from .slots import pool_of
 from .stored_state import copied
@@ -110,6 +111,7 @@ class ProgramsOfShapes:
                 read_slot.lower(state, layout, kind, fields, 0).compile()
             write_slot.lower(state, layout, kind, 0, own).compile()
             write_adapter.lower(state, layout, kind.adapter, 0, own.adapter).compile()
+        compile_renewal(layout, self._backbone.weights["layers"], state.adapters)
         sources = np.zeros(self.pool.slots, np.int32)
         for name, spec in named_leaves(layout.tree).items():
             moved.lower(_arrays(named_leaves(before.tree)[name]), spec, sources).compile()

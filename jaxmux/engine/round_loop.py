@@ -20,6 +20,7 @@ from .engine_options import EngineOptions
 from .executor import Executor
 from .held_out import HeldOut
 from .progress import TaskEvaluation, TaskUpdate
+from .renewal import slots_to_renew
 from .results import DispatchedTurns, DispatchedUpdate, Results
 from .round_position import RoundPosition
 from .round_stream import RoundStream
@@ -285,7 +286,8 @@ class RoundLoop:
         if slots:
             self._learning_rates[slots] = rates
         numbers = own.rates(rates), own.hyperparameters, own.members, own.own_leaves()
-        return DueUpdates(due, *numbers)
+        kinds = {number: own[number].kind.adapter for number in np.flatnonzero(due).tolist()}
+        return DueUpdates(due, *numbers, slots_to_renew(own.layout, kinds))
 
     def _begin_again(self) -> None:
         """Plans the round anew, from its first microbatch, after the device ran out of memory."""

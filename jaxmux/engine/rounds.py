@@ -12,6 +12,7 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
+from jaxmux.peft import scale_of
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
@@ -339,7 +340,7 @@ def slot_table(
     scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
     key = np.zeros(slots, np.uint32)
     for slot, prepared in tasks.items():
-        scale[slot] = prepared.task.adapter.scale
+        scale[slot] = scale_of(prepared.task.adapter)
         if steps is not None:
             rate[slot] = prepared.task.adapter.dropout
             key[slot] = prepared.dropout_key(steps[slot])

@@ -75,6 +75,7 @@ class SeveralDevices:
             `options.replica_shapes` does not suit the replicas.
         """
         self._options, self._stored = options, stored
+        self._weights = backbones[0].weights
         self._copies = [
             ReplicaState(StoredState(backbone.parts, backbone.homes), stored)
             for backbone in backbones[1:]
@@ -251,7 +252,7 @@ class SeveralDevices:
         slots = filled_up(np.flatnonzero(updates.due), len(updates.due))
         for copy in self._copies:
             copy.send_gradients(slots)
-        stats = update_parts(self._stored, updates)
+        stats = update_parts(self._stored, updates, self._weights)
         for copy in self._copies:
             copy.receive_adapters(slots)
         return stats
@@ -272,7 +273,7 @@ class SeveralDevices:
         for _ in range(2):
             for copy in self._copies:
                 copy.warm_up()
-            update_parts(self._stored, none_due, warm=True)
+            update_parts(self._stored, none_due, self._weights, warm=True)
             self.marker()
         self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
 

@@ -11,6 +11,7 @@ from jaxmux.models import (
     Backbone,
     ForwardOptions,
     SlotTable,
+    Weights,
     keep_small_arrays_together,
 )
 from jaxmux.pallas_kernels.compilation import compiled
@@ -89,6 +90,10 @@ class SingleDevice:
         (state,) = self._stored.states
         return state
 
+    @property
+    def _layers(self) -> Weights:
+        return self._backbone.weights["layers"]
+
     def refuse_implementations(self, dropout: bool) -> None:
         refuse_implementations(self._backbone, self._options, dropout, self._state)
 
@@ -117,7 +122,7 @@ class SingleDevice:
                 # too late.
                 if self._trial_rounds and not fits(jax.block_until_ready, self._state.loss):
                     return outcome._replace(lost=True)
-                state, stats = update(self._state, self._stored.layout, numbers)
+                state, stats = update(self._state, self._stored.layout, numbers, self._layers)
                 self._stored.states = [state]
                 outcome.updates[left.pop(0).slots] = stats
             if i == len(plan.microbatches):
@@ -199,7 +204,7 @@ class SingleDevice:
             and fits(jax.block_until_ready, self._state.loss)
         ):
             self.recover()
-        state, _ = update(self._state, self._stored.layout, none_due, warm=True)
+        state, _ = update(self._state, self._stored.layout, none_due, self._layers, warm=True)
         self._stored.states = [state]
         self.marker()
         forward = forward_options(self._backbone, self._options, state.adapters)

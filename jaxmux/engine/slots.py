@@ -291,7 +291,8 @@ class Slots:
         slot = self.named(name)
         task = slot.prepared.task
         own = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
-        specs = state_specs({slot.kind.adapter: own}, 1, slot.kind.optimizer)
+        pools = kind_of(task.adapter).in_pools(own)
+        specs = state_specs(pools, 1, slot.kind.optimizer)
         return slot_specs(specs, slot.kind)
 
     def copy_to_host(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxmux.peft import Layout, LeafSpec
+from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.sharding import Part, StageMesh, shapes_of
 from jaxmux.sharding.stage_mesh import run_on
@@ -148,7 +148,8 @@ class StoredState:
           slot: number of the slot.
           adapter: NumPy arrays of all layers at the pool's rank and modules, without the slot axis.
         """
-        specs = jax.tree.map(LeafSpec.of_slot, self.layout.tree.adapters[kind])
+        own = KINDS[kind].from_pools(self.layout.tree.adapters)
+        specs = jax.tree.map(LeafSpec.of_slot, own)
         self._change(
             write_adapter, slot, kind, own=lambda i: _layers_of(specs, adapter, self.parts[i])
         )

@@ -234,10 +234,9 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
       state: arrays, or their descriptions.
       kind: adapter kind and optimizer kind of the slots.
     """
-    accumulators = state.accumulators[kind.adapter]
-    moments = [moment[kind.adapter] for moment in state.moments]
-    optimizer = optax_state(kind.optimizer, moments, state.count)
-    return SlotState(state.adapters[kind.adapter], accumulators, state.loss, optimizer)
+    own = KINDS[kind.adapter].from_pools
+    optimizer = optax_state(kind.optimizer, list(map(own, state.moments)), state.count)
+    return SlotState(own(state.adapters), own(state.accumulators), state.loss, optimizer)
 
 
 def slot_kinds(specs: TrainState, optimizers: Sequence[str]) -> list[SlotKind]:
@@ -311,12 +310,11 @@ def write_slot(
 
     written = _put_slot(slot_view(layout.tree, kind), slot_view(state, kind), slot, value)
     own_moments, count = optax_parts(kind.optimizer, written.optimizer)
-    moments = [
-        old | {kind.adapter: new} for old, new in zip(state.moments, own_moments, strict=False)
-    ]
+    pools = KINDS[kind.adapter].in_pools
+    moments = [old | pools(new) for old, new in zip(state.moments, own_moments, strict=False)]
     state = state._replace(
-        adapters=state.adapters | {kind.adapter: written.adapter},
-        accumulators=state.accumulators | {kind.adapter: written.accumulators},
+        adapters=state.adapters | pools(written.adapter),
+        accumulators=state.accumulators | pools(written.accumulators),
         loss=written.loss,
     )
     return replace_moments(state, moments, count)
@@ -356,8 +354,10 @@ def write_adapter(
       The new state.
     """
 
-    written = _put_slot(layout.tree.adapters[kind], state.adapters[kind], slot, adapter)
-    return state._replace(adapters=state.adapters | {kind: written})
+    own = KINDS[kind]
+    specs, arrays = own.from_pools(layout.tree.adapters), own.from_pools(state.adapters)
+    written = _put_slot(specs, arrays, slot, adapter)
+    return state._replace(adapters=state.adapters | own.in_pools(written))
 
 
 def _put_slot(specs: Any, tree: Any, slot: Int[Array, ""] | int, values: Any) -> Any:

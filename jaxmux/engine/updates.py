@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxmux.models import Weights
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.models.weight_sharding import TP
 from jaxmux.optimizers import optimizer_class
@@ -18,6 +20,7 @@ from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
 from jaxmux.sharding import StageMesh
 
+from .renewal import renewed, renewed_part, slots_to_renew
 from .stored_state import StoredState, with_copies
 from .train_state import TrainState, optax_parts, optax_state, replace_moments
 
@@ -57,6 +60,8 @@ class DueUpdates(NamedTuple):
       own: bool, whether the slot's task trains a leaf in a layer. Arrays of several adapter kinds
         have a place in every slot, and the gradients of those that its task does not have mean
         nothing. None if there is only LoRA, where these gradients are zero.
+      renewed: by adapter kind with arrays that follow from trained ones, int32 [T]: the numbers of
+        the slots whose arrays are renewed, from `slots_to_renew`.
     """
 
     due: Bool[np.ndarray, " T"]
@@ -64,6 +69,7 @@ class DueUpdates(NamedTuple):
     hyper: Hyperparameters
     members: SlotsByOptimizer
     own: Bool[np.ndarray, "leaves L T"] | None = None
+    renewed: Mapping[str, Int[np.ndarray, " T"]] = MappingProxyType({})
 
     def by_kind(
         self, every: bool = False
@@ -101,7 +107,8 @@ def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpd
     }
     rates = np.zeros((len(jax.tree.leaves(layout.tree.accumulators)), layers, slots), np.float32)
     members = dict.fromkeys(optimizers, none)
-    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0)
+    renewed = slots_to_renew(layout, {})
+    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0, renewed)
 
 
 def no_stats(slots: int) -> UpdateStats:
@@ -111,7 +118,11 @@ def no_stats(slots: int) -> UpdateStats:
 
 
 def update(
-    state: TrainState, layout: Layout, updates: DueUpdates, warm: bool = False
+    state: TrainState,
+    layout: Layout,
+    updates: DueUpdates,
+    layers: Weights | None = None,
+    warm: bool = False,
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due and clears their accumulators. Other slots keep their bits.
 
@@ -124,6 +135,7 @@ def update(
       state: the train state; it is donated.
       layout: the description of the state.
       updates: the updates that are due.
+      layers: weights of the layers of the backbone; only `updates.renewed` needs them.
       warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
         updates the state keeps its bits.
 
@@ -135,10 +147,14 @@ def update(
         state = without_foreign(layout, state, updates.due, updates.own)
     for kind, due, hyper in updates.by_kind(every=warm):
         state, stats = update_kind(kind, layout, state, stats, due, updates.rates, hyper)
+    if updates.renewed and (warm or updates.due.any()):
+        state = renewed(state, layers, updates.renewed, stats.applied)
     return state, stats
 
 
-def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -> UpdateStats:
+def update_parts(
+    stored: StoredState, updates: DueUpdates, weights: Sequence[Weights], warm: bool = False
+) -> UpdateStats:
     """Updates a state that is divided into parts on several devices, with the results of `update`.
 
     A task's gradient is clipped by its norm over all parts, and its update is skipped in all parts
@@ -147,6 +163,7 @@ def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -
     Args:
       stored: the state; its parts are replaced.
       updates: the updates that are due.
+      weights: the weights of each part.
       warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
         updates the state keeps its bits.
 
@@ -185,6 +202,9 @@ def update_parts(stored: StoredState, updates: DueUpdates, warm: bool = False) -
             homes[i].run(_stage_apply, kind, *own[i], due, applied[i], rates[i], hyper, norms[i])
             for i in parts
         ]
+        for i in parts:
+            given = homes[i], stored.summed[i], stored.states[i], weights[i]
+            stored.states[i] = renewed_part(*given, updates.renewed, applied[i])
     return last.share(stats)
 
 

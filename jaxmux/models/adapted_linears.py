@@ -93,8 +93,8 @@ def adapted_linears(
       The output of each module, in the dtype of `x`, and the accumulators. A row-parallel linear
       gives this device's part of its output, without bias and residual, for `joined`.
     """
-    if len(modules) > 1 and any(map(others.change_input, modules)):
-        # They do not read the same any more.
+    if len(modules) > 1 and any(m in others.scales or others.change_input(m) for m in modules):
+        # They do not read the same any more, or have scales of their own.
         found = []
         for module in modules:
             own = (x, block, adapters, accumulators, dispatch, layer, (module,), implementation)
@@ -122,13 +122,16 @@ def adapted_linears(
         dropout = dispatch.dropout
         if dropout is not None and divided:
             dropout = dropout._replace(first_column=begin)
+        routing, own_scale = dispatch.routing, others.scales.get(modules[0])
+        if own_scale is not None:
+            routing = routing._replace(scale=routing.scale + own_scale)
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
             results, of_adapted = grouped_lora_linear(
                 x,
                 projections,
                 None if accumulators is None else tuple(accumulators[m] for m in adapted),
-                dispatch.routing,
+                routing,
                 dropout,
                 layer,
                 tuple(MODULES.index(m) for m in adapted),
@@ -138,6 +141,7 @@ def adapted_linears(
         outputs |= dict(zip(adapted, results, strict=True))
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
+    outputs = {m: others.apply("product", m, y) for m, y in outputs.items()}
     if divided:
         _refuse_divided_bias(weights, others)
     else:

@@ -6,17 +6,22 @@ kind has an `AdapterOp`. A *point* is a place in a layer: a linear ("self_attn.q
 ("self_attn" or "mlp"). The arrays of a kind lie under the points at which it does something.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.pallas_kernels.slot_values import values_of_chunks
 
 # The kind whose arrays are the factors of linears.
 LOW_RANK_KIND = "lora"
+# Name of an array of kinds that have low-rank factors: float32 [L, T], the scale of their product.
+SCALE = "scale"
 # Key of the owner slot of every chunk beside arrays of all slots, see `AdapterOp.of_slots`.
 CHUNK_SLOT = "chunk_slot"
 # The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
@@ -61,6 +66,38 @@ class AdapterOp:
           x: the input of the frozen linear.
         """
         return x
+
+    def product(self, own: Any, y: Float[Array, "chunks l n"]) -> Float[Array, "chunks l n"]:
+        """The product of a linear, to which the bias is added afterwards. The method is linear in
+        `y`, of which each tensor-parallel device may have a summand.
+
+        Args:
+          own: arrays at the linear.
+          y: the frozen product with that of its low-rank adapter.
+        """
+        return y
+
+    def after_update(
+        self,
+        own: Any,
+        factors: Factors,
+        weight: FrozenWeight,
+        total: Callable[[Array], Array],
+    ) -> dict[str, Array]:
+        """New values of arrays that are not trained but depend on those that are. It is called
+        after every update of a kind with low-rank factors, for several slots at once.
+
+        Args:
+          own: the kind's arrays at a linear in one layer, by name, [slots, ...].
+          factors: the low-rank factors a [slots, k, R] and b [slots, R, n].
+          weight: the frozen weight [k, n]. Of a divided linear, everything is this device's part.
+          total: function that adds up summands of all devices, where the linear's input is divided
+            among them.
+
+        Returns:
+          By name, the new arrays; empty if the kind has none.
+        """
+        return {}
 
     def linear_output(
         self,
@@ -121,11 +158,13 @@ class LayerAdapters(NamedTuple):
       ops: what the kinds compute, by name of the kind.
       own: by name of the kind and point, the arrays of every chunk's owner.
       chunks: number of chunks.
+      scales: by linear, float32 [T], what is added to the scales of the low-rank products.
     """
 
     ops: AdapterOps
     own: Mapping[str, Mapping[str, Any]]
     chunks: int
+    scales: Mapping[str, Float[Array, " T"]] = MappingProxyType({})
 
     def touch(self, point: str) -> bool:
         """Whether any kind has arrays at a point."""
@@ -182,6 +221,7 @@ def layer_adapters(
       final: whether the norm behind the last layer is read, instead of the points of the layer.
     """
     found: dict[str, Mapping[str, Any]] = {}
+    scales: dict[str, Array] = {}
 
     def part(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {point: own for point, own in tree.items() if (point == FINAL_NORM) == final}
@@ -198,7 +238,10 @@ def layer_adapters(
         if accumulators is not None:
             sums = _joined(none, sums)
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
-    return LayerAdapters(ops, found, len(chunk_slot)), accumulators
+        for point, own in adapters[name].items():
+            if isinstance(own, Mapping) and SCALE in own:
+                scales[point] = scales.get(point, 0) + own[SCALE][layer]
+    return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
 
 
 def _of_slots(op: AdapterOp, tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,9 +7,18 @@ linear, r for the rank of a task's adapter, and R for the rank of the pool.
 
 from .bottleneck import Bottleneck
 from .diff_pruning import DiffPruning
+from .dora import DoRA
 from .ia3 import IA3
 from .kind import AdapterKind
-from .kinds import KINDS, SPECIFICATIONS, kind_of, ops_of, register_kind, size_of_adapter
+from .kinds import (
+    KINDS,
+    SPECIFICATIONS,
+    kind_of,
+    ops_of,
+    register_kind,
+    scale_of,
+    size_of_adapter,
+)
 from .leaves import Layout, LeafSpec
 from .ln_tuning import LNTuning
 from .lora import Adapter, Factors, LoRA, initial_adapter
@@ -29,6 +38,7 @@ __all__ = [
     "AdapterKind",
     "Bottleneck",
     "DiffPruning",
+    "DoRA",
     "Factors",
     "LNTuning",
     "LayerMask",
@@ -52,6 +62,7 @@ __all__ = [
     "pad",
     "register_kind",
     "resolve_targets",
+    "scale_of",
     "size_of_adapter",
     "write_merged",
 ]

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jaxmux.models import BackboneConfig
-from jaxmux.models.adapter_ops import AdapterOp
+from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
+from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize
 
 from .targets import LayerMask
@@ -31,6 +32,11 @@ class AdapterKind(NamedTuple):
     adapter of a single task, is a tree whose first keys are points (for LoRA: `Factors` with a and
     b below each linear).
 
+    A kind may have low-rank factors besides its own arrays (`low_rank`). The factors of all tasks
+    lie in the pool of LoRA, whatever their kinds, so that one product serves them all. Its own
+    arrays are then a dict below each linear, with the scale of the low-rank product as "scale"; an
+    adapter of a single task has them and the factors "a" and "b" in one dict.
+
     A specification is a frozen dataclass with the attributes `rank` (the size of the axis "rank" of
     its arrays; 1 if they have none), `scale` (the factor of low-rank products; 0 if there are none)
     and `dropout`.
@@ -38,14 +44,14 @@ class AdapterKind(NamedTuple):
     Attributes:
       name: name of the kind in pools and checkpoints, for example "lora".
       specification: class of the values that describe one task's adapter, for example `LoRA`.
-      op: what the kind computes at the points of a layer; None for low-rank factors of linears,
-        which are part of the frozen products.
+      op: what the kind computes at the points of a layer; None for LoRA, whose factors are part of
+        the frozen products.
       targets: function (specification, config) that returns, by point, a bool mask [L] of the
         layers in which the adapter does something. It raises ValueError if there are none.
       leaves: function (config, points, slots, rank) that describes a pool. It takes the backbone's
         configuration, the points, the number of slots T and the pool's rank R, at least the largest
         rank of any task. It returns a tree of `LeafSpec`, which give the shape and the axes of each
-        array.
+        array, without low-rank factors.
       initial: function (specification, targets, config, seed, base) that returns the arrays with
         which a task begins, at the task's own rank and without the slot axis. `base` gives the
         tensors of the backbone, for kinds that begin with something made of them; None if they are
@@ -67,6 +73,9 @@ class AdapterKind(NamedTuple):
       identity: attributes of a specification that an adapter in a folder must share with the task
         that goes on with it, besides the targets.
       weights_file: name of the file with the arrays.
+      low_rank: whether the adapters have low-rank factors besides their own arrays.
+      serves: function (specification) that tells whether an adapter whose specification has this
+        class is of this kind, for classes of several kinds.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
         backbone, a function of its float32 values that gives those with the adapter merged; None if
         the adapter cannot be merged.
@@ -86,7 +95,44 @@ class AdapterKind(NamedTuple):
     from_tensors: Callable[[Any, dict[str, np.ndarray], BackboneConfig, BaseTensors | None], Any]
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
+    low_rank: bool = False
+    serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
+
+    def in_pools(self, adapter: Any) -> dict[str, Any]:
+        """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the
+        inverse.
+
+        Args:
+          adapter: a tree by point.
+        """
+        if not self.low_rank:
+            return {self.name: adapter}
+        own = {
+            point: {name: leaf for name, leaf in arrays.items() if name not in Factors._fields}
+            for point, arrays in adapter.items()
+        }
+        factors = {
+            p: Factors(*(arrays[n] for n in Factors._fields)) for p, arrays in adapter.items()
+        }
+        return {
+            LOW_RANK_KIND: factors,
+            self.name: {p: arrays for p, arrays in own.items() if arrays},
+        }
+
+    def from_pools(self, pools: Mapping[str, Any]) -> Any:
+        """The arrays of adapters of this kind, as a tree by point.
+
+        Args:
+          pools: by name of the pool, its arrays.
+        """
+        if not self.low_rank:
+            return pools[self.name]
+        own = pools[self.name]
+        return {
+            point: factors._asdict() | own.get(point, {})
+            for point, factors in pools[LOW_RANK_KIND].items()
+        }
 
     def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
         """The sizes of a pool of this kind.
@@ -95,6 +141,8 @@ class AdapterKind(NamedTuple):
           rank: rank of the pool.
           points: the points.
           config: configuration of the backbone.
+
+        Low-rank factors are not counted.
         """
 
         def count(point: str, rank: int) -> tuple[int, int]:
@@ -126,7 +174,7 @@ def base_values(base: BaseTensors | None, name: str) -> np.ndarray:
       ValueError: the backbone is not at hand.
     """
     if base is None:
-        raise ValueError("the weights of the backbone are needed, which are not at hand")
+        raise ValueError("the weights of the backbone are needed, which are not at hand (`base`)")
     return np.asarray(base(name), np.float32)
 
 

@@ -15,6 +15,7 @@ from jaxmux.planner.costs.pool_spec import KindSize
 from . import lora_folder
 from .bottleneck_folder import bottleneck_kind
 from .diff_pruning import diff_pruning_kind
+from .dora import DoRA, dora_kind
 from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
@@ -30,12 +31,13 @@ _lora_kind = AdapterKind(
     lora_leaves,
     initial_adapter,
     relative_rates,
-    lambda settings: settings.get("peft_type", "LORA") == "LORA" and "config" not in settings,
+    lambda settings: lora_folder.is_low_rank(settings) and not settings.get("use_dora"),
     lora_folder.settings,
     lora_folder.from_settings,
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
+    serves=lambda specification: not isinstance(specification, DoRA),
     merged=lora_folder.merged,
 )
 
@@ -44,6 +46,7 @@ KINDS: dict[str, AdapterKind] = {
     kind.name: kind
     for kind in (
         _lora_kind,
+        dora_kind,
         ia3_kind,
         ln_tuning_kind,
         bottleneck_kind,
@@ -81,14 +84,15 @@ def kind_of(specification: Any) -> AdapterKind:
       ValueError: no kind has such a specification.
     """
     for kind in KINDS.values():
-        if isinstance(specification, kind.specification):
+        if isinstance(specification, kind.specification) and kind.serves(specification):
             return kind
     known = ", ".join(kind.specification.__name__ for kind in KINDS.values())
     raise ValueError(f"adapter should be one of {known}, found {specification!r}")
 
 
 def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:
-    """The sizes of a pool for one adapter; None for LoRA, whose rank and linears tell them.
+    """The sizes of a pool for one adapter, without low-rank factors; None for LoRA, which has
+    nothing else.
 
     Args:
       specification: the specification of the adapter.
@@ -100,6 +104,17 @@ def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | No
     kind = kind_of(specification)
     points = list(kind.targets(specification, config))
     return kind.size(specification.rank, points, config) if kind.op else None
+
+
+def scale_of(specification: Any) -> float:
+    """The factor of an adapter's low-rank products in `SlotTable.scale`. 0 if the adapter has none,
+    or if its kind has arrays of its own, with which the factors lie.
+
+    Args:
+      specification: the specification of the adapter.
+    """
+    kind = kind_of(specification)
+    return 0.0 if kind.op else specification.scale
 
 
 def ops_of(adapters: Mapping[str, Any]) -> AdapterOps:

@@ -1,6 +1,7 @@
 """The folders of LoRA adapters, in the format of Hugging Face PEFT."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +26,19 @@ _NOT_SUPPORTED = (
     "layer_replication",
     "exclude_modules",
     "target_parameters",
-    "modules_to_save",
     "trainable_token_indices",
     "alora_invocation_tokens",
 )
+
+
+# Initialisations with which PEFT changes the backbone too, so that the factors alone say nothing.
+_CHANGES_BACKBONE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga|loftq")
+
+
+def is_low_rank(settings: Mapping[str, Any]) -> bool:
+    """Whether an adapter_config.json with these values is one of PEFT's LoRA adapters, DoRA
+    included."""
+    return settings.get("peft_type", "LORA") == "LORA" and "config" not in settings
 
 
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
@@ -59,6 +69,16 @@ def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
     for key in _NOT_SUPPORTED:
         if settings.get(key):
             raise ValueError(f"{key}={settings[key]!r} is not supported")
+    if whole := settings.get("modules_to_save"):
+        raise ValueError(
+            f"modules_to_save={whole!r} is not supported: it would be a whole copy for each task"
+        )
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and _CHANGES_BACKBONE.fullmatch(start):
+        raise ValueError(
+            f"init_lora_weights={start!r}: PEFT trained this adapter on a changed backbone; let "
+            "PEFT convert it (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
     targets = settings.get("target_modules")
     spec = LoRA(
         rank=settings["r"],

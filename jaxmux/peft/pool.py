@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import LOW_RANK_KIND
 
 from .kinds import kind_of
 from .leaves import LeafSpec, named_leaves
@@ -63,7 +64,9 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
     Raises:
       ValueError: `spec` belongs to no kind of adapter.
     """
-    return kind_of(spec).leaves(config, modules, 1, spec.rank)
+    kind, sizes = kind_of(spec), (config, modules, 1, spec.rank)
+    own = {kind.name: kind.leaves(*sizes)}
+    return kind.from_pools({LOW_RANK_KIND: lora_leaves(*sizes)} | own if kind.low_rank else own)
 
 
 def crop(tree: Any, own: Any) -> SlotArrays:

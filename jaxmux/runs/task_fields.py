@@ -19,6 +19,7 @@ from jaxmux.peft import (
     SPECIFICATIONS,
     Bottleneck,
     DiffPruning,
+    DoRA,
     LNTuning,
     LoRA,
     SparseDiff,
@@ -145,7 +146,7 @@ def part_to_json(field: str, part: Any) -> dict[str, Any]:
       field: name of the field, a key of `PARTS`.
       part: the value of the field.
     """
-    kind = next((kind for kind, cls in PARTS[field].classes.items() if isinstance(part, cls)), "")
+    kind = next((kind for kind, cls in PARTS[field].classes.items() if type(part) is cls), "")
     return ({KIND: kind} if kind else {}) | to_json(part)
 
 
@@ -198,6 +199,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (Source, "split"): {"enum": ["train"]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): linears,
+        (DoRA, "rank"): {"maximum": limits.rank},
+        (DoRA, "target_modules"): linears,
         (IA3, "target_modules"): linears,
         (IA3, "feedforward_modules"): linears | {"minItems": 0},
         (LNTuning, "target_modules"): {

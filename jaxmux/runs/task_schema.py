@@ -97,8 +97,10 @@ def _part(part: Part, field: dataclasses.Field, limits: SpecificationLimits) -> 
 
 
 def _descriptions(cls: type) -> dict[str, str]:
-    """The descriptions of a class's attributes, from its docstring."""
-    _, _, attributes = (cls.__doc__ or "").partition("Attributes:\n")
+    """The descriptions of a class's attributes, from its docstring or that of the class from which
+    it has them."""
+    docs = [own.__doc__ for own in cls.__mro__ if "Attributes:\n" in (own.__doc__ or "")]
+    _, _, attributes = (docs or [""])[0].partition("Attributes:\n")
     attributes = textwrap.dedent(attributes.partition("\n\n")[0])
     entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", attributes, flags=re.MULTILINE)
     return {name: " ".join(description.split()) for name, description in entries}

@@ -15,7 +15,7 @@ from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
-from jaxmux.peft import LoRA, initial_adapter, kind_of, resolve_targets, size_of_adapter
+from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
@@ -95,7 +95,18 @@ def make_narrow_task(make_task):
 
 
 @pytest.fixture(scope="session")
-def make_task_with(make_task, config):
+def base_tensor(backbone):
+    """The weights of linears by their names in Hugging Face's checkpoint."""
+
+    def read(name: str) -> np.ndarray:
+        *_, layer, block, linear, _ = name.split(".")
+        return np.asarray(backbone.weights["layers"][block][linear]["kernel"].values[int(layer)]).T
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def make_task_with(make_task, config, base_tensor):
     """Makes a prepared task with an adapter of any kind. Its arrays begin with random values, so
     that no gradient is zero."""
 
@@ -104,7 +115,7 @@ def make_task_with(make_task, config):
         task, kind = dataclasses.replace(prepared.task, adapter=spec), kind_of(spec)
         targets = kind.targets(spec, config)
         rng = np.random.default_rng(seed)
-        first = kind.initial(spec, targets, config, seed, None)
+        first = kind.initial(spec, targets, config, seed, base_tensor)
         rates = named_leaves(kind.relative_rates(spec, targets))
         names = iter(named_leaves(first))
 
@@ -115,7 +126,11 @@ def make_task_with(make_task, config):
             noise = 0.1 * rng.standard_normal(value.shape).astype(np.float32)
             return value + rate.reshape(-1, *[1] * (value.ndim - 1)) * noise
 
-        adapter = jax.tree.map(moved, kind.leaves(config, list(targets), 1, spec.rank), first)
+        adapter = jax.tree.map(moved, own_leaves(spec, list(targets), config), first)
+        if kind.low_rank:
+            # What follows from the factors is computed from those in a folder.
+            tensors = kind.tensors(spec, adapter, config, False, base_tensor)
+            adapter = kind.from_tensors(spec, tensors, config, base_tensor)
         return dataclasses.replace(
             prepared,
             task=task,

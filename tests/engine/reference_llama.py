@@ -65,6 +65,11 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
+        if kind == "dora" and module in adapter:
+            a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
+            changed = own["kernel"].values[layer] + spec.scale * a @ b
+            norm = jax.lax.stop_gradient(jnp.sqrt((changed**2).sum(axis=0)))
+            y = (x @ changed) * adapter[module]["magnitude"][layer] / norm
         if kind == "diff_pruning" and module in adapter:
             columns = np.asarray(frozen[module]["columns"][layer], int) - 1
             y = y + x[:, columns] @ adapter[module]["values"][layer]

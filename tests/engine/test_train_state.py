@@ -20,7 +20,7 @@ from jaxmux.engine.train_state import (
 )
 from jaxmux.engine.updates import DueUpdates, update
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import Layout, LeafSpec
+from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 
 # As many layers as slots: an axis that is found by its size would be the wrong one.
@@ -147,6 +147,11 @@ def test_layers_with_rate_zero_keep_their_padding_whatever_the_decay():
 
 
 KIND = SlotKind("imagined", "lion")
+
+
+@pytest.fixture(autouse=True)
+def imagined_kind(monkeypatch):
+    monkeypatch.setitem(KINDS, "imagined", KINDS["ia3"]._replace(name="imagined"))
 
 
 def test_reading_and_writing_a_slot_touches_no_other():

@@ -107,17 +107,17 @@ def logits(model: torch.nn.Module, prompt: Sequence[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([prompt])).logits[0]
 
 
-def random_prompts(vocabulary: int) -> list[list[list[int]]]:
-    """Two prompts (token ids) for each of three slots.
+def random_prompts(vocabulary: int, slots: int = 3) -> list[list[list[int]]]:
+    """Two prompts (token ids) for each slot.
 
     Packing puts the prompts of the first two slots into one row of 128 tokens, and those of the
-    third slot into another.
+    third slot into another, and so on.
     """
     generator = torch.Generator().manual_seed(1)
     lengths = [[40, 20], [25, 37], [70, 45]]
     return [
         [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in of_slot]
-        for of_slot in lengths
+        for of_slot in (lengths * -(-slots // 3))[:slots]
     ]
 
 

@@ -98,7 +98,8 @@ def trained_kinds(tmp_path_factory, jaxmux) -> Trained:
 def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Trained:
     make_backbone(backbone, folder / "backbone", os.environ.get("JAXMUX_SHARED"))
     requested = write_tasks(tasks, folder)
-    prompts = random_prompts(vocabulary(folder / "backbone"))
+    # There may be fewer tasks than prompts; the slots without a task have no adapter.
+    prompts = random_prompts(vocabulary(folder / "backbone"), max(3, len(tasks)))
     jaxmux("train", folder, {"backbone": "backbone", "tasks": requested, "prompts": prompts})
     results = {
         name: json.loads((folder / f"{name}.json").read_text())

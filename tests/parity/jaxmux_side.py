@@ -6,6 +6,7 @@ It reads FOLDER/request.json and writes adapter folders, .npz and .json files in
 in a request are absolute or relative to FOLDER.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ from jaxmux.peft import (
     ops_of,
     pad,
     resolve_targets,
+    scale_of,
 )
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import ShapeClass, pack_round
@@ -89,7 +91,7 @@ def train(folder: Path, request: Request) -> None:
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
-    base = checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype)
+    base = checkpoint_tensors(folder / request["backbone"], backbone.compute_dtype)
     tasks = [
         prepare_task(make_task(t, folder), backbone.config, tokenizer, base=base)
         for t in request["tasks"]
@@ -157,26 +159,29 @@ def packed_logits(
         for slot, sequences in enumerate(prompts)
     }
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
-    (placements,) = pack_round(lengths, SHAPE).microbatches()
-    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]
-    sequences_of_row = [sum(p.row == row for p in placements) for row in range(SHAPE.rows)]
+    # Three slots fill two rows, and the others one.
+    threes, others = divmod(len(prompts), 3)
+    shape = dataclasses.replace(SHAPE, rows=2 * threes + (others > 0))
+    (placements,) = pack_round(lengths, shape).microbatches()
+    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(shape.rows)]
+    sequences_of_row = [sum(p.row == row for p in placements) for row in range(shape.rows)]
     assert min(sequences_of_row) > 1 and max(map(len, slots_of_row)) > 1, "packed too sparsely"
     microbatch = fill_microbatch(
-        placements, batches, rows=SHAPE.rows, row_len=SHAPE.row_len, chunk_len=SHAPE.chunk_len
+        placements, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
     )
     scale = np.zeros(len(prompts), np.float32)
-    scale[: len(adapters)] = [spec.scale for spec, _ in adapters]
+    scale[: len(adapters)] = [scale_of(spec) for spec, _ in adapters]
     slots = SlotTable(scale, np.zeros_like(scale), np.zeros(len(scale), np.uint32))
 
     pools = stack_adapters(backbone.config, adapters, len(prompts))
     options = ForwardOptions(
-        attention="xla", max_sequences=SHAPE.max_sequences, adapter_ops=ops_of(pools)
+        attention="xla", max_sequences=shape.max_sequences, adapter_ops=ops_of(pools)
     )
     run = jax.jit(partial(hidden_states, backbone.config, options=options))
     hidden, _, finite = run(backbone.weights, pools, None, microbatch, slots)
     assert finite.all()
     logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
-    logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
+    logits = logits.reshape(shape.rows, shape.row_len, -1)
     return {
         f"{p.slot}-{p.sample}": logits[p.row, p.offset : p.offset + lengths[p.slot][p.sample]]
         for p in placements
@@ -187,16 +192,16 @@ def stack_adapters(
     config: BackboneConfig, adapters: Sequence[tuple[Any, Any]], slots: int
 ) -> dict[str, Any]:
     """By kind, the pool of the adapters in slots 0, 1, …, padded to the largest rank."""
-    kinds = {kind.name: kind for kind in (KINDS["lora"], *(kind_of(spec) for spec, _ in adapters))}
+    trees = [kind_of(spec).in_pools(adapter) for spec, adapter in adapters]
+    trees += [{}] * (slots - len(trees))
     pools = {}
-    for name, kind in kinds.items():
-        own = {i: pair for i, pair in enumerate(adapters) if kind_of(pair[0]) is kind}
-        points = sorted({p for spec, _ in own.values() for p in kind.targets(spec, config)})
-        rank = max((spec.rank for spec, _ in own.values()), default=1)
-        pool = kind.leaves(config, points, 1, rank)
+    for name in {"lora", *(name for tree in trees for name in tree)}:
+        own = [spec for (spec, _), tree in zip(adapters, trees, strict=False) if name in tree]
+        points = sorted({p for spec in own for p in kind_of(spec).targets(spec, config)})
+        rank = max((spec.rank for spec in own), default=1)
+        pool = KINDS[name].leaves(config, points, 1, rank)
         specs = jax.tree.map(LeafSpec.of_slot, pool)
-        of_slots = [named_leaves(own[i][1]) if i in own else {} for i in range(slots)]
-        padded = [pad(arrays, specs) for arrays in of_slots]
+        padded = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]
         axes = jax.tree.map(lambda spec: spec.slot_axis, pool)
         pools[name] = jax.tree.map(lambda axis, *leaves: np.stack(leaves, axis), axes, *padded)
     return pools

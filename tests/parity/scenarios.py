@@ -160,6 +160,15 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "dora",
+        words=(10, 25),
+        adapter={"kind": "dora", "rank": 3, "alpha": 6.0, "loraplus_ratio": 2.0},
+        optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    _task(
         "vera",
         words=(10, 25),
         adapter={"kind": "vera", "rank": 24, "projection_key": 5},

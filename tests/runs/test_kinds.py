@@ -14,6 +14,7 @@ from jaxmux import (
     IA3,
     Bottleneck,
     DiffPruning,
+    DoRA,
     LNTuning,
     LoRA,
     PlanningError,
@@ -45,6 +46,7 @@ from jaxmux.peft import (
     LeafSpec,
     ops_of,
     register_kind,
+    scale_of,
     write_merged,
 )
 from jaxmux.peft.targets import resolve_targets
@@ -61,6 +63,7 @@ SPECS = {
     "parallel": Bottleneck("parallel", 4, scaling=2.0),
     "columns": DiffPruning(4, ("v_proj", "down_proj")),
     "entries": SparseDiff(2, "magnitude", ("q_proj", "down_proj")),
+    "dora": DoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
 }
 SETTINGS = {
@@ -72,6 +75,7 @@ SETTINGS = {
     "parallel": ("adapter.safetensors", "name", "jaxmux"),
     "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
     "entries": ("adapter_model.safetensors", "mask_type", "magnitude_entries"),
+    "dora": ("adapter_model.safetensors", "use_dora", True),
     "vera": ("adapter_model.safetensors", "projection_prng_key", 3),
 }
 
@@ -94,7 +98,7 @@ def logits():
         tokens = np.arange(20, 52, dtype=np.int32)[None]
         requests = [Request("", spec, adapter)]
         pools = _stack(requests, model.config)
-        scale = np.float32([spec.scale if spec else 0.0])
+        scale = np.float32([scale_of(spec) if spec else 0.0])
         slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
         microbatch = _microbatch(tokens, np.array([32]))
@@ -141,7 +145,7 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "houlsby"):
+    for name in ("ia3", "ln", "dora", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
             adapter=SPECS[name],
@@ -179,7 +183,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "entries", "vera")
+    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0

@@ -1,11 +1,9 @@
 """Random sequences of commands, faults and crashes lose no task and no token."""
 
-import functools
 import os
 import traceback
 
 import pytest
-from grain._src.python.experimental.index_shuffle.python import index_shuffle_module
 
 from .server_simulation import Simulation
 from .simulated_server import ELASTIC_POOLS, POOLS_OF_ALL_RANKS
@@ -22,16 +20,6 @@ VARIANTS = (
     {},
     {"pools": POOLS_OF_ALL_RANKS, "same_bits": False},
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_shuffling():
-    """Grain takes milliseconds to shuffle an index of a small data set. The result depends on the
-    arguments only, so it is kept."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        shuffle = functools.cache(index_shuffle_module.index_shuffle)
-        monkeypatch.setattr(index_shuffle_module, "index_shuffle", shuffle)
-        yield
 
 
 @pytest.fixture(scope="module")

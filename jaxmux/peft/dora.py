@@ -1,0 +1,224 @@
+"""DoRA: LoRA whose outputs are scaled by trained magnitudes (Liu et al. 2024)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import SCALE, AdapterOp
+from jaxmux.pallas_kernels.grouped_lora import Factors
+
+from . import lora_folder
+from .kind import AdapterKind, BaseTensors, Changes, base_values
+from .leaves import LeafSpec
+from .lora import LoRA, initial_adapter, lora_targets, relative_rates
+from .peft_tensors import layer_tensors, stacked, take_layers
+from .targets import LayerMask, full_name
+
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+@dataclasses.dataclass(frozen=True)
+class DoRA(LoRA):
+    """LoRA with trained magnitudes: `y = (m / c) (x W + scale · dropout(x) A B) + bias`.
+
+    m is [n], one trained magnitude for every output of the linear, and c [n] are the norms of the
+    columns of W + scale · A B, which are no functions of A and B where gradients are concerned. m
+    begins at the float32 norms of W, so the adapter begins at the backbone (Liu et al. 2024, in the
+    form of Hugging Face PEFT).
+
+    c is computed once an update, because it stays the same until the next one. With dropout, the
+    frozen product has none; PEFT drops features there too, where m / c is not 1. Both have the same
+    mean.
+
+    The fields are those of `LoRA`. The learning rate of m is that of B.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+
+class _Magnitude(AdapterOp):
+    """Scales the outputs of a linear."""
+
+    def product(self, own, y):
+        # Empty chunks get zeros.
+        norm = jnp.where(own["norm"] == 0, 1, own["norm"])
+        return y * (own["magnitude"] / norm)[:, None]
+
+    def after_update(self, own, factors, weight, total):
+        a, b = factors
+        scale = own[SCALE][:, None]
+        # |w + s A b|² = |w|² + 2 s b·(Aᵀw) + s² b·(AᵀA b), for each column w of W and b of B.
+        rows = a.swapaxes(1, 2).astype(weight.decoded().dtype)
+        products = total(weight.matmul(rows, jnp.float32))
+        gram = total(jnp.einsum("skr,skq->srq", a, a))
+        squares = total(jnp.square(weight.decoded(jnp.float32)).sum(axis=0))
+        mixed = 2 * scale * (b * products).sum(axis=1)
+        own_squares = jnp.square(scale) * (b * jnp.einsum("srq,sqn->srn", gram, b)).sum(axis=1)
+        norm = jnp.sqrt(jnp.maximum(squares + mixed + own_squares, 0))
+        # Layers that the task does not adapt keep the padding.
+        return {"norm": jnp.where(scale == 0, own["norm"], norm)}
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    sizes = config.num_layers, slots
+
+    def of(module: str) -> dict[str, LeafSpec]:
+        shape, axes = (*sizes, linear_sizes(config, module)[1]), ("layer", "slot", "output")
+        return {
+            "magnitude": LeafSpec(shape, axes, padding=1.0),
+            "norm": LeafSpec(shape, axes, trained=False, padding=1.0),
+            SCALE: LeafSpec(sizes, ("layer", "slot"), trained=False),
+        }
+
+    return {module: of(module) for module in points}
+
+
+def _initial(
+    spec: DoRA,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    factors = initial_adapter(spec, targets, config, seed, base)
+    # The product of the factors is zero.
+    norms = _of_layers(partial(_weight_norms, base), targets, config)
+    return _adapter(spec, factors, targets, norms, norms)
+
+
+def _adapter(
+    spec: DoRA,
+    factors: Mapping[str, Factors],
+    targets: Mapping[str, LayerMask],
+    magnitudes: Mapping[str, np.ndarray],
+    norms: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    return {
+        module: {
+            **factors[module]._asdict(),
+            "magnitude": magnitudes[module],
+            "norm": norms[module],
+            SCALE: np.float32(spec.scale) * mask.astype(np.float32),
+        }
+        for module, mask in targets.items()
+    }
+
+
+def _of_layers(
+    norms: Callable[[str, int], np.ndarray],
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+) -> dict[str, np.ndarray]:
+    """By linear, norms [L, n]; 1 in layers that are not adapted.
+
+    Args:
+      norms: function (module, layer) that returns those of one layer.
+      targets: the linears with their layers.
+      config: configuration of the backbone.
+    """
+    return {
+        module: stacked(
+            {layer: norms(module, layer) for layer in np.flatnonzero(mask).tolist()},
+            config.num_layers,
+            np.ones(linear_sizes(config, module)[1]),
+        )
+        for module, mask in targets.items()
+    }
+
+
+# A server prepares many tasks with the same backbone, which is read from a disk.
+@lru_cache(maxsize=4096)
+def _weight_norms(base: BaseTensors | None, module: str, layer: int) -> np.ndarray:
+    return np.linalg.norm(base_values(base, f"{full_name(module, layer)}.weight"), axis=1)
+
+
+def _rates(spec: DoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {
+        module: {**factors._asdict(), "magnitude": factors.b}
+        for module, factors in relative_rates(spec, targets).items()
+    }
+
+
+def _settings(spec: DoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    return lora_folder.settings(spec, config, False) | {"use_dora": True}
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DoRA:
+    plain = lora_folder.from_settings({**settings, "use_dora": False}, config)
+    return DoRA(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+
+
+def _tensors(
+    spec: DoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    found = lora_folder.tensors(spec, _factors(adapter), config, False, base)
+    for module, mask in lora_targets(spec, config).items():
+        found |= layer_tensors(module, mask, _MAGNITUDE, adapter[module]["magnitude"])
+    return found
+
+
+def _from_tensors(
+    spec: DoRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
+) -> dict[str, Any]:
+    targets, magnitudes = lora_targets(spec, config), {}
+    for module, mask in targets.items():
+        width = linear_sizes(config, module)[1]
+        (found,) = take_layers(tensors, module, mask, {_MAGNITUDE: (width,)}).values()
+        magnitudes[module] = stacked(found, config.num_layers, np.ones(width))
+    factors = lora_folder.from_tensors(spec, tensors, config, base)
+    changes = lora_folder.merged(spec, factors, config)
+
+    def norms(module: str, layer: int) -> np.ndarray:
+        name = f"{full_name(module, layer)}.weight"
+        return np.linalg.norm(changes[name](base_values(base, name)), axis=1)
+
+    return _adapter(spec, factors, targets, magnitudes, _of_layers(norms, targets, config))
+
+
+def _factors(adapter: Any) -> dict[str, Factors]:
+    return {module: Factors(own["a"], own["b"]) for module, own in adapter.items()}
+
+
+def _merged(spec: DoRA, adapter: Any, config: BackboneConfig) -> Changes:
+    def change(
+        module: str, layer: int, add: Callable[[np.ndarray], np.ndarray]
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        def merge(weight: np.ndarray) -> np.ndarray:
+            changed = add(weight)
+            magnitude = adapter[module]["magnitude"][layer]
+            return changed * (magnitude / np.linalg.norm(changed, axis=1))[:, None]
+
+        return merge
+
+    added = lora_folder.merged(spec, _factors(adapter), config)
+    return {
+        name: change(module, layer, added[name])
+        for module, mask in lora_targets(spec, config).items()
+        for layer in np.flatnonzero(mask).tolist()
+        for name in (f"{full_name(module, layer)}.weight",)
+    }
+
+
+dora_kind = AdapterKind(
+    "dora",
+    DoRA,
+    _Magnitude(),
+    lora_targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: lora_folder.is_low_rank(settings) and bool(settings.get("use_dora")),
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("rank", "alpha", "rslora"),
+    low_rank=True,
+    merged=_merged,
+)
