@@ -44,6 +44,7 @@ _NAMES = {
         "DoRA",
         "LNTuning",
         "LoRA",
+        "SparseDiff",
         "VeRA",
         "export_adapter",
         "import_adapter",

@@ -25,6 +25,7 @@ from .lora import Adapter, Factors, LoRA, initial_adapter
 from .merged_checkpoint import write_merged
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
+from .sparse_diff import SparseDiff
 from .targets import LayerMask, full_name, resolve_targets
 from .vera import VeRA
 
@@ -45,6 +46,7 @@ __all__ = [
     "LeafSpec",
     "LoRA",
     "SlotArrays",
+    "SparseDiff",
     "VeRA",
     "adapter_of",
     "crop",

@@ -19,6 +19,9 @@ from .leaves import LeafSpec
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import LayerMask, full_name, resolve_targets, target_names
 
+# PEFT's `mask_type` of these masks, with their number of columns.
+_MASK_TYPE = re.compile(r"columns_(\d+)")
+
 
 @dataclasses.dataclass(frozen=True)
 class DiffPruning:
@@ -63,6 +66,16 @@ class _Columns(AdapterOp):
         inside = (own["columns"] > 0) & (index >= 0) & (index < x.shape[-1])
         taken = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[-1] - 1)[:, None], axis=2)
         return y + matmul_of_chunks(jnp.where(inside[:, None], taken, 0), own["values"])
+
+
+def is_columns(settings: Mapping[str, Any]) -> bool:
+    """Whether the settings of a folder of PEFT's SHiRA are those of masks of whole columns.
+
+    Args:
+      settings: the values of adapter_config.json.
+    """
+    kind = settings.get("mask_type")
+    return isinstance(kind, str) and _MASK_TYPE.fullmatch(kind) is not None
 
 
 def _targets(spec: DiffPruning, config: BackboneConfig) -> dict[str, LayerMask]:
@@ -129,10 +142,7 @@ def _settings(spec: DiffPruning, config: BackboneConfig, serving: bool) -> dict[
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DiffPruning:
-    kind = settings.get("mask_type")
-    found = re.fullmatch(r"columns_(\d+)", kind) if isinstance(kind, str) else None
-    if not found:
-        raise ValueError(f"mask_type={kind!r} is not supported, only masks of whole columns")
+    found = _MASK_TYPE.fullmatch(settings["mask_type"])
     targets = settings.get("target_modules") or ()
     spec = DiffPruning(int(found[1]), targets if isinstance(targets, str) else tuple(targets))
     _targets(spec, config)
@@ -208,7 +218,7 @@ diff_pruning_kind = AdapterKind(
     _leaves,
     _initial,
     _rates,
-    lambda settings: settings.get("peft_type") == "SHIRA",
+    lambda settings: settings.get("peft_type") == "SHIRA" and is_columns(settings),
     _settings,
     _from_settings,
     _tensors,

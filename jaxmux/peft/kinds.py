@@ -20,6 +20,7 @@ from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .sparse_diff import sparse_diff_kind
 from .vera import vera_kind
 
 _lora_kind = AdapterKind(
@@ -51,6 +52,7 @@ KINDS: dict[str, AdapterKind] = {
         bottleneck_kind,
         diff_pruning_kind,
         vera_kind,
+        sparse_diff_kind,
     )
 }
 # By name of the kind, the class of its specifications.

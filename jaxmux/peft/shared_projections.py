@@ -1,15 +1,15 @@
 """Products of chunks with random projections that many slots have in common.
 
 The projections of a slot are one pair for all layers, far too large to be gathered for every chunk.
-Tasks usually have the same pair, so that one product over the whole stream serves all of them. The
-number of different pairs is not known when a program is compiled: a loop takes one turn for each
-pair that chunks of the microbatch use. A turn multiplies all tokens, so a chunk gets the same bits
-whatever pairs other chunks use.
+Tasks usually have the same pair, so that one product over the whole stream serves all of them;
+there is one turn for each different pair that chunks of the microbatch use.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from .turns import in_turns, select_chunks, stream_product
 
 
 def first_alike(
@@ -59,11 +59,11 @@ def projected(
     """
 
     def turn(slot, v):
-        u = _dot(x, a0[slot])
-        new = _dot((u * ld[:, None]).astype(x.dtype), b0[slot]).astype(x.dtype)
-        return _select(group == slot, new, v)
+        u = stream_product(x, a0[slot])
+        new = stream_product((u * ld[:, None]).astype(x.dtype), b0[slot]).astype(x.dtype)
+        return select_chunks(group == slot, new, v)
 
-    return _for_each(group, len(a0), turn, jnp.zeros((*x.shape[:2], b0.shape[2]), x.dtype))
+    return in_turns(group, len(a0), turn, jnp.zeros((*x.shape[:2], b0.shape[2]), x.dtype))
 
 
 def _forward(x, ld, a0, b0, group):
@@ -74,35 +74,13 @@ def _backward(residuals, dv):
     x, ld, a0, b0, group = residuals
 
     def turn(slot, gradients):
-        du = _dot(dv, b0[slot].T)
-        dx = _dot((du * ld[:, None]).astype(x.dtype), a0[slot].T).astype(x.dtype)
-        dld = (du * _dot(x, a0[slot])).sum(axis=1)
-        return tuple(map(lambda *pair: _select(group == slot, *pair), (dx, dld), gradients))
+        du = stream_product(dv, b0[slot].T)
+        dx = stream_product((du * ld[:, None]).astype(x.dtype), a0[slot].T).astype(x.dtype)
+        dld = (du * stream_product(x, a0[slot])).sum(axis=1)
+        return tuple(map(lambda *pair: select_chunks(group == slot, *pair), (dx, dld), gradients))
 
-    gradients = _for_each(group, len(a0), turn, (jnp.zeros_like(x), jnp.zeros_like(ld)))
+    gradients = in_turns(group, len(a0), turn, (jnp.zeros_like(x), jnp.zeros_like(ld)))
     return *gradients, None, None, None
 
 
 projected.defvjp(_forward, _backward)
-
-
-def _for_each(group: Int[Array, " chunks"], slots: int, turn, value):
-    """Applies `turn(slot, value)` for the slots in `group`, in ascending order."""
-
-    def step(carry):
-        slot, value = carry
-        following = jnp.where(group > slot, group, slots).min()
-        return following, turn(slot, value)
-
-    return jax.lax.while_loop(lambda carry: carry[0] < slots, step, (group.min(), value))[1]
-
-
-def _dot(x: Float[Array, "chunks l k"], w: Float[Array, "k n"]) -> Float[Array, "chunks l n"]:
-    """The product over the whole stream, in float32."""
-    flat = x.reshape(-1, x.shape[-1])
-    y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=jnp.float32)
-    return y.reshape(*x.shape[:2], -1)
-
-
-def _select(chosen, new, old):
-    return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -14,7 +14,17 @@ from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA, VeRA
+from jaxmux.peft import (
+    IA3,
+    SPECIFICATIONS,
+    Bottleneck,
+    DiffPruning,
+    DoRA,
+    LNTuning,
+    LoRA,
+    SparseDiff,
+    VeRA,
+)
 from jaxmux.peft.ln_tuning import NORMS
 from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
@@ -203,6 +213,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (Bottleneck, "size"): {"maximum": limits.rank},
         (DiffPruning, "columns"): {"maximum": limits.rank},
         (DiffPruning, "target_modules"): linears,
+        (SparseDiff, "rank"): {"maximum": limits.rank},
+        (SparseDiff, "target_modules"): linears,
         (VeRA, "rank"): {"maximum": limits.rank},
         (VeRA, "projection_key"): {"maximum": 2**32 - 1},
         (VeRA, "target_modules"): linears,

@@ -73,6 +73,10 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         if kind == "diff_pruning" and module in adapter:
             columns = np.asarray(frozen[module]["columns"][layer], int) - 1
             y = y + x[:, columns] @ adapter[module]["values"][layer]
+        if kind == "sparse_diff" and module in adapter:
+            places = frozen[module]["entries"][layer].astype(int) - 1
+            diff = jnp.zeros(own["kernel"].values[layer].shape)
+            y = y + x @ diff.at[places >> 16, places % 2**16].set(adapter[module]["values"][layer])
         if kind == "vera" and module in adapter:
             u = x @ frozen[module]["a0"] * adapter[module]["ld"][layer]
             y = y + u @ frozen[module]["b0"] * adapter[module]["lb"][layer]

@@ -151,6 +151,15 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "sparse_diff",
+        words=(5, 10),
+        adapter={"kind": "sparse_diff", "rank": 3, "target_modules": ["q_proj", "v_proj"]},
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
         "dora",
         words=(10, 25),
         adapter={"kind": "dora", "rank": 3, "alpha": 6.0, "loraplus_ratio": 2.0},

@@ -53,6 +53,7 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
         ("ia3", "final"),
         ("ln_tuning", "final"),
         ("diff_pruning", "final"),
+        ("sparse_diff", "final"),
         ("dora", "final"),
         ("vera", "final"),
         ("vera", "serving"),

@@ -19,6 +19,7 @@ from jaxmux import (
     LoRA,
     PlanningError,
     ServerOptions,
+    SparseDiff,
     VeRA,
     export_adapter,
     import_adapter,
@@ -61,6 +62,7 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 5),
     "parallel": Bottleneck("parallel", 4, scaling=2.0),
     "columns": DiffPruning(4, ("v_proj", "down_proj")),
+    "entries": SparseDiff(2, "magnitude", ("q_proj", "down_proj")),
     "dora": DoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
 }
@@ -72,6 +74,7 @@ SETTINGS = {
     "houlsby": ("adapter.safetensors", "name", "jaxmux"),
     "parallel": ("adapter.safetensors", "name", "jaxmux"),
     "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
+    "entries": ("adapter_model.safetensors", "mask_type", "magnitude_entries"),
     "dora": ("adapter_model.safetensors", "use_dora", True),
     "vera": ("adapter_model.safetensors", "projection_prng_key", 3),
 }
@@ -180,7 +183,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "dora", "vera")
+    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -230,6 +233,42 @@ def test_vera_is_served_as_a_lora(trained, model, tmp_path, logits):
     spec, adapter = import_adapter(tmp_path / "served", model.config)
     assert isinstance(spec, LoRA) and spec.scale == 1
     np.testing.assert_allclose(logits(model, spec, adapter), logits(model, *own), atol=1e-5)
+
+
+def test_a_mask_of_magnitudes_holds_the_largest_weights(trained, model, base):
+    spec, adapter = import_adapter(trained / "adapters" / "entries", model.config)
+    assert spec.mask == "magnitude"
+    for module in ("self_attn.q_proj", "mlp.down_proj"):
+        for layer, numbers in enumerate(adapter[module]["entries"].astype(int) - 1):
+            weight = np.abs(base(f"model.layers.{layer}.{module}.weight"))
+            chosen = weight[numbers % 2**16, numbers >> 16]
+            assert len(set(numbers)) == spec.rank * sum(weight.shape)
+            assert np.sort(chosen)[0] >= np.sort(weight, axis=None)[-len(numbers)]
+
+
+def test_entries_that_occur_twice_are_added_up(trained, model, tmp_path, logits):
+    """A mask of PEFT may be filled up so, whatever is its name."""
+    folder = tmp_path / "twice"
+    shutil.copytree(trained / "adapters" / "entries", folder)
+    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(weights)
+    for name in [name for name in tensors if "indices" in name]:
+        tensors[name][:, -3:] = tensors[name][:, :3]
+    save_file(tensors, weights)
+    settings.write_text(settings.read_text().replace("magnitude_entries", "mine"))
+    spec, adapter = import_adapter(folder, model.config)
+    write_merged(tmp_path / "merged", model.name_or_path, adapter, spec, model.config)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, weight in load_file(model.name_or_path + "/model.safetensors").items():
+        if f"base_model.model.{name.removesuffix('.weight')}.shira_weight" in tensors:
+            own = f"base_model.model.{name.removesuffix('.weight')}."
+            for (i, j), value in zip(
+                tensors[f"{own}shira_indices"].T, tensors[f"{own}shira_weight"], strict=True
+            ):
+                weight[i, j] += value
+            np.testing.assert_allclose(merged[name], weight, atol=1e-6)
+    found = logits(load_backbone(tmp_path / "merged", "float32"))
+    np.testing.assert_allclose(logits(model, spec, adapter), found, atol=1e-4)
 
 
 def test_projections_that_a_folder_lacks_are_drawn_again(trained, model, tmp_path):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA, VeRA
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA, SparseDiff, VeRA
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -15,6 +15,7 @@ SPECS = {
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
     "dora": DoRA(3, 6.0, target_modules=("k_proj", "o_proj", "gate_proj", "down_proj")),
     "vera": VeRA(6, d_initial=0.3),
+    "entries": SparseDiff(1, "random", ("v_proj", "o_proj")),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},

@@ -1,0 +1,258 @@
+"""Diff-Pruning with fixed masks of single entries of weights (Guo et al. 2021)."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmux.field_checks import check_fields, choice, integer, names
+from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
+
+from .diff_pruning import is_columns
+from .kind import AdapterKind, BaseTensors, Changes, base_values
+from .leaves import LeafSpec
+from .peft_tensors import PREFIX, layer_tensors, take_tensor
+from .sparse_products import first_of_owner, sparse_product
+from .targets import LayerMask, full_name, resolve_targets, target_names
+
+MASKS = ("random", "magnitude")
+# Rows and columns have 16 bits each in the number of an entry.
+_WIDEST = 2**16 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseDiff:
+    """Some entries of the weights of linears are trained: `y = x W + x D`.
+
+    D [k, n] has `rank · (k + n)` entries, as many as a LoRA of this rank, at places that are chosen
+    once; they begin at 0. It is Diff-Pruning (Guo et al. 2021) with a mask that is chosen once, and
+    is exported in the format of Hugging Face PEFT's SHiRA (Bhardwaj et al. 2024). Every task costs
+    dense products with the whole microbatch; `DiffPruning`, whose entries are whole columns, costs
+    less. What is trained is kept apart from the weights, in float32. Where an adapter is added to
+    bfloat16 weights, as `peft` does and a merge has to, changes that are small beside the weights
+    are lost.
+
+    Attributes:
+      rank: number of entries of a linear, divided by the sum of its widths.
+      mask: which entries. "random" draws them for every linear and layer from the task's seed;
+        "magnitude" takes the weights with the largest absolute values.
+      target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    rank: int = integer(16, least=1)
+    mask: str = choice("magnitude", MASKS)
+    target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
+
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+class _Entries(AdapterOp):
+    """Adds the product with the entries. A device may have some of the linear's inputs, or some of
+    its outputs; it leaves out the entries of others, so that its sums are parts of the whole."""
+
+    of_slots = frozenset({"outputs"})
+
+    def linear_output(self, own, x, y, first_column):
+        entries, (k, n) = own["entries"], (x.shape[-1], y.shape[-1])
+        slots = own[CHUNK_SLOT]
+        first_output = own["outputs"][:, 0][jnp.maximum(slots, 0)].astype(jnp.int32) - 1
+        numbers = entries - 1
+        row = (numbers >> 16).astype(jnp.int32) - first_column
+        column = (numbers & 0xFFFF).astype(jnp.int32) - first_output[:, None]
+        inside = (entries > 0) & (row >= 0) & (row < k) & (column >= 0) & (column < n)
+        places = jnp.where(inside, row * n + column, k * n)
+        first = first_of_owner(slots, (entries > 0).any(axis=1))
+        return y + sparse_product(n, x, own["values"], places, first)
+
+
+def _targets(spec: SparseDiff, config: BackboneConfig) -> dict[str, LayerMask]:
+    targets = resolve_targets(spec.target_modules, config)
+    for module in targets:
+        k, n = linear_sizes(config, module)
+        if spec.rank * (k + n) > k * n:
+            raise ValueError(
+                f"rank is {spec.rank}, so {spec.rank * (k + n)} entries of {module} would be "
+                f"trained, but it has {k * n}"
+            )
+        if max(k, n) > _WIDEST:
+            raise ValueError(f"{module} is {max(k, n)} wide; masks have at most {_WIDEST}")
+    return targets
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    axes = ("layer", "slot", "rank")
+
+    def of(module: str) -> dict[str, LeafSpec]:
+        k, n = linear_sizes(config, module)
+        shape = (config.num_layers, slots, rank * (k + n))
+        return {
+            "values": LeafSpec(shape, axes),
+            # 1 + 2**16 · input + output; 0 is padding.
+            "entries": LeafSpec(shape, axes, trained=False, dtype="uint32"),
+            # Numbers of the outputs from 1, by which a device knows those that it has.
+            "outputs": LeafSpec((slots, n), ("slot", "output"), trained=False, dtype="uint32"),
+        }
+
+    return {module: of(module) for module in points}
+
+
+def _numbers(places: Int[np.ndarray, " entries"], k: int) -> Int[np.ndarray, " entries"]:
+    """The numbers of entries at places output · k + input of a weight [n, k]."""
+    return (1 + (places % k << 16) + places // k).astype(np.uint32)
+
+
+def _places(numbers: Int[np.ndarray, " entries"]) -> Int[np.ndarray, "2 entries"]:
+    """Outputs and inputs of entries; (0, 0) for padding."""
+    numbers = np.maximum(numbers.astype(np.int64) - 1, 0)
+    return np.stack([numbers & 0xFFFF, numbers >> 16]).astype(np.int32)
+
+
+def _empty(spec: SparseDiff, config: BackboneConfig) -> dict[str, Any]:
+    """Arrays without entries."""
+    specs = _leaves(config, list(_targets(spec, config)), 1, spec.rank)
+    adapter = {}
+    for module, leaves in specs.items():
+        own = {name: np.zeros(leaf.of_slot().shape, leaf.dtype) for name, leaf in leaves.items()}
+        own["outputs"] += np.arange(1, 1 + len(own["outputs"]), dtype=np.uint32)
+        adapter[module] = own
+    return adapter
+
+
+def _initial(
+    spec: SparseDiff,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    adapter = _empty(spec, config)
+    for module, mask in targets.items():
+        k, n = linear_sizes(config, module)
+        entries = spec.rank * (k + n)
+        for layer in np.flatnonzero(mask).tolist():
+            if spec.mask == "magnitude":
+                weight = base_values(base, f"{full_name(module, layer)}.weight")
+                places = np.argpartition(-np.abs(weight).reshape(-1), entries - 1)[:entries]
+            else:
+                rng = np.random.default_rng([seed, zlib.crc32(module.encode()), layer])
+                places = rng.choice(k * n, entries, replace=False, shuffle=False)
+            # Row by row of the weight [n, k], as PEFT orders them.
+            adapter[module]["entries"][layer] = _numbers(np.sort(places), k)
+    return adapter
+
+
+def _rates(spec: SparseDiff, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {module: {"values": mask.astype(np.float32)} for module, mask in targets.items()}
+
+
+def _settings(spec: SparseDiff, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    return {
+        "peft_type": "SHIRA",
+        "r": spec.rank,
+        # PEFT draws a mask of its own for "random" only, and takes others from the file.
+        "mask_type": f"{spec.mask}_entries",
+        "target_modules": target_names(_targets(spec, config)),
+        "fan_in_fan_out": False,
+        "init_weights": True,
+    }
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> SparseDiff:
+    for key in ("fan_in_fan_out", "modules_to_save", "exclude_modules"):
+        if settings.get(key):
+            raise ValueError(f"{key}={settings[key]!r} is not supported")
+    targets = settings.get("target_modules") or ()
+    mask = str(settings.get("mask_type")).removesuffix("_entries")
+    # Masks of other programs stay what they are, as if they had been drawn.
+    spec = SparseDiff(
+        settings["r"],
+        mask if mask in MASKS else "random",
+        targets if isinstance(targets, str) else tuple(targets),
+    )
+    _targets(spec, config)
+    return spec
+
+
+def _tensors(
+    spec: SparseDiff, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    found = {}
+    for module, mask in _targets(spec, config).items():
+        own = adapter[module]
+        indices = np.stack([_places(numbers) for numbers in own["entries"]])
+        found |= layer_tensors(module, mask, "shira_weight", own["values"])
+        found |= layer_tensors(module, mask, "shira_indices", indices)
+    return found
+
+
+def _from_tensors(
+    spec: SparseDiff,
+    tensors: dict[str, np.ndarray],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    adapter = _empty(spec, config)
+    for module, mask in _targets(spec, config).items():
+        (k, n), own = linear_sizes(config, module), adapter[module]
+        entries = spec.rank * (k + n)
+        for layer in np.flatnonzero(mask).tolist():
+            name = f"{PREFIX}{full_name(module, layer)}"
+            values = take_tensor(tensors, f"{name}.shira_weight", (entries,))
+            rows, columns = take_tensor(tensors, f"{name}.shira_indices", (2, entries))
+            if rows.min() < 0 or columns.min() < 0 or rows.max() >= n or columns.max() >= k:
+                raise ValueError(f"an index of {name} is outside of its weight [{n}, {k}]")
+            places = rows.astype(np.int64) * k + columns
+            chosen, at = np.unique(places, return_inverse=True)
+            # PEFT adds up entries that occur twice, as (0, 0) does that fills up a mask.
+            np.add.at(own["values"][layer], at, np.asarray(values, np.float32))
+            own["entries"][layer, : len(chosen)] = _numbers(chosen, k)
+    return adapter
+
+
+def _merged(spec: SparseDiff, adapter: Any, config: BackboneConfig) -> Changes:
+    def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
+        own = adapter[module]
+
+        def merge(weight: Float[np.ndarray, "n k"]) -> Float[np.ndarray, "n k"]:
+            weight = weight.copy()
+            # Padding adds 0.
+            np.add.at(weight, tuple(_places(own["entries"][layer])), own["values"][layer])
+            return weight
+
+        return merge
+
+    return {
+        f"{full_name(module, layer)}.weight": change(module, layer)
+        for module, mask in _targets(spec, config).items()
+        for layer in np.flatnonzero(mask)
+    }
+
+
+sparse_diff_kind = AdapterKind(
+    "sparse_diff",
+    SparseDiff,
+    _Entries(),
+    _targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "SHIRA" and not is_columns(settings),
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("rank",),
+    merged=_merged,
+)
