@@ -37,7 +37,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,12 +60,14 @@ from jaxmux.peft import (
     DoRA,
     LNTuning,
     LoRA,
+    SparseDiff,
     VeRA,
     kind_of,
     size_of_adapter,
 )
 from jaxmux.planner.costs import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.costs.device_profile import BackboneSize
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import random_task
 from jaxmux.runs.run_shape import run_costs
@@ -92,6 +94,7 @@ MIXES = (
     Mix("parallel bottleneck", Bottleneck("parallel")),
     Mix("Diff-Pruning of columns", DiffPruning()),
     Mix("VeRA", VeRA()),
+    Mix("Diff-Pruning of entries", SparseDiff(), None),
 )
 ROOM = "room for IA3"
 
@@ -227,15 +230,25 @@ def memory(args: argparse.Namespace) -> None:
     config = llama_config(args)
     backbone = Backbone.random(config, dtype=args.dtype)
     sizes = size_of(config, args.dtype)
+    # No pool is freed: the allocator would give its memory, a little too large, to the next one.
+    with ExitStack() as engines:
+        _memory(args, backbone, sizes, engines)
+
+
+def _memory(
+    args: argparse.Namespace, backbone: Backbone, sizes: BackboneSize, engines: ExitStack
+) -> None:
+    config = backbone.config
     for (mix,) in chosen(args, [(mix,) for mix in (Mix("LoRA", LoRA(args.rank)), *MIXES)]):
         measured, predicted = [], []
         for slots in (TASKS, TASKS + 1):
             pool = task_of(args, config, mix, 0).pool._replace(slots=slots)
             before = bytes_in_use()
-            with closing(Engine(backbone, EngineOptions(shape_of(args), pool))) as engine:
-                engine.register_tasks([])
-                measured.append(bytes_in_use() - before)
-            del engine
+            engine = engines.enter_context(
+                closing(Engine(backbone, EngineOptions(shape_of(args), pool)))
+            )
+            engine.register_tasks([])
+            measured.append(bytes_in_use() - before)
             predicted.append(pool.state_bytes(sizes))
         (few, more), (fewer, most) = measured, predicted
         facts = {"bytes, measured": more - few, "bytes, predicted": most - fewer}

@@ -24,7 +24,7 @@ from jaxmux.pallas_kernels.implementations import choose
 
 from .adapter_ops import LayerAdapters
 from .modules import Weights
-from .remat_policies import GATE, UP, checkpoint_name
+from .remat_policies import GATE, SCALED, UP, checkpoint_name
 from .weight_sharding import UNDIVIDED, WeightSharding, first_column, leave
 
 # Paths of the linears that can carry an adapter, as Hugging Face names them within a layer. The
@@ -39,6 +39,8 @@ MODULES = (
     "mlp.down_proj",
 )
 
+# The names of products that a layer may keep.
+_KEPT = {"mlp.gate_proj": GATE, "mlp.up_proj": UP}
 
 # No adapters but low-rank ones.
 NO_OTHERS = LayerAdapters((), {}, 1)
@@ -141,7 +143,13 @@ def adapted_linears(
         outputs |= dict(zip(adapted, results, strict=True))
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
-    outputs = {m: others.apply("product", m, y) for m, y in outputs.items()}
+    outputs = {
+        # The gradients of what scales it need the product.
+        m: others.apply("product", m, checkpoint_name(y, _KEPT.get(m, SCALED)))
+        if others.change_product(m)
+        else y
+        for m, y in outputs.items()
+    }
     if divided:
         _refuse_divided_bias(weights, others)
     else:
@@ -249,7 +257,12 @@ def adapted_mlp(
             others=others,
         )
         (gate, up), threaded = apply(x, accumulators=accumulators, modules=modules[:2])
-        h = jax.nn.silu(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)
+        # Scaled products are kept as they are before.
+        gate, up = (
+            y if others.change_product(module) else checkpoint_name(y, _KEPT[module])
+            for module, y in zip(modules[:2], (gate, up), strict=True)
+        )
+        h = jax.nn.silu(gate) * up
         (out,), threaded = apply(h, accumulators=threaded, modules=modules[2:], residual=residual)
         return out, threaded
 

@@ -170,6 +170,13 @@ class LayerAdapters(NamedTuple):
         """Whether any kind has arrays at a point."""
         return any(point in own for own in self.own.values())
 
+    def change_product(self, point: str) -> bool:
+        """Whether any kind changes the product of a linear."""
+        return any(
+            point in self.own[name] and type(op).product is not AdapterOp.product
+            for name, op in self.ops
+        )
+
     def change_input(self, point: str) -> bool:
         """Whether any kind changes what a linear reads."""
         return any(

@@ -21,8 +21,10 @@ HEADS = "heads"
 ATTENTION_INPUT = "attention_input"
 ATTENTION_OUTPUT = "attention_output"
 MIDDLE = "middle"
+# Products of linears that an adapter scales afterwards; those of gate and up have their own names.
+SCALED = "scaled"
 
-_PRODUCTS = (LOW_RANK, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS, MIDDLE, GATE, UP)
+_PRODUCTS = (LOW_RANK, SCALED, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS, MIDDLE, GATE, UP)
 
 # By policy, the checkpoint names that are kept besides each layer's input; None keeps all values.
 _KEPT = {

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
+from jaxmux.planner.costs.pool_spec import PointWork
 
 from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values
@@ -77,6 +78,12 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
         }
 
     return {module: of(module) for module in points}
+
+
+def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    width = config.num_layers * linear_sizes(config, point)[1]
+    # Layers keep the products of gate and up anyway.
+    return PointWork(width, 2 * width, 0 if point in ("mlp.gate_proj", "mlp.up_proj") else width)
 
 
 def _initial(
@@ -221,4 +228,5 @@ dora_kind = AdapterKind(
     identity=("rank", "alpha", "rslora"),
     low_rank=True,
     merged=_merged,
+    work=_work,
 )

@@ -166,11 +166,11 @@ class AdapterKind(NamedTuple):
         def size(point: str) -> PointSize:
             (one, frozen), (two, more_frozen) = count(point, 1), count(point, 2)
             per_rank = two - one, more_frozen - frozen
-            (flops, moved), (more_flops, _) = work(point, 1), work(point, 2)
+            (flops, moved, kept), (more_flops, _, _) = work(point, 1), work(point, 2)
             return PointSize(
                 point,
                 *(per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]),
-                *(more_flops - flops, 2 * flops - more_flops, moved),
+                *(more_flops - flops, 2 * flops - more_flops, moved, kept),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

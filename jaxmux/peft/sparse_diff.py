@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from jaxmux.field_checks import check_fields, choice, integer, names
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
+from jaxmux.planner.costs.pool_spec import PointWork
 
 from .diff_pruning import is_columns
 from .kind import AdapterKind, BaseTensors, Changes, base_values
@@ -128,6 +129,12 @@ def _empty(spec: SparseDiff, config: BackboneConfig) -> dict[str, Any]:
         own["outputs"] += np.arange(1, 1 + len(own["outputs"]), dtype=np.uint32)
         adapter[module] = own
     return adapter
+
+
+def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    # With one task of this kind in a microbatch, whose entries are made a dense matrix.
+    k, n = linear_sizes(config, point)
+    return PointWork(2 * config.num_layers * k * n, 3 * config.num_layers * n)
 
 
 def _initial(
@@ -255,4 +262,5 @@ sparse_diff_kind = AdapterKind(
     _from_tensors,
     identity=("rank",),
     merged=_merged,
+    work=_work,
 )

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from jaxmux.field_checks import check_fields, integer, names, number
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
+from jaxmux.planner.costs.pool_spec import PointWork
 
 from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes
@@ -139,6 +140,12 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
         }
 
     return {module: of(module) for module in points}
+
+
+def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    # With one pair of projections in a microbatch.
+    k, n = linear_sizes(config, point)
+    return PointWork(2 * config.num_layers * rank * (k + n), 3 * config.num_layers * n)
 
 
 def _initial(
@@ -278,4 +285,5 @@ vera_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "projection_key"),
     merged=_merged,
+    work=_work,
 )

@@ -292,6 +292,9 @@ class MemoryModel:
         sequences."""
         kept = self.kept(shape.tokens, pool.rank, remat, replica.tp)
         packed = self.backbone.packed.kept_by(shape.tokens, self._paid_sequences(shape))
+        # Counted whole on every tensor-parallel device.
+        of_kinds = sum(own.work.kept for own in pool.others) * self.backbone.stream_bytes
+        kept += shape.tokens * of_kinds / self.backbone.layers * keeps_attention(remat)
         return kept + packed / replica.tp * keeps_attention(remat)
 
     def _packed(self, shape: ShapeClass, replica: Replica) -> float:

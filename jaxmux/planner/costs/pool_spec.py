@@ -18,10 +18,12 @@ class PointWork(NamedTuple):
     Attributes:
       flops: number of floating-point operations.
       moved: number of values of the stream that are read or written.
+      kept: number of values that layers keep for their backward passes, unless they recompute all.
     """
 
     flops: int
     moved: int
+    kept: int = 0
 
 
 class PointSize(NamedTuple):
@@ -37,6 +39,7 @@ class PointSize(NamedTuple):
       flops_per_rank: `PointWork.flops` for each rank.
       flops: other floating-point operations.
       moved: as `PointWork.moved`.
+      kept: as `PointWork.kept`.
     """
 
     point: str
@@ -47,6 +50,7 @@ class PointSize(NamedTuple):
     flops_per_rank: int = 0
     flops: int = 0
     moved: int = 0
+    kept: int = 0
 
 
 class KindSize(NamedTuple):
@@ -79,6 +83,7 @@ class KindSize(NamedTuple):
         return PointWork(
             sum(p.flops_per_rank * self.rank + p.flops for p in self.points),
             sum(p.moved for p in self.points),
+            sum(p.kept for p in self.points),
         )
 
 
