@@ -65,7 +65,7 @@ def make_engine(backbone):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def different_tasks(make_task):
     """Tasks of different lengths, ranks, optimizers, targets and dropout; clipping bites."""
     from jaxmux.optimizers import SGD, AdamW, Lion

@@ -24,15 +24,23 @@ PIPELINES = {
 FOUR_STAGES = pytest.param({"layers": (1, 1, 1, 1)}, id="four stages", marks=pytest.mark.slow)
 
 
+@pytest.fixture(scope="module")
+def on_one_device(make_engine, different_tasks, train):
+    """An engine of one device that has trained the tasks to their ends, and their updates."""
+    engine = make_engine(*different_tasks)
+    return engine, train(engine)
+
+
 @pytest.mark.parametrize(
     "pipeline",
     [*(pytest.param(own, id=name) for name, own in PIPELINES.items()), FOUR_STAGES],
 )
 def test_a_pipeline_trains_to_the_bits_of_one_device(
-    pipeline, make_engine, different_tasks, train, assert_same_training
+    pipeline, make_engine, different_tasks, train, on_one_device, assert_same_training
 ):
-    expected, found = make_engine(*different_tasks), make_engine(*different_tasks, **pipeline)
-    expected_updates, updates = train(expected), train(found)
+    expected, expected_updates = on_one_device
+    found = make_engine(*different_tasks, **pipeline)
+    updates = train(found)
     # Two groups of tasks may fill one more microbatch than all tasks together.
     assert 0 <= found.microbatches - expected.microbatches <= expected.rounds
     assert expected.microbatches > 2 * expected.rounds
@@ -103,10 +111,9 @@ def test_one_bad_layer_skips_the_update_in_all_stages(
 
 @pytest.mark.parametrize("moves", [((3, 1), (1, 2, 1)), ((), (3, 1))], ids=str)
 def test_training_moves_to_other_devices_in_the_middle_of_a_round(
-    moves, make_engine, different_tasks, train, assert_same_training
+    moves, make_engine, different_tasks, train, on_one_device, assert_same_training
 ):
-    expected = make_engine(*different_tasks)
-    expected_updates = train(expected)
+    expected, expected_updates = on_one_device
     before, after = (make_engine(*different_tasks, layers=layers) for layers in moves)
     updates = train(before, rounds=1)
     calls = iter([False, True])
@@ -140,11 +147,11 @@ def test_rounds_follow_each_other_without_a_gap(make_engine, different_tasks):
 
 
 def test_training_can_stop_after_every_microbatch(
-    make_engine, different_tasks, train, assert_same_training
+    make_engine, different_tasks, train, on_one_device, assert_same_training
 ):
     """A pipeline is stopped after k microbatches, in which rounds overlap; one device goes on."""
-    expected = make_engine(*different_tasks)
-    expected_updates = without_rounds(train(expected))
+    expected = on_one_device[0]
+    expected_updates = without_rounds(on_one_device[1])
 
     def stopped(stop_after: int):
         engine, calls, updates = make_engine(*different_tasks, layers=(3, 1)), [], []
