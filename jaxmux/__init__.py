@@ -43,6 +43,7 @@ _NAMES = {
         "DiffPruning",
         "LNTuning",
         "LoRA",
+        "PromptTuning",
         "export_adapter",
         "import_adapter",
     ),

@@ -34,8 +34,8 @@ class Task:
         after the task, so the name consists of letters, digits, ".", "_" and "-", begins with a
         letter or digit, and has at most 100 characters.
       data: the training records. A path is short for `Source(path)`.
-      adapter: what is trained: a `LoRA`, an `IA3`, an `LNTuning`, a `Bottleneck` or a
-        `DiffPruning`. Tasks with different kinds of adapters train together.
+      adapter: what is trained: a `LoRA`, an `IA3`, an `LNTuning`, a `Bottleneck`, a
+        `DiffPruning` or a `PromptTuning`. Tasks with different kinds of adapters train together.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
         or `Lion`.
       batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.

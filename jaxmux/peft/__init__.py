@@ -16,6 +16,7 @@ from .lora import Adapter, Factors, LoRA, initial_adapter
 from .merged_checkpoint import write_merged
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
+from .prompt_tuning import PromptTuning
 from .targets import LayerMask, full_name, resolve_targets
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Layout",
     "LeafSpec",
     "LoRA",
+    "PromptTuning",
     "SlotArrays",
     "adapter_of",
     "crop",

@@ -70,6 +70,9 @@ class AdapterKind(NamedTuple):
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
         backbone, a function of its float32 values that gives those with the adapter merged; None if
         the adapter cannot be merged.
+      virtual_tokens: function (specification) that returns how many positions the adapter fills
+        before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
+        op says what enters the first layer there.
     """
 
     name: str
@@ -87,6 +90,7 @@ class AdapterKind(NamedTuple):
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
+    virtual_tokens: Callable[[Any], int] = lambda specification: 0
 
     def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
         """The sizes of a pool of this kind.

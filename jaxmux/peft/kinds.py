@@ -19,6 +19,7 @@ from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .prompt_tuning import prompt_tuning_kind
 
 _lora_kind = AdapterKind(
     "lora",
@@ -40,7 +41,14 @@ _lora_kind = AdapterKind(
 # By name, all adapter kinds.
 KINDS: dict[str, AdapterKind] = {
     kind.name: kind
-    for kind in (_lora_kind, ia3_kind, ln_tuning_kind, bottleneck_kind, diff_pruning_kind)
+    for kind in (
+        _lora_kind,
+        ia3_kind,
+        ln_tuning_kind,
+        bottleneck_kind,
+        diff_pruning_kind,
+        prompt_tuning_kind,
+    )
 }
 # By name of the kind, the class of its specifications.
 SPECIFICATIONS: dict[str, type] = {kind.name: kind.specification for kind in KINDS.values()}

@@ -14,7 +14,15 @@ from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import IA3, SPECIFICATIONS, Bottleneck, DiffPruning, LNTuning, LoRA
+from jaxmux.peft import (
+    IA3,
+    SPECIFICATIONS,
+    Bottleneck,
+    DiffPruning,
+    LNTuning,
+    LoRA,
+    PromptTuning,
+)
 from jaxmux.peft.ln_tuning import NORMS
 from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
@@ -201,5 +209,6 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (Bottleneck, "size"): {"maximum": limits.rank},
         (DiffPruning, "columns"): {"maximum": limits.rank},
         (DiffPruning, "target_modules"): linears,
+        (PromptTuning, "virtual_tokens"): {"maximum": limits.rank},
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
     }

@@ -10,7 +10,7 @@ import pytest
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.optimizers import SGD
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, kind_of
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, PromptTuning, kind_of
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -26,6 +26,8 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 5, scaling=0.5),
     "parallel": Bottleneck("parallel", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
+    "prompt": PromptTuning(7, "random"),
+    "short-prompt": PromptTuning(2, "random"),
 }
 
 
@@ -106,7 +108,7 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     rates = kind.relative_rates(spec, prepared.targets)
     for path, own in named_leaves(after).items():
         first, gradient = named_leaves(params)[path], np.asarray(named_leaves(gradients)[path])
-        mask = named_leaves(rates)[path].reshape(-1, *[1] * (own.ndim - 1))
+        mask = named_leaves(rates)[path][: len(own)].reshape(-1, *[1] * (own.ndim - 1))
         expected = -rate * mask * gradient
         assert np.linalg.norm(expected) > 0
         error = np.linalg.norm((own - first) - expected)
@@ -115,8 +117,16 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         assert error < 1e-5 * np.linalg.norm(expected) + rounding, path
 
 
+def test_virtual_tokens_are_computed_but_belong_to_no_sample(tasks, together):
+    prepared, (updates, _) = tasks["prompt"], together["prompt"]
+    for step, update in enumerate(updates):
+        batch = prepared.batches[step]
+        assert update.tokens == sum(len(sample.input_ids) - 1 for sample in batch)
+        assert update.computed_tokens >= sum(6 + len(sample.input_ids) for sample in batch)
+
+
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ("lora", "ia3-inputs", "ln", "houlsby"):
+    for bad in ("lora", "ia3-inputs", "ln", "houlsby", "prompt"):
         broken = dataclasses.replace(
             tasks[bad],
             make_adapter=lambda own=tasks[bad]: jax.tree.map(

@@ -102,9 +102,10 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def logits(model: torch.nn.Module, prompt: Sequence[int]) -> torch.Tensor:
-    """Logits of a single sequence without padding, [tokens, vocabulary]."""
+    """Logits of a single sequence without padding, [tokens, vocabulary], and without those of a
+    trained prompt before it."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([prompt])).logits[0]
+        return model(input_ids=torch.tensor([prompt])).logits[0, -len(prompt) :]
 
 
 def random_prompts(vocabulary: int) -> list[list[list[int]]]:

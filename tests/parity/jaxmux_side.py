@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
+from jaxmux.engine.prepared_task import with_virtual_tokens
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -50,6 +52,8 @@ from jaxmux.tasks import Task
 
 # Two short rows, so that a global batch of the test tasks does not fit into one microbatch.
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+# Number of slots whose prompts a microbatch has, see `random_prompts`.
+SLOTS = 3
 
 Request = dict[str, Any]
 
@@ -85,12 +89,14 @@ def train(folder: Path, request: Request) -> None:
       microbatches.json: for every round and microbatch, the names of its tasks.
       initial/<task>, final/<task>, serving/<task>: the adapters.
       logits/final.npz: the logits of every task's prompts with its final adapter. The prompts of
-        all tasks are packed into one microbatch.
+        three tasks are packed into one microbatch.
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
+    base = checkpoint_tensors(folder / request["backbone"], backbone.compute_dtype)
     tasks = [
-        prepare_task(make_task(t, folder), backbone.config, tokenizer) for t in request["tasks"]
+        prepare_task(make_task(t, folder), backbone.config, tokenizer, base=base)
+        for t in request["tasks"]
     ]
     engine = Engine(backbone, EngineOptions(SHAPE))
     engine.register_tasks(tasks)
@@ -108,10 +114,11 @@ def train(folder: Path, request: Request) -> None:
     planned = tasks_by_microbatch(tasks)
     assert engine.microbatches == sum(map(len, planned))
     save_json(folder / "microbatches.json", planned)
-    # There are prompts for the first tasks only.
-    first = tasks[: len(request["prompts"])]
-    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in first]
-    logits = packed_logits(backbone, adapters, request["prompts"])
+    adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
+    logits = {}
+    for i, prompts in enumerate(batched(request["prompts"], SLOTS)):
+        first = i * SLOTS
+        logits |= packed_logits(backbone, adapters[first : first + SLOTS], prompts, first)
     save_arrays(folder / "logits" / "final.npz", logits)
 
 
@@ -140,16 +147,20 @@ def packed_logits(
     backbone: Backbone,
     adapters: Sequence[tuple[Any, Any]],
     prompts: Sequence[Sequence[Sequence[int]]],
+    first: int = 0,
 ) -> dict[str, np.ndarray]:
     """Logits of the prompts of all slots, packed into one microbatch.
 
-    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>".
+    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>", where slots are
+    counted from `first`.
     """
     # The model does not read the last token of a sample, so one is appended.
     batches = {
         slot: [Sample(np.asarray([*ids, 0]), np.arange(len(ids) + 1) > 0, 0) for ids in sequences]
         for slot, sequences in enumerate(prompts)
     }
+    for slot, (spec, _) in enumerate(adapters):
+        batches[slot] = with_virtual_tokens(batches[slot], spec)
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
     (placements,) = pack_round(lengths, SHAPE).microbatches()
     slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]
@@ -172,7 +183,9 @@ def packed_logits(
     logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
     logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
     return {
-        f"{p.slot}-{p.sample}": logits[p.row, p.offset : p.offset + lengths[p.slot][p.sample]]
+        f"{first + p.slot}-{p.sample}": logits[
+            p.row, p.offset : p.offset + lengths[p.slot][p.sample]
+        ][batches[p.slot][p.sample].virtual_tokens :]
         for p in placements
     }
 

@@ -151,6 +151,15 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "prompt_tuning",
+        words=(5, 10),
+        adapter={"kind": "prompt_tuning", "virtual_tokens": 6},
+        optimizer=_adamw(3e-2, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
         "lora",
         words=(10, 25),
         adapter={"rank": 2, "alpha": 2.0},

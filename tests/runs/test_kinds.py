@@ -13,10 +13,12 @@ from safetensors.numpy import load_file, save_file
 from jaxmux import (
     IA3,
     Bottleneck,
+    DataError,
     DiffPruning,
     LNTuning,
     LoRA,
     PlanningError,
+    PromptTuning,
     ServerOptions,
     export_adapter,
     import_adapter,
@@ -58,6 +60,7 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 5),
     "parallel": Bottleneck("parallel", 4, scaling=2.0),
     "columns": DiffPruning(4, ("v_proj", "down_proj")),
+    "prompt": PromptTuning(5),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -67,6 +70,7 @@ SETTINGS = {
     "houlsby": ("adapter.safetensors", "name", "jaxmux"),
     "parallel": ("adapter.safetensors", "name", "jaxmux"),
     "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
+    "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
 }
 
 
@@ -146,6 +150,11 @@ def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
     other = dataclasses.replace(task, adapter=Bottleneck(size=5))
     with pytest.raises(ValueError, match="form is houlsby, the task asks for pfeiffer"):
         train(tmp_path / "other", other)
+    prompt = dataclasses.replace(
+        task, adapter=PromptTuning(6), resume_from=str(trained / "adapters" / "prompt")
+    )
+    with pytest.raises(ValueError, match="virtual_tokens is 5, the task asks for 6"):
+        train(tmp_path / "prompt", prompt)
     lora = dataclasses.replace(task, adapter=LoRA(2))
     with pytest.raises(ValueError, match="of the kind 'bottleneck', the task asks for 'lora'"):
         train(tmp_path / "lora", lora)
@@ -158,6 +167,29 @@ def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model
     together = complete(model, tokenizer, requests, max_new_tokens=8)
     alone = [complete(model, tokenizer, [own], max_new_tokens=8)[0] for own in requests]
     assert together == alone
+
+
+def test_a_prompt_of_embeddings_completes_as_their_tokens(model, base):
+    tokenizer = load_tokenizer(model.name_or_path)
+    before = [9, 40, 31]
+    rows = base("model.embed_tokens.weight")[before]
+
+    class Prefixed:
+        """The tokenizer with tokens before every text."""
+
+        eos_token_id = tokenizer.eos_token_id
+        decode = tokenizer.decode
+
+        def __call__(self, text, **options):
+            return {"input_ids": before + tokenizer(text, **options)["input_ids"]}
+
+    request = Request("red apple", PromptTuning(3), {"embed_tokens": rows[None]})
+    (expected,) = complete(model, Prefixed(), [Request("red apple")], max_new_tokens=8)
+    found = complete(model, tokenizer, [request, Request("red apple")], max_new_tokens=8)
+    assert found[0] == expected != found[1]
+    long = PromptTuning(model.config.max_position_embeddings)
+    with pytest.raises(DataError, match="virtual tokens included"):
+        complete(model, tokenizer, [Request("red", long, request.adapter)])
 
 
 def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
@@ -322,10 +354,12 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="ia3") == IA3()
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
+    assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
+        ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
         ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
     ):
         with pytest.raises(ValueError, match=problem):

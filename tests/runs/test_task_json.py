@@ -59,7 +59,7 @@ REFUSED = {
     "adapter without a kind": (
         {"adapter": {"rank": 4}},
         'adapter.kind should be one of "lora", "ia3", "ln_tuning", "bottleneck", '
-        '"diff_pruning", found null',
+        '"diff_pruning", "prompt_tuning", found null',
     ),
     "unknown adapter": ({"adapter": {"kind": "lroa"}}, 'found "lroa"; did you mean lora?'),
     "kind as a list": ({"adapter": {"kind": ["lora"]}}, 'found ["lora"]'),
