@@ -20,8 +20,9 @@ MESHES = {
     # There are two key heads.
     "tp4": {"layers": (4,), "stage": Stage(tp=4)},
     "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2)},
+    "replicas": {"layers": (3, 1), "others": (((1, 1, 2), Stage()),)},
 }
-SLOW = ("tp4", "dp2,fsdp2")
+SLOW = ("tp4", "dp2,fsdp2", "replicas")
 
 
 @pytest.fixture(scope="module")
