@@ -44,6 +44,7 @@ _NAMES = {
         "LNTuning",
         "LoRA",
         "PromptTuning",
+        "TrainedTokens",
         "export_adapter",
         "import_adapter",
     ),

@@ -24,6 +24,8 @@ LOW_RANK_KIND = "lora"
 FINAL_NORM = "norm"
 # The embedding of tokens. Its arrays have the axis "first" in place of that of layers.
 EMBEDDING = "embed_tokens"
+# Its name in Hugging Face's checkpoints.
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
 # The points that are not in a layer.
 _OUTSIDE = (EMBEDDING, FINAL_NORM)
 

@@ -18,6 +18,7 @@ from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapte
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
 from .prompt_tuning import PromptTuning
 from .targets import LayerMask, full_name, resolve_targets
+from .trained_tokens import TrainedTokens
 
 __all__ = [
     "IA3",
@@ -36,6 +37,7 @@ __all__ = [
     "LoRA",
     "PromptTuning",
     "SlotArrays",
+    "TrainedTokens",
     "adapter_of",
     "crop",
     "empty_pool",

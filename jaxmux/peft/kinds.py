@@ -20,6 +20,7 @@ from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
 from .prompt_tuning import prompt_tuning_kind
+from .trained_tokens import trained_tokens_kind
 
 _lora_kind = AdapterKind(
     "lora",
@@ -48,6 +49,7 @@ KINDS: dict[str, AdapterKind] = {
         bottleneck_kind,
         diff_pruning_kind,
         prompt_tuning_kind,
+        trained_tokens_kind,
     )
 }
 # By name of the kind, the class of its specifications.

@@ -9,14 +9,13 @@ import numpy as np
 
 from jaxmux.field_checks import check_fields, choice, integer
 from jaxmux.models import BackboneConfig
-from jaxmux.models.adapter_ops import EMBEDDING, AdapterOp, rows_of_chunks
+from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
 
 from .kind import AdapterKind, BaseTensors, base_values
 from .leaves import LeafSpec
 from .peft_tensors import take_tensor
 from .targets import LayerMask
 
-EMBEDDING_TENSOR = "model.embed_tokens.weight"
 _TENSOR = "prompt_embeddings"
 
 

@@ -22,6 +22,7 @@ from jaxmux.peft import (
     LNTuning,
     LoRA,
     PromptTuning,
+    TrainedTokens,
 )
 from jaxmux.peft.ln_tuning import NORMS
 from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
@@ -210,5 +211,12 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (DiffPruning, "columns"): {"maximum": limits.rank},
         (DiffPruning, "target_modules"): linears,
         (PromptTuning, "virtual_tokens"): {"maximum": limits.rank},
+        (TrainedTokens, "indices"): {
+            "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
+            "minItems": 1,
+            "maxItems": limits.rank,
+            "uniqueItems": True,
+            "$comment": "a list of different ids of tokens",
+        },
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
     }

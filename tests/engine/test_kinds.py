@@ -10,7 +10,16 @@ import pytest
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.optimizers import SGD
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, PromptTuning, kind_of
+from jaxmux.peft import (
+    IA3,
+    Bottleneck,
+    DiffPruning,
+    LNTuning,
+    LoRA,
+    PromptTuning,
+    TrainedTokens,
+    kind_of,
+)
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -28,6 +37,8 @@ SPECS = {
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
     "prompt": PromptTuning(7, "random"),
     "short-prompt": PromptTuning(2, "random"),
+    "tokens": TrainedTokens((7, 0, 100, 31, 55)),
+    "token": TrainedTokens((1,)),
 }
 
 

@@ -159,6 +159,16 @@ KIND_TASKS = [
         max_length=32,
         steps=20,
     ),
+    # Spaces and words, which are in nearly all samples.
+    _task(
+        "trained_tokens",
+        words=(10, 25),
+        adapter={"kind": "trained_tokens", "indices": list(range(270, 250, -1))},
+        optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
     _task(
         "lora",
         words=(10, 25),

@@ -47,7 +47,9 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
     check_exported_logits(trained_by_other_optimizers, task, form, at_most)
 
 
-@pytest.mark.parametrize("task", ["ia3", "ln_tuning", "diff_pruning", "prompt_tuning"])
+@pytest.mark.parametrize(
+    "task", ["ia3", "ln_tuning", "diff_pruning", "prompt_tuning", "trained_tokens"]
+)
 def test_an_exported_adapter_of_another_kind_has_the_same_logits_in_peft(
     task, trained_kinds, at_most
 ):

@@ -20,6 +20,7 @@ from jaxmux import (
     PlanningError,
     PromptTuning,
     ServerOptions,
+    TrainedTokens,
     export_adapter,
     import_adapter,
     load_backbone,
@@ -52,6 +53,8 @@ from jaxmux.runs.task_json import task_from_json
 
 from .conftest import RUN
 
+# Those of words; bytes are the first tokens of the vocabulary.
+TOKENS = tuple(range(317, 257, -1))
 SPECS = {
     "lora": LoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "ia3": IA3(("q_proj", "k_proj", "down_proj"), ("down_proj", "k_proj")),
@@ -61,6 +64,7 @@ SPECS = {
     "parallel": Bottleneck("parallel", 4, scaling=2.0),
     "columns": DiffPruning(4, ("v_proj", "down_proj")),
     "prompt": PromptTuning(5),
+    "tokens": TrainedTokens(TOKENS),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -71,6 +75,7 @@ SETTINGS = {
     "parallel": ("adapter.safetensors", "name", "jaxmux"),
     "columns": ("adapter_model.safetensors", "mask_type", "columns_4"),
     "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
+    "tokens": ("adapter_model.safetensors", "token_indices", list(TOKENS)),
 }
 
 
@@ -89,7 +94,7 @@ def logits():
     """Logits of a sequence, with an adapter or without."""
 
     def compute(model, spec=None, adapter=None):
-        tokens = np.arange(20, 52, dtype=np.int32)[None]
+        tokens = np.arange(286, 318, dtype=np.int32)[None]
         requests = [Request("", spec, adapter)]
         pools = _stack(requests, model.config)
         scale = np.float32([spec.scale if spec else 0.0])
@@ -205,7 +210,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns")
+    merged_names = ("lora", "ia3", "ln", "columns", "tokens")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -355,11 +360,18 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
+    assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
         ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
+        (
+            {"kind": "trained_tokens", "indices": [1.5]},
+            "a list of different ids of tokens of at most 256",
+        ),
+        ({"kind": "trained_tokens", "indices": list(range(257))}, "of at most 256 entries"),
+        ({"kind": "trained_tokens", "indices": [3, 3]}, "a list of different ids"),
         ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -396,6 +408,18 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
     for bad in (LoRA(), "ia3"):
         with pytest.raises(PlanningError, match="is no specification of another kind than LoRA"):
             ServerOptions(reserved_adapters=[bad])
+
+
+def test_tokens_are_trained_where_the_head_is_not_the_embedding(model):
+    targets = KINDS["trained_tokens"].targets
+    tied = dataclasses.replace(model.config, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="the backbone's head is its embedding"):
+        targets(TrainedTokens((3,)), tied)
+    with pytest.raises(ValueError, match="10000 is no token of the"):
+        targets(TrainedTokens((3, 10000)), model.config)
+    for bad in ((), (-1,), ("3",), (True,), (3, 3)):
+        with pytest.raises(ValueError, match="indices"):
+            TrainedTokens(bad)
 
 
 def test_linears_are_named_as_for_lora(model):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, PromptTuning
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, PromptTuning, TrainedTokens
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -14,6 +14,7 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
     "prompt": PromptTuning(7, "random"),
+    "tokens": TrainedTokens((7, 0, 100, 31, 55)),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
