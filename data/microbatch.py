@@ -18,7 +18,8 @@ class Microbatch(NamedTuple):
     makes microbatches.
 
     Attributes:
-      tokens: int32 [rows, row_len], the tokens that the model reads; 0 on padding.
+      tokens: int32 [rows, row_len], the tokens that the model reads; 0 on padding; -1 - i at
+        virtual token i of a sample, from 0.
       targets: int32 [rows, row_len], the token to predict at each position; 0 on padding.
       loss_weight: float32 [rows, row_len], the weight of each position's loss: 1 / n where the
         target counts in the loss, for n such targets in the task's whole global batch (the samples
@@ -54,7 +55,7 @@ def fill_microbatch(
     A microbatch has rows of tokens, divided into *chunks*: consecutive tokens of one task. A *slot*
     is the index of a task's adapter in the stacked adapters of all tasks. A sample of n tokens
     takes n - 1 positions: the model reads all but its last token, and predicts all but its first
-    one.
+    one. The positions of its virtual tokens come before them.
 
     Args:
       placements: for every sample of this microbatch, a tuple (slot, sample, row, offset), as in
@@ -85,9 +86,12 @@ def fill_microbatch(
     for slot, index, row, offset in placements:
         sample = batches[slot][index]
         place = slice(offset, offset + sample.stream_length)
-        tokens[row, place] = sample.input_ids[:-1]
-        targets[row, place] = sample.input_ids[1:]
-        loss_weight[row, place] = np.where(sample.target_mask[1:], weight[slot], 0)
+        virtual = slice(offset, offset + sample.virtual_tokens)
+        tokens[row, virtual] = -1 - np.arange(sample.virtual_tokens)
+        text = slice(virtual.stop, place.stop)
+        tokens[row, text] = sample.input_ids[:-1]
+        targets[row, text] = sample.input_ids[1:]
+        loss_weight[row, text] = np.where(sample.target_mask[1:], weight[slot], 0)
         positions[row, place] = np.arange(sample.stream_length)
         segment_ids[row, place] = sequences[row]
         sample_id[row, place] = sample.sample_id

@@ -75,18 +75,22 @@ def complete(
       The texts of the completions in the order of `requests`, without prompts and special tokens.
 
     Raises:
-      DataError: a prompt has no tokens, or fills the backbone's context.
+      DataError: a prompt has no tokens, or fills the backbone's context, with its adapter's virtual
+        tokens.
     """
     # Not verbose: the tokenizer would warn of long prompts, which are refused below.
     prompts = [tokenizer(request.prompt, verbose=False)["input_ids"] for request in requests]
     if not all(prompts):
         raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
+    prompts = [
+        [*_virtual_tokens(request), *ids] for request, ids in zip(requests, prompts, strict=True)
+    ]
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     context = backbone.config.max_position_embeddings
     if (longest := int(lengths.max())) >= context:
         raise DataError(
             f"a prompt has {longest} tokens, but the backbone was made for {context} "
-            "(max_position_embeddings), the completion included"
+            "(max_position_embeddings), the completion and virtual tokens included"
         )
     ends = np.minimum(lengths + max_new_tokens, context)
     # Row lengths are powers of two, so that few programs are compiled.
@@ -159,6 +163,12 @@ def _complete(
 
     state = (jnp.asarray(tokens), jnp.asarray(lengths), lengths < ends, key)
     return jax.lax.while_loop(lambda state: state[2].any(), next_token, state)[0]
+
+
+def _virtual_tokens(request: Request) -> list[int]:
+    """The tokens before a prompt that stand for those of its adapter, see `Microbatch.tokens`."""
+    number = kind_of(request.spec).virtual_tokens(request.spec) if request.spec else 0
+    return [-1 - i for i in range(number)]
 
 
 def _microbatch(tokens, lengths) -> Microbatch:

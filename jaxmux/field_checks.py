@@ -1,7 +1,7 @@
 """Checks of the fields of specifications such as `Task`, `LoRA` and `AdamW`: types and ranges.
 
 A specification is a frozen dataclass. Its fields are made by `integer`, `number`, `flag`, `text`,
-`names` or `choice`, which state what the field may hold, and its `__post_init__` calls
+`names`, `integers` or `choice`, which state what the field may hold, and its `__post_init__` calls
 `check_fields`. Numbers of NumPy are accepted like those of Python and become numbers of Python. A
 bool is not a number, and a string is neither a number nor a bool.
 """
@@ -141,6 +141,27 @@ def names(default: Any, *, optional: bool = False) -> Any:
     return _field(default, "a string or a list of strings", accept, schema, optional)
 
 
+def integers(default: Any = dataclasses.MISSING, *, least: int) -> Any:
+    """A field that holds several integers; a list becomes a tuple.
+
+    Args:
+      default: the field's default value; without it, the field must be given.
+      least: the smallest permitted value.
+    """
+
+    def is_integer(value: Any) -> bool:
+        integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return integral and value >= least
+
+    def accept(value: Any) -> Any:
+        several = isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
+        found = tuple(value) if several else (None,)
+        return tuple(map(int, found)) if all(map(is_integer, found)) else _REFUSED
+
+    schema = {"type": "array", "items": {"type": "integer", "minimum": least}}
+    return _field(default, f"a list of integers of at least {least}", accept, schema)
+
+
 def choice(default: Any, known: Sequence[str | None]) -> Any:
     """A field that holds one of several strings.
 
@@ -157,8 +178,8 @@ def choice(default: Any, known: Sequence[str | None]) -> Any:
 
 
 def check_fields(specification: Any, error: Callable[[str], Exception] = ValueError) -> None:
-    """Checks every field that `integer`, `number`, `flag`, `text`, `names` or `choice` made, and
-    replaces numbers of NumPy by numbers of Python.
+    """Checks every field that a function of this module made, and replaces numbers of NumPy by
+    numbers of Python.
 
     Args:
       specification: an instance of a frozen dataclass.

@@ -35,8 +35,8 @@ class Task:
         letter or digit, and has at most 100 characters.
       data: the training records. A path is short for `Source(path)`.
       adapter: what is trained: a `LoRA`, a `DoRA`, an `IA3`, an `LNTuning`, a `Bottleneck`, a
-        `DiffPruning`, a `SparseDiff` or a `VeRA`. Tasks with different kinds of adapters train
-        together.
+        `DiffPruning`, a `SparseDiff`, a `VeRA`, a `PromptTuning` or a `TrainedTokens`. Tasks with
+        different kinds of adapters train together.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
         or `Lion`.
       batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.

@@ -279,7 +279,7 @@ def _run_part(
     part, config, sharding = options.part, options.config, options.forward.sharding
     own = dataclasses.replace(config, num_layers=part.layers)
     if part.is_first:
-        x = jax.lax.stop_gradient(embed(weights, microbatch, sharding))
+        x, accumulators = embed(weights, adapters, accumulators, microbatch, options.forward)
     y, accumulators, finite = run_layers(
         own,
         weights["layers"],

@@ -302,7 +302,7 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--merge",
         action="store_true",
         help="write whole checkpoints, with the adapter merged into the weights of the backbone "
-        "(LoRA, IA3 and LN-tuning)",
+        "(all kinds but Bottleneck and PromptTuning)",
     )
     return _parse(parser, arguments)
 

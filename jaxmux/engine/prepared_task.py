@@ -68,7 +68,8 @@ class PreparedTask:
     @functools.cached_property
     def lengths(self) -> list[int]:
         """Stream lengths of all training and held-out samples, in tokens. The stream length of a
-        sample is its number of tokens minus 1, because the model does not read the last token."""
+        sample is its number of tokens minus 1, because the model does not read the last token, and
+        the number of virtual tokens that its adapter puts before it."""
         return [s.stream_length for s in (*self.samples.samples, *self.eval_samples)]
 
     @property
@@ -84,7 +85,8 @@ class PreparedTask:
     def refuse_rows_of(self, row_len: int) -> None:
         """Checks that every training and held-out sample fits into a row of a microbatch.
 
-        A sample of n tokens takes n - 1 tokens of a row, because its last token is only predicted.
+        A sample of n tokens takes n - 1 tokens of a row, because its last token is only predicted,
+        and its virtual tokens.
 
         Args:
           row_len: tokens of a row.
@@ -101,7 +103,8 @@ class PreparedTask:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the training and held-out samples, by what they describe ("data of task 'a'").
-        A run directory records them, so that a training run does not continue with other data."""
+        A run directory records them, so that a training run does not continue with other data.
+        Virtual tokens are no part of the data."""
         parts = {"data": self.samples.samples, "held-out data": self.eval_samples}
         return {f"{part} of task {self.task.name!r}": _hash(found) for part, found in parts.items()}
 
@@ -229,10 +232,13 @@ def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) ->
     """ValueError if the prompt that is completed after training cannot be completed."""
     if task.sample_prompt is not None:
         tokens = len(tokenizer(task.sample_prompt)["input_ids"])
-        if not 0 < tokens < (context := config.max_position_embeddings):
+        virtual = kind_of(task.adapter).virtual_tokens(task.adapter)
+        context = config.max_position_embeddings - virtual
+        if not 0 < tokens < context:
+            taken = f", less {virtual} virtual tokens" * (virtual > 0)
             raise ValueError(
                 f"sample_prompt has {tokens} tokens; it should have at least 1 and fewer than the "
-                f"backbone's context of {context}"
+                f"backbone's context of {context}{taken}"
             )
 
 
@@ -274,7 +280,22 @@ def _hash(samples: Sequence[Sample]) -> str:
 
 def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
-    return load_samples(source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size)
+    found = load_samples(
+        source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size
+    )
+    return found._replace(samples=with_virtual_tokens(found.samples, task.adapter))
+
+
+def with_virtual_tokens(samples: Sequence[Sample], adapter: Any) -> list[Sample]:
+    """The samples with the positions that a task's adapter fills before them. They do not count in
+    the task's longest sample (`Task.max_length`).
+
+    Args:
+      samples: the samples.
+      adapter: the specification of the adapter.
+    """
+    number = kind_of(adapter).virtual_tokens(adapter)
+    return [sample._replace(virtual_tokens=number) for sample in samples]
 
 
 def _first_adapter(

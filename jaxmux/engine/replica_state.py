@@ -10,6 +10,7 @@ travels in pieces, one for each pair of parts that have layers in common. A piec
 on all devices of a mesh: other transfers between meshes would wait for the host.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -235,10 +236,10 @@ def _added(
     specs = layout.tree.accumulators, layout.tree.loss
 
     def add(spec: LeafSpec, copies: Array, *own: Array) -> Array:
-        if "layer" in spec.axes:
-            piece = jnp.concatenate(own, spec.axes.index("layer") - 1)
-        else:
-            piece = sum(own)
+        # The pieces have no axis of copies, which is the first one here.
+        of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+        divided = {"layer", "first"} & {*spec.axes}
+        piece = of_pieces.joined(own, jnp.concatenate) if divided else sum(own)
         # The axis of copies is divided among devices. An indexed update of its first place would
         # move all copies to one device.
         is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0
@@ -275,7 +276,7 @@ def _joined(
     """The state with the adapters of the slots from their pieces, in the order of the layers."""
 
     def join(spec: LeafSpec, old: Array, *own: Array) -> Array:
-        new = jnp.concatenate(own, spec.axes.index("layer")) if "layer" in spec.axes else own[0]
+        new = spec.joined(own, jnp.concatenate)
         return old.at[_at(spec, slots)].set(new, mode="drop")
 
     adapters = jax.tree.map(join, layout.tree.adapters, state.adapters, *pieces)
@@ -294,14 +295,8 @@ def _without_gradients(layout: Layout, state: TrainState, slots: Int[Array, " K"
 
 
 def _layers(specs: Any, values: Any, first: int, layers: int) -> Any:
-    """Some layers of the arrays that have a layer axis, and the others whole."""
-
-    def own(spec: LeafSpec, value: Array) -> Array:
-        if "layer" not in spec.axes:
-            return value
-        return jax.lax.slice_in_dim(value, first, first + layers, axis=spec.axes.index("layer"))
-
-    return jax.tree.map(own, specs, values)
+    """What some layers have of the arrays."""
+    return jax.tree.map(lambda spec, value: spec.cut(value, first, layers), specs, values)
 
 
 def _of_slots(spec: LeafSpec, values: Array, slots: Int[Array, " K"]) -> Array:

@@ -75,7 +75,8 @@ class RoundPlan(NamedTuple):
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
       optimizers: the optimizer kinds of the tasks.
-      tokens: by slot, number of tokens in the task's global batch, without padding.
+      tokens: by slot, number of tokens in the task's global batch, without padding and virtual
+        tokens.
       target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
       computed_tokens: by slot, number of tokens of the chunks that hold the task's turn, with
         padding.
@@ -181,7 +182,7 @@ def training_rounds(
             slot_table(live, steps, pool.slots),
             pool.dropout,
             frozenset(task.task.optimizer.kind for task in live.values()),
-            {slot: sum(s.stream_length for s in batch) for slot, batch in batches.items()},
+            {slot: sum(s.read_tokens for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
             dict(computed),
         )

@@ -1,7 +1,6 @@
 """The train state where the engine keeps it: in parts by layers, each on its devices."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -37,9 +36,10 @@ from .train_state import (
 class StoredState:
     """The train state of all slots, divided into parts by layers.
 
-    A part holds its layers of every array that has a layer axis, and all other arrays whole. Losses
-    count only in the last part, which computes them. On a mesh, accumulators and losses have an
-    axis "copy": what the devices have computed, until an update sums it.
+    A part holds its layers of every array that has a layer axis. Arrays with the axis "first" lie
+    in the first part (`LeafSpec.of_layers`); every part has all other arrays whole. Losses count
+    only in the last part, which computes them. On a mesh, accumulators and losses have an axis
+    "copy": what the devices have computed, until an update sums it.
 
     Attributes:
       parts: the layers of each part.
@@ -218,9 +218,7 @@ class StoredState:
                 array.copy_to_host_async()
 
         def joined(spec: LeafSpec, *leaves: jax.Array | np.ndarray) -> np.ndarray:
-            if len(leaves) == 1 or "layer" not in spec.axes:
-                return np.asarray(leaves[0])
-            return np.concatenate([np.asarray(leaf) for leaf in leaves], spec.axes.index("layer"))
+            return spec.joined([np.asarray(leaf) for leaf in leaves], np.concatenate)
 
         def wait() -> dict[str, Any]:
             described = {field: getattr(specs, field) for field in fields}
@@ -266,19 +264,12 @@ class StoredState:
 
 
 def _of_part(specs: TrainState, part: Part) -> TrainState:
-    def own(spec: LeafSpec) -> LeafSpec:
-        pairs = zip(spec.axes, spec.shape, strict=True)
-        shape = tuple(part.layers if axis == "layer" else size for axis, size in pairs)
-        return dataclasses.replace(spec, shape=shape)
-
-    return jax.tree.map(own, specs)
+    return jax.tree.map(lambda spec: spec.of_layers(part.first_layer, part.layers), specs)
 
 
 def _layers_of(specs: Any, values: Any, part: Part) -> Any:
     def own(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
-        if "layer" not in spec.axes:
-            return value
-        return value[(slice(None),) * spec.axes.index("layer") + (part.slice,)]
+        return spec.cut(value, part.first_layer, part.layers)
 
     return jax.tree.map(own, specs, values)
 

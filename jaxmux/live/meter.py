@@ -11,9 +11,10 @@ class Meter:
     """What a task, or all tasks together, have used so far. The sums over all tasks are the totals.
 
     Attributes:
-      effective_tokens: tokens of the samples of the task's updates, without padding.
+      effective_tokens: tokens of the samples of the task's updates, without padding, and without
+        the virtual tokens of a trained prompt, which belong to the adapter and not to the data.
       computed_tokens: tokens of the chunks with training samples that have been computed, with
-        padding. It makes no difference whether an update followed.
+        padding and virtual tokens. It makes no difference whether an update followed.
       recomputed_tokens: tokens of this kind that were computed once more, because training was
         started again from an earlier moment, because a device ran out of memory, or because the
         task left a round that had begun. They do not count as computed a second time.

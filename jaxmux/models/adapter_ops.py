@@ -2,11 +2,13 @@
 
 Low-rank adapters of linears are part of the frozen products, see `adapted_linears`. Every other
 kind has an `AdapterOp`. A *point* is a place in a layer: a linear ("self_attn.q_proj"), a norm
-("input_layernorm", "post_attention_layernorm", or "norm" behind the last layer), or a sub-block
-("self_attn" or "mlp"). The arrays of a kind lie under the points at which it does something.
+("input_layernorm", "post_attention_layernorm", or "norm" behind the last layer), a sub-block
+("self_attn" or "mlp"), or the embedding ("embed_tokens"). The arrays of a kind lie under the points
+at which it does something.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +29,12 @@ CHUNK_SLOT = "chunk_slot"
 # The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
 # layer count, so that they lie where the last layer does.
 FINAL_NORM = "norm"
+# The embedding of tokens. Its arrays have the axis "first" in place of that of layers.
+EMBEDDING = "embed_tokens"
+# Its name in Hugging Face's checkpoints.
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
+# The points that are not in a layer.
+_OUTSIDE = (EMBEDDING, FINAL_NORM)
 
 
 class AdapterOp:
@@ -48,6 +56,18 @@ class AdapterOp:
     """
 
     of_slots: frozenset[str] = frozenset()
+
+    def embedding_output(
+        self, own: Any, x: Float[Array, "chunks l d"], tokens: Int[Array, "chunks l"]
+    ) -> Float[Array, "chunks l d"]:
+        """What enters the first layer.
+
+        Args:
+          own: arrays at the embedding.
+          x: the embeddings of the tokens. At a place of a trained prompt they mean nothing.
+          tokens: the tokens, as in `Microbatch.tokens`.
+        """
+        return x
 
     def changes_input(self, own: Any) -> bool:
         """Whether `linear_input` does something at a linear with these arrays. Linears that read
@@ -214,7 +234,7 @@ def layer_adapters(
     accumulators: AllAdapters | None,
     chunk_slot: Int[Array, " chunks"],
     layer: Int[Array, ""] | int,
-    final: bool = False,
+    outside: str | None = None,
 ) -> tuple[LayerAdapters, AllAdapters | None]:
     """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
     by `values_of_chunks`.
@@ -225,13 +245,19 @@ def layer_adapters(
       accumulators: gradient accumulators, or None.
       chunk_slot: owner slot of each chunk.
       layer: index of the layer.
-      final: whether the norm behind the last layer is read, instead of the points of the layer.
+      outside: a point outside the layers that is read instead of those of the layer: the norm
+        behind the last layer, or the embedding, for which `layer` is 0.
     """
+
     found: dict[str, Mapping[str, Any]] = {}
     scales: dict[str, Array] = {}
 
     def part(tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {point: own for point, own in tree.items() if (point == FINAL_NORM) == final}
+        return {
+            point: own
+            for point, own in tree.items()
+            if (point == outside if outside else point not in _OUTSIDE)
+        }
 
     for name, op in ops:
         whole, own = _of_slots(op, part(adapters[name]))
@@ -271,6 +297,35 @@ def _joined(whole: Mapping[str, Any], of_chunks: Mapping[str, Any]) -> dict[str,
         point: {**whole[point], **own} if point in whole else own
         for point, own in of_chunks.items()
     }
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def rows_of_chunks(
+    rows: Float[Array, "chunks R d"], index: Int[Array, "chunks l"], count: int, dtype: jnp.dtype
+) -> Float[Array, "chunks l d"]:
+    """Rows of a matrix of every chunk; zeros where there is no such row. The gradient of a matrix
+    is summed in float32, on a GPU too in a fixed order.
+
+    Args:
+      rows: float32.
+      index: index of the row for each token; other numbers than those of rows for none.
+      count: number of rows R.
+      dtype: dtype of the result.
+    """
+    inside = (index >= 0) & (index < count)
+    taken = jnp.take_along_axis(rows, jnp.where(inside, index, 0)[..., None], axis=1)
+    return jnp.where(inside[..., None], taken, 0).astype(dtype)
+
+
+def _rows_forward(rows, index, count, dtype):
+    return rows_of_chunks(rows, index, count, dtype), index
+
+
+def _rows_backward(count, dtype, index, dy):
+    return _product("clr,cld->crd", jax.nn.one_hot(index, count, dtype=dtype), dy), None
+
+
+rows_of_chunks.defvjp(_rows_forward, _rows_backward)
 
 
 @jax.custom_vjp

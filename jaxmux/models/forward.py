@@ -18,7 +18,7 @@ from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .adapted_linears import Dispatch
-from .adapter_ops import FINAL_NORM, AdapterOps, AllAdapters, layer_adapters
+from .adapter_ops import EMBEDDING, FINAL_NORM, AdapterOps, AllAdapters, layer_adapters
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
 from .layer import LayerOptions, Stream, decoder_layer
@@ -124,7 +124,7 @@ def hidden_states(
       ValueError: a remat policy is unknown, their number is not that of the layers, or an
         implementation in `options` cannot serve the call.
     """
-    x = embed(weights, microbatch, options.sharding)
+    x, accumulators = embed(weights, adapters, accumulators, microbatch, options)
     x, accumulators, finite = run_layers(
         config, weights["layers"], adapters, accumulators, x, microbatch, slots, options
     )
@@ -132,16 +132,29 @@ def hidden_states(
 
 
 def embed(
-    weights: Weights, microbatch: Microbatch, sharding: WeightSharding = UNDIVIDED
-) -> Float[Array, "N d"]:
-    """The embeddings of a microbatch's tokens, which enter the first layer.
+    weights: Weights,
+    adapters: AllAdapters,
+    accumulators: AllAdapters | None,
+    microbatch: Microbatch,
+    options: ForwardOptions,
+) -> tuple[Float[Array, "N d"], AllAdapters | None]:
+    """What enters the first layer: the embeddings of a microbatch's tokens, changed by adapters.
 
     Args:
       weights: `Backbone.weights`; only the embedding is read.
+      adapters, accumulators, options: as for `hidden_states`.
       microbatch: the tokens.
-      sharding: how weights are divided among devices.
+
+    Returns:
+      The residual stream before the first layer; and the accumulators.
     """
-    return embedded(weights["embed_tokens"]["weight"], microbatch.tokens.reshape(-1), sharding)
+    tokens = microbatch.tokens.reshape(-1)
+    x = jax.lax.stop_gradient(embedded(weights["embed_tokens"]["weight"], tokens, options.sharding))
+    own, accumulators = layer_adapters(
+        options.adapter_ops, adapters, accumulators, microbatch.chunk_slot, 0, EMBEDDING
+    )
+    of_chunks = tokens.reshape(len(microbatch.chunk_slot), -1)
+    return own.apply("embedding_output", EMBEDDING, x, tokens=of_chunks), accumulators
 
 
 def run_layers(
@@ -240,7 +253,7 @@ def finish(
         accumulators,
         microbatch.chunk_slot,
         config.num_layers - 1,
-        final=True,
+        FINAL_NORM,
     )
     h = own.apply("norm_output", FINAL_NORM, x, h, eps=config.rms_norm_eps)
     return h, accumulators, finite & jnp.isfinite(h).reshape(len(finite), -1).all(axis=1)

@@ -25,8 +25,10 @@ from .lora import Adapter, Factors, LoRA, initial_adapter
 from .merged_checkpoint import write_merged
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
+from .prompt_tuning import PromptTuning
 from .sparse_diff import SparseDiff
 from .targets import LayerMask, full_name, resolve_targets
+from .trained_tokens import TrainedTokens
 from .vera import VeRA
 
 __all__ = [
@@ -45,8 +47,10 @@ __all__ = [
     "Layout",
     "LeafSpec",
     "LoRA",
+    "PromptTuning",
     "SlotArrays",
     "SparseDiff",
+    "TrainedTokens",
     "VeRA",
     "adapter_of",
     "crop",

@@ -82,6 +82,9 @@ class AdapterKind(NamedTuple):
       work: function (config, point, rank) that returns what a pool of this rank takes at a point,
         for the predicted times. None stands for a product with every trained value (two FLOPs), and
         for two reads and a write of the backbone's width.
+      virtual_tokens: function (specification) that returns how many positions the adapter fills
+        before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
+        op says what enters the first layer there.
     """
 
     name: str
@@ -102,6 +105,7 @@ class AdapterKind(NamedTuple):
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
+    virtual_tokens: Callable[[Any], int] = lambda specification: 0
 
     def in_pools(self, adapter: Any) -> dict[str, Any]:
         """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the

@@ -20,7 +20,9 @@ from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
+from .trained_tokens import trained_tokens_kind
 from .vera import vera_kind
 
 _lora_kind = AdapterKind(
@@ -53,6 +55,8 @@ KINDS: dict[str, AdapterKind] = {
         diff_pruning_kind,
         vera_kind,
         sparse_diff_kind,
+        prompt_tuning_kind,
+        trained_tokens_kind,
     )
 }
 # By name of the kind, the class of its specifications.

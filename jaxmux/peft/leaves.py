@@ -6,12 +6,14 @@ updates the state of a slot works from these descriptions and knows no adapter k
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-AXES = ("copy", "layer", "slot", "rank", "input", "output")
+AXES = ("copy", "layer", "first", "slot", "rank", "input", "output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +26,11 @@ class LeafSpec:
 
     Attributes:
       shape: size of each axis.
-      axes: name of each axis: "layer" (of the backbone), "slot", "rank" (the pool's rank, or a
-        task's own), "input" or "output" (width of the adapted linear), or "copy" (summands that
-        lie on several devices; the array stands for their sum). No name occurs twice.
+      axes: name of each axis: "layer" (of the backbone), "first" (of size 1; the array belongs to
+        what comes before the layers, and lies where the first layer does), "slot", "rank" (the
+        pool's rank, or a task's own), "input" or "output" (width of the adapted linear), or "copy"
+        (summands that lie on several devices; the array stands for their sum). No name occurs
+        twice, and an array with the axis "first" has no axis "layer".
       trained: True if the array has gradients, optimizer moments and weight decay. False for data
         that the task needs but does not train.
       padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if 1
@@ -57,6 +61,48 @@ class LeafSpec:
         """Index of the axis "slot" in `shape`. The property raises ValueError if there is no such
         axis."""
         return self.axes.index("slot")
+
+    def of_layers(self, first: int, layers: int) -> "LeafSpec":
+        """Returns a new description: what some consecutive layers of the backbone have of this
+        array. Layers that do not begin with the first one have a single 0 for each slot in place of
+        an array with the axis "first". (XLA cannot compile all programs with empty arrays.)
+
+        Args:
+          first: the first of these layers.
+          layers: number of layers.
+        """
+        sizes = {"layer": layers}
+        if "first" in self.axes and first > 0:
+            sizes = dict.fromkeys(set(AXES) - {"copy", "slot"}, 1)
+        pairs = zip(self.axes, self.shape, strict=True)
+        return dataclasses.replace(self, shape=tuple(sizes.get(axis, n) for axis, n in pairs))
+
+    def cut(self, value: Any, first: int, layers: int) -> Any:
+        """The values that some consecutive layers have of an array, as `of_layers` describes them.
+
+        Args:
+          value: the array, NumPy's or JAX's, with the axes of this description; it may belong to a
+            part of the backbone.
+          first: the first of these layers, counted from the first one of `value`.
+          layers: number of layers.
+        """
+        if "layer" in self.axes:
+            return value[(*(slice(None),) * self.axes.index("layer"), slice(first, first + layers))]
+        if "first" not in self.axes or first == 0:
+            return value
+        pairs = zip(self.axes, value.shape, strict=True)
+        return np.zeros([n if axis in ("copy", "slot") else 1 for axis, n in pairs], value.dtype)
+
+    def joined(self, values: Sequence[Any], concatenate: Callable[..., Any]) -> Any:
+        """An array from what consecutive parts of the backbone have of it: the inverse of `cut`.
+
+        Args:
+          values: the arrays of the parts, in order, with the axes of this description.
+          concatenate: `numpy.concatenate` or `jax.numpy.concatenate`.
+        """
+        if "layer" not in self.axes or len(values) == 1:
+            return values[0]
+        return concatenate(values, self.axes.index("layer"))
 
     def of_slot(self) -> "LeafSpec":
         """Returns a new description: the same array for a single slot, without the slot axis.

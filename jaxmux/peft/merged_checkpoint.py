@@ -42,7 +42,7 @@ def write_merged(
     kind, folder, backbone = kind_of(spec), Path(folder), Path(backbone)
     if kind.merged is None:
         raise AdapterError(
-            f"{folder}: an adapter of the kind {kind.name!r} is not linear in the weights of the "
+            f"{folder}: an adapter of the kind {kind.name!r} does more than change weights of the "
             "backbone, so it cannot be merged; export it without --merge"
         )
     changes = dict(kind.merged(spec, adapter, config))

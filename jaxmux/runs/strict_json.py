@@ -59,8 +59,8 @@ def refusal(value: Any, schema: Mapping[str, Any]) -> str | None:
     """Why a schema does not permit a value; None if it does.
 
     It knows the keywords of fields: type, enum, minimum, maximum, exclusiveMinimum,
-    exclusiveMaximum, minLength, maxLength, pattern, items, minItems and maxItems. In contrast to
-    JSON Schema, 16.0 is no integer, and no pattern matches a line break at the end.
+    exclusiveMaximum, minLength, maxLength, pattern, items, minItems, maxItems and uniqueItems. In
+    contrast to JSON Schema, 16.0 is no integer, and no pattern matches a line break at the end.
 
     Args:
       value: a value from `parse_object`.
@@ -130,7 +130,7 @@ _BOUND_WORDS = {
     "exclusiveMaximum": "below {:g}",
     "minLength": "of at least {} characters",
     "maxLength": "of at most {} characters",
-    "maxItems": "of at most {} names",
+    "maxItems": "of at most {} entries",
 }
 
 
@@ -164,6 +164,7 @@ def _permits(value: Any, schema: Mapping[str, Any]) -> bool:
                 "array" in types
                 and schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf)
                 and all(_permits(item, schema["items"]) for item in value)
+                and not (schema.get("uniqueItems") and len({*map(json.dumps, value)}) < len(value))
             )
     return False
 

@@ -22,7 +22,9 @@ from jaxmux.peft import (
     DoRA,
     LNTuning,
     LoRA,
+    PromptTuning,
     SparseDiff,
+    TrainedTokens,
     VeRA,
 )
 from jaxmux.peft.ln_tuning import NORMS
@@ -218,5 +220,13 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (VeRA, "rank"): {"maximum": limits.rank},
         (VeRA, "projection_key"): {"maximum": 2**32 - 1},
         (VeRA, "target_modules"): linears,
+        (PromptTuning, "virtual_tokens"): {"maximum": limits.rank},
+        (TrainedTokens, "indices"): {
+            "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
+            "minItems": 1,
+            "maxItems": limits.rank,
+            "uniqueItems": True,
+            "$comment": "a list of different ids of tokens",
+        },
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
     }

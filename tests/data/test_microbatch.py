@@ -129,6 +129,21 @@ def test_loss_weights_of_a_task_sum_to_one_over_all_microbatches(seed):
     assert tokens == {slot: sum(sizes) for slot, sizes in lengths.items()}
 
 
+def test_virtual_tokens_stand_before_those_of_the_sample(batches):
+    plain = batches[3][1]
+    virtual = plain._replace(virtual_tokens=4)
+    sizes = {"rows": 1, "row_len": 128, "chunk_len": 64}
+    expected = fill_microbatch([(0, 0, 0, 44)], {0: [plain]}, **sizes)
+    found = fill_microbatch([(0, 0, 0, 40)], {0: [virtual]}, **sizes)
+    assert (virtual.stream_length, virtual.read_tokens) == (34, 30)
+    np.testing.assert_array_equal(found.tokens[0, 40:44], [-1, -2, -3, -4])
+    np.testing.assert_array_equal(found.tokens[0, 44:], expected.tokens[0, 44:])
+    np.testing.assert_array_equal(found.positions[0, 40:74], range(34))
+    for name in ("targets", "loss_weight"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert (found.segment_ids[0, 40:74] == 0).all() and (found.segment_ids >= 0).sum() == 34
+
+
 def test_no_placements_give_an_empty_microbatch():
     empty = fill_microbatch([], {}, rows=1, row_len=128, chunk_len=64)
     assert (empty.chunk_slot == -1).all() and (empty.segment_ids == -1).all()

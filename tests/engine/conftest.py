@@ -13,6 +13,7 @@ import pytest
 
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
+from jaxmux.engine.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter
@@ -124,16 +125,22 @@ def make_task_with(make_task, config, base_tensor):
             if not leaf.trained:
                 return value
             noise = 0.1 * rng.standard_normal(value.shape).astype(np.float32)
-            return value + rate.reshape(-1, *[1] * (value.ndim - 1)) * noise
+            # What lies outside the layers has the rate of the first one.
+            rate = rate[: len(value)].reshape(-1, *[1] * (value.ndim - 1))
+            return value + rate * noise
 
         adapter = jax.tree.map(moved, own_leaves(spec, list(targets), config), first)
         if kind.low_rank:
             # What follows from the factors is computed from those in a folder.
             tensors = kind.tensors(spec, adapter, config, False, base_tensor)
             adapter = kind.from_tensors(spec, tensors, config, base_tensor)
+        adapter = jax.tree.map(moved, kind.leaves(config, list(targets), 1, spec.rank), first)
+        samples = with_virtual_tokens(prepared.samples.samples, spec)
         return dataclasses.replace(
             prepared,
             task=task,
+            samples=prepared.samples._replace(samples=samples),
+            batches=GlobalBatches(samples, task.batch_size, task.seed, task.epochs),
             targets=targets,
             make_adapter=lambda: adapter,
             size=size_of_adapter(spec, config),

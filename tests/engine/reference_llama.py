@@ -36,6 +36,7 @@ def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
     @jax.vmap
     def losses(ids, mask):
         logits = _logits(config, weights, kind, spec, adapter, ids[:-1], frozen)
+        logits = logits[-(longest - 1) :]
         scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(longest - 1), ids[1:]]
         return -jnp.sum(scores * mask[1:])
 
@@ -45,7 +46,13 @@ def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
 def _logits(config, weights, kind, spec, adapter, ids, frozen):
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
-    n, half = len(ids), config.head_dim // 2
+    x = w["embed_tokens"]["weight"][ids]
+    if kind == "trained_tokens":
+        rows = jnp.zeros(w["embed_tokens"]["weight"].shape).at[np.array(spec.indices)]
+        x = x + rows.set(adapter["embed_tokens"]["rows"][0])[ids]
+    if kind == "prompt_tuning":
+        x = jnp.concatenate([adapter["embed_tokens"][0], x])
+    n, half = len(x), config.head_dim // 2
     angles = np.arange(n)[:, None] / config.rope_theta ** (np.arange(half) / half)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
@@ -93,7 +100,6 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         z = act(z @ own["down"][layer] + own["down_bias"][layer])
         return x + h + scaling * (z @ own["up"][layer] + own["up_bias"][layer])
 
-    x = w["embed_tokens"]["weight"][ids]
     causal = np.tril(np.ones((n, n), bool))
     for i in range(layers):
         h = norm(x, w["layers"]["input_layernorm"]["weight"][i], "input_layernorm", i)

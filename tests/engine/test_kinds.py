@@ -17,7 +17,9 @@ from jaxmux.peft import (
     DoRA,
     LNTuning,
     LoRA,
+    PromptTuning,
     SparseDiff,
+    TrainedTokens,
     VeRA,
     adapter_of,
     kind_of,
@@ -43,6 +45,10 @@ SPECS = {
     # Other projections, of which some linears have parts.
     "vera-of-some": VeRA(4, 0.3, 7, ("k_proj", "o_proj")),
     "entries": SparseDiff(3, "random", ("q_proj", "v_proj", "o_proj")),
+    "prompt": PromptTuning(7, "random"),
+    "short-prompt": PromptTuning(2, "random"),
+    "tokens": TrainedTokens((7, 0, 100, 31, 55)),
+    "token": TrainedTokens((1,)),
 }
 
 
@@ -123,7 +129,7 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     rates = kind.relative_rates(spec, prepared.targets)
     for path, own in named_leaves(after).items():
         first, gradient = named_leaves(params)[path], np.asarray(named_leaves(gradients)[path])
-        mask = named_leaves(rates)[path].reshape(-1, *[1] * (own.ndim - 1))
+        mask = named_leaves(rates)[path][: len(own)].reshape(-1, *[1] * (own.ndim - 1))
         expected = -rate * mask * gradient
         assert np.linalg.norm(expected) > 0
         error = np.linalg.norm((own - first) - expected)
@@ -145,8 +151,22 @@ def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, b
         assert change > 1e-4
 
 
+def test_virtual_tokens_are_computed_but_belong_to_no_sample(tasks, together):
+    prepared, (updates, _) = tasks["prompt"], together["prompt"]
+    for step, update in enumerate(updates):
+        batch = prepared.batches[step]
+        assert update.tokens == sum(len(sample.input_ids) - 1 for sample in batch)
+        assert update.computed_tokens >= sum(6 + len(sample.input_ids) for sample in batch)
+
+
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ({"lora"}, {"ia3-inputs", "vera"}, {"ln", "dora"}, {"houlsby", "entries"}):
+    for bad in (
+        {"lora"},
+        {"ia3-inputs", "vera"},
+        {"ln", "dora"},
+        {"houlsby", "entries"},
+        {"prompt"},
+    ):
         broken = {
             name: dataclasses.replace(
                 tasks[name],

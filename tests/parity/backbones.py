@@ -102,22 +102,23 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def logits(model: torch.nn.Module, prompt: Sequence[int]) -> torch.Tensor:
-    """Logits of a single sequence without padding, [tokens, vocabulary]."""
+    """Logits of a single sequence without padding, [tokens, vocabulary], and without those of a
+    trained prompt before it."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([prompt])).logits[0]
+        return model(input_ids=torch.tensor([prompt])).logits[0, -len(prompt) :]
 
 
-def random_prompts(vocabulary: int, slots: int = 3) -> list[list[list[int]]]:
-    """Two prompts (token ids) for each slot.
+def random_prompts(vocabulary: int) -> list[list[list[int]]]:
+    """Two prompts (token ids) for each of three slots.
 
     Packing puts the prompts of the first two slots into one row of 128 tokens, and those of the
-    third slot into another, and so on.
+    third slot into another.
     """
     generator = torch.Generator().manual_seed(1)
     lengths = [[40, 20], [25, 37], [70, 45]]
     return [
         [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in of_slot]
-        for of_slot in (lengths * -(-slots // 3))[:slots]
+        for of_slot in lengths
     ]
 
 

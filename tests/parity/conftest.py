@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,8 +97,13 @@ def trained_kinds(tmp_path_factory, jaxmux) -> Trained:
 def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Trained:
     make_backbone(backbone, folder / "backbone", os.environ.get("JAXMUX_SHARED"))
     requested = write_tasks(tasks, folder)
-    # There may be fewer tasks than prompts; the slots without a task have no adapter.
-    prompts = random_prompts(vocabulary(folder / "backbone"), max(3, len(tasks)))
+    of_slots = random_prompts(vocabulary(folder / "backbone"))
+    # Virtual tokens take places of the prompts. Slots without a task have no adapter.
+    virtual = [task["adapter"].get("virtual_tokens", 0) for task in requested]
+    virtual += [0] * (-len(requested) % len(of_slots))
+    prompts = [
+        [ids[number:] for ids in of_slots[i % len(of_slots)]] for i, number in enumerate(virtual)
+    ]
     jaxmux("train", folder, {"backbone": "backbone", "tasks": requested, "prompts": prompts})
     results = {
         name: json.loads((folder / f"{name}.json").read_text())
@@ -112,7 +116,7 @@ def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Traine
         results["batches"],
         {name: [u for u in results["updates"] if u["task"] == name] for name in names},
         results["microbatches"],
-        dict(zip(names, cycle(prompts), strict=False)),
+        dict(zip(names, prompts[: len(names)], strict=True)),
     )
 
 

@@ -6,11 +6,11 @@ It reads FOLDER/request.json and writes adapter folders, .npz and .json files in
 in a request are absolute or relative to FOLDER.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
+from jaxmux.engine.prepared_task import with_virtual_tokens
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -52,6 +53,8 @@ from jaxmux.tasks import Task
 
 # Two short rows, so that a global batch of the test tasks does not fit into one microbatch.
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+# Number of slots whose prompts a microbatch has, see `random_prompts`.
+SLOTS = 3
 
 Request = dict[str, Any]
 
@@ -86,8 +89,8 @@ def train(folder: Path, request: Request) -> None:
       updates.json: the metrics of every update.
       microbatches.json: for every round and microbatch, the names of its tasks.
       initial/<task>, final/<task>, serving/<task>: the adapters.
-      logits/final.npz: the logits of every task's prompts with its final adapter. There are
-        prompts for a few slots, which are packed into one microbatch; the next tasks have the same.
+      logits/final.npz: the logits of every task's prompts with its final adapter. The prompts of
+        three tasks are packed into one microbatch.
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
@@ -113,13 +116,10 @@ def train(folder: Path, request: Request) -> None:
     assert engine.microbatches == sum(map(len, planned))
     save_json(folder / "microbatches.json", planned)
     adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
-    logits, slots = {}, len(request["prompts"])
-    # The prompts fill a microbatch. The last one may have slots without an adapter.
-    for first in range(0, len(tasks), slots):
-        found = packed_logits(backbone, adapters[first : first + slots], request["prompts"])
-        for name, values in found.items():
-            slot, prompt = name.split("-")
-            logits[f"{first + int(slot)}-{prompt}"] = values
+    logits = {}
+    for i, prompts in enumerate(batched(request["prompts"], SLOTS)):
+        first = i * SLOTS
+        logits |= packed_logits(backbone, adapters[first : first + SLOTS], prompts, first)
     save_arrays(folder / "logits" / "final.npz", logits)
 
 
@@ -148,26 +148,27 @@ def packed_logits(
     backbone: Backbone,
     adapters: Sequence[tuple[Any, Any]],
     prompts: Sequence[Sequence[Sequence[int]]],
+    first: int = 0,
 ) -> dict[str, np.ndarray]:
     """Logits of the prompts of all slots, packed into one microbatch.
 
-    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>".
+    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>", where slots are
+    counted from `first`.
     """
     # The model does not read the last token of a sample, so one is appended.
     batches = {
         slot: [Sample(np.asarray([*ids, 0]), np.arange(len(ids) + 1) > 0, 0) for ids in sequences]
         for slot, sequences in enumerate(prompts)
     }
+    for slot, (spec, _) in enumerate(adapters):
+        batches[slot] = with_virtual_tokens(batches[slot], spec)
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
-    # Three slots fill two rows, and the others one.
-    threes, others = divmod(len(prompts), 3)
-    shape = dataclasses.replace(SHAPE, rows=2 * threes + (others > 0))
-    (placements,) = pack_round(lengths, shape).microbatches()
-    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(shape.rows)]
-    sequences_of_row = [sum(p.row == row for p in placements) for row in range(shape.rows)]
+    (placements,) = pack_round(lengths, SHAPE).microbatches()
+    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]
+    sequences_of_row = [sum(p.row == row for p in placements) for row in range(SHAPE.rows)]
     assert min(sequences_of_row) > 1 and max(map(len, slots_of_row)) > 1, "packed too sparsely"
     microbatch = fill_microbatch(
-        placements, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+        placements, batches, rows=SHAPE.rows, row_len=SHAPE.row_len, chunk_len=SHAPE.chunk_len
     )
     scale = np.zeros(len(prompts), np.float32)
     scale[: len(adapters)] = [scale_of(spec) for spec, _ in adapters]
@@ -175,15 +176,17 @@ def packed_logits(
 
     pools = stack_adapters(backbone.config, adapters, len(prompts))
     options = ForwardOptions(
-        attention="xla", max_sequences=shape.max_sequences, adapter_ops=ops_of(pools)
+        attention="xla", max_sequences=SHAPE.max_sequences, adapter_ops=ops_of(pools)
     )
     run = jax.jit(partial(hidden_states, backbone.config, options=options))
     hidden, _, finite = run(backbone.weights, pools, None, microbatch, slots)
     assert finite.all()
     logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
-    logits = logits.reshape(shape.rows, shape.row_len, -1)
+    logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
     return {
-        f"{p.slot}-{p.sample}": logits[p.row, p.offset : p.offset + lengths[p.slot][p.sample]]
+        f"{first + p.slot}-{p.sample}": logits[
+            p.row, p.offset : p.offset + lengths[p.slot][p.sample]
+        ][batches[p.slot][p.sample].virtual_tokens :]
         for p in placements
     }
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from backbones import load_model
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
 from torch.nn.functional import cross_entropy
 from transformers import get_scheduler
@@ -47,7 +47,12 @@ def train_alone(
       task: the task's specification for jaxmux; torch's optimizer is created from it.
       batches: by update, samples with their token `ids` and the mask `target`.
     """
-    model = PeftModel.from_pretrained(load_model(backbone), adapter, is_trainable=True).train()
+    # PEFT trains prompts, but not those that it has loaded.
+    prompt = PeftConfig.from_pretrained(adapter).is_prompt_learning
+    base = load_model(backbone)
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=not prompt).train()
+    if prompt:
+        model.prompt_encoder.requires_grad_(True)
     initial = adapter_tensors(model)
     optimizer = make_optimizer(model, task)
     schedule = task["optimizer"]["schedule"]
@@ -102,7 +107,8 @@ def accumulate_gradients(model: PeftModel, batch: Sequence[dict]) -> float:
                 [s["target"] for s in samples],
             )
         )
-        logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1]
+        # A trained prompt has logits, too.
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, -ids.shape[1] : -1]
         counted = target[:, 1:]
         loss = cross_entropy(logits[counted], ids[:, 1:][counted], reduction="sum") / targets
         loss.backward()

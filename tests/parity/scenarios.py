@@ -160,6 +160,15 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "prompt_tuning",
+        words=(5, 10),
+        adapter={"kind": "prompt_tuning", "virtual_tokens": 6},
+        optimizer=_adamw(3e-2, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
         "dora",
         words=(10, 25),
         adapter={"kind": "dora", "rank": 3, "alpha": 6.0, "loraplus_ratio": 2.0},
@@ -173,6 +182,16 @@ KIND_TASKS = [
         words=(10, 25),
         adapter={"kind": "vera", "rank": 24, "projection_key": 5},
         optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    # Spaces and words, which are in nearly all samples.
+    _task(
+        "trained_tokens",
+        words=(10, 25),
+        adapter={"kind": "trained_tokens", "indices": list(range(270, 250, -1))},
+        optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
         batch_size=9,
         max_length=64,
         steps=20,

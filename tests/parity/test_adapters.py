@@ -54,6 +54,8 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
         ("ln_tuning", "final"),
         ("diff_pruning", "final"),
         ("sparse_diff", "final"),
+        ("prompt_tuning", "final"),
+        ("trained_tokens", "final"),
         ("dora", "final"),
         ("vera", "final"),
         ("vera", "serving"),

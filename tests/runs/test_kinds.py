@@ -13,13 +13,16 @@ from safetensors.numpy import load_file, save_file
 from jaxmux import (
     IA3,
     Bottleneck,
+    DataError,
     DiffPruning,
     DoRA,
     LNTuning,
     LoRA,
     PlanningError,
+    PromptTuning,
     ServerOptions,
     SparseDiff,
+    TrainedTokens,
     VeRA,
     export_adapter,
     import_adapter,
@@ -54,6 +57,8 @@ from jaxmux.runs.task_json import task_from_json
 
 from .conftest import RUN
 
+# Those of words; bytes are the first tokens of the vocabulary.
+TOKENS = tuple(range(317, 257, -1))
 SPECS = {
     "lora": LoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "ia3": IA3(("q_proj", "k_proj", "down_proj"), ("down_proj", "k_proj")),
@@ -65,6 +70,8 @@ SPECS = {
     "entries": SparseDiff(2, "magnitude", ("q_proj", "down_proj")),
     "dora": DoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
+    "prompt": PromptTuning(5),
+    "tokens": TrainedTokens(TOKENS),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -77,6 +84,8 @@ SETTINGS = {
     "entries": ("adapter_model.safetensors", "mask_type", "magnitude_entries"),
     "dora": ("adapter_model.safetensors", "use_dora", True),
     "vera": ("adapter_model.safetensors", "projection_prng_key", 3),
+    "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
+    "tokens": ("adapter_model.safetensors", "token_indices", list(TOKENS)),
 }
 
 
@@ -95,7 +104,7 @@ def logits():
     """Logits of a sequence, with an adapter or without."""
 
     def compute(model, spec=None, adapter=None):
-        tokens = np.arange(20, 52, dtype=np.int32)[None]
+        tokens = np.arange(286, 318, dtype=np.int32)[None]
         requests = [Request("", spec, adapter)]
         pools = _stack(requests, model.config)
         scale = np.float32([scale_of(spec) if spec else 0.0])
@@ -156,6 +165,11 @@ def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
     other = dataclasses.replace(task, adapter=Bottleneck(size=5))
     with pytest.raises(ValueError, match="form is houlsby, the task asks for pfeiffer"):
         train(tmp_path / "other", other)
+    prompt = dataclasses.replace(
+        task, adapter=PromptTuning(6), resume_from=str(trained / "adapters" / "prompt")
+    )
+    with pytest.raises(ValueError, match="virtual_tokens is 5, the task asks for 6"):
+        train(tmp_path / "prompt", prompt)
     lora = dataclasses.replace(task, adapter=LoRA(2))
     with pytest.raises(ValueError, match="of the kind 'bottleneck', the task asks for 'lora'"):
         train(tmp_path / "lora", lora)
@@ -168,6 +182,29 @@ def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model
     together = complete(model, tokenizer, requests, max_new_tokens=8)
     alone = [complete(model, tokenizer, [own], max_new_tokens=8)[0] for own in requests]
     assert together == alone
+
+
+def test_a_prompt_of_embeddings_completes_as_their_tokens(model, base):
+    tokenizer = load_tokenizer(model.name_or_path)
+    before = [9, 40, 31]
+    rows = base("model.embed_tokens.weight")[before]
+
+    class Prefixed:
+        """The tokenizer with tokens before every text."""
+
+        eos_token_id = tokenizer.eos_token_id
+        decode = tokenizer.decode
+
+        def __call__(self, text, **options):
+            return {"input_ids": before + tokenizer(text, **options)["input_ids"]}
+
+    request = Request("red apple", PromptTuning(3), {"embed_tokens": rows[None]})
+    (expected,) = complete(model, Prefixed(), [Request("red apple")], max_new_tokens=8)
+    found = complete(model, tokenizer, [request, Request("red apple")], max_new_tokens=8)
+    assert found[0] == expected != found[1]
+    long = PromptTuning(model.config.max_position_embeddings)
+    with pytest.raises(DataError, match="virtual tokens included"):
+        complete(model, tokenizer, [Request("red", long, request.adapter)])
 
 
 def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
@@ -183,7 +220,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera")
+    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -387,10 +424,19 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="ia3") == IA3()
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
+    assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
+    assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
+        ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
+        (
+            {"kind": "trained_tokens", "indices": [1.5]},
+            "a list of different ids of tokens of at most 256",
+        ),
+        ({"kind": "trained_tokens", "indices": list(range(257))}, "of at most 256 entries"),
+        ({"kind": "trained_tokens", "indices": [3, 3]}, "a list of different ids"),
         ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -427,6 +473,18 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
     for bad in (LoRA(), "ia3"):
         with pytest.raises(PlanningError, match="is no specification of another kind than LoRA"):
             ServerOptions(reserved_adapters=[bad])
+
+
+def test_tokens_are_trained_where_the_head_is_not_the_embedding(model):
+    targets = KINDS["trained_tokens"].targets
+    tied = dataclasses.replace(model.config, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="the backbone's head is its embedding"):
+        targets(TrainedTokens((3,)), tied)
+    with pytest.raises(ValueError, match="10000 is no token of the"):
+        targets(TrainedTokens((3, 10000)), model.config)
+    for bad in ((), (-1,), ("3",), (True,), (3, 3)):
+        with pytest.raises(ValueError, match="indices"):
+            TrainedTokens(bad)
 
 
 def test_linears_are_named_as_for_lora(model):

@@ -58,8 +58,8 @@ REFUSED = {
     "rank of null": ({"adapter": LORA | {"rank": None}}, "found null"),
     "adapter without a kind": (
         {"adapter": {"rank": 4}},
-        'adapter.kind should be one of "lora", "dora", "ia3", "ln_tuning", '
-        '"bottleneck", "diff_pruning", "vera", "sparse_diff", found null',
+        'adapter.kind should be one of "lora", "dora", "ia3", "ln_tuning", "bottleneck", '
+        '"diff_pruning", "vera", "sparse_diff", "prompt_tuning", "trained_tokens", found null',
     ),
     "unknown adapter": ({"adapter": {"kind": "lroa"}}, 'found "lroa"; did you mean lora?'),
     "kind as a list": ({"adapter": {"kind": ["lora"]}}, 'found ["lora"]'),
@@ -102,7 +102,7 @@ REFUSED = {
     "regular expression": (
         {"adapter": LORA | {"target_modules": "(.*)*x"}},
         "adapter.target_modules should be 'all-linear', the name of a linear such as 'q_proj', or "
-        'a list of names (no regular expression) of at most 1024 names, found "(.*)*x"',
+        'a list of names (no regular expression) of at most 1024 entries, found "(.*)*x"',
     ),
     "expression in a list": ({"adapter": LORA | {"target_modules": [".*"]}}, 'found [".*"]'),
     "no modules": ({"adapter": LORA | {"target_modules": []}}, "found []"),

@@ -85,6 +85,8 @@ def test_the_schema_permits_exactly_what_the_reader_permits(validator, tmp_path)
     for _ in range(4000):
         kind = rng.choice(list(ADAPTERS))
         adapter, optimizer, schedule = {"kind": kind}, {"kind": "adamw"}, {}
+        if kind == "trained_tokens":
+            adapter["indices"] = [3]
         optimizer["schedule"] = schedule
         fields = {"name": "a", "data": {"path": "a.json"}, "steps": 3}
         fields |= {"adapter": adapter, "optimizer": optimizer}

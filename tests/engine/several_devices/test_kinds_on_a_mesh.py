@@ -4,7 +4,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, DoRA, LNTuning, LoRA, SparseDiff, VeRA
+from jaxmux.peft import (
+    IA3,
+    Bottleneck,
+    DiffPruning,
+    DoRA,
+    LNTuning,
+    LoRA,
+    PromptTuning,
+    SparseDiff,
+    TrainedTokens,
+    VeRA,
+)
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -16,14 +27,17 @@ SPECS = {
     "dora": DoRA(3, 6.0, target_modules=("k_proj", "o_proj", "gate_proj", "down_proj")),
     "vera": VeRA(6, d_initial=0.3),
     "entries": SparseDiff(1, "random", ("v_proj", "o_proj")),
+    "prompt": PromptTuning(7, "random"),
+    "tokens": TrainedTokens((7, 0, 100, 31, 55)),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
     # There are two key heads.
     "tp4": {"layers": (4,), "stage": Stage(tp=4)},
     "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2)},
+    "replicas": {"layers": (3, 1), "others": (((1, 1, 2), Stage()),)},
 }
-SLOW = ("tp4", "dp2,fsdp2")
+SLOW = ("tp4", "dp2,fsdp2", "replicas")
 
 
 @pytest.fixture(scope="module")

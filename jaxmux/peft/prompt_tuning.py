@@ -1,0 +1,150 @@
+"""Prompt tuning: trained rows before the embeddings of every sequence (Lester et al. 2021)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.field_checks import check_fields, choice, integer
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
+
+from .kind import AdapterKind, BaseTensors, base_values
+from .leaves import LeafSpec
+from .peft_tensors import take_tensor
+from .targets import LayerMask
+
+_TENSOR = "prompt_embeddings"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTuning:
+    """Rows are trained that stand before the embeddings of every sequence (Lester et al. 2021).
+
+    They take positions as tokens do, so the first token of a text stands at position
+    `virtual_tokens`. They come on top of `Task.max_length`, and nothing is learnt from what is
+    predicted at them. They cannot be merged into the backbone.
+
+    Attributes:
+      virtual_tokens: number of rows.
+      start: "vocabulary" begins with the embeddings of tokens that are drawn at random from the
+        task's seed, "random" with normally distributed numbers of variance 1, as Hugging Face PEFT
+        does. These are much larger than embeddings.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    virtual_tokens: int = integer(20, least=1)
+    start: str = choice("vocabulary", ("vocabulary", "random"))
+
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+
+    @property
+    def rank(self) -> int:
+        """The size of the axis in which adapters of this kind differ."""
+        return self.virtual_tokens
+
+
+class _Rows(AdapterOp):
+    """Puts the rows where virtual tokens are. Other tasks have none."""
+
+    def embedding_output(self, own, x, tokens):
+        index = -1 - tokens
+        rows = rows_of_chunks(own, index, own.shape[1], x.dtype)
+        return jnp.where((index >= 0)[..., None], rows, x)
+
+
+def _targets(spec: PromptTuning, config: BackboneConfig) -> dict[str, LayerMask]:
+    return {EMBEDDING: np.arange(config.num_layers) == 0}
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    shape = 1, slots, rank, config.hidden_size
+    return {point: LeafSpec(shape, ("first", "slot", "rank", "output")) for point in points}
+
+
+def _initial(
+    spec: PromptTuning,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    if spec.start == "random":
+        rows = rng.standard_normal((spec.virtual_tokens, config.hidden_size), np.float32)
+    else:
+        tokens = rng.integers(config.vocab_size, size=spec.virtual_tokens)
+        rows = base_values(base, EMBEDDING_TENSOR)[tokens]
+    return {EMBEDDING: rows[None]}
+
+
+def _rates(spec: PromptTuning, targets: Mapping[str, LayerMask]) -> dict[str, np.ndarray]:
+    return {point: mask.astype(np.float32) for point, mask in targets.items()}
+
+
+def _settings(spec: PromptTuning, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    return {
+        "peft_type": "PROMPT_TUNING",
+        "num_virtual_tokens": spec.virtual_tokens,
+        # How PEFT would begin; the tensor replaces it.
+        "prompt_tuning_init": "RANDOM",
+        "token_dim": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_transformer_submodules": 1,
+    }
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> PromptTuning:
+    if settings.get("num_transformer_submodules", 1) not in (1, None):
+        raise ValueError(
+            f"num_transformer_submodules={settings['num_transformer_submodules']!r} is not "
+            "supported; a decoder has one"
+        )
+    return PromptTuning(settings["num_virtual_tokens"])
+
+
+def _tensors(
+    spec: PromptTuning,
+    adapter: Any,
+    config: BackboneConfig,
+    serving: bool,
+    base: BaseTensors | None,
+) -> dict[str, np.ndarray]:
+    return {_TENSOR: np.ascontiguousarray(adapter[EMBEDDING][0])}
+
+
+def _from_tensors(
+    spec: PromptTuning,
+    tensors: dict[str, np.ndarray],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+) -> dict[str, np.ndarray]:
+    rows = take_tensor(tensors, _TENSOR, (spec.virtual_tokens, config.hidden_size))
+    return {EMBEDDING: np.asarray(rows, np.float32)[None]}
+
+
+prompt_tuning_kind = AdapterKind(
+    "prompt_tuning",
+    PromptTuning,
+    _Rows(),
+    _targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "PROMPT_TUNING",
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("virtual_tokens",),
+    virtual_tokens=lambda spec: spec.virtual_tokens,
+)

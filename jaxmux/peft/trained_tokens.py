@@ -1,0 +1,171 @@
+"""Trained tokens: some rows of the embedding are trained, for tokens that are new or mean something
+else."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.field_checks import check_fields, integers
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
+
+from .kind import AdapterKind, BaseTensors, Changes, base_values
+from .leaves import LeafSpec
+from .peft_tensors import PREFIX, take_tensor
+from .targets import LayerMask
+
+_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedTokens:
+    """The embeddings of some tokens are trained, beginning with those of the backbone.
+
+    What is trained is the difference from the backbone's embeddings, in float32. So weight decay
+    pulls them back to the backbone, and not to 0 as in Hugging Face PEFT; without weight decay both
+    train the same. Backbones whose head is the embedding are refused: their head would have to
+    change with it, and it may lie on other devices.
+
+    Attributes:
+      indices: the ids of the tokens.
+
+    Raises:
+      ValueError: there is no id, an id is negative, or one occurs twice.
+    """
+
+    indices: tuple[int, ...] = integers(least=0)
+
+    scale = 0.0
+    dropout = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+        if not self.indices:
+            raise ValueError("indices is empty")
+        if len(set(self.indices)) < len(self.indices):
+            raise ValueError("indices: a token occurs twice")
+
+    @property
+    def rank(self) -> int:
+        """The size of the axis in which adapters of this kind differ."""
+        return len(self.indices)
+
+
+class _Rows(AdapterOp):
+    """Adds rows to the embeddings of the tokens to which they belong. `tokens` counts from 1; 0 is
+    padding."""
+
+    def embedding_output(self, own, x, tokens):
+        is_row = (tokens[..., None] + 1 == own["tokens"][:, None]) & (own["tokens"][:, None] > 0)
+        trained = is_row.any(axis=-1)
+        index = jnp.where(trained, is_row.argmax(axis=-1), -1)
+        rows = rows_of_chunks(own["rows"], index, own["rows"].shape[1], x.dtype)
+        return jnp.where(trained[..., None], x + rows, x)
+
+
+def _targets(spec: TrainedTokens, config: BackboneConfig) -> dict[str, LayerMask]:
+    if config.tie_word_embeddings:
+        raise ValueError(
+            "indices: the backbone's head is its embedding (tie_word_embeddings), so it would have "
+            "to change with the embeddings of these tokens, which is not supported"
+        )
+    if (largest := max(spec.indices)) >= config.vocab_size:
+        raise ValueError(f"indices: {largest} is no token of the {config.vocab_size} tokens")
+    return {EMBEDDING: np.arange(config.num_layers) == 0}
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    sizes, axes = (1, slots, rank), ("first", "slot", "rank")
+    return {
+        point: {
+            "rows": LeafSpec((*sizes, config.hidden_size), (*axes, "output")),
+            "tokens": LeafSpec(sizes, axes, trained=False, dtype="int32"),
+        }
+        for point in points
+    }
+
+
+def _with_rows(spec: TrainedTokens, rows: np.ndarray) -> dict[str, Any]:
+    tokens = 1 + np.asarray(spec.indices, np.int32)
+    return {EMBEDDING: {"rows": np.asarray(rows, np.float32)[None], "tokens": tokens[None]}}
+
+
+def _initial(
+    spec: TrainedTokens,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    return _with_rows(spec, np.zeros((spec.rank, config.hidden_size)))
+
+
+def _rates(spec: TrainedTokens, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {point: {"rows": mask.astype(np.float32)} for point, mask in targets.items()}
+
+
+def _settings(spec: TrainedTokens, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    return {
+        "peft_type": "TRAINABLE_TOKENS",
+        "target_modules": [EMBEDDING],
+        "token_indices": list(spec.indices),
+    }
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> TrainedTokens:
+    given = settings.get("target_modules") or EMBEDDING
+    names = [given] if isinstance(given, str) else list(given)
+    if [name.split(".")[-1] for name in names] != [EMBEDDING]:
+        raise ValueError(f"target_modules={given!r} is not supported; expected {EMBEDDING!r}")
+    return TrainedTokens(tuple(settings["token_indices"]))
+
+
+def _tensors(
+    spec: TrainedTokens,
+    adapter: Any,
+    config: BackboneConfig,
+    serving: bool,
+    base: BaseTensors | None,
+) -> dict[str, np.ndarray]:
+    first = base_values(base, EMBEDDING_TENSOR)[list(spec.indices)]
+    return {_TENSOR: first + np.asarray(adapter[EMBEDDING]["rows"][0])}
+
+
+def _from_tensors(
+    spec: TrainedTokens,
+    tensors: dict[str, np.ndarray],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    rows = take_tensor(tensors, _TENSOR, (spec.rank, config.hidden_size))
+    return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR)[list(spec.indices)])
+
+
+def _merged(spec: TrainedTokens, adapter: Any, config: BackboneConfig) -> Changes:
+    def merge(weight: np.ndarray) -> np.ndarray:
+        weight = weight.copy()
+        weight[list(spec.indices)] += np.asarray(adapter[EMBEDDING]["rows"][0])
+        return weight
+
+    return {EMBEDDING_TENSOR: merge}
+
+
+trained_tokens_kind = AdapterKind(
+    "trained_tokens",
+    TrainedTokens,
+    _Rows(),
+    _targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: settings.get("peft_type") == "TRAINABLE_TOKENS",
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("indices",),
+    merged=_merged,
+)
