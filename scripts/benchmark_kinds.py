@@ -50,8 +50,10 @@ from kinds_lora import lora
 from kinds_timing import TASKS, WARM_UP_TURNS, figures, in_pairs, interval, say, write
 from kinds_turns import turn
 
+from jaxmux.data import GlobalBatches
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, device_peak, linear_sizes, planned_remat
 from jaxmux.peft import (
     IA3,
@@ -60,7 +62,9 @@ from jaxmux.peft import (
     DoRA,
     LNTuning,
     LoRA,
+    PromptTuning,
     SparseDiff,
+    TrainedTokens,
     VeRA,
     kind_of,
     size_of_adapter,
@@ -95,6 +99,8 @@ MIXES = (
     Mix("Diff-Pruning of columns", DiffPruning()),
     Mix("VeRA", VeRA()),
     Mix("Diff-Pruning of entries", SparseDiff(), None),
+    Mix("prompt tuning", PromptTuning()),
+    Mix("trained tokens", TrainedTokens(tuple(range(20)))),
 )
 ROOM = "room for IA3"
 
@@ -201,11 +207,15 @@ def task_of(
 ) -> PreparedTask:
     """A task on random tokens with an adapter of a kind, which never ends."""
     _, batch = round_size(TASKS, args.length, args.tokens, args.microbatches)
-    task = random_task(config, "any", [args.length] * 2 * batch, batch, 10**6, args.rank)
     adapter, kind = mix.adapter, kind_of(mix.adapter)
+    length = args.length - kind.virtual_tokens(adapter)
+    task = random_task(config, "any", [length] * 2 * batch, batch, 10**6, args.rank)
     targets = dict(kind.targets(adapter, config))
+    samples = with_virtual_tokens(task.samples.samples, adapter)
     return dataclasses.replace(
         task,
+        samples=task.samples._replace(samples=samples),
+        batches=GlobalBatches(samples, batch, task.task.seed),
         task=dataclasses.replace(task.task, name=f"task{number}", adapter=adapter),
         targets=targets,
         make_adapter=partial(kind.initial, adapter, targets, config, 0, partial(weights, config)),
@@ -228,9 +238,11 @@ def weights(config: BackboneConfig, name: str) -> np.ndarray:
 def memory(args: argparse.Namespace) -> None:
     """Compares the memory of one more task of a kind with its prediction."""
     config = llama_config(args)
-    backbone = Backbone.random(config, dtype=args.dtype)
+    # Nothing is computed, so the weights may be those of a small backbone. Neither they nor pools
+    # are freed: the allocator would give their memory, a little too large, to the next pool.
+    small = dataclasses.replace(config, num_layers=1, vocab_size=128)
+    backbone = dataclasses.replace(Backbone.random(small, dtype=args.dtype), config=config)
     sizes = size_of(config, args.dtype)
-    # No pool is freed: the allocator would give its memory, a little too large, to the next one.
     with ExitStack() as engines:
         _memory(args, backbone, sizes, engines)
 

@@ -134,7 +134,6 @@ def make_task_with(make_task, config, base_tensor):
             # What follows from the factors is computed from those in a folder.
             tensors = kind.tensors(spec, adapter, config, False, base_tensor)
             adapter = kind.from_tensors(spec, tensors, config, base_tensor)
-        adapter = jax.tree.map(moved, kind.leaves(config, list(targets), 1, spec.rank), first)
         samples = with_virtual_tokens(prepared.samples.samples, spec)
         return dataclasses.replace(
             prepared,
