@@ -162,6 +162,34 @@ def integers(default: Any = dataclasses.MISSING, *, least: int) -> Any:
     return _field(default, f"a list of integers of at least {least}", accept, schema)
 
 
+def numbers_by_name(default: Any = (), *, rule: Any) -> Any:
+    """A field that holds numbers by name. A mapping becomes a tuple of pairs, in its order.
+
+    Args:
+      default: the field's default value, a tuple of pairs.
+      rule: a field from `integer` or `number` that holds one of the numbers.
+    """
+    of_number: _Rule = rule.metadata[_RULE]
+
+    def accept(value: Any) -> Any:
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            return _REFUSED
+        pairs = list(value.items() if isinstance(value, Mapping) else value)
+        found = []
+        for pair in pairs:
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                return _REFUSED
+            name, number = pair
+            accepted = of_number.accept(number)
+            if not isinstance(name, str) or accepted is _REFUSED:
+                return _REFUSED
+            found.append((name, accepted))
+        return tuple(found)
+
+    schema = {"type": "object", "additionalProperties": of_number.schema}
+    return _field(default, f"a mapping from names to {of_number.expected}", accept, schema)
+
+
 def choice(default: Any, known: Sequence[str | None]) -> Any:
     """A field that holds one of several strings.
 

@@ -182,9 +182,10 @@ def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | 
     """
     adapter, optimizer = task.adapter, task.optimizer.kind
     others = () if size is None else (size,)
-    if size is not None and not kind_of(adapter).low_rank:
+    kind = kind_of(adapter)
+    if size is not None and not kind.low_rank:
         return PoolSpec(1, 1, (), optimizer=optimizer, others=others)
-    return PoolSpec(1, adapter.rank, tuple(targets), adapter.dropout > 0, optimizer, others)
+    return PoolSpec(1, kind.rank(adapter), tuple(targets), adapter.dropout > 0, optimizer, others)
 
 
 def prepare_task(

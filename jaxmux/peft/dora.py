@@ -17,6 +17,7 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .leaves import LeafSpec
 from .lora import LoRA, initial_adapter, lora_targets, relative_rates
+from .lora_pattern import factors_of, scale_leaf, scales_of
 from .peft_tensors import layer_tensors, stacked, take_layers
 from .targets import LayerMask, full_name
 
@@ -74,7 +75,7 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
         return {
             "magnitude": LeafSpec(shape, axes, padding=1.0),
             "norm": LeafSpec(shape, axes, trained=False, padding=1.0),
-            SCALE: LeafSpec(sizes, ("layer", "slot"), trained=False),
+            SCALE: scale_leaf(config, slots),
         }
 
     return {module: of(module) for module in points}
@@ -111,7 +112,7 @@ def _adapter(
             **factors[module]._asdict(),
             "magnitude": magnitudes[module],
             "norm": norms[module],
-            SCALE: np.float32(spec.scale) * mask.astype(np.float32),
+            SCALE: scales_of(spec, module, mask),
         }
         for module, mask in targets.items()
     }
@@ -164,7 +165,7 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DoRA:
 def _tensors(
     spec: DoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    found = lora_folder.tensors(spec, _factors(adapter), config, False, base)
+    found = lora_folder.tensors(spec, factors_of(adapter), config, False, base)
     for module, mask in lora_targets(spec, config).items():
         found |= layer_tensors(module, mask, _MAGNITUDE, adapter[module]["magnitude"])
     return found
@@ -188,10 +189,6 @@ def _from_tensors(
     return _adapter(spec, factors, targets, magnitudes, _of_layers(norms, targets, config))
 
 
-def _factors(adapter: Any) -> dict[str, Factors]:
-    return {module: Factors(own["a"], own["b"]) for module, own in adapter.items()}
-
-
 def _merged(spec: DoRA, adapter: Any, config: BackboneConfig) -> Changes:
     def change(
         module: str, layer: int, add: Callable[[np.ndarray], np.ndarray]
@@ -203,7 +200,7 @@ def _merged(spec: DoRA, adapter: Any, config: BackboneConfig) -> Changes:
 
         return merge
 
-    added = lora_folder.merged(spec, _factors(adapter), config)
+    added = lora_folder.merged(spec, factors_of(adapter), config)
     return {
         name: change(module, layer, added[name])
         for module, mask in lora_targets(spec, config).items()
@@ -225,8 +222,9 @@ dora_kind = AdapterKind(
     _from_settings,
     _tensors,
     _from_tensors,
-    identity=("rank", "alpha", "rslora"),
+    identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     low_rank=True,
+    rank=lambda spec: spec.largest_rank,
     merged=_merged,
     work=_work,
 )

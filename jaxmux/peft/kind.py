@@ -1,6 +1,7 @@
 """What the engine, checkpoints and commands have to know of an adapter kind."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -38,8 +39,8 @@ class AdapterKind(NamedTuple):
     adapter of a single task has them and the factors "a" and "b" in one dict.
 
     A specification is a frozen dataclass with the attributes `rank` (the size of the axis "rank" of
-    its arrays; 1 if they have none), `scale` (the factor of low-rank products; 0 if there are none)
-    and `dropout`.
+    its arrays, if `AdapterKind.rank` says nothing else; 1 if they have none), `scale` (the factor
+    of low-rank products; 0 if there are none) and `dropout`.
 
     Attributes:
       name: name of the kind in pools and checkpoints, for example "lora".
@@ -73,6 +74,7 @@ class AdapterKind(NamedTuple):
       identity: attributes of a specification that an adapter in a folder must share with the task
         that goes on with it, besides the targets.
       weights_file: name of the file with the arrays.
+      rank: function (specification) that returns the size of the axis "rank" of its arrays.
       low_rank: whether the adapters have low-rank factors besides their own arrays.
       serves: function (specification) that tells whether an adapter whose specification has this
         class is of this kind, for classes of several kinds.
@@ -101,6 +103,7 @@ class AdapterKind(NamedTuple):
     from_tensors: Callable[[Any, dict[str, np.ndarray], BackboneConfig, BaseTensors | None], Any]
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
+    rank: Callable[[Any], int] = attrgetter("rank")
     low_rank: bool = False
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None

@@ -20,6 +20,7 @@ from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .lora_pattern import has_patterns, lora_pattern_kind
 from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
 from .trained_tokens import trained_tokens_kind
@@ -33,13 +34,13 @@ _lora_kind = AdapterKind(
     lora_leaves,
     initial_adapter,
     relative_rates,
-    lambda settings: lora_folder.is_low_rank(settings) and not settings.get("use_dora"),
+    lora_folder.is_plain,
     lora_folder.settings,
     lora_folder.from_settings,
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
-    serves=lambda specification: not isinstance(specification, DoRA),
+    serves=lambda spec: not isinstance(spec, DoRA) and not has_patterns(spec),
     merged=lora_folder.merged,
 )
 
@@ -49,6 +50,7 @@ KINDS: dict[str, AdapterKind] = {
     for kind in (
         _lora_kind,
         dora_kind,
+        lora_pattern_kind,
         ia3_kind,
         ln_tuning_kind,
         bottleneck_kind,
@@ -59,8 +61,10 @@ KINDS: dict[str, AdapterKind] = {
         trained_tokens_kind,
     )
 }
-# By name of the kind, the class of its specifications.
-SPECIFICATIONS: dict[str, type] = {kind.name: kind.specification for kind in KINDS.values()}
+# By name of the kind, the class of its specifications; of kinds with one class, the first.
+SPECIFICATIONS: dict[str, type] = {
+    kind.name: kind.specification for kind in KINDS.values() if kind is not lora_pattern_kind
+}
 
 
 def register_kind(kind: AdapterKind) -> None:
@@ -107,7 +111,7 @@ def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | No
     """
     kind = kind_of(specification)
     points = list(kind.targets(specification, config))
-    return kind.size(specification.rank, points, config) if kind.op else None
+    return kind.size(kind.rank(specification), points, config) if kind.op else None
 
 
 def scale_of(specification: Any) -> float:

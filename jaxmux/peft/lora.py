@@ -2,18 +2,29 @@
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
-from jaxmux.field_checks import check_fields, choice, flag, integer, names, number
+from jaxmux.field_checks import (
+    check_fields,
+    choice,
+    flag,
+    integer,
+    names,
+    number,
+    numbers_by_name,
+)
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
 from .kind import BaseTensors
 from .leaves import LeafSpec
-from .targets import LayerMask, resolve_targets
+from .targets import LayerMask, full_name, resolve_targets
 
 INITIALISATIONS = ("kaiming", "gaussian", "orthogonal")
 
@@ -41,6 +52,10 @@ class LoRA:
         columns of B lie in orthogonal subspaces; the rank must be even.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
         2024), positive. The learning rate of the task's optimizer is that of A.
+      rank_pattern: ranks of linears in place of `rank`, by regular expressions as in Hugging Face
+        PEFT: a mapping such as {"q_proj": 8}. An expression stands for the linears whose full names
+        match it as a whole, or match it behind a dot; the first one counts.
+      alpha_pattern: numerators of scales in place of `alpha`, chosen in the same way.
 
     Raises:
       ValueError: a value is outside its range.
@@ -53,18 +68,69 @@ class LoRA:
     rslora: bool = flag(False)
     initialisation: str = choice("kaiming", INITIALISATIONS)
     loraplus_ratio: float = number(1.0, above=0)
+    rank_pattern: tuple[tuple[str, int], ...] = numbers_by_name(rule=integer(least=1))
+    alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
 
     def __post_init__(self):
         check_fields(self)
-        if self.initialisation == "orthogonal" and self.rank % 2:
-            raise ValueError(
-                f"rank should be even with orthogonal initialisation, found {self.rank}"
-            )
+        for rank in (self.rank, *dict(self.rank_pattern).values()):
+            if self.initialisation == "orthogonal" and rank % 2:
+                raise ValueError(
+                    f"rank should be even with orthogonal initialisation, found {rank}"
+                )
+        for field in ("rank_pattern", "alpha_pattern"):
+            for name, _ in getattr(self, field):
+                try:
+                    re.compile(name)
+                except re.error as e:
+                    raise ValueError(
+                        f"{field}: {name!r} is no valid regular expression: {e}"
+                    ) from None
 
     @property
     def scale(self) -> float:
-        """Factor of the low-rank product x A B: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """Factor of the low-rank product x A B: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+        Linears in `rank_pattern` or `alpha_pattern` have others, see `ranks_and_scales`."""
+        return _scale(self, self.rank, self.alpha)
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that a linear may have."""
+        return max((self.rank, *dict(self.rank_pattern).values()))
+
+
+def _scale(spec: LoRA, rank: int, alpha: float) -> float:
+    return alpha / (math.sqrt(rank) if spec.rslora else rank)
+
+
+def ranks_and_scales(
+    spec: LoRA, module: str, layers: int
+) -> tuple[Int[np.ndarray, " L"], Float[np.ndarray, " L"]]:
+    """The rank of a linear in every layer, and the factor of its low-rank product.
+
+    Args:
+      spec: specification of the adapter.
+      module: path of the linear within a layer.
+      layers: number of layers L.
+    """
+    names = [full_name(module, layer) for layer in range(layers)]
+    ranks = [matching(spec.rank_pattern, name, spec.rank) for name in names]
+    alphas = [matching(spec.alpha_pattern, name, spec.alpha) for name in names]
+    scales = [_scale(spec, *pair) for pair in zip(ranks, alphas, strict=True)]
+    return np.int64(ranks), np.float32(scales)
+
+
+def matching(pattern: Sequence[tuple[str, Any]], name: str, default: Any) -> Any:
+    """The first value in a pattern whose expression matches a linear's name, as in Hugging Face
+    PEFT.
+
+    Args:
+      pattern: pairs of an expression and a value.
+      name: full name of the linear.
+      default: the value if there is none.
+    """
+    found = (value for key, value in pattern if re.match(rf"(.*\.)?({key})$", name))
+    return next(found, default)
 
 
 def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
@@ -79,10 +145,10 @@ def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
     """
     targets = resolve_targets(spec.target_modules, config)
     widest = max(min(linear_sizes(config, module)) for module in targets)
-    if spec.rank > widest:
+    if spec.largest_rank > widest:
         raise ValueError(
-            f"rank is {spec.rank}, but no linear that it adapts is wider than {widest}; lower the "
-            "rank"
+            f"rank is {spec.largest_rank}, but no linear that it adapts is wider than {widest}; "
+            "lower the rank"
         )
     return targets
 
@@ -139,23 +205,27 @@ def initial_adapter(
 
     Returns:
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
-      width k, output width n and the adapter's rank r. Layers that the task does not adapt are
-      zero.
+      width k, output width n and the adapter's largest rank r. Layers that the task does not adapt,
+      and ranks that a linear does not have, are zero.
     """
     adapter = {}
     for module, layers in targets.items():
         k, n = linear_sizes(config, module)
-        a = np.zeros((config.num_layers, k, spec.rank), np.float32)
-        b = np.zeros((config.num_layers, spec.rank, n), np.float32)
+        a = np.zeros((config.num_layers, k, spec.largest_rank), np.float32)
+        b = np.zeros((config.num_layers, spec.largest_rank, n), np.float32)
+        ranks, _ = ranks_and_scales(spec, module, config.num_layers)
         for layer in np.flatnonzero(layers):
-            rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
+            rng, rank = (
+                np.random.default_rng([seed, zlib.crc32(module.encode()), layer]),
+                ranks[layer],
+            )
             if spec.initialisation == "kaiming":
                 bound = 1 / math.sqrt(k)
-                a[layer] = rng.uniform(-bound, bound, (k, spec.rank))
+                a[layer, :, :rank] = rng.uniform(-bound, bound, (k, rank))
             elif spec.initialisation == "gaussian":
-                a[layer] = rng.standard_normal((k, spec.rank)) / spec.rank
+                a[layer, :, :rank] = rng.standard_normal((k, rank)) / rank
             else:
-                a[layer], b[layer] = _orthogonal(rng, k, spec.rank, n)
+                a[layer, :, :rank], b[layer, :rank] = _orthogonal(rng, k, rank, n)
         adapter[module] = Factors(a, b)
     return adapter
 

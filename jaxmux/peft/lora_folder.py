@@ -10,8 +10,8 @@ import numpy as np
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .kind import BaseTensors, Changes
-from .lora import Adapter, Factors, LoRA
-from .peft_tensors import layer_tensors, stacked, take_layers
+from .lora import Adapter, Factors, LoRA, ranks_and_scales
+from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import full_name, resolve_targets, target_names
 
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
@@ -20,8 +20,6 @@ _NOT_SUPPORTED = (
     "use_qalora",
     "lora_bias",
     "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
     "layers_to_transform",
     "layer_replication",
     "exclude_modules",
@@ -41,13 +39,20 @@ def is_low_rank(settings: Mapping[str, Any]) -> bool:
     return settings.get("peft_type", "LORA") == "LORA" and "config" not in settings
 
 
+def is_plain(settings: Mapping[str, Any]) -> bool:
+    """Whether an adapter_config.json with these values is one of a LoRA with one rank and one scale
+    for all linears."""
+    others = ("use_dora", "rank_pattern", "alpha_pattern")
+    return is_low_rank(settings) and not any(settings.get(key) for key in others)
+
+
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
     """The settings of an adapter, see `AdapterKind.settings`."""
-    alpha = float(spec.rank) if serving else spec.alpha
+    rank = spec.largest_rank if serving else spec.rank
     return {
         "peft_type": "LORA",
-        "r": spec.rank,
-        "lora_alpha": int(alpha) if math.floor(alpha) == alpha else alpha,
+        "r": rank,
+        "lora_alpha": rank if serving else _plain(spec.alpha),
         "lora_dropout": spec.dropout,
         "bias": "none",
         "target_modules": target_names(resolve_targets(spec.target_modules, config)),
@@ -55,15 +60,18 @@ def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any
         "use_dora": False,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {} if serving else dict(spec.rank_pattern),
+        "alpha_pattern": {} if serving else {n: _plain(a) for n, a in spec.alpha_pattern},
     }
 
 
+def _plain(alpha: float) -> float | int:
+    return int(alpha) if math.floor(alpha) == alpha else alpha
+
+
 def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
-    """The inverse of `settings`. ValueError if it is no plain LoRA: if it uses DoRA, biases, or
-    ranks or alphas per module. `initialisation` and `loraplus_ratio` have their defaults, because
-    PEFT does not record them."""
+    """The inverse of `settings`. ValueError if it is no plain LoRA: if it uses DoRA or biases.
+    `initialisation` and `loraplus_ratio` have their defaults, because PEFT does not record them."""
     if (bias := settings.get("bias", "none")) != "none":
         raise ValueError(f"bias={bias!r} is not supported, only 'none'")
     for key in _NOT_SUPPORTED:
@@ -86,6 +94,8 @@ def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
         dropout=settings.get("lora_dropout", 0.0),
         target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
         rslora=settings.get("use_rslora", False),
+        rank_pattern=settings.get("rank_pattern") or (),
+        alpha_pattern=settings.get("alpha_pattern") or (),
     )
     resolve_targets(spec.target_modules, config)
     return spec
@@ -99,11 +109,18 @@ def tensors(
     base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
     """The tensors of an adapter, see `AdapterKind.tensors`."""
-    scale, found = np.float32(spec.scale if serving else 1.0), {}
+    found = {}
     for module, mask in resolve_targets(spec.target_modules, config).items():
+        ranks, scales = ranks_and_scales(spec, module, config.num_layers)
+        if serving:
+            # Servers know one rank and one scale; what is missing to the largest rank is zero.
+            ranks[:] = spec.largest_rank
+        scales = scales if serving else np.ones_like(scales)
         a, b = adapter[module]
-        found |= layer_tensors(module, mask, "lora_A.weight", a.swapaxes(1, 2))
-        found |= layer_tensors(module, mask, "lora_B.weight", b.swapaxes(1, 2) * scale)
+        own_a = [x[:, :rank].T for x, rank in zip(a, ranks, strict=True)]
+        own_b = [x[:rank].T * s for x, rank, s in zip(b, ranks, scales, strict=True)]
+        found |= layer_tensors(module, mask, "lora_A.weight", own_a)
+        found |= layer_tensors(module, mask, "lora_B.weight", own_b)
     return found
 
 
@@ -113,14 +130,20 @@ def from_tensors(
     """The inverse of `tensors`. The factors are zero in layers that are not adapted."""
     adapter = {}
     for module, mask in resolve_targets(spec.target_modules, config).items():
-        (k, n), r = linear_sizes(config, module), spec.rank
-        shapes = {"lora_A.weight": (r, k), "lora_B.weight": (n, r)}
-        found = take_layers(tensors, module, mask, shapes)
-        factors = []
-        for name, shape in shapes.items():
-            own = {layer: tensor.T for layer, tensor in found[name].items()}
-            factors.append(stacked(own, config.num_layers, np.zeros(shape[::-1])))
-        adapter[module] = Factors(*factors)
+        ranks, _ = ranks_and_scales(spec, module, config.num_layers)
+        (k, n), own = linear_sizes(config, module), {}
+        # All are checked before arrays of all layers are made, because their sizes are the file's.
+        for layer in np.flatnonzero(mask).tolist():
+            name, r = f"{PREFIX}{full_name(module, layer)}", int(ranks[layer])
+            a = take_tensor(tensors, f"{name}.lora_A.weight", (r, k))
+            own[layer] = a, take_tensor(tensors, f"{name}.lora_B.weight", (n, r))
+        adapter[module] = Factors(
+            np.zeros((config.num_layers, k, spec.largest_rank), np.float32),
+            np.zeros((config.num_layers, spec.largest_rank, n), np.float32),
+        )
+        for layer, (a, b) in own.items():
+            adapter[module].a[layer, :, : len(a)] = a.T
+            adapter[module].b[layer, : len(a)] = b.T
     return adapter
 
 
@@ -129,7 +152,8 @@ def merged(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> Changes:
 
     def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
         a, b = adapter[module]
-        return lambda weight: weight + np.float32(spec.scale) * (a[layer] @ b[layer]).T
+        _, scales = ranks_and_scales(spec, module, config.num_layers)
+        return lambda weight: weight + scales[layer] * (a[layer] @ b[layer]).T
 
     return {
         f"{full_name(module, layer)}.weight": change(module, layer)

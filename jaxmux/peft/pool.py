@@ -64,7 +64,8 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
     Raises:
       ValueError: `spec` belongs to no kind of adapter.
     """
-    kind, sizes = kind_of(spec), (config, modules, 1, spec.rank)
+    kind = kind_of(spec)
+    sizes = config, modules, 1, kind.rank(spec)
     own = {kind.name: kind.leaves(*sizes)}
     return kind.from_pools({LOW_RANK_KIND: lora_leaves(*sizes)} | own if kind.low_rank else own)
 

@@ -59,7 +59,8 @@ def refusal(value: Any, schema: Mapping[str, Any]) -> str | None:
     """Why a schema does not permit a value; None if it does.
 
     It knows the keywords of fields: type, enum, minimum, maximum, exclusiveMinimum,
-    exclusiveMaximum, minLength, maxLength, pattern, items, minItems, maxItems and uniqueItems. In
+    exclusiveMaximum, minLength, maxLength, pattern, items, minItems, maxItems, uniqueItems,
+    propertyNames, additionalProperties and maxProperties. In
     contrast to JSON Schema, 16.0 is no integer, and no pattern matches a line break at the end.
 
     Args:
@@ -121,6 +122,7 @@ _TYPE_WORDS = {
     "boolean": "true or false",
     "integer": "an integer",
     "number": "a number",
+    "object": "an object",
     "string": "a string",
 }
 _BOUND_WORDS = {
@@ -165,6 +167,13 @@ def _permits(value: Any, schema: Mapping[str, Any]) -> bool:
                 and schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf)
                 and all(_permits(item, schema["items"]) for item in value)
                 and not (schema.get("uniqueItems") and len({*map(json.dumps, value)}) < len(value))
+            )
+        case dict():
+            return (
+                "object" in types
+                and len(value) <= schema.get("maxProperties", math.inf)
+                and all(_permits(name, schema["propertyNames"]) for name in value)
+                and all(_permits(own, schema["additionalProperties"]) for own in value.values())
             )
     return False
 

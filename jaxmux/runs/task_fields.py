@@ -86,6 +86,7 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
     schema |= _narrower(limits).get((cls, name), {})
     texts = schema.get("items", schema)
     is_free_text = "string" in types_of(texts) and not {"pattern", "enum"} & texts.keys()
+    is_free_text |= "object" in types_of(schema) and "propertyNames" not in schema
     if not schema or is_free_text:
         raise ValueError(
             f"{cls.__name__}.{name}: say in {__name__} which values a specification that is not "
@@ -116,6 +117,8 @@ def to_json(specification: Any) -> dict[str, Any]:
         value = getattr(specification, field.name)
         if dataclasses.is_dataclass(value):
             value = part_to_json(field.name, value)
+        if "object" in types_of(field_schema(field) or {}):
+            value = dict(value)
         found[field.name] = list(value) if isinstance(value, tuple) else value
     return found
 
@@ -170,6 +173,15 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "names (no regular expression)",
     }
     norms = "|".join(NORMS)
+    by_linear = {
+        "propertyNames": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
+        "maxProperties": limits.target_modules,
+    }
+    ranks = by_linear | {
+        "additionalProperties": {"type": "integer", "minimum": 1, "maximum": limits.rank},
+        "$comment": f"an object with a rank of 1 to {limits.rank} by the name of a linear",
+    }
+    alphas = by_linear | {"$comment": "an object with a number by the name of a linear"}
     return {
         (Task, "name"): {
             "type": "string",
@@ -201,6 +213,10 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (Source, "split"): {"enum": ["train"]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): linears,
+        (LoRA, "rank_pattern"): ranks,
+        (LoRA, "alpha_pattern"): alphas,
+        (DoRA, "rank_pattern"): ranks,
+        (DoRA, "alpha_pattern"): alphas,
         (DoRA, "rank"): {"maximum": limits.rank},
         (DoRA, "target_modules"): linears,
         (IA3, "target_modules"): linears,

@@ -75,7 +75,7 @@ def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]
         if field.default is not dataclasses.MISSING:
             is_part = dataclasses.is_dataclass(field.default)
             default = part_to_json(field.name, field.default) if is_part else field.default
-            schema["default"] = default
+            schema["default"] = dict(default) if schema.get("type") == "object" else default
         schema["description"] = _OWN_DESCRIPTIONS.get(field.name, descriptions[field.name])
         properties[field.name] = schema
     return {

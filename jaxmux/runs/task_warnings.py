@@ -12,7 +12,8 @@ from typing import Any
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig, linear_sizes
-from jaxmux.peft import LoRA
+from jaxmux.peft import LayerMask, LoRA, full_name
+from jaxmux.peft.lora import matching
 from jaxmux.planner.numbers import numbered
 
 # Fractions above which a warning is printed.
@@ -78,9 +79,23 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         )
     if isinstance(adapter, LoRA):
         narrowest = min(min(linear_sizes(config, module)) for module in prepared.targets)
-        if adapter.rank > narrowest:
-            found.append(f"rank is {adapter.rank}, but the narrowest linear has width {narrowest}")
+        rank = adapter.largest_rank
+        if rank > narrowest:
+            found.append(f"rank is {rank}, but the narrowest linear has width {narrowest}")
+        found += _unused_patterns(adapter, prepared.targets)
     return found
+
+
+def _unused_patterns(adapter: LoRA, targets: Mapping[str, LayerMask]) -> list[str]:
+    names = [
+        full_name(module, layer) for module, mask in targets.items() for layer in mask.nonzero()[0]
+    ]
+    return [
+        f"{field} has {key!r}, which matches no linear that is adapted"
+        for field in ("rank_pattern", "alpha_pattern")
+        for key, value in getattr(adapter, field)
+        if not any(matching(((key, value),), name, None) == value for name in names)
+    ]
 
 
 def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:

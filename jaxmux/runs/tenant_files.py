@@ -196,6 +196,10 @@ class _Files:
                 f"{where}: r should be the rank of the task, {self.task.adapter.rank}, found "
                 f"{shown(rank)}"
             )
+        for field in ("rank_pattern", "alpha_pattern"):
+            # Expressions of strangers can take Python's `re` years.
+            if (settings.get(field) or {}) != dict(getattr(self.task.adapter, field)):
+                raise TaskError(f"{where}: {field} should be that of the task")
         schema = value_schema(LoRA, "target_modules", self.limits)
         if problem := refusal(settings.get("target_modules"), schema):
             raise TaskError(f"{where}: target_modules {problem}")

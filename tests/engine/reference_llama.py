@@ -72,6 +72,9 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
+        if kind == "lora_pattern" and module in adapter:
+            a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
+            y = y + frozen[module]["scale"][layer] * (x @ a) @ b
         if kind == "dora" and module in adapter:
             a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
             changed = own["kernel"].values[layer] + spec.scale * a @ b

@@ -49,6 +49,20 @@ SPECS = {
     "short-prompt": PromptTuning(2, "random"),
     "tokens": TrainedTokens((7, 0, 100, 31, 55)),
     "token": TrainedTokens((1,)),
+    "pattern": LoRA(
+        3,
+        4.0,
+        target_modules=("q_proj", "o_proj", "up_proj"),
+        rank_pattern={r"layers\.0\.self_attn\.q_proj": 2, "o_proj": 5},
+        alpha_pattern={"o_proj": 1.0},
+    ),
+}
+
+# By linear, the scales of "pattern" in both layers: alpha / rank.
+PATTERN_SCALES = {
+    "self_attn.q_proj": (4 / 2, 4 / 3),
+    "self_attn.o_proj": (1 / 5, 1 / 5),
+    "mlp.up_proj": (4 / 3, 4 / 3),
 }
 
 
@@ -116,6 +130,8 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         frozen = jax.tree.map(
             lambda spec, leaf: None if spec.trained else np.asarray(leaf, np.float64), specs, before
         )
+        if name == "pattern":
+            frozen = {module: {"scale": own} for module, own in PATTERN_SCALES.items()}
         given = config, backbone.weights, kind.name, spec
         function = partial(loss_of, *given, samples=batch, frozen=frozen)
         loss, gradients = jax.jit(jax.value_and_grad(lambda own: function(adapter=own)))(params)

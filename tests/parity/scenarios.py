@@ -178,6 +178,20 @@ KIND_TASKS = [
         steps=20,
     ),
     _task(
+        "pattern",
+        words=(5, 10),
+        adapter={
+            "rank": 3,
+            "alpha": 6.0,
+            "rank_pattern": {"q_proj": 2, r"model\.layers\.1\.mlp\.down_proj": 5},
+            "alpha_pattern": {"self_attn.o_proj": 1.5, "down_proj": 20.0},
+        },
+        optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+    _task(
         "vera",
         words=(10, 25),
         adapter={"kind": "vera", "rank": 24, "projection_key": 5},

@@ -57,6 +57,8 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
         ("prompt_tuning", "final"),
         ("trained_tokens", "final"),
         ("dora", "final"),
+        ("pattern", "final"),
+        ("pattern", "serving"),
         ("vera", "final"),
         ("vera", "serving"),
     ],
@@ -77,9 +79,10 @@ def test_the_projections_of_vera_are_those_of_peft(trained_kinds):
         assert torch.equal(made[f"{name}.default"], written[name])
 
 
-def test_vera_for_serving_passes_vllms_checks(trained_kinds):
+@pytest.mark.parametrize("task", ["vera", "pattern"])
+def test_what_becomes_a_lora_for_serving_passes_vllms_checks(task, trained_kinds):
     folder = trained_kinds.folder
-    check_adapter(folder / "serving" / "vera", linears(folder / "backbone"), max_lora_rank=32)
+    check_adapter(folder / "serving" / task, linears(folder / "backbone"), max_lora_rank=32)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -197,8 +197,15 @@ def test_half_precision_tensors_are_read_as_float32(folder, config):
         ({"use_qalora": True}, "use_qalora=True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': .* convert"),
         ({"init_lora_weights": "corda"}, "init_lora_weights='corda': .* convert"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        (
+            {"rank_pattern": {"q_proj": 0}},
+            "rank_pattern should be a mapping from names to an int",
+        ),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern should be a mapping from names to a "),
+        (
+            {"alpha_pattern": {"(q_proj": 8}},
+            r"alpha_pattern: '\(q_proj' is no valid regular",
+        ),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"use_rslora": "no"}, "rslora should be True or False, found 'no'"),

@@ -281,8 +281,11 @@ ADAPTERS = {
     "alpha of another task": ({"lora_alpha": 1}, "alpha is 1, the task asks for 32.0"),
     "another kind": ({"peft_type": "OFT"}, "peft_type='OFT' is not supported"),
     "biases": ({"bias": "all"}, "bias='all' is not supported"),
-    "DoRA": ({"use_dora": True}, "use_dora=True is not supported"),
-    "ranks by module": ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+    "DoRA without magnitudes": ({"use_dora": True}, "lora_magnitude_vector is missing"),
+    "ranks of others": (
+        {"rank_pattern": {"q_proj": 4}},
+        "has shape [2, 32], rank and backbone imply [4",
+    ),
     "some layers": ({"layers_to_transform": [0]}, "layers_to_transform=[0] is not supported"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "rsLoRA as text": ({"use_rslora": "no"}, "rslora should be True or False"),

@@ -72,6 +72,7 @@ SPECS = {
     "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
     "prompt": PromptTuning(5),
     "tokens": TrainedTokens(TOKENS),
+    "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -86,6 +87,7 @@ SETTINGS = {
     "vera": ("adapter_model.safetensors", "projection_prng_key", 3),
     "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
     "tokens": ("adapter_model.safetensors", "token_indices", list(TOKENS)),
+    "pattern": ("adapter_model.safetensors", "rank_pattern", {"q_proj": 2}),
 }
 
 
@@ -154,7 +156,7 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "dora", "houlsby"):
+    for name in ("ia3", "ln", "dora", "pattern", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
             adapter=SPECS[name],
@@ -220,7 +222,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens")
+    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0

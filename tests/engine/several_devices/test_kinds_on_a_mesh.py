@@ -29,6 +29,12 @@ SPECS = {
     "entries": SparseDiff(1, "random", ("v_proj", "o_proj")),
     "prompt": PromptTuning(7, "random"),
     "tokens": TrainedTokens((7, 0, 100, 31, 55)),
+    "pattern": LoRA(
+        2,
+        target_modules=("q_proj", "o_proj"),
+        rank_pattern={"q_proj": 3},
+        alpha_pattern={r"layers\.3\.self_attn\.q_proj": 1.0, "o_proj": 2.0},
+    ),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},

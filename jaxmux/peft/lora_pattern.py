@@ -1,0 +1,129 @@
+"""LoRA whose linears have ranks and scales of their own (`rank_pattern`, `alpha_pattern`).
+
+The fused product takes one scale for each task. Where linears of a task have different ones, these
+lie in a pool of their own beside the factors, as for every kind with low-rank factors.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import SCALE, AdapterOp
+from jaxmux.pallas_kernels.grouped_lora import Factors
+from jaxmux.planner.costs.pool_spec import PointWork
+
+from . import lora_folder
+from .kind import AdapterKind, BaseTensors, Changes
+from .leaves import LeafSpec
+from .lora import Adapter, LoRA, initial_adapter, lora_targets, ranks_and_scales, relative_rates
+from .targets import LayerMask
+
+
+def scale_leaf(config: BackboneConfig, slots: int) -> LeafSpec:
+    """The description of the scales of a linear, [L, T], in kinds with low-rank factors.
+
+    Args:
+      config: configuration of the backbone.
+      slots: number of slots T.
+    """
+    return LeafSpec((config.num_layers, slots), ("layer", "slot"), trained=False)
+
+
+def scales_of(spec: LoRA, module: str, mask: LayerMask) -> np.ndarray:
+    """The scale of a linear in every layer, float32 [L]; 0 where it is not adapted.
+
+    Args:
+      spec: specification of the adapter.
+      module: path of the linear within a layer.
+      mask: the layers in which it is adapted.
+    """
+    _, scales = ranks_and_scales(spec, module, len(mask))
+    return np.where(mask, scales, np.float32(0))
+
+
+def factors_of(adapter: Any) -> Adapter:
+    """The low-rank factors of an adapter of any kind that has them, by linear.
+
+    Args:
+      adapter: the adapter's arrays.
+    """
+    return {module: Factors(own["a"], own["b"]) for module, own in adapter.items()}
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    return {module: {SCALE: scale_leaf(config, slots)} for module in points}
+
+
+def _with_scales(spec: LoRA, factors: Adapter, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {
+        module: {**factors[module]._asdict(), SCALE: scales_of(spec, module, mask)}
+        for module, mask in targets.items()
+    }
+
+
+def _initial(
+    spec: LoRA,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    return _with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
+
+
+def _rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    return {module: own._asdict() for module, own in relative_rates(spec, targets).items()}
+
+
+def _tensors(
+    spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    return lora_folder.tensors(spec, factors_of(adapter), config, serving, base)
+
+
+def _from_tensors(
+    spec: LoRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
+) -> dict[str, Any]:
+    factors = lora_folder.from_tensors(spec, tensors, config, base)
+    return _with_scales(spec, factors, lora_targets(spec, config))
+
+
+def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
+    return lora_folder.merged(spec, factors_of(adapter), config)
+
+
+def has_patterns(values: Any) -> bool:
+    """Whether linears have ranks or scales of their own.
+
+    Args:
+      values: a specification.
+    """
+    return bool(values.rank_pattern or values.alpha_pattern)
+
+
+lora_pattern_kind = AdapterKind(
+    "lora_pattern",
+    LoRA,
+    AdapterOp(),
+    lora_targets,
+    _leaves,
+    _initial,
+    _rates,
+    lambda settings: (
+        lora_folder.is_low_rank(settings)
+        and not settings.get("use_dora")
+        and not lora_folder.is_plain(settings)
+    ),
+    lora_folder.settings,
+    lora_folder.from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
+    low_rank=True,
+    rank=lambda spec: spec.largest_rank,
+    serves=has_patterns,
+    merged=_merged,
+    work=lambda config, point, rank: PointWork(0, 0),
+)
