@@ -356,4 +356,7 @@ matmul_of_chunks.defvjp(_forward, _backward)
 
 
 def _product(spec: str, left: Array, right: Array) -> Array:
+    if jax.default_backend() == "cpu":
+        # XLA has no batched products of half precision with float32 sums there.
+        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)

@@ -31,6 +31,7 @@ SPECS = {
     "tokens": TrainedTokens((7, 0, 100, 31, 55)),
     "pattern": LoRA(
         2,
+        4.0,
         target_modules=("q_proj", "o_proj"),
         rank_pattern={"q_proj": 3},
         alpha_pattern={r"layers\.3\.self_attn\.q_proj": 1.0, "o_proj": 2.0},
