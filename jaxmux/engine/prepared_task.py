@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,12 +180,23 @@ def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | 
       task: the task.
       targets, size: as in `PreparedTask`.
     """
-    adapter, optimizer = task.adapter, task.optimizer.kind
+    pool = pool_of_adapter(task.adapter, targets, size)
+    return pool._replace(optimizer=task.optimizer.kind)
+
+
+def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None) -> PoolSpec:
+    """The sizes of a pool that holds only one adapter.
+
+    Args:
+      adapter: the specification of the adapter.
+      targets, size: as in `PreparedTask`; of `targets` the points.
+    """
     others = () if size is None else (size,)
     kind = kind_of(adapter)
     if size is not None and not kind.low_rank:
-        return PoolSpec(1, 1, (), optimizer=optimizer, others=others)
-    return PoolSpec(1, kind.rank(adapter), tuple(targets), adapter.dropout > 0, optimizer, others)
+        return PoolSpec(1, 1, (), others=others)
+    rank, dropout = kind.rank(adapter), adapter.dropout > 0
+    return PoolSpec(1, rank, tuple(targets), dropout, others=others)
 
 
 def prepare_task(

@@ -320,9 +320,15 @@ class Slots:
         Args:
           name: name of the task.
           arrays: arrays from `copy_to_host`, of a state of any size.
+
+        Raises:
+          ValueError: an array of the adapter is missing.
         """
         number, slot = self.number(name), self.named(name)
         specs = slot_specs(self.layout.tree, slot.kind)
+        wanted = {f"adapter/{leaf}" for leaf in named_leaves(self.own_specs(name).adapter)}
+        if missing := wanted - arrays.keys():
+            raise ValueError(f"task {name!r}: {min(missing)} is missing")
         self.stored.write(slot.kind, number, specs, pad(arrays, specs))
 
     def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:

@@ -202,9 +202,10 @@ def update_parts(
             homes[i].run(_stage_apply, kind, *own[i], due, applied[i], rates[i], hyper, norms[i])
             for i in parts
         ]
-        for i in parts:
+    if updates.renewed and (warm or updates.due.any()):
+        for i, applied in enumerate(scatter(stats.applied)):
             given = homes[i], stored.summed[i], stored.states[i], weights[i]
-            stored.states[i] = renewed_part(*given, updates.renewed, applied[i])
+            stored.states[i] = renewed_part(*given, updates.renewed, applied)
     return last.share(stats)
 
 

@@ -53,9 +53,12 @@ class AdapterOp:
       of_slots: names of arrays that are too large to be gathered for every chunk. They belong to no
         layer and are not trained, and `own` holds them for all slots, [T, ...], beside the owner
         slot of every chunk as `CHUNK_SLOT`.
+      low_rank: whether adapters have low-rank factors besides the kind's own arrays. The scale of
+        a linear's product is then one of these, `SCALE`.
     """
 
     of_slots: frozenset[str] = frozenset()
+    low_rank: bool = False
 
     def embedding_output(
         self, own: Any, x: Float[Array, "chunks l d"], tokens: Int[Array, "chunks l"]
@@ -271,9 +274,8 @@ def layer_adapters(
         if accumulators is not None:
             sums = _joined(none, sums)
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
-        for point, own in adapters[name].items():
-            if isinstance(own, Mapping) and SCALE in own:
-                scales[point] = scales.get(point, 0) + own[SCALE][layer]
+        for point, arrays in adapters[name].items() if op.low_rank else ():
+            scales[point] = scales.get(point, 0) + arrays[SCALE][layer]
     return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
 
 

@@ -47,6 +47,8 @@ class DoRA(LoRA):
 class _Magnitude(AdapterOp):
     """Scales the outputs of a linear."""
 
+    low_rank = True
+
     def product(self, own, y):
         # Empty chunks get zeros.
         norm = jnp.where(own["norm"] == 0, 1, own["norm"])
@@ -195,8 +197,9 @@ def _merged(spec: DoRA, adapter: Any, config: BackboneConfig) -> Changes:
     ) -> Callable[[np.ndarray], np.ndarray]:
         def merge(weight: np.ndarray) -> np.ndarray:
             changed = add(weight)
-            magnitude = adapter[module]["magnitude"][layer]
-            return changed * (magnitude / np.linalg.norm(changed, axis=1))[:, None]
+            norm = np.linalg.norm(changed, axis=1)
+            gain = adapter[module]["magnitude"][layer] / np.where(norm == 0, 1, norm)
+            return changed * gain[:, None]
 
         return merge
 
@@ -223,7 +226,6 @@ dora_kind = AdapterKind(
     _tensors,
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
-    low_rank=True,
     rank=lambda spec: spec.largest_rank,
     merged=_merged,
     work=_work,

@@ -33,10 +33,10 @@ class AdapterKind(NamedTuple):
     adapter of a single task, is a tree whose first keys are points (for LoRA: `Factors` with a and
     b below each linear).
 
-    A kind may have low-rank factors besides its own arrays (`low_rank`). The factors of all tasks
-    lie in the pool of LoRA, whatever their kinds, so that one product serves them all. Its own
-    arrays are then a dict below each linear, with the scale of the low-rank product as "scale"; an
-    adapter of a single task has them and the factors "a" and "b" in one dict.
+    A kind may have low-rank factors besides its own arrays (`AdapterOp.low_rank`). The factors of
+    all tasks lie in the pool of LoRA, whatever their kinds, so that one product serves them all.
+    Its own arrays are then a dict below each linear, with the scale of the low-rank product as
+    "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict.
 
     A specification is a frozen dataclass with the attributes `rank` (the size of the axis "rank" of
     its arrays, if `AdapterKind.rank` says nothing else; 1 if they have none), `scale` (the factor
@@ -75,7 +75,6 @@ class AdapterKind(NamedTuple):
         that goes on with it, besides the targets.
       weights_file: name of the file with the arrays.
       rank: function (specification) that returns the size of the axis "rank" of its arrays.
-      low_rank: whether the adapters have low-rank factors besides their own arrays.
       serves: function (specification) that tells whether an adapter whose specification has this
         class is of this kind, for classes of several kinds.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
@@ -104,11 +103,15 @@ class AdapterKind(NamedTuple):
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
     rank: Callable[[Any], int] = attrgetter("rank")
-    low_rank: bool = False
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
     virtual_tokens: Callable[[Any], int] = lambda specification: 0
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the adapters have low-rank factors besides their own arrays."""
+        return self.op is not None and self.op.low_rank
 
     def in_pools(self, adapter: Any) -> dict[str, Any]:
         """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the
@@ -183,19 +186,23 @@ class AdapterKind(NamedTuple):
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))
 
 
-def base_values(base: BaseTensors | None, name: str) -> np.ndarray:
+def base_values(
+    base: BaseTensors | None, name: str, rows: Sequence[int] | None = None
+) -> np.ndarray:
     """The values of a tensor of the backbone, float32.
 
     Args:
       base: function that gives the tensors of the backbone, or None.
       name: name of the tensor in Hugging Face's checkpoint.
+      rows: the rows of the tensor; None for all.
 
     Raises:
       ValueError: the backbone is not at hand.
     """
     if base is None:
         raise ValueError("the weights of the backbone are needed, which are not at hand (`base`)")
-    return np.asarray(base(name), np.float32)
+    tensor = base(name) if rows is None else base(name)[np.asarray(rows)]
+    return np.asarray(tensor, np.float32)
 
 
 def spec_tree(points: Mapping[str, Any]) -> dict[str, Any]:

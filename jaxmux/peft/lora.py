@@ -81,7 +81,7 @@ class LoRA:
         for field in ("rank_pattern", "alpha_pattern"):
             for name, _ in getattr(self, field):
                 try:
-                    re.compile(name)
+                    re.compile(_expression(name))
                 except re.error as e:
                     raise ValueError(
                         f"{field}: {name!r} is no valid regular expression: {e}"
@@ -129,8 +129,11 @@ def matching(pattern: Sequence[tuple[str, Any]], name: str, default: Any) -> Any
       name: full name of the linear.
       default: the value if there is none.
     """
-    found = (value for key, value in pattern if re.match(rf"(.*\.)?({key})$", name))
-    return next(found, default)
+    return next((value for key, value in pattern if re.match(_expression(key), name)), default)
+
+
+def _expression(key: str) -> str:
+    return rf"(.*\.)?({key})$"
 
 
 def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
@@ -215,10 +218,8 @@ def initial_adapter(
         b = np.zeros((config.num_layers, spec.largest_rank, n), np.float32)
         ranks, _ = ranks_and_scales(spec, module, config.num_layers)
         for layer in np.flatnonzero(layers):
-            rng, rank = (
-                np.random.default_rng([seed, zlib.crc32(module.encode()), layer]),
-                ranks[layer],
-            )
+            rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
+            rank = ranks[layer]
             if spec.initialisation == "kaiming":
                 bound = 1 / math.sqrt(k)
                 a[layer, :, :rank] = rng.uniform(-bound, bound, (k, rank))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .kind import BaseTensors, Changes
-from .lora import Adapter, Factors, LoRA, ranks_and_scales
+from .lora import Adapter, Factors, LoRA, lora_targets, ranks_and_scales
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import full_name, resolve_targets, target_names
 
@@ -97,7 +97,7 @@ def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
         rank_pattern=settings.get("rank_pattern") or (),
         alpha_pattern=settings.get("alpha_pattern") or (),
     )
-    resolve_targets(spec.target_modules, config)
+    lora_targets(spec, config)
     return spec
 
 

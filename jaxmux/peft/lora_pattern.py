@@ -52,6 +52,12 @@ def factors_of(adapter: Any) -> Adapter:
     return {module: Factors(own["a"], own["b"]) for module, own in adapter.items()}
 
 
+class _Scales(AdapterOp):
+    """Does nothing but give scales to the fused products."""
+
+    low_rank = True
+
+
 def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
     return {module: {SCALE: scale_leaf(config, slots)} for module in points}
 
@@ -106,7 +112,7 @@ def has_patterns(values: Any) -> bool:
 lora_pattern_kind = AdapterKind(
     "lora_pattern",
     LoRA,
-    AdapterOp(),
+    _Scales(),
     lora_targets,
     _leaves,
     _initial,
@@ -121,7 +127,6 @@ lora_pattern_kind = AdapterKind(
     _tensors,
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
-    low_rank=True,
     rank=lambda spec: spec.largest_rank,
     serves=has_patterns,
     merged=_merged,

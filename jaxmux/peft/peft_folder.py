@@ -93,7 +93,9 @@ def export_adapter(
         raise OSError(errno.EIO, str(e), str(weights)) from None
     _sort_metadata(weights)
     weights.replace(folder / kind.weights_file)
-    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    # The order of patterns in it means something.
+    text = json.dumps(dict(sorted(settings.items())), indent=2)
+    write_atomically(folder / SETTINGS, text + "\n")
 
 
 def import_adapter(
@@ -119,9 +121,8 @@ def import_adapter(
       and `loraplus_ratio` of LoRA, has its default.
 
     Raises:
-      AdapterError: no kind of adapter has such a folder (a LoRA with DoRA, biases, or ranks or
-        alphas per module, for example), or a file or tensor is missing, unknown or of the wrong
-        shape.
+      AdapterError: no kind of adapter has such a folder (a LoRA with biases, for example), or a
+        file or tensor is missing, unknown or of the wrong shape.
     """
     folder = Path(folder)
     settings, where = _read_settings(folder), folder / SETTINGS

@@ -82,7 +82,7 @@ def _initial(
         rows = rng.standard_normal((spec.virtual_tokens, config.hidden_size), np.float32)
     else:
         tokens = rng.integers(config.vocab_size, size=spec.virtual_tokens)
-        rows = base_values(base, EMBEDDING_TENSOR)[tokens]
+        rows = base_values(base, EMBEDDING_TENSOR, tokens)
     return {EMBEDDING: rows[None]}
 
 

@@ -120,7 +120,9 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Train
     names = [given] if isinstance(given, str) else list(given)
     if [name.split(".")[-1] for name in names] != [EMBEDDING]:
         raise ValueError(f"target_modules={given!r} is not supported; expected {EMBEDDING!r}")
-    return TrainedTokens(tuple(settings["token_indices"]))
+    spec = TrainedTokens(tuple(settings["token_indices"]))
+    _targets(spec, config)
+    return spec
 
 
 def _tensors(
@@ -130,7 +132,7 @@ def _tensors(
     serving: bool,
     base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
-    first = base_values(base, EMBEDDING_TENSOR)[list(spec.indices)]
+    first = base_values(base, EMBEDDING_TENSOR, spec.indices)
     return {_TENSOR: first + np.asarray(adapter[EMBEDDING]["rows"][0])}
 
 
@@ -141,7 +143,7 @@ def _from_tensors(
     base: BaseTensors | None,
 ) -> dict[str, Any]:
     rows = take_tensor(tensors, _TENSOR, (spec.rank, config.hidden_size))
-    return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR)[list(spec.indices)])
+    return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR, spec.indices))
 
 
 def _merged(spec: TrainedTokens, adapter: Any, config: BackboneConfig) -> Changes:

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from jaxmux.engine.prepared_task import pool_of_adapter
 from jaxmux.field_checks import check_fields, choice, flag, integer, names, number, text
 from jaxmux.models import REMAT_POLICIES, BackboneConfig, attention
+from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.pallas_kernels import grouped_lora
-from jaxmux.peft import SPECIFICATIONS, LoRA, resolve_targets, size_of_adapter
+from jaxmux.peft import SPECIFICATIONS, kind_of, resolve_targets, size_of_adapter
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
@@ -74,9 +76,10 @@ class RunOptions:
       reserved_targets: linears for which arrays are allocated, even if no task adapts them, chosen
         like `LoRA.target_modules`; None for no others than those of the tasks.
       reserved_dropout: True compiles the training step with dropout, even if no task has any.
-      reserved_adapters: specifications of other kinds than LoRA, such as `Bottleneck(size=64)`. In
-        every slot there is room for adapters of these kinds, up to these sizes and at these places
-        of the backbone.
+      reserved_adapters: specifications of other kinds than plain LoRA, such as
+        `Bottleneck(size=64)`, `DoRA(16)`, or a `LoRA` with a pattern of ranks or alphas. In every
+        slot there is room for adapters of these kinds, up to these sizes and at these places of the
+        backbone.
       checkpoint_every: number of rounds between two checkpoints.
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
       max_bad_steps: number of consecutive non-finite updates after which a task fails. The training
@@ -114,7 +117,8 @@ class RunOptions:
         check_fields(self, PlanningError)
         object.__setattr__(self, "reserved_adapters", tuple(self.reserved_adapters))
         for own in self.reserved_adapters:
-            if isinstance(own, LoRA) or not isinstance(own, tuple(SPECIFICATIONS.values())):
+            is_known = isinstance(own, tuple(SPECIFICATIONS.values()))
+            if not is_known or kind_of(own).name == LOW_RANK_KIND:
                 raise PlanningError(
                     f"reserved_adapters: {own!r} is no specification of another kind than LoRA; "
                     "for LoRA there are reserved_rank and reserved_targets"
@@ -154,10 +158,14 @@ class RunOptions:
         sizes = self.reserved_slots, self.reserved_rank, tuple(sorted(targets))
         pool = PoolSpec(*sizes, self.reserved_dropout)
         try:
-            others = [size_of_adapter(own, config) for own in self.reserved_adapters]
+            needed = [
+                pool_of_adapter(
+                    own, kind_of(own).targets(own, config), size_of_adapter(own, config)
+                )
+                for own in self.reserved_adapters
+            ]
         except ValueError as e:
             raise PlanningError(f"reserved_adapters: {e}") from None
-        needed = [PoolSpec(1, 1, (), others=(own,)) for own in others]
         # No further slots are needed for them.
         return merge_pool_specs([pool, *needed])._replace(slots=pool.slots)
 

@@ -60,8 +60,8 @@ def refusal(value: Any, schema: Mapping[str, Any]) -> str | None:
 
     It knows the keywords of fields: type, enum, minimum, maximum, exclusiveMinimum,
     exclusiveMaximum, minLength, maxLength, pattern, items, minItems, maxItems, uniqueItems,
-    propertyNames, additionalProperties and maxProperties. In
-    contrast to JSON Schema, 16.0 is no integer, and no pattern matches a line break at the end.
+    propertyNames, additionalProperties and maxProperties. In contrast to JSON Schema, 16.0 is no
+    integer, and no pattern matches a line break at the end.
 
     Args:
       value: a value from `parse_object`.

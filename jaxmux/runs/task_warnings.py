@@ -94,7 +94,7 @@ def _unused_patterns(adapter: LoRA, targets: Mapping[str, LayerMask]) -> list[st
         f"{field} has {key!r}, which matches no linear that is adapted"
         for field in ("rank_pattern", "alpha_pattern")
         for key, value in getattr(adapter, field)
-        if not any(matching(((key, value),), name, None) == value for name in names)
+        if all(matching([(key, value)], name, None) is None for name in names)
     ]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmux.peft import LoRA
+from jaxmux.peft import LoRA, kind_of
 from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
 from jaxmux.tasks import Task, TaskError
 
@@ -189,8 +189,11 @@ class _Files:
             settings = parse_object(data, self.limits.specification_bytes)
         except ValueError as e:
             raise TaskError(f"{where}: {e}") from None
+        kind = kind_of(self.task.adapter)
         if not isinstance(self.task.adapter, LoRA):
             raise TaskError(f"{where}: only LoRA adapters can be gone on from")
+        if not kind.recognise(settings):
+            raise TaskError(f"{where}: holds no adapter of the kind {kind.name!r}")
         if (rank := settings.get("r")) != self.task.adapter.rank or isinstance(rank, bool):
             raise TaskError(
                 f"{where}: r should be the rank of the task, {self.task.adapter.rank}, found "
@@ -198,7 +201,9 @@ class _Files:
             )
         for field in ("rank_pattern", "alpha_pattern"):
             # Expressions of strangers can take Python's `re` years.
-            if (settings.get(field) or {}) != dict(getattr(self.task.adapter, field)):
+            found = settings.get(field) or {}
+            of_task = getattr(self.task.adapter, field)
+            if not isinstance(found, dict) or tuple(found.items()) != of_task:
                 raise TaskError(f"{where}: {field} should be that of the task")
         schema = value_schema(LoRA, "target_modules", self.limits)
         if problem := refusal(settings.get("target_modules"), schema):

@@ -445,10 +445,31 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
             task(**adapter)
 
 
+def test_the_first_expression_of_a_pattern_counts_also_in_a_folder(model, tmp_path):
+    spec = LoRA(2, 8.0, alpha_pattern={"self_attn.v_proj": 2, "v_proj": 4, "o_proj": 6})
+    adapter = KINDS["lora_pattern"].initial(
+        spec, resolve_targets("all-linear", model.config), model.config, 0, None
+    )
+    export_adapter(tmp_path / "a", adapter, spec, model.config, "base")
+    found, _ = import_adapter(tmp_path / "a", model.config)
+    assert found.alpha_pattern == spec.alpha_pattern
+    for bad in ("(q_proj", "(?i)q_proj"):
+        with pytest.raises(ValueError, match="is no valid regular expression"):
+            LoRA(rank_pattern={bad: 2})
+
+
 def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, tmp_path):
     """It compiles nothing when they come, and tasks of others fail."""
     options = ServerOptions(
-        **RUN, reserved_slots=2, reserved_rank=2, reserved_adapters=[IA3(), Bottleneck(size=4)]
+        **RUN,
+        reserved_slots=2,
+        reserved_rank=2,
+        reserved_adapters=[
+            IA3(),
+            Bottleneck(size=4),
+            DoRA(3, target_modules="q_proj"),
+            LoRA(2, target_modules="q_proj", alpha_pattern={"q_proj": 1}),
+        ],
     )
     with tuning_server(backbone, tmp_path / "server", options) as server:
         for name, spec in (
@@ -457,6 +478,9 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ("large", Bottleneck(size=5)),
             ("houlsby", Bottleneck("houlsby", 3)),
             ("ln", LNTuning()),
+            ("dora", DoRA(3, target_modules="q_proj")),
+            ("other-dora", DoRA(2, target_modules="v_proj")),
+            ("pattern", LoRA(2, target_modules="q_proj", rank_pattern={"layers.0.*": 1})),
         ):
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
@@ -464,12 +488,13 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    assert found["ia3"] == found["fits"] == ("succeeded", None)
+    assert {found[name] for name in ("ia3", "fits", "dora", "pattern")} == {("succeeded", None)}
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
         "large": "its adapter has size 5, the pool's is 4",
         "houlsby": "its adapter has self_attn",
         "ln": "its adapter has the kind 'ln_tuning'",
+        "other-dora": "v_proj, for which the pool has no arrays",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
     for bad in (LoRA(), "ia3"):

@@ -248,6 +248,11 @@ BAD_ADAPTERS = {
     "no rank": ({"r": None}, "found null"),
     "an expression": ({"target_modules": "(.*)*x"}, "target_modules should be .*no regular"),
     "no modules": ({"target_modules": None}, "target_modules should be"),
+    "another kind": (
+        {"peft_type": "IA3", "feedforward_modules": "(.*)*x"},
+        "holds no adapter of the kind 'lora'",
+    ),
+    "ranks of its own": ({"rank_pattern": {"(.*)*x": 4}}, "holds no adapter of the kind 'lora'"),
     "infinity": ({"lora_alpha": float("inf")}, "holds Infinity"),
     "large settings": ({"more": "x" * 70_000}, "bytes; expected at most 65536"),
 }
