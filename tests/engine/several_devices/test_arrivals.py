@@ -329,14 +329,22 @@ def test_programs_for_another_size_are_compiled_beside_training(
         pytest.param({"layers": (3, 1)}, id="pipeline"),
         pytest.param({"layers": (4,), "stage": Stage(tp=2)}, id="tp2", marks=pytest.mark.slow),
         pytest.param({"layers": (4,), "stage": Stage(dp=2)}, id="dp2", marks=pytest.mark.slow),
+        pytest.param(
+            {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
+            id="unlike replicas",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make_engine):
     """The results differ from those of an engine that keeps its size by the order of sums at
     most."""
     names = "abcdefg"
+    # With a rate of 1e-2, training on random tokens trebles such differences in every step.
+    # On unlike replicas, another size of microbatches sends samples to other replicas.
+    rate, bound = (1e-3, 1e-3) if "others" in replicas else (1e-2, 1e-4)
     tasks = {
-        name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(1e-2))
+        name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(rate))
         for name in names
     }
 
@@ -364,4 +372,4 @@ def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make
         before = jax.tree.leaves(tasks[name].make_adapter())
         change = sum(np.square(x - y).sum() for x, y in zip(expected[name], before, strict=True))
         pairs = zip(found[name], expected[name], strict=True)
-        assert sum(np.square(x - y).sum() for x, y in pairs) ** 0.5 < 1e-4 * change**0.5
+        assert sum(np.square(x - y).sum() for x, y in pairs) ** 0.5 < bound * change**0.5
