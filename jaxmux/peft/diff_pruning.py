@@ -14,7 +14,7 @@ from jaxmux.field_checks import check_fields, integer, names
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
 
-from .kind import AdapterKind, BaseTensors, Changes
+from .kind import AdapterKind, BaseTensors, Changes, changed_weights
 from .leaves import LeafSpec
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import LayerMask, full_name, resolve_targets, target_names
@@ -203,11 +203,7 @@ def _merged(spec: DiffPruning, adapter: Any, config: BackboneConfig) -> Changes:
 
         return merge
 
-    return {
-        f"{full_name(module, layer)}.weight": change(module, layer)
-        for module, mask in _targets(spec, config).items()
-        for layer in np.flatnonzero(mask)
-    }
+    return changed_weights(_targets(spec, config), change)
 
 
 diff_pruning_kind = AdapterKind(

@@ -14,7 +14,7 @@ from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import PointWork
 
 from . import lora_folder
-from .kind import AdapterKind, BaseTensors, Changes, base_values
+from .kind import AdapterKind, BaseTensors, Changes, base_values, changed_weights
 from .leaves import LeafSpec
 from .lora import LoRA, initial_adapter, lora_targets, relative_rates
 from .lora_pattern import factors_of, scale_leaf, scales_of
@@ -192,9 +192,11 @@ def _from_tensors(
 
 
 def _merged(spec: DoRA, adapter: Any, config: BackboneConfig) -> Changes:
-    def change(
-        module: str, layer: int, add: Callable[[np.ndarray], np.ndarray]
-    ) -> Callable[[np.ndarray], np.ndarray]:
+    added = lora_folder.merged(spec, factors_of(adapter), config)
+
+    def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
+        add = added[f"{full_name(module, layer)}.weight"]
+
         def merge(weight: np.ndarray) -> np.ndarray:
             changed = add(weight)
             norm = np.linalg.norm(changed, axis=1)
@@ -203,13 +205,7 @@ def _merged(spec: DoRA, adapter: Any, config: BackboneConfig) -> Changes:
 
         return merge
 
-    added = lora_folder.merged(spec, factors_of(adapter), config)
-    return {
-        name: change(module, layer, added[name])
-        for module, mask in lora_targets(spec, config).items()
-        for layer in np.flatnonzero(mask).tolist()
-        for name in (f"{full_name(module, layer)}.weight",)
-    }
+    return changed_weights(lora_targets(spec, config), change)
 
 
 dora_kind = AdapterKind(

@@ -12,7 +12,7 @@ from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
-from .targets import LayerMask
+from .targets import LayerMask, full_name
 
 # The file with the arrays, in the folders of Hugging Face PEFT.
 WEIGHTS = "adapter_model.safetensors"
@@ -203,6 +203,23 @@ def base_values(
         raise ValueError("the weights of the backbone are needed, which are not at hand (`base`)")
     tensor = base(name) if rows is None else base(name)[np.asarray(rows)]
     return np.asarray(tensor, np.float32)
+
+
+def changed_weights(
+    targets: Mapping[str, LayerMask],
+    change: Callable[[str, int], Callable[[np.ndarray], np.ndarray]],
+) -> Changes:
+    """The changes of the weights of linears, for `AdapterKind.merged`.
+
+    Args:
+      targets: by path of a linear within a layer, the layers in which it is adapted.
+      change: function (path, layer) that returns the function of the weight.
+    """
+    return {
+        f"{full_name(module, layer)}.weight": change(module, layer)
+        for module, mask in targets.items()
+        for layer in np.flatnonzero(mask).tolist()
+    }
 
 
 def spec_tree(points: Mapping[str, Any]) -> dict[str, Any]:

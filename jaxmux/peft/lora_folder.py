@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmux.models import BackboneConfig, linear_sizes
 
-from .kind import BaseTensors, Changes
+from .kind import BaseTensors, Changes, changed_weights
 from .lora import Adapter, Factors, LoRA, lora_targets, ranks_and_scales
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import full_name, resolve_targets, target_names
@@ -155,8 +155,4 @@ def merged(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> Changes:
         _, scales = ranks_and_scales(spec, module, config.num_layers)
         return lambda weight: weight + scales[layer] * (a[layer] @ b[layer]).T
 
-    return {
-        f"{full_name(module, layer)}.weight": change(module, layer)
-        for module, mask in resolve_targets(spec.target_modules, config).items()
-        for layer in np.flatnonzero(mask)
-    }
+    return changed_weights(resolve_targets(spec.target_modules, config), change)

@@ -15,7 +15,7 @@ from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
 
 from .diff_pruning import is_columns
-from .kind import AdapterKind, BaseTensors, Changes, base_values
+from .kind import AdapterKind, BaseTensors, Changes, base_values, changed_weights
 from .leaves import LeafSpec
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .sparse_products import first_of_owner, sparse_product
@@ -240,11 +240,7 @@ def _merged(spec: SparseDiff, adapter: Any, config: BackboneConfig) -> Changes:
 
         return merge
 
-    return {
-        f"{full_name(module, layer)}.weight": change(module, layer)
-        for module, mask in _targets(spec, config).items()
-        for layer in np.flatnonzero(mask)
-    }
+    return changed_weights(_targets(spec, config), change)
 
 
 sparse_diff_kind = AdapterKind(

@@ -13,12 +13,12 @@ from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
 
 from . import lora_folder
-from .kind import AdapterKind, BaseTensors, Changes
+from .kind import AdapterKind, BaseTensors, Changes, changed_weights
 from .leaves import LeafSpec
 from .lora import Adapter, Factors, LoRA
 from .peft_tensors import layer_tensors, stacked, take_layers, take_tensor
 from .shared_projections import first_alike, projected
-from .targets import LayerMask, full_name, resolve_targets, target_names
+from .targets import LayerMask, resolve_targets, target_names
 
 # PEFT's names of the two projections, which are not those of a module.
 _A, _B = "base_model.vera_A", "base_model.vera_B"
@@ -263,11 +263,7 @@ def _merged(spec: VeRA, adapter: Any, config: BackboneConfig) -> Changes:
 
         return merge
 
-    return {
-        f"{full_name(module, layer)}.weight": change(module, layer)
-        for module, mask in _targets(spec, config).items()
-        for layer in np.flatnonzero(mask)
-    }
+    return changed_weights(_targets(spec, config), change)
 
 
 vera_kind = AdapterKind(

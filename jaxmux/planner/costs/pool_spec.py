@@ -171,7 +171,7 @@ class PoolSpec(NamedTuple):
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:
-    """Returns the sizes of one pool (stack of LoRA adapters) that holds several tasks together.
+    """Returns the sizes of one pool (stacked adapters) that holds several tasks together.
 
     Its number of slots (places of tasks) is the sum of those of `pools`. Its rank is the highest
     rank, it adapts every linear that any task adapts, and it has dropout if any task has. Its
