@@ -13,7 +13,7 @@ from .adapter_ops import LOW_RANK_KIND, AdapterOps, AllAdapters, LayerAdapters, 
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, Segments, attend
 from .modules import Weights
-from .remat_policies import HEADS, MIDDLE, NORMED, checkpoint_name
+from .remat_policies import BLOCK_OUTPUT, HEADS, MIDDLE, NORMED, checkpoint_name
 from .rope import rotate
 from .weight_sharding import UNDIVIDED, WeightSharding, enter, layer_weights, own_key_heads
 
@@ -123,6 +123,7 @@ def decoder_layer(
         own, before, weight = others[turn.stream], xs[turn.stream], weights[block][linear]
         if own.touch(block):
             h = joined(turn.output, None, weight, layer, sharding)
+            h = checkpoint_name(h, BLOCK_OUTPUT)
             x = before + own.apply("block_output", block, before, h)
         else:
             x = joined(turn.output, before, weight, layer, sharding)

@@ -23,8 +23,13 @@ ATTENTION_OUTPUT = "attention_output"
 MIDDLE = "middle"
 # Products of linears that an adapter scales afterwards; those of gate and up have their own names.
 SCALED = "scaled"
+# Outputs of sub-blocks that an adapter reads.
+BLOCK_OUTPUT = "block_output"
 
-_PRODUCTS = (LOW_RANK, SCALED, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS, MIDDLE, GATE, UP)
+_PRODUCTS = (
+    *(LOW_RANK, SCALED, HEADS, ATTENTION_INPUT, ATTENTION_OUTPUT, TOTALS),
+    *(BLOCK_OUTPUT, MIDDLE, GATE, UP),
+)
 
 # By policy, the checkpoint names that are kept besides each layer's input; None keeps all values.
 _KEPT = {

@@ -13,6 +13,7 @@ import numpy as np
 from jaxmux.field_checks import check_fields, choice, integer, number
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
+from jaxmux.planner.costs.pool_spec import PointWork
 
 from .kind import BaseTensors
 from .leaves import LeafSpec
@@ -129,6 +130,13 @@ class BottleneckOp(AdapterOp):
 def bottleneck_targets(spec: Bottleneck, config: BackboneConfig) -> dict[str, LayerMask]:
     """The sub-blocks with a bottleneck, see `AdapterKind.targets`: in all layers."""
     return {block: np.ones(config.num_layers, bool) for block in FORMS[spec.form].blocks}
+
+
+def bottleneck_work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    """The work at a sub-block, see `AdapterKind.work`."""
+    layers, d = config.num_layers, config.hidden_size
+    # Layers keep the output of the sub-block.
+    return PointWork(2 * layers * ((2 * d + 1) * rank + d), 3 * layers * d, layers * d)
 
 
 def bottleneck_leaves(

@@ -17,6 +17,7 @@ from .bottleneck import (
     bottleneck_leaves,
     bottleneck_rates,
     bottleneck_targets,
+    bottleneck_work,
     initial_bottleneck,
     with_numbers,
 )
@@ -204,4 +205,5 @@ bottleneck_kind = AdapterKind(
     _from_tensors,
     identity=("form", "size", "chosen_activation", "chosen_scaling"),
     weights_file="adapter.safetensors",
+    work=bottleneck_work,
 )

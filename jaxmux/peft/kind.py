@@ -176,11 +176,12 @@ class AdapterKind(NamedTuple):
         def size(point: str) -> PointSize:
             (one, frozen), (two, more_frozen) = count(point, 1), count(point, 2)
             per_rank = two - one, more_frozen - frozen
-            (flops, moved, kept), (more_flops, _, _) = work(point, 1), work(point, 2)
+            (flops, moved, kept), (more_flops, _, more_kept) = work(point, 1), work(point, 2)
             return PointSize(
                 point,
                 *(per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]),
-                *(more_flops - flops, 2 * flops - more_flops, moved, kept),
+                *(more_flops - flops, 2 * flops - more_flops, moved),
+                *(2 * kept - more_kept, more_kept - kept),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

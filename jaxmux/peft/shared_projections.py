@@ -5,9 +5,14 @@ Tasks usually have the same pair, so that one product over the whole stream serv
 there is one turn for each different pair that chunks of the microbatch use.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+from jaxmux.pallas_kernels.grouped_lora import LOW_RANK
 
 from .turns import in_turns, select_chunks, stream_product
 
@@ -43,44 +48,54 @@ def first_alike(
 def projected(
     x: Float[Array, "chunks l k"],
     ld: Float[Array, "chunks R"],
+    lb: Float[Array, "chunks n"],
     a0: Float[Array, "T k R"],
     b0: Float[Array, "T R n"],
     group: Int[Array, " chunks"],
 ) -> Float[Array, "chunks l n"]:
-    """`((x A) · ld) B` with the projections of each chunk's group, 0 in chunks without one. The
-    gradient of `ld` is float32; the projections have none.
+    """`(((x A) · ld) B) · lb` with the projections of each chunk's group, 0 in chunks without one.
+    The gradients of `ld` and `lb` are float32; the projections have none.
 
     Args:
       x: activations, in the compute dtype.
       ld: factors of the features between the projections, float32.
+      lb: factors of the outputs, float32.
       a0: projections of inputs.
       b0: projections to outputs.
       group: the result of `first_alike`.
     """
+    return _forward(x, ld, lb, a0, b0, group)[0]
 
-    def turn(slot, v):
+
+def _forward(x, ld, lb, a0, b0, group):
+    chunks, length, _ = x.shape
+
+    def turn(slot, before):
         u = stream_product(x, a0[slot])
-        new = stream_product((u * ld[:, None]).astype(x.dtype), b0[slot]).astype(x.dtype)
-        return select_chunks(group == slot, new, v)
+        v = stream_product((u * ld[:, None]).astype(x.dtype), b0[slot])
+        new = u.astype(x.dtype), (v * lb[:, None]).astype(x.dtype)
+        return tuple(map(partial(select_chunks, group == slot), new, before))
 
-    return in_turns(group, len(a0), turn, jnp.zeros((*x.shape[:2], b0.shape[2]), x.dtype))
+    none = (jnp.zeros((chunks, length, width), x.dtype) for width in b0.shape[1:])
+    u, y = in_turns(group, len(a0), turn, tuple(none))
+    # The backward pass needs no product of the forward pass but this one.
+    return y, (x, checkpoint_name(u, LOW_RANK), ld, lb, a0, b0, group)
 
 
-def _forward(x, ld, a0, b0, group):
-    return projected(x, ld, a0, b0, group), (x, ld, a0, b0, group)
+def _backward(residuals, dy):
+    x, u, ld, lb, a0, b0, group = residuals
+    scaled = (u * ld[:, None]).astype(x.dtype)
+    dv = (dy * lb[:, None]).astype(x.dtype)
 
-
-def _backward(residuals, dv):
-    x, ld, a0, b0, group = residuals
-
-    def turn(slot, gradients):
+    def turn(slot, before):
+        dlb = (dy * stream_product(scaled, b0[slot])).sum(axis=1)
         du = stream_product(dv, b0[slot].T)
+        dld = (du * u).sum(axis=1)
         dx = stream_product((du * ld[:, None]).astype(x.dtype), a0[slot].T).astype(x.dtype)
-        dld = (du * stream_product(x, a0[slot])).sum(axis=1)
-        return tuple(map(lambda *pair: select_chunks(group == slot, *pair), (dx, dld), gradients))
+        return tuple(map(partial(select_chunks, group == slot), (dx, dld, dlb), before))
 
-    gradients = in_turns(group, len(a0), turn, (jnp.zeros_like(x), jnp.zeros_like(ld)))
-    return *gradients, None, None, None
+    none = tuple(map(jnp.zeros_like, (x, ld, lb)))
+    return *in_turns(group, len(a0), turn, none), None, None, None
 
 
 projected.defvjp(_forward, _backward)

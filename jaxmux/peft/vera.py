@@ -75,7 +75,7 @@ class _Factors(AdapterOp):
 
     def linear_output(self, own, x, y, first_column):
         group = first_alike(own["a0"], own["b0"], own[CHUNK_SLOT])
-        return y + own["lb"][:, None] * projected(x, own["ld"], own["a0"], own["b0"], group)
+        return y + projected(x, own["ld"], own["lb"], own["a0"], own["b0"], group)
 
 
 def drawn_projections(
@@ -145,7 +145,8 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
     # With one pair of projections in a microbatch.
     k, n = linear_sizes(config, point)
-    return PointWork(2 * config.num_layers * rank * (k + n), 3 * config.num_layers * n)
+    layers = config.num_layers
+    return PointWork(2 * layers * rank * (k + n), 3 * layers * n, layers * rank)
 
 
 def _initial(

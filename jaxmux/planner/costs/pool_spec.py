@@ -40,6 +40,7 @@ class PointSize(NamedTuple):
       flops: other floating-point operations.
       moved: as `PointWork.moved`.
       kept: as `PointWork.kept`.
+      kept_per_rank: the same for each rank.
     """
 
     point: str
@@ -51,6 +52,7 @@ class PointSize(NamedTuple):
     flops: int = 0
     moved: int = 0
     kept: int = 0
+    kept_per_rank: int = 0
 
 
 class KindSize(NamedTuple):
@@ -83,7 +85,7 @@ class KindSize(NamedTuple):
         return PointWork(
             sum(p.flops_per_rank * self.rank + p.flops for p in self.points),
             sum(p.moved for p in self.points),
-            sum(p.kept for p in self.points),
+            sum(p.kept_per_rank * self.rank + p.kept for p in self.points),
         )
 
 
