@@ -1,11 +1,9 @@
 """Products of chunks with random projections that many slots have in common.
 
 The projections of a slot are one pair for all layers, far too large to be gathered for every chunk.
-Tasks usually have the same pair, so that one product over the whole stream serves all of them;
-there is one turn for each different pair that chunks of the microbatch use.
+Tasks usually have the same pair, so that one product serves all of their chunks in a group; there
+is a turn for each different pair that chunks of a group use.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.grouped_lora import LOW_RANK
 
-from .turns import in_turns, select_chunks, stream_product
+from .turns import group_size, in_turns, stream_product
 
 
 def first_alike(
@@ -45,7 +43,8 @@ def first_alike(
 
 
 @jax.custom_vjp
-def projected(
+def add_projected(
+    y: Float[Array, "chunks l n"],
     x: Float[Array, "chunks l k"],
     ld: Float[Array, "chunks R"],
     lb: Float[Array, "chunks n"],
@@ -53,49 +52,50 @@ def projected(
     b0: Float[Array, "T R n"],
     group: Int[Array, " chunks"],
 ) -> Float[Array, "chunks l n"]:
-    """`(((x A) · ld) B) · lb` with the projections of each chunk's group, 0 in chunks without one.
-    The gradients of `ld` and `lb` are float32; the projections have none.
+    """`y + (((x A) · ld) B) · lb` with the projections of each chunk's group; `y` for chunks
+    without one. The gradients of `ld` and `lb` are float32; the projections have none.
 
     Args:
-      x: activations, in the compute dtype.
+      y: the output of the linear, in the compute dtype.
+      x: its input.
       ld: factors of the features between the projections, float32.
       lb: factors of the outputs, float32.
       a0: projections of inputs.
       b0: projections to outputs.
       group: the result of `first_alike`.
     """
-    return _forward(x, ld, lb, a0, b0, group)[0]
+    return _forward(y, x, ld, lb, a0, b0, group)[0]
 
 
-def _forward(x, ld, lb, a0, b0, group):
-    chunks, length, _ = x.shape
-
-    def turn(slot, before):
+def _forward(y, x, ld, lb, a0, b0, group):
+    def turn(slot, given, values):
+        x, ld, lb = given
         u = stream_product(x, a0[slot])
-        v = stream_product((u * ld[:, None]).astype(x.dtype), b0[slot])
-        new = u.astype(x.dtype), (v * lb[:, None]).astype(x.dtype)
-        return tuple(map(partial(select_chunks, group == slot), new, before))
+        v = stream_product((u * ld[:, None]).astype(x.dtype), b0[slot], x.dtype)
+        return u.astype(x.dtype), (values[1] + v * lb[:, None]).astype(x.dtype)
 
-    none = (jnp.zeros((chunks, length, width), x.dtype) for width in b0.shape[1:])
-    u, y = in_turns(group, len(a0), turn, tuple(none))
+    u = jnp.zeros((*x.shape[:2], a0.shape[2]), x.dtype)
+    u, y = in_turns(group, len(a0), turn, (x, ld, lb), (u, y), group_size(x))
     # The backward pass needs no product of the forward pass but this one.
     return y, (x, checkpoint_name(u, LOW_RANK), ld, lb, a0, b0, group)
 
 
 def _backward(residuals, dy):
     x, u, ld, lb, a0, b0, group = residuals
-    scaled = (u * ld[:, None]).astype(x.dtype)
-    dv = (dy * lb[:, None]).astype(x.dtype)
 
-    def turn(slot, before):
-        dlb = (dy * stream_product(scaled, b0[slot])).sum(axis=1)
-        du = stream_product(dv, b0[slot].T)
+    def turn(slot, given, _):
+        dy, u, ld, lb = given
+        scaled = (u * ld[:, None]).astype(u.dtype)
+        v = stream_product(scaled, b0[slot], u.dtype)
+        dlb = (dy.astype(jnp.float32) * v.astype(jnp.float32)).sum(axis=1)
+        du = stream_product((dy * lb[:, None]).astype(u.dtype), b0[slot].T)
         dld = (du * u).sum(axis=1)
-        dx = stream_product((du * ld[:, None]).astype(x.dtype), a0[slot].T).astype(x.dtype)
-        return tuple(map(partial(select_chunks, group == slot), (dx, dld, dlb), before))
+        dx = stream_product((du * ld[:, None]).astype(u.dtype), a0[slot].T, u.dtype)
+        return dx, dld, dlb
 
     none = tuple(map(jnp.zeros_like, (x, ld, lb)))
-    return *in_turns(group, len(a0), turn, none), None, None, None
+    gradients = in_turns(group, len(a0), turn, (dy, u, ld, lb), none, group_size(x))
+    return dy, *gradients, None, None, None
 
 
-projected.defvjp(_forward, _backward)
+add_projected.defvjp(_forward, _backward)

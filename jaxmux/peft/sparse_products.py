@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .turns import in_turns, select_chunks, stream_product
+from .turns import group_size, in_turns, stream_product
 
 
 def first_of_owner(
@@ -34,7 +34,7 @@ def sparse_product(
     """The product of every chunk with its owner's matrix, 0 for chunks without one.
 
     The matrix is made dense in the compute dtype, one owner after another, so the device holds one
-    of them at a time. The gradient of the values is float32 and takes no dense matrix.
+    of them at a time. So is its gradient, of which the entries are read, one chunk after another.
 
     Args:
       width: n, number of columns of the matrices.
@@ -44,11 +44,11 @@ def sparse_product(
       first: the result of `first_of_owner`.
     """
 
-    def turn(chunk, y):
-        dense = _dense(width, x, values, places, chunk)
-        return select_chunks(first == chunk, stream_product(x, dense).astype(x.dtype), y)
+    def turn(chunk, x, _):
+        return stream_product(x, _dense(width, x, values, places, chunk), x.dtype)
 
-    return in_turns(first, len(first), turn, jnp.zeros((*x.shape[:2], width), x.dtype))
+    none = jnp.zeros((*x.shape[:2], width), x.dtype)
+    return in_turns(first, len(first), turn, x, none, group_size(x))
 
 
 def _forward(width, x, values, places, first):
@@ -58,23 +58,18 @@ def _forward(width, x, values, places, first):
 def _backward(width, residuals, dy):
     x, values, places, first = residuals
 
-    def turn(chunk, dx):
-        dense = _dense(width, x, values, places, chunk)
-        return select_chunks(first == chunk, stream_product(dy, dense.T).astype(x.dtype), dx)
+    def turn(chunk, dy, _):
+        return stream_product(dy, _dense(width, x, values, places, chunk).T, x.dtype)
 
-    def gradients(of_chunk):
-        x, dy, places = of_chunk
-        # Features lie side by side, so that every entry reads two rows.
-        rows = [
-            jnp.take(stream.T, at, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
-            for stream, at in ((x, places // width), (dy, places % width))
-        ]
-        inside = places < x.shape[1] * width
-        return jnp.where(inside, (rows[0] * rows[1]).sum(axis=1), 0)
+    def gradients(_, given, __):
+        x, dy, places = (own[0] for own in given)
+        dense = jnp.dot(x.T, dy, preferred_element_type=jnp.float32)
+        return dense.reshape(-1).at[places].get(mode="fill", fill_value=0)[None]
 
-    dx = in_turns(first, len(first), turn, jnp.zeros_like(x))
-    # One chunk after another, because a program may store what is read for all entries.
-    return dx, jax.lax.map(gradients, (x, dy, places)), None, None
+    dx = in_turns(first, len(first), turn, dy, jnp.zeros_like(x), group_size(x))
+    given, none = (x, dy, places), jnp.zeros(values.shape, jnp.float32)
+    alone = (first == len(first)).astype(jnp.int32)
+    return dx, in_turns(alone, 1, gradients, given, none, 1), None, None
 
 
 sparse_product.defvjp(_forward, _backward)

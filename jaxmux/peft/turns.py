@@ -1,48 +1,91 @@
-"""Loops that compute the whole stream once for each of several owners.
+"""Loops over the owners of chunks, for what is too large to be computed for all chunks at once.
 
-What large arrays of a slot add to its chunks is computed for all chunks at once, owner by owner,
-and selected. Their number is not known when a program is compiled. Every turn has the same shape,
-so a chunk gets the same bits whatever owners its neighbours have.
+What large arrays of a slot add to its chunks is computed group by group and owner by owner: a group
+is some neighbouring chunks, and every turn computes what one owner would add to all of them, and
+selects the chunks that belong to it. Groups that no such owner has a chunk in cost nothing. The
+number of turns is not known when a program is compiled. Every turn has the same shape, so a chunk
+gets the same bits whatever owners its neighbours have.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# Most tokens of a group, unless a chunk has more: enough for a product to use a whole GPU.
+_GROUP_TOKENS = 2048
+
 
 def in_turns[T](
-    owners: Int[Array, " chunks"], none: int, turn: Callable[[Int[Array, ""], T], T], value: T
+    owners: Int[Array, " chunks"],
+    none: int,
+    turn: Callable[[Int[Array, ""], Any, T], T],
+    given: Any,
+    values: T,
+    group: int,
 ) -> T:
-    """Applies `turn(owner, value)` for every different owner, in ascending order.
+    """Applies `turn(owner, given, values)` to every group of chunks, for every different owner in
+    it, in ascending order. The results become the values of the owner's chunks.
 
     Args:
       owners: a number for each chunk.
       none: the number of chunks that need no turn; all others are smaller.
-      turn: function that returns the next value.
-      value: the first value.
+      turn: function that takes an owner, and what a group has of `given` and `values`, and returns
+        the group's next values.
+      given: tree of arrays [chunks, ...].
+      values: tree of arrays [chunks, ...], the first values.
+      group: number of chunks in a group, a divisor of that of all chunks.
     """
+    chunks = len(owners)
+    end = chunks // group * none
+    # Number of the group, then of the owner.
+    turns = jnp.where(owners < none, jnp.arange(chunks) // group * none + owners, end)
 
     def step(carry):
-        owner, value = carry
-        following = jnp.where(owners > owner, owners, none).min()
-        return following, turn(owner, value)
+        number, values = carry
+        first, owner = number // none * group, number % none
 
-    return jax.lax.while_loop(lambda carry: carry[0] < none, step, (owners.min(), value))[1]
+        def of_group(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, group)
+
+        own, before = jax.tree.map(of_group, (given, values))
+        chosen = of_group(owners) == owner
+
+        def replaced(all_values: Array, new: Array, old: Array) -> Array:
+            selected = select_chunks(chosen, new, old)
+            return jax.lax.dynamic_update_slice_in_dim(all_values, selected, first, 0)
+
+        values = jax.tree.map(replaced, values, turn(owner, own, before), before)
+        return jnp.where(turns > number, turns, end).min(), values
+
+    return jax.lax.while_loop(lambda carry: carry[0] < end, step, (turns.min(), values))[1]
+
+
+def group_size(x: Float[Array, "chunks l k"]) -> int:
+    """Number of chunks in a group.
+
+    Args:
+      x: the chunks.
+    """
+    chunks, length, _ = x.shape
+    most = max(1, _GROUP_TOKENS // length)
+    return max(size for size in range(1, min(chunks, most) + 1) if chunks % size == 0)
 
 
 def stream_product(
-    x: Float[Array, "chunks l k"], w: Float[Array, "k n"]
+    x: Float[Array, "chunks l k"], w: Float[Array, "k n"], dtype: jnp.dtype = jnp.float32
 ) -> Float[Array, "chunks l n"]:
-    """The product of all chunks with one matrix, in float32.
+    """The product of all chunks with one matrix; sums are float32.
 
     Args:
       x: activations, in the compute dtype.
       w: the matrix, which is rounded to that dtype.
+      dtype: dtype of the result.
     """
     flat = x.reshape(-1, x.shape[-1])
-    y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=dtype)
     return y.reshape(*x.shape[:2], -1)
 
 

@@ -17,7 +17,7 @@ from .kind import AdapterKind, BaseTensors, Changes, changed_weights
 from .leaves import LeafSpec
 from .lora import Adapter, Factors, LoRA
 from .peft_tensors import layer_tensors, stacked, take_layers, take_tensor
-from .shared_projections import first_alike, projected
+from .shared_projections import add_projected, first_alike
 from .targets import LayerMask, resolve_targets, target_names
 
 # PEFT's names of the two projections, which are not those of a module.
@@ -75,7 +75,7 @@ class _Factors(AdapterOp):
 
     def linear_output(self, own, x, y, first_column):
         group = first_alike(own["a0"], own["b0"], own[CHUNK_SLOT])
-        return y + projected(x, own["ld"], own["lb"], own["a0"], own["b0"], group)
+        return add_projected(y, x, own["ld"], own["lb"], own["a0"], own["b0"], group)
 
 
 def drawn_projections(
