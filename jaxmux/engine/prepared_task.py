@@ -227,15 +227,17 @@ def prepare_task(
       TaskError: the task cannot be trained. The message names the task and the field, file, line or
         key at fault.
     """
+    kind = kind_of(task.adapter)
     try:
-        targets = dict(kind_of(task.adapter).targets(task.adapter, config))
+        first = dataclasses.replace(task, adapter=kind.with_tokens(task.adapter, tokenizer))
+        targets = dict(kind.targets(first.adapter, config))
         if task.resume_from is not None:
             _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    make_adapter = functools.partial(_first_adapter, task, targets, config, base)
+    make_adapter = functools.partial(_first_adapter, first, targets, config, base)
     size = size_of_adapter(task.adapter, config)
     return PreparedTask(task, targets, make_adapter, *data, size)
 

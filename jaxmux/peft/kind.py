@@ -86,6 +86,9 @@ class AdapterKind(NamedTuple):
       virtual_tokens: function (specification) that returns how many positions the adapter fills
         before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
         op says what enters the first layer there.
+      with_tokens: function (specification, tokenizer) that returns the specification with the
+        tokens of a text in place of the text, for `initial`, which knows no tokenizer. It raises
+        ValueError if the text has none.
     """
 
     name: str
@@ -107,6 +110,7 @@ class AdapterKind(NamedTuple):
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
     virtual_tokens: Callable[[Any], int] = lambda specification: 0
+    with_tokens: Callable[[Any, Any], Any] = lambda specification, tokenizer: specification
 
     @property
     def low_rank(self) -> bool:

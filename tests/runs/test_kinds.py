@@ -22,11 +22,13 @@ from jaxmux import (
     PromptTuning,
     ServerOptions,
     SparseDiff,
+    TaskError,
     TrainedTokens,
     VeRA,
     export_adapter,
     import_adapter,
     load_backbone,
+    prepare_task,
     tuning_server,
 )
 from jaxmux.cli.main import run_command
@@ -70,7 +72,7 @@ SPECS = {
     "entries": SparseDiff(2, "magnitude", ("q_proj", "down_proj")),
     "dora": DoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
-    "prompt": PromptTuning(5),
+    "prompt": PromptTuning(5, start_text="red apple"),
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
 }
@@ -184,6 +186,40 @@ def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model
     together = complete(model, tokenizer, requests, max_new_tokens=8)
     alone = [complete(model, tokenizer, [own], max_new_tokens=8)[0] for own in requests]
     assert together == alone
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_prompt_begins_with_the_tokens_of_a_text_repeated_or_cut(rows, model, base, make_task):
+    tokenizer = load_tokenizer(model.name_or_path)
+    # The first one is that which the tokenizer puts before every text.
+    ids = tokenizer("red apple")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id and 2 < len(ids) < 7
+    wanted = base("model.embed_tokens.weight")[(ids * rows)[:rows]]
+    for spec in (
+        PromptTuning(rows, start_text="red apple"),
+        PromptTuning(rows, start_tokens=ids),
+    ):
+        task = dataclasses.replace(make_task(), adapter=spec)
+        prepared = prepare_task(task, model.config, tokenizer, base=base)
+        assert prepared.task == task
+        np.testing.assert_array_equal(prepared.make_adapter()["embed_tokens"][0], wanted)
+
+
+def test_a_text_without_tokens_and_ids_beyond_the_vocabulary_are_refused(model, base, make_task):
+    class WithoutTokens:
+        def __call__(self, text, **options):
+            return {"input_ids": []}
+
+    def prepare(spec, tokenizer=None):
+        task = dataclasses.replace(make_task("red"), adapter=spec)
+        return prepare_task(task, model.config, tokenizer, base=base)
+
+    with pytest.raises(TaskError, match="task 'red': start_text has no tokens"):
+        prepare(PromptTuning(start_text="apple"), WithoutTokens())
+    with pytest.raises(TaskError, match="task 'red': .*start_tokens: 10000 is no token of the"):
+        prepare(PromptTuning(start_tokens=(3, 10000)))
+    with pytest.raises(ValueError, match="give one of start, start_text and start_tokens"):
+        PromptTuning(start="random", start_text="apple")
 
 
 def test_a_prompt_of_embeddings_completes_as_their_tokens(model, base):
@@ -427,12 +463,18 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
+    text = PromptTuning(start_text="Answer\tin JSON:\n")
+    assert task(kind="prompt_tuning", start_text=text.start_text) == text
+    assert task(kind="prompt_tuning", start_tokens=[3, 3]) == PromptTuning(start_tokens=(3, 3))
     assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
         ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
+        ({"kind": "prompt_tuning", "start_text": "a" * 4097}, "of at most 4096 characters"),
+        ({"kind": "prompt_tuning", "start_text": "\x1b[2J"}, "a text without control characters"),
+        ({"kind": "prompt_tuning", "start_tokens": [1] * 257}, "of at most 256 entries"),
         (
             {"kind": "trained_tokens", "indices": [1.5]},
             "a list of different ids of tokens of at most 256",
