@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -76,6 +76,8 @@ SPECS = {
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
 }
+# Those that can be merged into the backbone.
+MERGED = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
     "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
@@ -107,6 +109,10 @@ def base(backbone):
 def logits():
     """Logits of a sequence, with an adapter or without."""
 
+    @cache
+    def forward(config, options):
+        return jax.jit(partial(hidden_states, config, options=options))
+
     def compute(model, spec=None, adapter=None):
         tokens = np.arange(286, 318, dtype=np.int32)[None]
         requests = [Request("", spec, adapter)]
@@ -115,9 +121,7 @@ def logits():
         slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
         microbatch = _microbatch(tokens, np.array([32]))
-        hidden, _, _ = jax.jit(partial(hidden_states, model.config, options=options))(
-            model.weights, pools, None, microbatch, slots
-        )
+        hidden, _, _ = forward(model.config, options)(model.weights, pools, None, microbatch, slots)
         return np.asarray(head_kernel(model.weights).matmul(hidden))
 
     return compute
@@ -258,11 +262,10 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
-    names = [f"--task={name}" for name in merged_names]
+    names = [f"--task={name}" for name in MERGED]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
-    for name in merged_names:
+    for name in MERGED:
         merged = load_backbone(tmp_path / name, "float32")
         own = import_adapter(trained / "adapters" / name, model.config, base=base)
         wanted, found = logits(model, *own), logits(merged)
@@ -275,31 +278,48 @@ def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base,
     assert not (tmp_path / "houlsby").exists()
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 def test_a_backbone_of_several_files_is_merged_file_by_file(
-    trained, backbone, tmp_path, model, base
+    tied, trained, backbone, tmp_path, model, base, logits
 ):
-    """Each has the tensors that it had."""
-    tensors = load_file(backbone / "model.safetensors")
-    split, names = tmp_path / "split", sorted(tensors)
+    """Each has the tensors that it had, so the index is that of the backbone."""
+    split, whole = tmp_path / "split", load_file(backbone / "model.safetensors")
     shutil.copytree(backbone, split)
     (split / "model.safetensors").unlink()
-    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in parts.items():
-        save_file({name: tensors[name] for name in own}, split / file)
-    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    if tied:
+        del whole["lm_head.weight"]
+        settings = json.loads((split / "config.json").read_text())
+        (split / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    names = sorted(whole)
+    parts = {
+        f"model-0000{i + 1}-of-00003.safetensors": {name: whole[name] for name in names[i::3]}
+        for i in range(3)
+    }
+    for file, tensors in parts.items():
+        save_file(tensors, split / file)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in whole.values())},
+        "weight_map": {name: file for file, own in parts.items() for name in own},
+    }
     (split / "model.safetensors.index.json").write_text(json.dumps(index))
-    spec, adapter = import_adapter(trained / "adapters" / "lora", model.config, base=base)
-    write_merged(tmp_path / "merged", split, adapter, spec, model.config)
-    write_merged(tmp_path / "whole", backbone, adapter, spec, model.config)
-    whole = load_file(tmp_path / "whole" / "model.safetensors")
-    changed = 0
-    for file, own in parts.items():
-        found = load_file(tmp_path / "merged" / file)
-        assert sorted(found) == own
-        for name in own:
-            np.testing.assert_array_equal(found[name], whole[name])
-            changed += not np.array_equal(found[name], tensors[name])
-    assert changed == 2 * model.config.num_layers
+    bare = load_backbone(split, "float32")
+    assert bare.config.tie_word_embeddings is tied
+    # The embedding cannot be trained where it is the head.
+    for kind in set(MERGED) - ({"tokens"} if tied else set()):
+        spec, adapter = import_adapter(trained / "adapters" / kind, bare.config, base=base)
+        merged = tmp_path / kind
+        write_merged(merged, split, adapter, spec, bare.config)
+        assert json.loads((merged / "model.safetensors.index.json").read_text()) == index
+        assert {path.name for path in merged.iterdir()} == {path.name for path in split.iterdir()}
+        found = {file: load_file(merged / file) for file in parts}
+        assert {file: own.keys() for file, own in found.items()} == {
+            file: own.keys() for file, own in parts.items()
+        }
+        size = sum(tensor.nbytes for own in found.values() for tensor in own.values())
+        assert size == index["metadata"]["total_size"]
+        wanted = logits(bare, spec, adapter)
+        assert np.abs(wanted - logits(bare)).max() > 1e-2
+        np.testing.assert_allclose(logits(load_backbone(merged, "float32")), wanted, atol=1e-4)
 
 
 def test_vera_is_served_as_a_lora(trained, model, tmp_path, logits):
