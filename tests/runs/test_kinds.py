@@ -377,6 +377,15 @@ def test_projections_that_a_folder_lacks_are_drawn_again(trained, model, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, whole, short)
 
 
+def test_a_dropout_of_vera_is_refused(trained, model, tmp_path):
+    shutil.copytree(trained / "adapters" / "vera", tmp_path / "vera")
+    settings = tmp_path / "vera" / "adapter_config.json"
+    fields = json.loads(settings.read_text())
+    settings.write_text(json.dumps(fields | {"vera_dropout": 0.1}))
+    with pytest.raises(AdapterError, match=r"vera_dropout=0\.1 is not supported in training"):
+        import_adapter(tmp_path / "vera", model.config)
+
+
 def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
     with pytest.raises(AdapterError, match="weights of the backbone are needed"):
         import_adapter(trained / "adapters" / "ln", model.config)
