@@ -13,7 +13,14 @@ import numpy as np
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import AdapterError, LayerMask, import_adapter, kind_of, size_of_adapter
+from jaxmux.peft import (
+    AdapterError,
+    LayerMask,
+    dropout_of,
+    import_adapter,
+    kind_of,
+    size_of_adapter,
+)
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
@@ -195,7 +202,7 @@ def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None)
     kind = kind_of(adapter)
     if size is not None and not kind.low_rank:
         return PoolSpec(1, 1, (), others=others)
-    rank, dropout = kind.rank(adapter), adapter.dropout > 0
+    rank, dropout = kind.rank(adapter), dropout_of(adapter) > 0
     return PoolSpec(1, rank, tuple(targets), dropout, others=others)
 
 

@@ -45,19 +45,11 @@ class PromptTuning:
     start_text: str | None = text(None, optional=True)
     start_tokens: tuple[int, ...] = integers((), least=0)
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
         given = [self.start != "vocabulary", self.start_text is not None, bool(self.start_tokens)]
         if sum(given) > 1:
             raise ValueError("give one of start, start_text and start_tokens")
-
-    @property
-    def rank(self) -> int:
-        """The size of the axis in which adapters of this kind differ."""
-        return self.virtual_tokens
 
 
 class _Rows(AdapterOp):
@@ -172,4 +164,5 @@ prompt_tuning_kind = AdapterKind(
     identity=("virtual_tokens",),
     virtual_tokens=lambda spec: spec.virtual_tokens,
     with_tokens=_with_tokens,
+    rank=lambda spec: spec.virtual_tokens,
 )

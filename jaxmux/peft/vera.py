@@ -58,9 +58,6 @@ class VeRA:
     projection_key: int = integer(0, least=0)
     target_modules: str | tuple[str, ...] = names("all-linear")
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
         if self.projection_key >= 2**32:

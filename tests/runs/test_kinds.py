@@ -430,9 +430,6 @@ def toy_kind():
     @dataclasses.dataclass(frozen=True)
     class BiasTuning:
         target_modules: tuple[str, ...] = ("q_proj",)
-        rank = 1
-        scale = 0.0
-        dropout = 0.0
 
     class AddBias(AdapterOp):
         def norm_output(self, own, x, h, eps):
