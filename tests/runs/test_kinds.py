@@ -1,8 +1,10 @@
 """Tasks with different kinds of adapters, from the specification to the exported folder."""
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 from functools import cache, partial
 
 import jax
@@ -320,6 +322,26 @@ def test_a_backbone_of_several_files_is_merged_file_by_file(
         wanted = logits(bare, spec, adapter)
         assert np.abs(wanted - logits(bare)).max() > 1e-2
         np.testing.assert_allclose(logits(load_backbone(merged, "float32")), wanted, atol=1e-4)
+
+
+def test_the_norms_of_a_backbone_are_read_once_and_go_with_it(model, base):
+    read = []
+
+    def recorded(name):
+        read.append(name)
+        return base(name)
+
+    spec, kind = SPECS["dora"], KINDS["dora"]
+    one, other = (
+        kind.initial(spec, kind.targets(spec, model.config), model.config, seed, recorded)
+        for seed in (0, 1)
+    )
+    assert len(read) == len(set(read)) == 2 * model.config.num_layers
+    np.testing.assert_array_equal(one["mlp.down_proj"]["norm"], other["mlp.down_proj"]["norm"])
+    alive = weakref.ref(recorded)
+    del recorded
+    gc.collect()
+    assert alive() is None
 
 
 def test_vera_is_served_as_a_lora(trained, model, tmp_path, logits):
