@@ -13,7 +13,14 @@ import numpy as np
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import AdapterError, LayerMask, import_adapter, kind_of, size_of_adapter
+from jaxmux.peft import (
+    AdapterError,
+    LayerMask,
+    dropout_of,
+    import_adapter,
+    kind_of,
+    size_of_adapter,
+)
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
@@ -195,7 +202,7 @@ def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None)
     kind = kind_of(adapter)
     if size is not None and not kind.low_rank:
         return PoolSpec(1, 1, (), others=others)
-    rank, dropout = kind.rank(adapter), adapter.dropout > 0
+    rank, dropout = kind.rank(adapter), dropout_of(adapter) > 0
     return PoolSpec(1, rank, tuple(targets), dropout, others=others)
 
 
@@ -227,15 +234,17 @@ def prepare_task(
       TaskError: the task cannot be trained. The message names the task and the field, file, line or
         key at fault.
     """
+    kind = kind_of(task.adapter)
     try:
-        targets = dict(kind_of(task.adapter).targets(task.adapter, config))
+        first = dataclasses.replace(task, adapter=kind.with_tokens(task.adapter, tokenizer))
+        targets = dict(kind.targets(first.adapter, config))
         if task.resume_from is not None:
             _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    make_adapter = functools.partial(_first_adapter, task, targets, config, base)
+    make_adapter = functools.partial(_first_adapter, first, targets, config, base)
     size = size_of_adapter(task.adapter, config)
     return PreparedTask(task, targets, make_adapter, *data, size)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import SlotTable
-from jaxmux.peft import scale_of
+from jaxmux.peft import dropout_of, scale_of
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
@@ -343,6 +343,6 @@ def slot_table(
     for slot, prepared in tasks.items():
         scale[slot] = scale_of(prepared.task.adapter)
         if steps is not None:
-            rate[slot] = prepared.task.adapter.dropout
+            rate[slot] = dropout_of(prepared.task.adapter)
             key[slot] = prepared.dropout_key(steps[slot])
     return SlotTable(scale, rate, key)

@@ -13,6 +13,7 @@ from .kind import AdapterKind
 from .kinds import (
     KINDS,
     SPECIFICATIONS,
+    dropout_of,
     kind_of,
     ops_of,
     register_kind,
@@ -54,6 +55,7 @@ __all__ = [
     "VeRA",
     "adapter_of",
     "crop",
+    "dropout_of",
     "empty_pool",
     "export_adapter",
     "full_name",

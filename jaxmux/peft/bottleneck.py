@@ -90,16 +90,8 @@ class Bottleneck:
     activation: str | None = choice(None, (None, *ACTIVATIONS))
     scaling: float | None = number(None, optional=True)
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
-
-    @property
-    def rank(self) -> int:
-        """The size of the axis in which bottlenecks differ."""
-        return self.size
 
     @property
     def chosen_activation(self) -> str:

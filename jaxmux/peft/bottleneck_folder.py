@@ -205,5 +205,6 @@ bottleneck_kind = AdapterKind(
     _from_tensors,
     identity=("form", "size", "chosen_activation", "chosen_scaling"),
     weights_file="adapter.safetensors",
+    rank=lambda spec: spec.size,
     work=bottleneck_work,
 )

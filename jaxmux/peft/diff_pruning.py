@@ -45,16 +45,8 @@ class DiffPruning:
     columns: int = integer(32, least=1)
     target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
-
-    @property
-    def rank(self) -> int:
-        """The size of the axis in which adapters of this kind differ."""
-        return self.columns
 
 
 class _Columns(AdapterOp):
@@ -221,4 +213,5 @@ diff_pruning_kind = AdapterKind(
     _from_tensors,
     identity=("columns",),
     merged=_merged,
+    rank=lambda spec: spec.columns,
 )

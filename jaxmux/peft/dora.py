@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,9 @@ from .peft_tensors import layer_tensors, stacked, take_layers
 from .targets import LayerMask, full_name
 
 _MAGNITUDE = "lora_magnitude_vector"
+# By function that gives the backbone's tensors, the norms of its weights by name. A server prepares
+# many tasks with the same backbone, which is read from a disk. They go when the function does.
+_NORMS: WeakKeyDictionary[BaseTensors, dict[str, np.ndarray]] = WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +146,12 @@ def _of_layers(
     }
 
 
-# A server prepares many tasks with the same backbone, which is read from a disk.
-@lru_cache(maxsize=4096)
 def _weight_norms(base: BaseTensors | None, module: str, layer: int) -> np.ndarray:
-    return np.linalg.norm(base_values(base, f"{full_name(module, layer)}.weight"), axis=1)
+    name = f"{full_name(module, layer)}.weight"
+    norms = {} if base is None else _NORMS.setdefault(base, {})
+    if name not in norms:
+        norms[name] = np.linalg.norm(base_values(base, name), axis=1)
+    return norms[name]
 
 
 def _rates(spec: DoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:

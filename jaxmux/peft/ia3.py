@@ -41,10 +41,6 @@ class IA3:
     target_modules: str | tuple[str, ...] = names(("k_proj", "v_proj", "down_proj"))
     feedforward_modules: str | tuple[str, ...] = names(("down_proj",))
 
-    rank = 1
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
 

@@ -1,7 +1,6 @@
 """What the engine, checkpoints and commands have to know of an adapter kind."""
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +37,8 @@ class AdapterKind(NamedTuple):
     Its own arrays are then a dict below each linear, with the scale of the low-rank product as
     "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict.
 
-    A specification is a frozen dataclass with the attributes `rank` (the size of the axis "rank" of
-    its arrays, if `AdapterKind.rank` says nothing else; 1 if they have none), `scale` (the factor
-    of low-rank products; 0 if there are none) and `dropout`.
+    A specification is a frozen dataclass. Those of kinds with low-rank factors have an attribute
+    `dropout`, the rate of the inputs of their products.
 
     Attributes:
       name: name of the kind in pools and checkpoints, for example "lora".
@@ -74,7 +72,8 @@ class AdapterKind(NamedTuple):
       identity: attributes of a specification that an adapter in a folder must share with the task
         that goes on with it, besides the targets.
       weights_file: name of the file with the arrays.
-      rank: function (specification) that returns the size of the axis "rank" of its arrays.
+      rank: function (specification) that returns the size of the axis "rank" of its arrays; by
+        default the attribute of this name, 1 if there is none.
       serves: function (specification) that tells whether an adapter whose specification has this
         class is of this kind, for classes of several kinds.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
@@ -86,6 +85,9 @@ class AdapterKind(NamedTuple):
       virtual_tokens: function (specification) that returns how many positions the adapter fills
         before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
         op says what enters the first layer there.
+      with_tokens: function (specification, tokenizer) that returns the specification with the
+        tokens of a text in place of the text, for `initial`, which knows no tokenizer. It raises
+        ValueError if the text has none.
     """
 
     name: str
@@ -102,11 +104,12 @@ class AdapterKind(NamedTuple):
     from_tensors: Callable[[Any, dict[str, np.ndarray], BackboneConfig, BaseTensors | None], Any]
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
-    rank: Callable[[Any], int] = attrgetter("rank")
+    rank: Callable[[Any], int] = lambda specification: getattr(specification, "rank", 1)
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
     virtual_tokens: Callable[[Any], int] = lambda specification: 0
+    with_tokens: Callable[[Any, Any], Any] = lambda specification, tokenizer: specification
 
     @property
     def low_rank(self) -> bool:

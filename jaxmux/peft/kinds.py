@@ -125,6 +125,16 @@ def scale_of(specification: Any) -> float:
     return 0.0 if kind.op else specification.scale
 
 
+def dropout_of(specification: Any) -> float:
+    """The dropout of the inputs of an adapter's low-rank products; 0 if it has none.
+
+    Args:
+      specification: the specification of the adapter.
+    """
+    kind = kind_of(specification)
+    return 0.0 if kind.op and not kind.low_rank else specification.dropout
+
+
 def ops_of(adapters: Mapping[str, Any]) -> AdapterOps:
     """What the kinds in a state compute at the points of a layer.
 

@@ -40,10 +40,6 @@ class LNTuning:
 
     target_modules: str | tuple[str, ...] = names(NORMS)
 
-    rank = 1
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
         if unknown := [name for name in self.norms if name not in NORMS]:

@@ -67,8 +67,8 @@ def export_adapter(
         for servers that do not support rsLoRA. The outputs of the adapter are the same.
       base_fingerprint: hash of the backbone, from `backbone_fingerprint`, by which `import_adapter`
         recognises it; empty records none.
-      base: function that returns a tensor of the backbone by its name, `Backbone.tensor`. Kinds
-        that are trained as differences from the backbone, such as `LNTuning`, need it.
+      base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
+        Kinds that are trained as differences from the backbone, such as `LNTuning`, need it.
 
     Raises:
       ValueError: the adapter does something nowhere in this backbone, or `base` is needed.

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import check_fields, choice, integer
+from jaxmux.field_checks import check_fields, choice, integer, integers, text
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
 
@@ -32,24 +32,24 @@ class PromptTuning:
       start: "vocabulary" begins with the embeddings of tokens that are drawn at random from the
         task's seed, "random" with normally distributed numbers of variance 1, as Hugging Face PEFT
         does. These are much larger than embeddings.
+      start_text: a text. The rows begin with the embeddings of its tokens, those that the tokenizer
+        adds included; as in Hugging Face PEFT, they are repeated or cut to the number of rows.
+      start_tokens: ids of tokens, with whose embeddings the rows begin as with those of a text.
 
     Raises:
-      ValueError: a value is outside its range.
+      ValueError: a value is outside its range, or more than one start is given.
     """
 
     virtual_tokens: int = integer(20, least=1)
     start: str = choice("vocabulary", ("vocabulary", "random"))
-
-    scale = 0.0
-    dropout = 0.0
+    start_text: str | None = text(None, optional=True)
+    start_tokens: tuple[int, ...] = integers((), least=0)
 
     def __post_init__(self):
         check_fields(self)
-
-    @property
-    def rank(self) -> int:
-        """The size of the axis in which adapters of this kind differ."""
-        return self.virtual_tokens
+        given = [self.start != "vocabulary", self.start_text is not None, bool(self.start_tokens)]
+        if sum(given) > 1:
+            raise ValueError("give one of start, start_text and start_tokens")
 
 
 class _Rows(AdapterOp):
@@ -61,7 +61,20 @@ class _Rows(AdapterOp):
         return jnp.where((index >= 0)[..., None], rows, x)
 
 
+def _with_tokens(spec: PromptTuning, tokenizer: Any) -> PromptTuning:
+    if spec.start_text is None:
+        return spec
+    tokens = tokenizer(spec.start_text, verbose=False)["input_ids"]
+    if not tokens:
+        raise ValueError("start_text has no tokens")
+    return dataclasses.replace(spec, start_text=None, start_tokens=tokens)
+
+
 def _targets(spec: PromptTuning, config: BackboneConfig) -> dict[str, LayerMask]:
+    if (largest := max(spec.start_tokens, default=0)) >= config.vocab_size:
+        raise ValueError(
+            f"start_text or start_tokens: {largest} is no token of the {config.vocab_size} tokens"
+        )
     return {EMBEDDING: np.arange(config.num_layers) == 0}
 
 
@@ -77,13 +90,16 @@ def _initial(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
+    if spec.start_text is not None:
+        raise ValueError("start_text needs a tokenizer (`AdapterKind.with_tokens`)")
+    rng, number = np.random.default_rng(seed), spec.virtual_tokens
     if spec.start == "random":
-        rows = rng.standard_normal((spec.virtual_tokens, config.hidden_size), np.float32)
+        return {EMBEDDING: rng.standard_normal((1, number, config.hidden_size), np.float32)}
+    if spec.start_tokens:
+        tokens = np.resize(spec.start_tokens, number)
     else:
-        tokens = rng.integers(config.vocab_size, size=spec.virtual_tokens)
-        rows = base_values(base, EMBEDDING_TENSOR, tokens)
-    return {EMBEDDING: rows[None]}
+        tokens = rng.integers(config.vocab_size, size=number)
+    return {EMBEDDING: base_values(base, EMBEDDING_TENSOR, tokens)[None]}
 
 
 def _rates(spec: PromptTuning, targets: Mapping[str, LayerMask]) -> dict[str, np.ndarray]:
@@ -147,4 +163,6 @@ prompt_tuning_kind = AdapterKind(
     _from_tensors,
     identity=("virtual_tokens",),
     virtual_tokens=lambda spec: spec.virtual_tokens,
+    with_tokens=_with_tokens,
+    rank=lambda spec: spec.virtual_tokens,
 )

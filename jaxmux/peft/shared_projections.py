@@ -16,15 +16,19 @@ from .turns import group_size, in_turns, stream_product
 
 
 def first_alike(
-    a0: Float[Array, "T k R"], b0: Float[Array, "T R n"], chunk_slot: Int[Array, " chunks"]
+    fingerprint: Int[Array, "T R"],
+    a0: Float[Array, "T k R"],
+    b0: Float[Array, "T R n"],
+    chunk_slot: Int[Array, " chunks"],
 ) -> Int[Array, " chunks"]:
     """For every chunk, the first slot with the projections of the chunk's owner; T for chunks whose
     owners have none.
 
-    Projections are the same if the first column of A and the first row of B are: those of another
-    seed or another size differ in them.
+    Projections are the same if their fingerprints are, and the first column of A and the first row
+    of B: a fingerprint of rank 1 has 32 bits only, but such projections have nothing else.
 
     Args:
+      fingerprint: hash of the projections, 32 bits for each rank.
       a0: projections of inputs, 0 in slots without one.
       b0: projections to outputs.
       chunk_slot: owner slot of each chunk; -1 for an empty chunk.
@@ -35,7 +39,7 @@ def first_alike(
         return (x[:, None] == x[None]).all(axis=-1)
 
     # NaN equals nothing, not even itself.
-    alike = same(a0[:, :, 0]) & same(b0[:, 0]) | jnp.eye(slots, dtype=bool)
+    alike = same(fingerprint) & same(a0[:, :, 0]) & same(b0[:, 0]) | jnp.eye(slots, dtype=bool)
     used = (b0[:, 0] != 0).any(axis=-1)
     first = jnp.where(used, jnp.argmax(alike, axis=1), slots)
     owner = jnp.where(chunk_slot < 0, slots, chunk_slot)

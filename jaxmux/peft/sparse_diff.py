@@ -52,9 +52,6 @@ class SparseDiff:
     mask: str = choice("magnitude", MASKS)
     target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
 

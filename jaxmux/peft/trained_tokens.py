@@ -38,20 +38,12 @@ class TrainedTokens:
 
     indices: tuple[int, ...] = integers(least=0)
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
         if not self.indices:
             raise ValueError("indices is empty")
         if len(set(self.indices)) < len(self.indices):
             raise ValueError("indices: a token occurs twice")
-
-    @property
-    def rank(self) -> int:
-        """The size of the axis in which adapters of this kind differ."""
-        return len(self.indices)
 
 
 class _Rows(AdapterOp):
@@ -100,7 +92,7 @@ def _initial(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    return _with_rows(spec, np.zeros((spec.rank, config.hidden_size)))
+    return _with_rows(spec, np.zeros((len(spec.indices), config.hidden_size)))
 
 
 def _rates(spec: TrainedTokens, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
@@ -142,7 +134,7 @@ def _from_tensors(
     config: BackboneConfig,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    rows = take_tensor(tensors, _TENSOR, (spec.rank, config.hidden_size))
+    rows = take_tensor(tensors, _TENSOR, (len(spec.indices), config.hidden_size))
     return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR, spec.indices))
 
 
@@ -170,4 +162,5 @@ trained_tokens_kind = AdapterKind(
     _from_tensors,
     identity=("indices",),
     merged=_merged,
+    rank=lambda spec: len(spec.indices),
 )

@@ -1,6 +1,7 @@
 """VeRA adapters: trained factors between shared random projections (Kopiczko et al. 2024)."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,6 @@ class VeRA:
     projection_key: int = integer(0, least=0)
     target_modules: str | tuple[str, ...] = names("all-linear")
 
-    scale = 0.0
-    dropout = 0.0
-
     def __post_init__(self):
         check_fields(self)
         if self.projection_key >= 2**32:
@@ -71,10 +69,10 @@ class VeRA:
 class _Factors(AdapterOp):
     """Adds what the projections and their factors make of a linear's input."""
 
-    of_slots = frozenset({"a0", "b0"})
+    of_slots = frozenset({"a0", "b0", "fingerprint"})
 
     def linear_output(self, own, x, y, first_column):
-        group = first_alike(own["a0"], own["b0"], own[CHUNK_SLOT])
+        group = first_alike(own["fingerprint"], own["a0"], own["b0"], own[CHUNK_SLOT])
         return add_projected(y, x, own["ld"], own["lb"], own["a0"], own["b0"], group)
 
 
@@ -114,12 +112,16 @@ def _widest(spec: VeRA, config: BackboneConfig) -> tuple[int, int]:
 def _projections(
     spec: VeRA, config: BackboneConfig, a: np.ndarray, b: np.ndarray
 ) -> dict[str, dict[str, np.ndarray]]:
-    """By linear, its parts of the projections, which are given in PEFT's layout."""
-    found = {}
+    """By linear, its parts of the projections, which are given in PEFT's layout, and a hash of the
+    whole projections."""
+    whole = b"".join(np.asarray(x, np.float32, "C").tobytes() for x in (a, b))
+    words = np.frombuffer(hashlib.blake2b(whole).digest(), np.int32)
+    fingerprint, found = np.resize(words, spec.rank), {}
     for module in resolve_targets(spec.target_modules, config):
         k, n = linear_sizes(config, module)
         parts = {"a0": a[:, :k].T, "b0": b[:n].T}
         found[module] = {name: np.asarray(x, np.float32, "C") for name, x in parts.items()}
+        found[module]["fingerprint"] = fingerprint
     return found
 
 
@@ -137,6 +139,7 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
             "lb": LeafSpec((*sizes, n), (*both, "output")),
             "a0": LeafSpec((slots, k, rank), ("slot", "input", "rank"), trained=False),
             "b0": LeafSpec((slots, rank, n), ("slot", "rank", "output"), trained=False),
+            "fingerprint": LeafSpec((slots, rank), ("slot", "rank"), trained=False, dtype="int32"),
         }
 
     return {module: of(module) for module in points}
@@ -207,6 +210,11 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> VeRA:
     for key in _NOT_SUPPORTED:
         if settings.get(key):
             raise ValueError(f"{key}={settings[key]!r} is not supported")
+    if dropout := settings.get("vera_dropout"):
+        raise ValueError(
+            f"vera_dropout={dropout!r} is not supported in training; with 0 in its place, the "
+            "adapter computes the same"
+        )
     targets = settings.get("target_modules") or ()
     spec = VeRA(
         settings["r"],

@@ -30,7 +30,8 @@ class SpecificationLimits:
       max_length: tokens of a sample.
       steps: global batches that a task trains, also where it gives epochs, and steps of a warm-up.
       epochs: number of times that a task trains on each of its samples.
-      prompt_characters: characters of the prompt that is completed after training.
+      prompt_characters: characters of the prompt that is completed after training, and of a text
+        with which a trained prompt begins.
       target_modules: names in a list of target modules.
 
     Raises:

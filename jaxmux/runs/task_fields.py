@@ -160,7 +160,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
 
     A regular expression for target modules can take Python's `re` years. A data set of the hub is
     fetched over the network, and the loader of a saved one reads files that it names itself. A
-    small Parquet file can expand to more memory than there is. A prompt is printed on the
+    small Parquet file can expand to more memory than there is. Texts may be printed on the
     operator's terminal, which obeys control characters.
     """
     names = "|".join(sorted({ALL_LINEAR, *MODULE_NAMES})).replace(".", r"\.")
@@ -181,6 +181,15 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "additionalProperties": {"type": "integer", "minimum": 1, "maximum": limits.rank},
         "$comment": f"an object with a rank of 1 to {limits.rank} by the name of a linear",
     }
+    tokens = {
+        "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
+        "maxItems": limits.rank,
+    }
+    prompt = {
+        "pattern": r"^[^\u0000-\u0008\u000b-\u001f\u007f-\u009f]*$",
+        "maxLength": limits.prompt_characters,
+        "$comment": "a text without control characters but line breaks and tabs",
+    }
     alphas = by_linear | {"$comment": "an object with a number by the name of a linear"}
     return {
         (Task, "name"): {
@@ -199,11 +208,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
             "maxLength": _LONGEST_PATH,
             "$comment": f"the folder of an adapter ({_PATH_RULE})",
         },
-        (Task, "sample_prompt"): {
-            "pattern": r"^[^\u0000-\u0008\u000b-\u001f\u007f-\u009f]*$",
-            "maxLength": limits.prompt_characters,
-            "$comment": "a text without control characters but line breaks and tabs",
-        },
+        (Task, "sample_prompt"): prompt,
         (Source, "path"): {
             "pattern": rf"^{_WITHIN}\.(?:{_SUFFIXES})$",
             "maxLength": _LONGEST_PATH,
@@ -237,10 +242,11 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (VeRA, "projection_key"): {"maximum": 2**32 - 1},
         (VeRA, "target_modules"): linears,
         (PromptTuning, "virtual_tokens"): {"maximum": limits.rank},
-        (TrainedTokens, "indices"): {
-            "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
+        (PromptTuning, "start_text"): prompt,
+        (PromptTuning, "start_tokens"): tokens | {"$comment": "a list of ids of tokens"},
+        (TrainedTokens, "indices"): tokens
+        | {
             "minItems": 1,
-            "maxItems": limits.rank,
             "uniqueItems": True,
             "$comment": "a list of different ids of tokens",
         },

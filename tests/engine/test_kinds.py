@@ -195,6 +195,26 @@ def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
             assert [u.loss for u in updates[name]] == [u.loss for u in expected]
 
 
+def test_projections_that_begin_alike_are_not_mixed_up(make_mixed, tasks, together, train, config):
+    """They may come from folders. All numbers but those of the first feature differ."""
+    spec, kind = SPECS["vera"], kind_of(SPECS["vera"])
+    first = tasks["vera"].make_adapter()
+    tensors = {name: x.copy() for name, x in kind.tensors(spec, first, config, False, None).items()}
+    tensors["base_model.vera_A"][1:] *= -1
+    tensors["base_model.vera_B"][:, 1:] *= 2
+    begins_alike = kind.from_tensors(spec, tensors, config, None)
+    for module, own in begins_alike.items():
+        np.testing.assert_array_equal(own["a0"][:, 0], first[module]["a0"][:, 0])
+        np.testing.assert_array_equal(own["b0"][0], first[module]["b0"][0])
+    task = dataclasses.replace(tasks["vera"].task, name="alike")
+    other = dataclasses.replace(tasks["vera"], task=task, make_adapter=lambda: begins_alike)
+    alone = train(make_mixed(other))["alike"]
+    beside = train(make_mixed(tasks["vera"], other))
+    assert [u.loss for u in beside["alike"]] == [u.loss for u in alone]
+    assert [u.loss for u in beside["vera"]] == [u.loss for u in together["vera"][0]]
+    assert alone[0].loss != beside["vera"][0].loss
+
+
 def test_slots_are_moved_from_one_pool_to_another(make_mixed, tasks, together, train):
     """A task goes on from its checkpoint in an engine that has no room for other kinds."""
     name = "houlsby"

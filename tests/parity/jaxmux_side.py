@@ -64,7 +64,7 @@ def forward(folder: Path, request: Request) -> None:
 
     A case names a `backbone` folder to load. If it has a `random` configuration, a random backbone
     is created and saved there first. The prompts of slot i use the adapter folder `adapters[i]`, if
-    there is one, and its imported tensors are written to `tensors/<case>-<i>.npz`.
+    there is one. The imported tensors of LoRA are written to `tensors/<case>-<i>.npz`.
     """
     for name, case in request["cases"].items():
         where = folder / case["backbone"]
@@ -75,8 +75,9 @@ def forward(folder: Path, request: Request) -> None:
             backbone = load_backbone(where)
         adapters = [import_adapter(folder / a, backbone.config) for a in case.get("adapters", [])]
         for i, (spec, adapter) in enumerate(adapters):
-            tensors = hf_tensors(spec, adapter, backbone.config)
-            save_arrays(folder / "tensors" / f"{name}-{i}.npz", tensors)
+            if isinstance(spec, LoRA):
+                tensors = hf_tensors(spec, adapter, backbone.config)
+                save_arrays(folder / "tensors" / f"{name}-{i}.npz", tensors)
         logits = packed_logits(backbone, adapters, case["prompts"])
         save_arrays(folder / "logits" / f"{name}.npz", logits)
 

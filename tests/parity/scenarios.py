@@ -19,6 +19,8 @@ WORDS = (
     "once upon a time there was little girl boy who loved to play with big red ball in the park "
     "one day she saw happy dog and cat they ran home because it very dark mom said let us sing"
 ).split()
+# A trained prompt begins with its tokens.
+PROMPT_TEXT = "the dog ran"
 
 
 def _task(name: str, words: tuple[int, int], **fields: Any) -> TaskFields:
@@ -162,7 +164,7 @@ KIND_TASKS = [
     _task(
         "prompt_tuning",
         words=(5, 10),
-        adapter={"kind": "prompt_tuning", "virtual_tokens": 6},
+        adapter={"kind": "prompt_tuning", "virtual_tokens": 6, "start_text": PROMPT_TEXT},
         optimizer=_adamw(3e-2, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from backbones import CONFIGS, VOCABULARY, load_model, logits, random_model, random_prompts
-from peft import PeftModel, VeraConfig, get_peft_model
+from peft import PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, save_peft_adapter
+from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, PROMPT_TEXT, save_peft_adapter
 from vllm_check import RefusedError, check_adapter
 
 TASKS = [task["name"] for task in PARITY_TASKS]
@@ -77,6 +77,22 @@ def test_the_projections_of_vera_are_those_of_peft(trained_kinds):
     made, written = model.state_dict(), load_file(ours / "adapter_model.safetensors")
     for name in ("base_model.vera_A", "base_model.vera_B"):
         assert torch.equal(made[f"{name}.default"], written[name])
+
+
+def test_a_prompt_begins_with_a_text_as_in_peft(trained_kinds):
+    folder = trained_kinds.folder
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=6,
+        prompt_tuning_init="TEXT",
+        prompt_tuning_init_text=PROMPT_TEXT,
+        tokenizer_name_or_path=str(folder / "backbone"),
+    )
+    model = get_peft_model(load_model(folder / "backbone"), config)
+    written = load_file(folder / "initial" / "prompt_tuning" / "adapter_model.safetensors")
+    assert torch.equal(
+        model.prompt_encoder["default"].embedding.weight, written["prompt_embeddings"]
+    )
 
 
 @pytest.mark.parametrize("task", ["vera", "pattern"])

@@ -29,7 +29,7 @@ def chunks(*shape: int) -> jax.Array:
 def counted(spec, method: str, point: str, *streams: jax.Array, **numbers) -> float:
     """FLOPs of a token in one layer, by XLA."""
     kind = kind_of(spec)
-    specs = kind.leaves(CONFIG, [point], CHUNKS, spec.rank)[point.split("/")[0]]
+    specs = kind.leaves(CONFIG, [point], CHUNKS, kind.rank(spec))[point.split("/")[0]]
     own = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), specs)
     op = getattr(kind.op, method)
     lowered = jax.jit(lambda own, *streams: op(own, *streams, **numbers)).lower(own, *streams)
@@ -38,7 +38,7 @@ def counted(spec, method: str, point: str, *streams: jax.Array, **numbers) -> fl
 
 def stated(spec, point: str) -> float:
     (found,) = (p for p in size_of_adapter(spec, CONFIG).points if p.point == point)
-    return (found.flops_per_rank * spec.rank + found.flops) / LAYERS
+    return (found.flops_per_rank * kind_of(spec).rank(spec) + found.flops) / LAYERS
 
 
 @pytest.mark.parametrize("size", [32, 64])

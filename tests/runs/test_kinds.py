@@ -1,9 +1,11 @@
 """Tasks with different kinds of adapters, from the specification to the exported folder."""
 
 import dataclasses
+import gc
 import json
 import shutil
-from functools import partial
+import weakref
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -22,11 +24,13 @@ from jaxmux import (
     PromptTuning,
     ServerOptions,
     SparseDiff,
+    TaskError,
     TrainedTokens,
     VeRA,
     export_adapter,
     import_adapter,
     load_backbone,
+    prepare_task,
     tuning_server,
 )
 from jaxmux.cli.main import run_command
@@ -70,10 +74,12 @@ SPECS = {
     "entries": SparseDiff(2, "magnitude", ("q_proj", "down_proj")),
     "dora": DoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "vera": VeRA(8, projection_key=3, target_modules=("v_proj", "down_proj")),
-    "prompt": PromptTuning(5),
+    "prompt": PromptTuning(5, start_text="red apple"),
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
 }
+# Those that can be merged into the backbone.
+MERGED = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
     "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
@@ -105,6 +111,10 @@ def base(backbone):
 def logits():
     """Logits of a sequence, with an adapter or without."""
 
+    @cache
+    def forward(config, options):
+        return jax.jit(partial(hidden_states, config, options=options))
+
     def compute(model, spec=None, adapter=None):
         tokens = np.arange(286, 318, dtype=np.int32)[None]
         requests = [Request("", spec, adapter)]
@@ -113,9 +123,7 @@ def logits():
         slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
         microbatch = _microbatch(tokens, np.array([32]))
-        hidden, _, _ = jax.jit(partial(hidden_states, model.config, options=options))(
-            model.weights, pools, None, microbatch, slots
-        )
+        hidden, _, _ = forward(model.config, options)(model.weights, pools, None, microbatch, slots)
         return np.asarray(head_kernel(model.weights).matmul(hidden))
 
     return compute
@@ -186,6 +194,40 @@ def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model
     assert together == alone
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_prompt_begins_with_the_tokens_of_a_text_repeated_or_cut(rows, model, base, make_task):
+    tokenizer = load_tokenizer(model.name_or_path)
+    # The first one is that which the tokenizer puts before every text.
+    ids = tokenizer("red apple")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id and 2 < len(ids) < 7
+    wanted = base("model.embed_tokens.weight")[(ids * rows)[:rows]]
+    for spec in (
+        PromptTuning(rows, start_text="red apple"),
+        PromptTuning(rows, start_tokens=ids),
+    ):
+        task = dataclasses.replace(make_task(), adapter=spec)
+        prepared = prepare_task(task, model.config, tokenizer, base=base)
+        assert prepared.task == task
+        np.testing.assert_array_equal(prepared.make_adapter()["embed_tokens"][0], wanted)
+
+
+def test_a_text_without_tokens_and_ids_beyond_the_vocabulary_are_refused(model, base, make_task):
+    class WithoutTokens:
+        def __call__(self, text, **options):
+            return {"input_ids": []}
+
+    def prepare(spec, tokenizer=None):
+        task = dataclasses.replace(make_task("red"), adapter=spec)
+        return prepare_task(task, model.config, tokenizer, base=base)
+
+    with pytest.raises(TaskError, match="task 'red': start_text has no tokens"):
+        prepare(PromptTuning(start_text="apple"), WithoutTokens())
+    with pytest.raises(TaskError, match="task 'red': .*start_tokens: 10000 is no token of the"):
+        prepare(PromptTuning(start_tokens=(3, 10000)))
+    with pytest.raises(ValueError, match="give one of start, start_text and start_tokens"):
+        PromptTuning(start="random", start_text="apple")
+
+
 def test_a_prompt_of_embeddings_completes_as_their_tokens(model, base):
     tokenizer = load_tokenizer(model.name_or_path)
     before = [9, 40, 31]
@@ -222,11 +264,10 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
-    merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
-    names = [f"--task={name}" for name in merged_names]
+    names = [f"--task={name}" for name in MERGED]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
-    for name in merged_names:
+    for name in MERGED:
         merged = load_backbone(tmp_path / name, "float32")
         own = import_adapter(trained / "adapters" / name, model.config, base=base)
         wanted, found = logits(model, *own), logits(merged)
@@ -239,31 +280,68 @@ def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base,
     assert not (tmp_path / "houlsby").exists()
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 def test_a_backbone_of_several_files_is_merged_file_by_file(
-    trained, backbone, tmp_path, model, base
+    tied, trained, backbone, tmp_path, model, base, logits
 ):
-    """Each has the tensors that it had."""
-    tensors = load_file(backbone / "model.safetensors")
-    split, names = tmp_path / "split", sorted(tensors)
+    """Each has the tensors that it had, so the index is that of the backbone."""
+    split, whole = tmp_path / "split", load_file(backbone / "model.safetensors")
     shutil.copytree(backbone, split)
     (split / "model.safetensors").unlink()
-    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in parts.items():
-        save_file({name: tensors[name] for name in own}, split / file)
-    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    if tied:
+        del whole["lm_head.weight"]
+        settings = json.loads((split / "config.json").read_text())
+        (split / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    names = sorted(whole)
+    parts = {
+        f"model-0000{i + 1}-of-00003.safetensors": {name: whole[name] for name in names[i::3]}
+        for i in range(3)
+    }
+    for file, tensors in parts.items():
+        save_file(tensors, split / file)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in whole.values())},
+        "weight_map": {name: file for file, own in parts.items() for name in own},
+    }
     (split / "model.safetensors.index.json").write_text(json.dumps(index))
-    spec, adapter = import_adapter(trained / "adapters" / "lora", model.config, base=base)
-    write_merged(tmp_path / "merged", split, adapter, spec, model.config)
-    write_merged(tmp_path / "whole", backbone, adapter, spec, model.config)
-    whole = load_file(tmp_path / "whole" / "model.safetensors")
-    changed = 0
-    for file, own in parts.items():
-        found = load_file(tmp_path / "merged" / file)
-        assert sorted(found) == own
-        for name in own:
-            np.testing.assert_array_equal(found[name], whole[name])
-            changed += not np.array_equal(found[name], tensors[name])
-    assert changed == 2 * model.config.num_layers
+    bare = load_backbone(split, "float32")
+    assert bare.config.tie_word_embeddings is tied
+    # The embedding cannot be trained where it is the head.
+    for kind in set(MERGED) - ({"tokens"} if tied else set()):
+        spec, adapter = import_adapter(trained / "adapters" / kind, bare.config, base=base)
+        merged = tmp_path / kind
+        write_merged(merged, split, adapter, spec, bare.config)
+        assert json.loads((merged / "model.safetensors.index.json").read_text()) == index
+        assert {path.name for path in merged.iterdir()} == {path.name for path in split.iterdir()}
+        found = {file: load_file(merged / file) for file in parts}
+        assert {file: own.keys() for file, own in found.items()} == {
+            file: own.keys() for file, own in parts.items()
+        }
+        size = sum(tensor.nbytes for own in found.values() for tensor in own.values())
+        assert size == index["metadata"]["total_size"]
+        wanted = logits(bare, spec, adapter)
+        assert np.abs(wanted - logits(bare)).max() > 1e-2
+        np.testing.assert_allclose(logits(load_backbone(merged, "float32")), wanted, atol=1e-4)
+
+
+def test_the_norms_of_a_backbone_are_read_once_and_go_with_it(model, base):
+    read = []
+
+    def recorded(name):
+        read.append(name)
+        return base(name)
+
+    spec, kind = SPECS["dora"], KINDS["dora"]
+    one, other = (
+        kind.initial(spec, kind.targets(spec, model.config), model.config, seed, recorded)
+        for seed in (0, 1)
+    )
+    assert len(read) == len(set(read)) == 2 * model.config.num_layers
+    np.testing.assert_array_equal(one["mlp.down_proj"]["norm"], other["mlp.down_proj"]["norm"])
+    alive = weakref.ref(recorded)
+    del recorded
+    gc.collect()
+    assert alive() is None
 
 
 def test_vera_is_served_as_a_lora(trained, model, tmp_path, logits):
@@ -321,6 +399,15 @@ def test_projections_that_a_folder_lacks_are_drawn_again(trained, model, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, whole, short)
 
 
+def test_a_dropout_of_vera_is_refused(trained, model, tmp_path):
+    shutil.copytree(trained / "adapters" / "vera", tmp_path / "vera")
+    settings = tmp_path / "vera" / "adapter_config.json"
+    fields = json.loads(settings.read_text())
+    settings.write_text(json.dumps(fields | {"vera_dropout": 0.1}))
+    with pytest.raises(AdapterError, match=r"vera_dropout=0\.1 is not supported in training"):
+        import_adapter(tmp_path / "vera", model.config)
+
+
 def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
     with pytest.raises(AdapterError, match="weights of the backbone are needed"):
         import_adapter(trained / "adapters" / "ln", model.config)
@@ -365,9 +452,6 @@ def toy_kind():
     @dataclasses.dataclass(frozen=True)
     class BiasTuning:
         target_modules: tuple[str, ...] = ("q_proj",)
-        rank = 1
-        scale = 0.0
-        dropout = 0.0
 
     class AddBias(AdapterOp):
         def norm_output(self, own, x, h, eps):
@@ -427,12 +511,18 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
+    text = PromptTuning(start_text="Answer\tin JSON:\n")
+    assert task(kind="prompt_tuning", start_text=text.start_text) == text
+    assert task(kind="prompt_tuning", start_tokens=[3, 3]) == PromptTuning(start_tokens=(3, 3))
     assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
         ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
+        ({"kind": "prompt_tuning", "start_text": "a" * 4097}, "of at most 4096 characters"),
+        ({"kind": "prompt_tuning", "start_text": "\x1b[2J"}, "a text without control characters"),
+        ({"kind": "prompt_tuning", "start_tokens": [1] * 257}, "of at most 256 entries"),
         (
             {"kind": "trained_tokens", "indices": [1.5]},
             "a list of different ids of tokens of at most 256",
