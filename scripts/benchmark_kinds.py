@@ -37,7 +37,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +71,6 @@ from jaxmux.peft import (
 )
 from jaxmux.planner.costs import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.costs.device_profile import BackboneSize
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import random_task
 from jaxmux.runs.run_shape import run_costs
@@ -238,31 +237,24 @@ def weights(config: BackboneConfig, name: str) -> np.ndarray:
 
 def memory(args: argparse.Namespace) -> None:
     """Compares the memory of one more task of a kind with its prediction."""
+    # JAX's own allocator gives an array whatever freed block is a little larger; this one counts
+    # what was asked for.
+    os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "cuda_async"
     config = llama_config(args)
-    # Nothing is computed, so the weights may be those of a small backbone. Neither they nor pools
-    # are freed: the allocator would give their memory, a little too large, to the next pool.
+    # Nothing is computed, so the weights may be those of a small backbone.
     small = dataclasses.replace(config, num_layers=1, vocab_size=128)
     backbone = dataclasses.replace(Backbone.random(small, dtype=args.dtype), config=config)
     sizes = size_of(config, args.dtype)
-    with ExitStack() as engines:
-        _memory(args, backbone, sizes, engines)
-
-
-def _memory(
-    args: argparse.Namespace, backbone: Backbone, sizes: BackboneSize, engines: ExitStack
-) -> None:
-    config = backbone.config
     for (mix,) in chosen(args, [(mix,) for mix in (Mix("LoRA", LoRA(args.rank)), *MIXES)]):
         measured, predicted = [], []
         for slots in (TASKS, TASKS + 1):
             pool = task_of(args, config, mix, 0).pool._replace(slots=slots)
             before = bytes_in_use()
-            engine = engines.enter_context(
-                closing(Engine(backbone, EngineOptions(shape_of(args), pool)))
-            )
-            engine.register_tasks([])
-            measured.append(bytes_in_use() - before)
+            with closing(Engine(backbone, EngineOptions(shape_of(args), pool))) as engine:
+                engine.register_tasks([])
+                measured.append(bytes_in_use() - before)
             predicted.append(pool.state_bytes(sizes))
+            del engine
         (few, more), (fewer, most) = measured, predicted
         facts = {"bytes, measured": more - few, "bytes, predicted": most - fewer}
         error = abs((more - few) / (most - fewer) - 1)

@@ -22,8 +22,17 @@ from jaxmux.pallas_kernels.slot_sum import add_to_slots
 
 from .train_state import TrainState
 
+# What XLA puts into CUDA graphs: its defaults, and loops. The host need not wait for each of their
+# turns then.
+_GRAPHS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,WHILE"
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
+
+@partial(
+    jax.jit,
+    static_argnums=(0, 1),
+    donate_argnums=(4, 5),
+    compiler_options={"xla_gpu_enable_command_buffer": _GRAPHS},
+)
 def accumulate(
     config: BackboneConfig,
     options: ForwardOptions,
