@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.grouped_lora import LOW_RANK
 
-from .turns import group_size, in_turns, stream_product
+from .turns import group_size, in_turns, stream_product, token_sums
 
 
 def first_alike(
@@ -91,9 +91,9 @@ def _backward(residuals, dy):
         dy, u, ld, lb = given
         scaled = (u * ld[:, None]).astype(u.dtype)
         v = stream_product(scaled, b0[slot], u.dtype)
-        dlb = (dy.astype(jnp.float32) * v.astype(jnp.float32)).sum(axis=1)
+        dlb = token_sums(dy.astype(jnp.float32) * v.astype(jnp.float32))
         du = stream_product((dy * lb[:, None]).astype(u.dtype), b0[slot].T)
-        dld = (du * u).sum(axis=1)
+        dld = token_sums(du * u)
         dx = stream_product((du * ld[:, None]).astype(u.dtype), a0[slot].T, u.dtype)
         return dx, dld, dlb
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 # Most tokens of a group, unless a chunk has more: enough for a product to use a whole GPU.
@@ -96,3 +97,10 @@ def select_chunks(
 ) -> Float[Array, " chunks *value"]:
     """`new` for the chosen chunks, `old` for the others."""
     return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def token_sums(x: Float[Array, "chunks l n"]) -> Float[Array, "chunks n"]:
+    """The sums over the tokens of each chunk."""
+    # Otherwise XLA moves the tokens to the last axis before it adds them up: in a loop it would
+    # transpose whole streams.
+    return with_layout_constraint(x, Layout((0, 1, 2))).sum(axis=1)
