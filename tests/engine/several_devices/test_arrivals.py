@@ -341,7 +341,7 @@ def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make
     most."""
     names = "abcdefg"
     # With a rate of 1e-2, training on random tokens trebles such differences in every step.
-    # On unlike replicas, another size of microbatches sends samples to other replicas.
+    # On unlike replicas samples go to other replicas, as they do with other neighbours.
     rate, bound = (1e-3, 1e-3) if "others" in replicas else (1e-2, 1e-4)
     tasks = {
         name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(rate))
