@@ -27,9 +27,17 @@ class Pair(NamedTuple):
 def pair(trained, name: str) -> Pair:
     task, folder = trained.tasks[name], trained.folder
     peft = train_alone(folder / "backbone", folder / "initial" / name, task, trained.batches[name])
-    final = load_file(folder / "final" / name / "adapter_model.safetensors")
+    begun, final = (
+        load_file(folder / when / name / "adapter_model.safetensors")
+        for when in ("initial", "final")
+    )
     if task["adapter"].get("initialisation") in FROM_WEIGHTS:
-        final = trained_factors(final, peft.initial)
+        # PEFT decomposes weights in float32. The errors of its initial values are not those of
+        # training.
+        begun, final = (trained_factors(own, peft.initial) for own in (begun, final))
+        for key, initial in peft.initial.items():
+            assert (begun[key] - initial).norm() < 1e-4 * initial.norm(), key
+            final[key] += initial - begun[key]
     return Pair(task, trained.updates[name], final, peft)
 
 
