@@ -190,6 +190,28 @@ def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, b
         assert change > 1e-4
 
 
+@pytest.mark.parametrize("name", PAIR_SCALES)
+def test_constants_of_pairs_stay_and_have_no_moments(name, tasks, together):
+    _, arrays = together[name]
+    for module, before in tasks[name].make_adapter().items():
+        a, b = (arrays[f"adapter/{module}/{factor}"] for factor in "ab")
+        np.testing.assert_array_equal(b[:, 1::2], before["b"][:, 1::2])
+        np.testing.assert_allclose(
+            a[..., ::2] - a[..., 1::2],
+            before["a"][..., ::2] - before["a"][..., 1::2],
+            atol=1e-6,
+        )
+        for own, was in ((a, before["a"]), (b.swapaxes(1, 2), before["b"].swapaxes(1, 2))):
+            assert np.abs(own - was)[..., ::2].max() > 1e-3
+    moments = [
+        path for path in arrays if path.startswith("optimizer/") and path[-2:] in ("/a", "/b")
+    ]
+    for path in moments:
+        ranks = np.moveaxis(arrays[path], 2 if path.endswith("/a") else 1, 0)
+        assert ranks[::2].any() and not ranks[1::2].any()
+    assert len(moments) == 2 * 2 * len(PAIR_SCALES[name])
+
+
 def test_virtual_tokens_are_computed_but_belong_to_no_sample(tasks, together):
     prepared, (updates, _) = tasks["prompt"], together["prompt"]
     for step, update in enumerate(updates):
