@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import AdapterOp
@@ -23,6 +22,7 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .lora import Adapter, LoRA, lora_targets, ranks_and_scales
 from .lora_pattern import factors_of, rates_by_name, scale_leaves, with_scales
+from .remembered_parts import remembered
 from .targets import LayerMask, full_name
 from .weight_parts import approximate_principal_part, orthonormal_part, principal_part
 
@@ -61,30 +61,33 @@ def _initial(
         a = np.zeros((layers, k, 2 * spec.largest_rank), np.float32)
         b = np.zeros((layers, 2 * spec.largest_rank, n), np.float32)
         for layer in np.flatnonzero(mask).tolist():
-            weight = base_values(base, f"{full_name(module, layer)}.weight")
             rng = np.random.default_rng([seed, zlib.crc32(module.encode()), layer])
-            rank, scale = int(ranks[layer]), float(scales[layer])
-            part = _part_of(spec.initialisation, weight, rank, scale, rng)
+            rank, name = int(ranks[layer]), f"{full_name(module, layer)}.weight"
+            part = _part_of(spec.initialisation, base, name, rank, rng)
+            # The singular values of PiSSA are those of the product with its scale.
+            root = 1.0 if spec.initialisation == "olora" else math.sqrt(scales[layer])
             # A is A0 and B is B0, so both differences are zero.
-            a[layer, :, 0 : 2 * rank : 2] = part.a
-            b[layer, 1 : 2 * rank : 2] = part.b
+            a[layer, :, 0 : 2 * rank : 2] = part.a / root
+            b[layer, 1 : 2 * rank : 2] = part.b / root
         adapter[module] = Factors(a, b)
     return with_scales(spec, adapter, targets)
 
 
 def _part_of(
     initialisation: str,
-    weight: Float[np.ndarray, "n k"],
+    base: BaseTensors | None,
+    name: str,
     rank: int,
-    scale: float,
     rng: np.random.Generator,
 ) -> Factors:
+    """The part of a weight with which the factors begin, but for the scale of PiSSA's product."""
+    weight = base_values(base, name)
     if initialisation == "olora":
         return orthonormal_part(weight, rank)
     if initialisation == "pissa":
-        return principal_part(weight, rank, scale)
+        return remembered(base, (name, rank), lambda: principal_part(weight, rank))
     iterations = int(initialisation.removeprefix("pissa_niter_"))
-    return approximate_principal_part(weight, rank, scale, iterations, rng)
+    return approximate_principal_part(weight, rank, iterations, rng)
 
 
 def _as_lora(spec: LoRA) -> LoRA:

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
 
-def principal_part(weight: Float[np.ndarray, "n k"], rank: int, scale: float) -> Factors:
-    """The factors of PiSSA (Meng et al. 2024, Eq. 2 and 3): `scale · a b` is the part of the
-    transposed weight that belongs to its largest singular values.
+def principal_part(weight: Float[np.ndarray, "n k"], rank: int) -> Factors:
+    """The factors of PiSSA (Meng et al. 2024, Eq. 2 and 3): their product is the part of the
+    transposed weight that belongs to its largest singular values, which both factors share.
 
     The singular vectors are eigenvectors of the smaller one of W Wᵀ and Wᵀ W, of which only the
     wanted ones are computed. That takes a small part of the time of a whole decomposition.
@@ -20,7 +20,6 @@ def principal_part(weight: Float[np.ndarray, "n k"], rank: int, scale: float) ->
     Args:
       weight: the weight W.
       rank: number r of singular values, at most the smaller one of n and k.
-      scale: the factor of the product, positive.
 
     Returns:
       a [k, r] and b [r, n], by descending singular values.
@@ -35,13 +34,12 @@ def principal_part(weight: Float[np.ndarray, "n k"], rank: int, scale: float) ->
     left, values = left[:, ::-1], np.sqrt(np.maximum(squares[::-1], 0))
     right = wide.T @ left
     right /= np.where(values > 0, values, 1)
-    return _shared_out(*((right, left) if is_tall else (left, right)), values, scale)
+    return _shared_out(*((right, left) if is_tall else (left, right)), values)
 
 
 def approximate_principal_part(
     weight: Float[np.ndarray, "n k"],
     rank: int,
-    scale: float,
     iterations: int,
     rng: np.random.Generator,
 ) -> Factors:
@@ -49,7 +47,7 @@ def approximate_principal_part(
     as `torch.svd_lowrank` computes it.
 
     Args:
-      weight, rank, scale: as for `principal_part`.
+      weight, rank: as for `principal_part`.
       iterations: number of power iterations.
       rng: draws the first vectors.
     """
@@ -61,7 +59,7 @@ def approximate_principal_part(
         basis, _ = np.linalg.qr(tall @ basis)
     left, values, right = np.linalg.svd(basis.T @ tall, full_matrices=False)
     left, right = basis @ left, right.T
-    return _shared_out(*((left, right) if is_tall else (right, left)), values, scale)
+    return _shared_out(*((left, right) if is_tall else (right, left)), values)
 
 
 def orthonormal_part(weight: Float[np.ndarray, "n k"], rank: int) -> Factors:
@@ -85,10 +83,9 @@ def _shared_out(
     left: Float[np.ndarray, "n r"],
     right: Float[np.ndarray, "k r"],
     values: Float[np.ndarray, " r"],
-    scale: float,
 ) -> Factors:
     """The factors that share out singular values equally. The signs of vectors are arbitrary; here
     the largest entry of a left one is positive, so that they are the same on all machines."""
     largest = np.take_along_axis(left, np.abs(left).argmax(axis=0)[None], axis=0)
-    share = np.where(largest < 0, -1, 1) * np.sqrt(values / scale)
+    share = np.where(largest < 0, -1, 1) * np.sqrt(values)
     return Factors(right * share, (left * share).T)
