@@ -119,7 +119,8 @@ class LoRA:
     @property
     def begins_at_weight(self) -> bool:
         """Whether the initial factors are parts of the adapted weights."""
-        return begins_at_weight(self.initialisation)
+        is_approximate = re.fullmatch(_PISSA_NITER, self.initialisation) is not None
+        return is_approximate or self.initialisation in _FROM_WEIGHTS
 
     @property
     def scale(self) -> float:
@@ -131,16 +132,6 @@ class LoRA:
     def largest_rank(self) -> int:
         """The largest rank that a linear may have."""
         return max((self.rank, *dict(self.rank_pattern).values()))
-
-
-def begins_at_weight(initialisation: str) -> bool:
-    """Whether initial factors are parts of the adapted weights.
-
-    Args:
-      initialisation: as in `LoRA`.
-    """
-    is_approximate = re.fullmatch(_PISSA_NITER, initialisation) is not None
-    return initialisation in _FROM_WEIGHTS or is_approximate
 
 
 def _scale(spec: LoRA, rank: int, alpha: float) -> float:

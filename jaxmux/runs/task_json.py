@@ -82,8 +82,8 @@ def task_from_fields(
     task = _Reader(where, limits).specification(Task, fields)
     if (rank := kind_of(task.adapter).rank(task.adapter)) > limits.rank:
         raise TaskError(
-            f"{where}: adapter: rank should be at most {limits.rank}, but its arrays have rank "
-            f"{rank} with initialisation {task.adapter.initialisation!r}"
+            f"{where}: adapter: its arrays would have rank {rank}, and at most {limits.rank} is "
+            "permitted"
         )
     if name not in (None, task.name):
         raise TaskError(

@@ -221,7 +221,12 @@ def test_virtual_tokens_are_computed_but_belong_to_no_sample(tasks, together):
 
 
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ({"lora", "prompt"}, {"ia3-inputs", "vera"}, {"ln", "dora"}, {"houlsby", "entries"}):
+    for bad in (
+        {"lora", "prompt"},
+        {"ia3-inputs", "vera"},
+        {"ln", "dora", "pissa"},
+        {"houlsby", "entries"},
+    ):
         broken = {
             name: dataclasses.replace(
                 tasks[name],
