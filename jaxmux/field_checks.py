@@ -9,6 +9,7 @@ bool is not a number, and a string is neither a number nor a bool.
 import dataclasses
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -190,19 +191,30 @@ def numbers_by_name(default: Any = (), *, rule: Any) -> Any:
     return _field(default, f"a mapping from names to {of_number.expected}", accept, schema)
 
 
-def choice(default: Any, known: Sequence[str | None]) -> Any:
+def choice(default: Any, known: Sequence[str | None], pattern: str = "", in_words: str = "") -> Any:
     """A field that holds one of several strings.
 
     Args:
       default: the field's default value.
       known: the permitted values.
+      pattern: regular expression of further permitted values, which match it as a whole; empty if
+        there are none.
+      in_words: these values as error messages name them.
     """
 
     def accept(value: Any) -> Any:
-        return value if isinstance(value, str | None) and value in known else _REFUSED
+        is_known = isinstance(value, str | None) and value in known
+        if not is_known and pattern and isinstance(value, str):
+            is_known = re.fullmatch(pattern, value) is not None
+        return value if is_known else _REFUSED
 
-    schema = {"enum": list(known)}
-    return _field(default, f"one of {', '.join(map(repr, known))}", accept, schema)
+    expected = f"one of {', '.join(map(repr, known))}"
+    if not pattern:
+        return _field(default, expected, accept, {"enum": list(known)})
+    expected = f"{expected}, {in_words}"
+    whole = f"^(?:{'|'.join([*map(re.escape, filter(None, known)), pattern])})$"
+    schema = {"type": "string", "pattern": whole, "$comment": expected}
+    return _field(default, expected, accept, schema)
 
 
 def check_fields(specification: Any, error: Callable[[str], Exception] = ValueError) -> None:

@@ -90,6 +90,7 @@ class Mix(NamedTuple):
 
 MIXES = (
     Mix("LoRA with patterns", LoRA(16, rank_pattern={"q_proj": 8})),
+    Mix("OLoRA", LoRA(16, initialisation="olora")),
     Mix("DoRA", DoRA()),
     Mix("IA3", IA3()),
     Mix("LN-tuning", LNTuning()),

@@ -345,9 +345,11 @@ def _saved_adapter(
     saved, adapter = import_adapter(task.resume_from, config, base_fingerprint, base)
     kind = kind_of(task.adapter)
     if kind_of(saved) is not kind:
+        # Kinds with one class of specifications differ in fields of it.
+        hint = f"; what it holds is {saved}" if type(saved) is type(task.adapter) else ""
         raise AdapterError(
             f"{task.resume_from}: holds an adapter of the kind {kind_of(saved).name!r}, the task "
-            f"asks for {kind.name!r}"
+            f"asks for {kind.name!r}{hint}"
         )
     for field in kind.identity:
         found, wanted = getattr(saved, field), getattr(task.adapter, field)

@@ -16,6 +16,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 
 from .compile import TrainingStep, compile_accumulate, forward_options
 from .engine_options import EngineOptions
+from .paired_ranks import slots_with_pairs
 from .programs import evaluate
 from .renewal import compile_renewal
 from .rounds import empty_microbatch, slot_table
@@ -88,11 +89,12 @@ class ProgramsOfShapes:
         """Compiles the update of the tasks with one kind of optimizer."""
         leaves, slots = len(named_leaves(self.layout.tree.accumulators)), self.pool.slots
         rates = np.zeros((leaves, self._backbone.config.num_layers, slots), np.float32)
-        none = np.zeros(slots, np.float32)
+        none, paired = np.zeros(slots, np.float32), slots_with_pairs(self.layout, {})
         if has_foreign_gradients(self.layout):
-            without_foreign.lower(self.layout, self._state, none > 0, rates > 0).compile()
+            own = none > 0, rates > 0, paired
+            without_foreign.lower(self.layout, self._state, *own).compile()
         hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
-        arguments = self._state, no_stats(slots), none > 0, rates, hyper
+        arguments = self._state, no_stats(slots), none > 0, rates, hyper, paired
         update_kind.lower(kind, self.layout, *arguments).compile()
 
     def compile_slots(self, before: Layout) -> None:

@@ -19,6 +19,7 @@ from .computed_tokens import Computed
 from .engine_options import EngineOptions
 from .executor import Executor
 from .held_out import HeldOut
+from .paired_ranks import slots_with_pairs
 from .progress import TaskEvaluation, TaskUpdate
 from .renewal import slots_to_renew
 from .results import DispatchedTurns, DispatchedUpdate, Results
@@ -287,7 +288,8 @@ class RoundLoop:
             self._learning_rates[slots] = rates
         numbers = own.rates(rates), own.hyperparameters, own.members, own.own_leaves()
         kinds = {number: own[number].kind.adapter for number in np.flatnonzero(due).tolist()}
-        return DueUpdates(due, *numbers, slots_to_renew(own.layout, kinds))
+        of_kinds = slots_to_renew(own.layout, kinds), slots_with_pairs(own.layout, kinds)
+        return DueUpdates(due, *numbers, *of_kinds)
 
     def _begin_again(self) -> None:
         """Plans the round anew, from its first microbatch, after the device ran out of memory."""

@@ -20,6 +20,13 @@ from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
 from jaxmux.sharding import StageMesh
 
+from .paired_ranks import (
+    Paired,
+    directions_of_pairs,
+    gradients_of_pairs,
+    parameters_of_pairs,
+    slots_with_pairs,
+)
 from .renewal import renewed, renewed_part, slots_to_renew
 from .stored_state import StoredState, with_copies
 from .train_state import TrainState, optax_parts, optax_state, replace_moments
@@ -62,6 +69,7 @@ class DueUpdates(NamedTuple):
         nothing. None if there is only LoRA, where these gradients are zero.
       renewed: by adapter kind with arrays that follow from trained ones, int32 [T]: the numbers of
         the slots whose arrays are renewed, from `slots_to_renew`.
+      paired: from `slots_with_pairs`, the slots whose low-rank factors have pairs of ranks.
     """
 
     due: Bool[np.ndarray, " T"]
@@ -70,6 +78,7 @@ class DueUpdates(NamedTuple):
     members: SlotsByOptimizer
     own: Bool[np.ndarray, "leaves L T"] | None = None
     renewed: Mapping[str, Int[np.ndarray, " T"]] = MappingProxyType({})
+    paired: Bool[np.ndarray, " T"] | None = None
 
     def by_kind(
         self, every: bool = False
@@ -107,8 +116,8 @@ def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpd
     }
     rates = np.zeros((len(jax.tree.leaves(layout.tree.accumulators)), layers, slots), np.float32)
     members = dict.fromkeys(optimizers, none)
-    renewed = slots_to_renew(layout, {})
-    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0, renewed)
+    of_kinds = slots_to_renew(layout, {}), slots_with_pairs(layout, {})
+    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0, *of_kinds)
 
 
 def no_stats(slots: int) -> UpdateStats:
@@ -144,9 +153,10 @@ def update(
     """
     stats = no_stats(len(updates.due))
     if _drops_foreign(layout, updates) and (warm or updates.due.any()):
-        state = without_foreign(layout, state, updates.due, updates.own)
+        state = without_foreign(layout, state, updates.due, updates.own, updates.paired)
     for kind, due, hyper in updates.by_kind(every=warm):
-        state, stats = update_kind(kind, layout, state, stats, due, updates.rates, hyper)
+        numbers = updates.rates, hyper, updates.paired
+        state, stats = update_kind(kind, layout, state, stats, due, *numbers)
     if updates.renewed and (warm or updates.due.any()):
         state = renewed(state, layers, updates.renewed, stats.applied)
     return state, stats
@@ -186,21 +196,21 @@ def update_parts(
         stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
         if _drops_foreign(stored.layouts[i], updates):
             own = updates.own[:, stored.parts[i].slice]
-            arguments = stored.layouts[i], stored.states[i], updates.due, own
+            arguments = stored.layouts[i], stored.states[i], updates.due, own, updates.paired
             stored.states[i] = homes[i].run(without_foreign, *arguments)
     for kind, due, hyper in updates.by_kind(every=warm):
         own = [(homes[i], stored.summed[i], stored.states[i]) for i in parts]
         squares = [home.run(_stage_squares, home, *rest) for home, *rest in own]
         norm = last.run(_norm, gather([each for each, _ in squares]))
-        norms = scatter(norm)
-        finite = [
-            homes[i].run(_stage_finite, kind, *own[i], rates[i], hyper, norms[i]) for i in parts
+        numbers = [
+            (rate, hyper, updates.paired, norm)
+            for rate, norm in zip(rates, scatter(norm), strict=True)
         ]
+        finite = [homes[i].run(_stage_finite, kind, *own[i], *numbers[i]) for i in parts]
         stats = last.run(_decide, stats, due, squares[-1][1], norm, gather(finite))
         applied = scatter(stats.applied)
         stored.states = [
-            homes[i].run(_stage_apply, kind, *own[i], due, applied[i], rates[i], hyper, norms[i])
-            for i in parts
+            homes[i].run(_stage_apply, kind, *own[i], due, applied[i], *numbers[i]) for i in parts
         ]
     if updates.renewed and (warm or updates.due.any()):
         for i, applied in enumerate(scatter(stats.applied)):
@@ -229,14 +239,16 @@ def without_foreign(
     state: TrainState,
     due: Bool[Array, " T"],
     own: Bool[Array, "leaves L T"],
+    paired: Paired = None,
 ) -> TrainState:
-    """The state with zeros in place of the gradients that do not belong to the tasks of due slots.
+    """The state with the gradients of what the tasks of due slots train: zeros in place of those
+    that do not belong to them, and of pairs of ranks the gradients of both parameters.
 
     Args:
       layout: the description of the state.
       state: the state; donated.
       due: the slots.
-      own: as in `DueUpdates`.
+      own, paired: as in `DueUpdates`.
     """
     specs, structure = jax.tree.flatten(layout.tree.accumulators)
     leaves = []
@@ -247,7 +259,11 @@ def without_foreign(
         if "layer" in spec.axes:
             shape[spec.axes.index("layer")] = len(mask)
         leaves.append(jnp.where(foreign.reshape(shape), 0, leaf))
-    return state._replace(accumulators=jax.tree.unflatten(structure, leaves))
+    gradients = jax.tree.unflatten(structure, leaves)
+    due_pairs = None if paired is None else due & paired
+    return state._replace(
+        accumulators=gradients_of_pairs(layout.tree.accumulators, gradients, due_pairs)
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -259,6 +275,7 @@ def update_kind(
     due: Bool[Array, " T"],
     rates: Float[Array, "leaves L T"],
     hyper: Mapping[str, Float[Array, " T"]],
+    paired: Paired = None,
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
     norm = _norm([layer_squares(layout, state.accumulators)])
@@ -266,10 +283,10 @@ def update_kind(
     # costs less memory traffic than storing it in between. The barrier keeps XLA from merging the
     # two computations.
     finite = _finite_candidates(
-        kind, layout, state, rates, jax.lax.optimization_barrier(hyper), norm
+        kind, layout, state, rates, jax.lax.optimization_barrier(hyper), paired, norm
     )
     stats = _decide(stats, due, state.loss, norm, [finite])
-    return _apply(kind, layout, state, due, stats.applied, rates, hyper, norm), stats
+    return _apply(kind, layout, state, due, stats.applied, rates, hyper, paired, norm), stats
 
 
 @partial(jax.jit, static_argnums=0)
@@ -310,10 +327,10 @@ def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _finite_candidates(kind, layout, state, rates, hyper, norm) -> Bool[Array, " T"]:
+def _finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
     """Whether all new parameters of a slot would be finite."""
     specs = layout.tree.accumulators
-    candidates, _ = _candidates(kind, layout, state, rates, hyper, norm)
+    candidates, _ = _candidates(kind, layout, state, rates, hyper, paired, norm)
     finite = jax.tree.map(jnp.isfinite, candidates)
 
     def rows(spec: LeafSpec, x: Array) -> Bool[Array, "T _"]:
@@ -337,7 +354,7 @@ def _decide(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _apply(kind, layout, state, due, applied, rates, hyper, norm) -> TrainState:
+def _apply(kind, layout, state, due, applied, rates, hyper, paired, norm) -> TrainState:
     """The state with the new values of the applied slots, and without the gradients of those that
     were due."""
     specs: TrainState = layout.tree
@@ -349,7 +366,7 @@ def _apply(kind, layout, state, due, applied, rates, hyper, norm) -> TrainState:
     adapters, optimizer = jax.tree.map(
         keep_or_replace,
         (specs.accumulators, optax_state(kind, specs.moments, specs.count)),
-        _candidates(kind, layout, state, rates, hyper, norm),
+        _candidates(kind, layout, state, rates, hyper, paired, norm),
         (trained(specs.adapters, state.adapters), optax_state(kind, state.moments, state.count)),
     )
     cleared = state._replace(
@@ -364,7 +381,7 @@ def _apply(kind, layout, state, due, applied, rates, hyper, norm) -> TrainState:
     return replace_moments(cleared, *optax_parts(kind, optimizer))
 
 
-def _candidates(kind, layout, state, rates, hyper, norm) -> tuple[Any, Any]:
+def _candidates(kind, layout, state, rates, hyper, paired, norm) -> tuple[Any, Any]:
     """The new parameters and optimizer states of all slots, as if all were due."""
     specs: TrainState = layout.tree
     own_specs = jax.tree.map(LeafSpec.of_slot, specs.accumulators)
@@ -374,28 +391,31 @@ def _candidates(kind, layout, state, rates, hyper, norm) -> tuple[Any, Any]:
     )
     update_slots = jax.vmap(
         partial(_update_slot, kind, own_specs),
-        in_axes=(axes, axes, optimizer_axes, -1, 0, 0),
+        in_axes=(axes, axes, optimizer_axes, -1, 0, 0, 0),
         out_axes=(axes, optimizer_axes),
     )
     adapters = trained(specs.adapters, state.adapters)
     optimizer = optax_state(kind, state.moments, state.count)
-    return update_slots(adapters, state.accumulators, optimizer, rates, hyper, norm)
+    return update_slots(adapters, state.accumulators, optimizer, rates, hyper, paired, norm)
 
 
 def _update_slot(
-    kind: str, specs: Any, params: Any, gradients: Any, optimizer: Any, rates, hyper, norm
+    kind: str, specs: Any, params: Any, gradients: Any, optimizer: Any, rates, hyper, paired, norm
 ) -> tuple[Any, Any]:
     """The new parameters and optimizer state of one slot.
 
     Args:
       specs: tree of `LeafSpec` of the slot's trained leaves.
       rates: float32 [leaves, L].
+      paired: whether the slot's low-rank factors have pairs of ranks; None if no slot's do.
       norm: global norm of the gradient.
     """
     clip = jnp.minimum(1.0, hyper["clip_norm"] / (norm + 1e-6))
     gradients = jax.tree.map(lambda g: clip * g, gradients)
     transform = optimizer_class(kind).transform(hyper)
-    direction, optimizer = transform.update(gradients, optimizer, params)
+    seen = parameters_of_pairs(specs, params, paired)
+    direction, optimizer = transform.update(gradients, optimizer, seen)
+    direction = directions_of_pairs(specs, direction, paired)
 
     def descend(spec: LeafSpec, param: Array, direction: Array, rate: Float[Array, " L"]) -> Array:
         if "layer" not in spec.axes:
@@ -504,7 +524,7 @@ def _stage_squares(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _stage_finite(
-    kind: str, home: StageMesh, summed: Layout, state: TrainState, rates, hyper, norm
+    kind: str, home: StageMesh, summed: Layout, state: TrainState, rates, hyper, paired, norm
 ) -> Bool[Array, " T"]:
     """`_finite_candidates` of a stage."""
 
@@ -514,16 +534,16 @@ def _stage_finite(
             return finite
         return jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
 
-    return _per_device(on_device, home, summed, state, rates, hyper, norm, out_specs=P())
+    return _per_device(on_device, home, summed, state, rates, hyper, paired, norm, out_specs=P())
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _stage_apply(
-    kind: str, home: StageMesh, summed: Layout, state: TrainState, due, applied, rates, hyper, norm
+    kind: str, home: StageMesh, summed: Layout, state: TrainState, due, applied, *numbers: Any
 ) -> TrainState:
     """`_apply` for a stage."""
 
-    numbers = due, applied, rates, hyper, norm
+    numbers = due, applied, *numbers
     return _new_state(partial(_apply, kind, summed), home, summed, state, *numbers)
 
 

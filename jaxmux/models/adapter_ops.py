@@ -55,10 +55,15 @@ class AdapterOp:
         slot of every chunk as `CHUNK_SLOT`.
       low_rank: whether adapters have low-rank factors besides the kind's own arrays. The scale of
         a linear's product is then one of these, `SCALE`.
+      paired_ranks: whether ranks 2i and 2i + 1 of the low-rank factors belong together. They are
+        then A and A - A0 in the first factor, and B - B0 and B0 in the second one, for trained A
+        and B and constants A0 and B0, so that the product is A B - A0 B0, without the rounding
+        errors of two large products. The rank is even.
     """
 
     of_slots: frozenset[str] = frozenset()
     low_rank: bool = False
+    paired_ranks: bool = False
 
     def embedding_output(
         self, own: Any, x: Float[Array, "chunks l d"], tokens: Int[Array, "chunks l"]

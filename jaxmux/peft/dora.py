@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmux.field_checks import choice
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -17,7 +18,13 @@ from jaxmux.planner.costs.pool_spec import PointWork
 from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values, changed_weights
 from .leaves import LeafSpec
-from .lora import LoRA, initial_adapter, lora_targets, relative_rates
+from .lora import (
+    RANDOM_INITIALISATIONS,
+    LoRA,
+    initial_adapter,
+    lora_targets,
+    relative_rates,
+)
 from .lora_pattern import factors_of, scale_leaf, scales_of
 from .peft_tensors import layer_tensors, stacked, take_layers
 from .targets import LayerMask, full_name
@@ -41,11 +48,22 @@ class DoRA(LoRA):
     frozen product has none; PEFT drops features there too, where m / c is not 1. Both have the same
     mean.
 
-    The fields are those of `LoRA`. The learning rate of m is that of B.
+    The fields are those of `LoRA`. The learning rate of m is that of B. Initialisations that begin
+    at the weight are refused.
 
     Raises:
       ValueError: a value is outside its range.
     """
+
+    initialisation: str = choice("kaiming", RANDOM_INITIALISATIONS)
+
+    def __post_init__(self):
+        if isinstance(self.initialisation, str) and self.begins_at_weight:
+            raise ValueError(
+                f"initialisation {self.initialisation!r} is not supported by DoRA, whose "
+                "magnitudes begin at the norms of the whole weight; use it with LoRA"
+            )
+        super().__post_init__()
 
 
 class _Magnitude(AdapterOp):

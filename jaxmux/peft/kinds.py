@@ -20,6 +20,7 @@ from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .lora_from_weights import lora_from_weights_kind
 from .lora_pattern import has_patterns, lora_pattern_kind
 from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
@@ -40,7 +41,7 @@ _lora_kind = AdapterKind(
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
-    serves=lambda spec: not isinstance(spec, DoRA) and not has_patterns(spec),
+    serves=lambda spec: not (isinstance(spec, DoRA) or has_patterns(spec) or spec.begins_at_weight),
     merged=lora_folder.merged,
 )
 
@@ -51,6 +52,7 @@ KINDS: dict[str, AdapterKind] = {
         _lora_kind,
         dora_kind,
         lora_pattern_kind,
+        lora_from_weights_kind,
         ia3_kind,
         ln_tuning_kind,
         bottleneck_kind,
@@ -63,7 +65,9 @@ KINDS: dict[str, AdapterKind] = {
 }
 # By name of the kind, the class of its specifications; of kinds with one class, the first.
 SPECIFICATIONS: dict[str, type] = {
-    kind.name: kind.specification for kind in KINDS.values() if kind is not lora_pattern_kind
+    kind.name: kind.specification
+    for kind in KINDS.values()
+    if kind not in (lora_pattern_kind, lora_from_weights_kind)
 }
 
 

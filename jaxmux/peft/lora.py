@@ -26,7 +26,12 @@ from .kind import BaseTensors
 from .leaves import LeafSpec
 from .targets import LayerMask, full_name, resolve_targets
 
-INITIALISATIONS = ("kaiming", "gaussian", "orthogonal")
+# Initial factors that depend on the task's seed only.
+RANDOM_INITIALISATIONS = ("kaiming", "gaussian", "orthogonal")
+# Initial factors that are parts of the adapted weights; N is a number of power iterations.
+_FROM_WEIGHTS = ("pissa", "olora")
+_PISSA_NITER, _PISSA_NITER_IN_WORDS = "pissa_niter_[1-9]?[0-9]", "'pissa_niter_N' with N up to 99"
+INITIALISATIONS = (*RANDOM_INITIALISATIONS, *_FROM_WEIGHTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,15 @@ class LoRA:
       initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
         default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
         at zero. With "orthogonal", neither is zero but A B is, because the rows of A and the
-        columns of B lie in orthogonal subspaces; the rank must be even.
+        columns of B lie in orthogonal subspaces; the rank must be even. With the other ones, A and
+        B are parts of the linear's weight, and what is added to it is `scale · (A B - A0 B0)` for
+        their initial values A0 and B0, so that training begins at the backbone, which stays as it
+        is. "pissa" takes the largest singular values with their vectors (PiSSA, Meng et al. 2024),
+        "pissa_niter_N" an approximation with N power iterations, N from 0 to 99, which is faster,
+        and "olora" the first columns of the weight, made orthonormal (OLoRA, Büyükakyüz 2024).
+        Weight decay acts on A and B, as in PEFT. These adapters take the memory and time of a LoRA
+        of twice the rank, and their folders are such LoRAs. Dropout is not supported with them, and
+        alpha must be positive.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
         2024), positive. The learning rate of the task's optimizer is that of A.
       rank_pattern: ranks of linears in place of `rank`, by regular expressions as in Hugging Face
@@ -66,7 +79,7 @@ class LoRA:
     dropout: float = number(0.0, least=0, below=1)
     target_modules: str | tuple[str, ...] = names("all-linear")
     rslora: bool = flag(False)
-    initialisation: str = choice("kaiming", INITIALISATIONS)
+    initialisation: str = choice("kaiming", INITIALISATIONS, _PISSA_NITER, _PISSA_NITER_IN_WORDS)
     loraplus_ratio: float = number(1.0, above=0)
     rank_pattern: tuple[tuple[str, int], ...] = numbers_by_name(rule=integer(least=1))
     alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
@@ -86,6 +99,28 @@ class LoRA:
                     raise ValueError(
                         f"{field}: {name!r} is no valid regular expression: {e}"
                     ) from None
+        if self.begins_at_weight:
+            self._check_beginning_at_weight()
+
+    def _check_beginning_at_weight(self) -> None:
+        if self.dropout:
+            raise ValueError(
+                f"dropout should be 0 with initialisation {self.initialisation!r}, found "
+                f"{self.dropout}: it would drop features of A B, but not of the initial product, "
+                "which is taken off"
+            )
+        for alpha in (self.alpha, *dict(self.alpha_pattern).values()):
+            if alpha <= 0:
+                raise ValueError(
+                    f"alpha should be above 0 with initialisation {self.initialisation!r}, found "
+                    f"{alpha:g}"
+                )
+
+    @property
+    def begins_at_weight(self) -> bool:
+        """Whether the initial factors are parts of the adapted weights."""
+        is_approximate = re.fullmatch(_PISSA_NITER, self.initialisation) is not None
+        return is_approximate or self.initialisation in _FROM_WEIGHTS
 
     @property
     def scale(self) -> float:
@@ -193,7 +228,8 @@ def initial_adapter(
     seed: int,
     base: BaseTensors | None = None,
 ) -> Adapter:
-    """The LoRA factors with which a task (fine-tuning job) begins, whose product A B is zero.
+    """The random LoRA factors with which a task (fine-tuning job) begins, whose product A B is
+    zero.
 
     The values depend only on the arguments, so a task begins with the same factors alone and beside
     other tasks.
@@ -210,7 +246,12 @@ def initial_adapter(
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
       width k, output width n and the adapter's largest rank r. Layers that the task does not adapt,
       and ranks that a linear does not have, are zero.
+
+    Raises:
+      ValueError: the factors are not random, but parts of the adapted weights.
     """
+    if spec.begins_at_weight:
+        raise ValueError(f"factors of {spec.initialisation!r} are not drawn; use `kind_of`")
     adapter = {}
     for module, layers in targets.items():
         k, n = linear_sizes(config, module)

@@ -58,11 +58,28 @@ class _Scales(AdapterOp):
     low_rank = True
 
 
-def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+def scale_leaves(
+    config: BackboneConfig, points: Sequence[str], slots: int, rank: int
+) -> dict[str, Any]:
+    """The arrays of a kind that has nothing but scales besides factors, see `AdapterKind.leaves`.
+
+    Args:
+      config: configuration of the backbone.
+      points: the linears.
+      slots: number of slots.
+      rank: rank of the pool; not read.
+    """
     return {module: {SCALE: scale_leaf(config, slots)} for module in points}
 
 
-def _with_scales(spec: LoRA, factors: Adapter, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+def with_scales(spec: LoRA, factors: Adapter, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    """An adapter of factors and scales.
+
+    Args:
+      spec: specification of the adapter.
+      factors: its factors.
+      targets: the linears with their layers.
+    """
     return {
         module: {**factors[module]._asdict(), SCALE: scales_of(spec, module, mask)}
         for module, mask in targets.items()
@@ -76,10 +93,16 @@ def _initial(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    return _with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
+    return with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
 
 
-def _rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+def rates_by_name(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    """`lora.relative_rates` with dicts in place of `Factors`.
+
+    Args:
+      spec: specification of the adapter.
+      targets: the linears with their layers.
+    """
     return {module: own._asdict() for module, own in relative_rates(spec, targets).items()}
 
 
@@ -93,7 +116,7 @@ def _from_tensors(
     spec: LoRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
 ) -> dict[str, Any]:
     factors = lora_folder.from_tensors(spec, tensors, config, base)
-    return _with_scales(spec, factors, lora_targets(spec, config))
+    return with_scales(spec, factors, lora_targets(spec, config))
 
 
 def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
@@ -114,9 +137,9 @@ lora_pattern_kind = AdapterKind(
     LoRA,
     _Scales(),
     lora_targets,
-    _leaves,
+    scale_leaves,
     _initial,
-    _rates,
+    rates_by_name,
     lambda settings: (
         lora_folder.is_low_rank(settings)
         and not settings.get("use_dora")
@@ -128,7 +151,7 @@ lora_pattern_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
-    serves=has_patterns,
+    serves=lambda spec: has_patterns(spec) and not spec.begins_at_weight,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
 )

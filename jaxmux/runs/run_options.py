@@ -77,9 +77,9 @@ class RunOptions:
         like `LoRA.target_modules`; None for no others than those of the tasks.
       reserved_dropout: True compiles the training step with dropout, even if no task has any.
       reserved_adapters: specifications of other kinds than plain LoRA, such as
-        `Bottleneck(size=64)`, `DoRA(16)`, or a `LoRA` with a pattern of ranks or alphas. In every
-        slot there is room for adapters of these kinds, up to these sizes and at these places of the
-        backbone.
+        `Bottleneck(size=64)`, `DoRA(16)`, or a `LoRA` with a pattern or the initialisation "pissa".
+        In every slot there is room for adapters of these kinds, up to these sizes and at these
+        places of the backbone.
       checkpoint_every: number of rounds between two checkpoints.
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
       max_bad_steps: number of consecutive non-finite updates after which a task fails. The training

@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import Interrupted, first_line, ran_out_of_memory
 from jaxmux.live import LiveTraining
+from jaxmux.peft import kind_of
 from jaxmux.planner.numbers import numbered
 
 from .directory_watcher import DirectoryWatcher
@@ -74,8 +75,7 @@ def serve(
     watched, run_dir = Path(watched).absolute(), Path(run_dir).absolute()
     refuse_nested(watched, run_dir)
     console = console or ServerConsole(log_every=options.log_every)
-    # A higher rank does not fit into the pool.
-    limits = dataclasses.replace(limits, rank=min(limits.rank, options.reserved_rank))
+    limits = within_pool(limits, options)
     known = _recorded_directory(run_dir, watched)
     try:
         with StopSignals() as stop, closing(WatchedDirectory(watched, limits, known)) as directory:
@@ -212,6 +212,19 @@ def _in_thread(run: Callable[[], None]) -> Iterator[Future[None]]:
         yield future
     finally:
         thread.join()
+
+
+def within_pool(limits: TenantLimits, options: ServerOptions) -> TenantLimits:
+    """Limits without ranks that do not fit into the pool of a server.
+
+    Args:
+      limits: the limits.
+      options: the options of the server.
+    """
+    kinds = [(kind_of(own), own) for own in options.reserved_adapters]
+    ranks = [kind.rank(own) for kind, own in kinds if kind.low_rank]
+    largest = max([options.reserved_rank, *ranks])
+    return dataclasses.replace(limits, rank=min(limits.rank, largest))
 
 
 def _recorded_directory(run_dir: Path, watched: Path) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmux.peft import kind_of
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
@@ -79,6 +80,11 @@ def task_from_fields(
     """
     where = name_of_specification(name)
     task = _Reader(where, limits).specification(Task, fields)
+    if (rank := kind_of(task.adapter).rank(task.adapter)) > limits.rank:
+        raise TaskError(
+            f"{where}: adapter: its arrays would have rank {rank}, and at most {limits.rank} is "
+            "permitted"
+        )
     if name not in (None, task.name):
         raise TaskError(
             f"{where}: name should be {name!r}, as the file is called, found {task.name!r}"

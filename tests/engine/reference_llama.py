@@ -75,6 +75,14 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         if kind == "lora_pattern" and module in adapter:
             a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
             y = y + frozen[module]["scale"][layer] * (x @ a) @ b
+        if kind == "lora_from_weights" and module in adapter:
+            # Ranks 2i and 2i + 1 are A and A - A0, and B - B0 and B0, of which A and B are trained.
+            begun, scale = frozen[module], frozen[module]["scale"]
+            a, a0 = adapter[module]["a"][layer][:, ::2], begun["a"][layer][:, ::2]
+            a0 = a0 - begun["a"][layer][:, 1::2]
+            b0 = begun["b"][layer][1::2]
+            b = adapter[module]["b"][layer][::2] + b0
+            y = y + scale * ((x @ a) @ b - (x @ a0) @ b0)
         if kind == "dora" and module in adapter:
             a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
             changed = own["kernel"].values[layer] + spec.scale * a @ b

@@ -56,6 +56,16 @@ SPECS = {
         rank_pattern={r"layers\.0\.self_attn\.q_proj": 2, "o_proj": 5},
         alpha_pattern={"o_proj": 1.0},
     ),
+    "pissa": LoRA(
+        3,
+        4.0,
+        target_modules=("q_proj", "o_proj", "down_proj"),
+        initialisation="pissa",
+        loraplus_ratio=2.0,
+        rank_pattern={"o_proj": 2},
+        alpha_pattern={"down_proj": 1.0},
+    ),
+    "olora": LoRA(2, 1.0, target_modules=("q_proj", "up_proj"), initialisation="olora"),
 }
 
 # By linear, the scales of "pattern" in both layers: alpha / rank.
@@ -63,6 +73,11 @@ PATTERN_SCALES = {
     "self_attn.q_proj": (4 / 2, 4 / 3),
     "self_attn.o_proj": (1 / 5, 1 / 5),
     "mlp.up_proj": (4 / 3, 4 / 3),
+}
+# By linear, those of the adapters whose ranks are in pairs.
+PAIR_SCALES = {
+    "pissa": {"self_attn.q_proj": 4 / 3, "self_attn.o_proj": 4 / 2, "mlp.down_proj": 1 / 3},
+    "olora": {"self_attn.q_proj": 1 / 2, "mlp.up_proj": 1 / 2},
 }
 
 
@@ -132,6 +147,11 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         )
         if name == "pattern":
             frozen = {module: {"scale": own} for module, own in PATTERN_SCALES.items()}
+        if name in PAIR_SCALES:
+            frozen = {
+                module: {**params[module], "scale": scale}
+                for module, scale in PAIR_SCALES[name].items()
+            }
         given = config, backbone.weights, kind.name, spec
         function = partial(loss_of, *given, samples=batch, frozen=frozen)
         loss, gradients = jax.jit(jax.value_and_grad(lambda own: function(adapter=own)))(params)
@@ -144,7 +164,10 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     np.testing.assert_allclose(update.grad_norm, norm, rtol=1e-5)
     rates = kind.relative_rates(spec, prepared.targets)
     for path, own in named_leaves(after).items():
-        first, gradient = named_leaves(params)[path], np.asarray(named_leaves(gradients)[path])
+        first, gradient = named_leaves(params)[path], np.array(named_leaves(gradients)[path])
+        if name in PAIR_SCALES and path.endswith("/a"):
+            # A - A0 makes the steps of A.
+            gradient[..., 1::2] = gradient[..., 0::2]
         mask = named_leaves(rates)[path][: len(own)].reshape(-1, *[1] * (own.ndim - 1))
         expected = -rate * mask * gradient
         assert np.linalg.norm(expected) > 0
@@ -167,6 +190,28 @@ def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, b
         assert change > 1e-4
 
 
+@pytest.mark.parametrize("name", PAIR_SCALES)
+def test_constants_of_pairs_stay_and_have_no_moments(name, tasks, together):
+    _, arrays = together[name]
+    for module, before in tasks[name].make_adapter().items():
+        a, b = (arrays[f"adapter/{module}/{factor}"] for factor in "ab")
+        np.testing.assert_array_equal(b[:, 1::2], before["b"][:, 1::2])
+        np.testing.assert_allclose(
+            a[..., ::2] - a[..., 1::2],
+            before["a"][..., ::2] - before["a"][..., 1::2],
+            atol=1e-6,
+        )
+        for own, was in ((a, before["a"]), (b.swapaxes(1, 2), before["b"].swapaxes(1, 2))):
+            assert np.abs(own - was)[..., ::2].max() > 1e-3
+    moments = [
+        path for path in arrays if path.startswith("optimizer/") and path[-2:] in ("/a", "/b")
+    ]
+    for path in moments:
+        ranks = np.moveaxis(arrays[path], 2 if path.endswith("/a") else 1, 0)
+        assert ranks[::2].any() and not ranks[1::2].any()
+    assert len(moments) == 2 * 2 * len(PAIR_SCALES[name])
+
+
 def test_virtual_tokens_are_computed_but_belong_to_no_sample(tasks, together):
     prepared, (updates, _) = tasks["prompt"], together["prompt"]
     for step, update in enumerate(updates):
@@ -176,7 +221,12 @@ def test_virtual_tokens_are_computed_but_belong_to_no_sample(tasks, together):
 
 
 def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
-    for bad in ({"lora", "prompt"}, {"ia3-inputs", "vera"}, {"ln", "dora"}, {"houlsby", "entries"}):
+    for bad in (
+        {"lora", "prompt"},
+        {"ia3-inputs", "vera"},
+        {"ln", "dora", "pissa"},
+        {"houlsby", "entries"},
+    ):
         broken = {
             name: dataclasses.replace(
                 tasks[name],

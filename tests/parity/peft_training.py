@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from backbones import load_model
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
+from scenarios import FROM_WEIGHTS
 from torch.nn.functional import cross_entropy
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 Tensors = dict[str, torch.Tensor]
 # Samples of one forward pass. Gradients are accumulated over the forward passes of a global batch.
@@ -43,16 +44,13 @@ def train_alone(
 
     Args:
       backbone: folder of the frozen model.
-      adapter: folder of the initial adapter.
+      adapter: folder of the initial adapter; not read if PEFT makes it from the backbone.
       task: the task's specification for jaxmux; torch's optimizer is created from it.
       batches: by update, samples with their token `ids` and the mask `target`.
     """
-    # PEFT trains prompts, but not those that it has loaded.
-    prompt = PeftConfig.from_pretrained(adapter).is_prompt_learning
     base = load_model(backbone)
-    model = PeftModel.from_pretrained(base, adapter, is_trainable=not prompt).train()
-    if prompt:
-        model.prompt_encoder.requires_grad_(True)
+    begun_by_peft = task["adapter"].get("initialisation") in FROM_WEIGHTS
+    model = begin(base, task) if begun_by_peft else load(base, adapter)
     initial = adapter_tensors(model)
     optimizer = make_optimizer(model, task)
     schedule = task["optimizer"]["schedule"]
@@ -74,6 +72,31 @@ def train_alone(
         optimizer.zero_grad()
     scaling = {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
     return PeftTraining(scaling, losses, grad_norms, rates, initial, adapter_tensors(model))
+
+
+def load(base: PreTrainedModel, adapter: Path) -> PeftModel:
+    # PEFT trains prompts, but not those that it has loaded.
+    prompt = PeftConfig.from_pretrained(adapter).is_prompt_learning
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=not prompt).train()
+    if prompt:
+        model.prompt_encoder.requires_grad_(True)
+    return model
+
+
+def begin(base: PreTrainedModel, task: dict[str, Any]) -> PeftModel:
+    """Lets PEFT make the initial LoRA of a task from the backbone, which it changes."""
+    own = task["adapter"]
+    config = LoraConfig(
+        r=own["rank"],
+        lora_alpha=own["alpha"],
+        target_modules=own.get("target_modules", "all-linear"),
+        use_rslora=own.get("rslora", False),
+        init_lora_weights=own["initialisation"],
+        rank_pattern=own.get("rank_pattern", {}),
+        alpha_pattern=own.get("alpha_pattern", {}),
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, config).train()
 
 
 def make_optimizer(model: PeftModel, task: dict[str, Any]) -> torch.optim.Optimizer:

@@ -223,6 +223,48 @@ KIND_TASKS = [
     ),
 ]
 
+# PEFT takes the initial factors of these off the backbone; jaxmux takes them off the product.
+FROM_WEIGHTS = ("pissa", "olora")
+KIND_TASKS += [
+    _task(
+        "pissa",
+        words=(10, 25),
+        adapter={
+            "rank": 3,
+            "alpha": 6.0,
+            "initialisation": "pissa",
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"down_proj": 1.5},
+        },
+        optimizer=_adamw(1e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    _task(
+        "olora",
+        words=(5, 10),
+        adapter={
+            "rank": 4,
+            "alpha": 2.0,
+            "rslora": True,
+            "initialisation": "olora",
+            "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+        },
+        optimizer={
+            "kind": "sgd",
+            "learning_rate": 0.02,
+            "momentum": 0.9,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5,
+            "schedule": {"kind": "linear", "warmup_steps": 2},
+        },
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
+]
+
 
 def make_backbone(name: str, folder: Path, shared: str | None) -> None:
     """Writes a checkpoint with a tokenizer into `folder`.

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+from jaxmux.peft import DoRA, LoRA, initial_adapter, kind_of, resolve_targets
 
 
 def initial(spec: LoRA, config, seed=0):
@@ -34,12 +34,23 @@ def test_a_list_of_targets_becomes_a_tuple():
         ({"dropout": -0.1}, "dropout .* found -0.1"),
         ({"dropout": math.nan}, "dropout .* found nan"),
         (
-            {"initialisation": "pissa"},
-            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', found 'pissa'",
+            {"initialisation": "loftq"},
+            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', 'pissa', "
+            "'olora', 'pissa_niter_N' with N up to 99, found 'loftq'",
         ),
         (
             {"initialisation": "orthogonal", "rank": 5},
             "rank should be even with orthogonal initialisation, found 5",
+        ),
+        ({"initialisation": "pissa_niter_100"}, "N up to 99, found 'pissa_niter_100'"),
+        ({"initialisation": "pissa_niter_"}, "N up to 99, found 'pissa_niter_'"),
+        (
+            {"initialisation": "pissa_niter_0", "dropout": 0.1},
+            "dropout should be 0 with initialisation 'pissa_niter_0', found 0.1: it would drop",
+        ),
+        (
+            {"initialisation": "olora", "alpha_pattern": {"q_proj": 0}},
+            "alpha should be above 0 with initialisation 'olora', found 0",
         ),
         ({"loraplus_ratio": 0}, "loraplus_ratio should be a number above 0, found 0"),
         ({"alpha": math.nan}, "alpha"),
@@ -50,6 +61,24 @@ def test_a_list_of_targets_becomes_a_tuple():
 def test_values_out_of_range_are_named(values, problem):
     with pytest.raises(ValueError, match=problem):
         LoRA(**values)
+
+
+@pytest.mark.parametrize("initialisation", ["pissa", "pissa_niter_16", "olora"])
+def test_parts_of_weights_are_another_kind_of_lora(initialisation, config):
+    spec = LoRA(8, initialisation=initialisation, rank_pattern={"q_proj": 9})
+    kind = kind_of(spec)
+    assert kind.name == "lora_from_weights" and kind.rank(spec) == 18
+    with pytest.raises(ValueError, match="'pissa.*|'olora' are not drawn"):
+        initial(spec, config)
+    with pytest.raises(ValueError, match="weights of the backbone are needed"):
+        kind.initial(spec, kind.targets(spec, config), config, 0, None)
+    wide = LoRA(11, target_modules=("q_proj", "k_proj"), initialisation=initialisation)
+    with pytest.raises(
+        ValueError, match=r"rank is 11, but .*k_proj is at most its smaller width, 10"
+    ):
+        kind.targets(wide, config)
+    with pytest.raises(ValueError, match=f"{initialisation}' is not supported by DoRA, whose"):
+        DoRA(initialisation=initialisation)
 
 
 def test_b_begins_at_zero_and_shapes_are_true_rank(config):

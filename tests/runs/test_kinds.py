@@ -51,6 +51,7 @@ from jaxmux.peft import (
     AdapterError,
     AdapterKind,
     LeafSpec,
+    kind_of,
     ops_of,
     register_kind,
     scale_of,
@@ -77,9 +78,33 @@ SPECS = {
     "prompt": PromptTuning(5, start_text="red apple"),
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
+    "pissa": LoRA(2, 4.0, target_modules=("q_proj", "v_proj"), initialisation="pissa_niter_4"),
+    "olora": LoRA(
+        3,
+        2.0,
+        target_modules=("o_proj", "down_proj"),
+        rslora=True,
+        initialisation="olora",
+        rank_pattern={"o_proj": 2},
+        alpha_pattern={"o_proj": 1.0},
+    ),
+}
+# Of adapters that begin at parts of the weights, folders hold LoRAs of twice the rank and the same
+# scale.
+FOLDERS = SPECS | {
+    "pissa": LoRA(4, 8.0, target_modules=("q_proj", "v_proj")),
+    "olora": LoRA(
+        6,
+        2.0 * 2**0.5,
+        target_modules=("o_proj", "down_proj"),
+        rslora=True,
+        rank_pattern={"o_proj": 4},
+        alpha_pattern={"o_proj": 2**0.5},
+    ),
 }
 # Those that can be merged into the backbone.
 MERGED = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
+MERGED += ("pissa", "olora")
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
     "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
@@ -94,6 +119,8 @@ SETTINGS = {
     "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
     "tokens": ("adapter_model.safetensors", "token_indices", list(TOKENS)),
     "pattern": ("adapter_model.safetensors", "rank_pattern", {"q_proj": 2}),
+    "pissa": ("adapter_model.safetensors", "init_lora_weights", True),
+    "olora": ("adapter_model.safetensors", "use_rslora", True),
 }
 
 
@@ -146,10 +173,11 @@ def test_the_folder_is_that_of_the_kind(name, trained, model, base):
     assert (folder / weights).is_file()
     assert json.loads((folder / "adapter_config.json").read_text())[key] == value
     spec, adapter = import_adapter(folder, model.config, base=base)
-    kind = KINDS[next(k for k, cls in SPECIFICATIONS.items() if isinstance(spec, cls))]
-    assert kind.targets(spec, model.config).keys() == kind.targets(SPECS[name], model.config).keys()
+    kind, wanted = kind_of(spec), FOLDERS[name]
+    assert kind is kind_of(wanted)
+    assert kind.targets(spec, model.config).keys() == kind.targets(wanted, model.config).keys()
     for field in kind.identity:
-        assert getattr(spec, field) == getattr(SPECS[name], field)
+        assert getattr(spec, field) == getattr(wanted, field)
     assert any(np.ptp(x) > 0 for x in jax.tree.leaves(adapter))
 
 
@@ -164,10 +192,10 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "dora", "pattern", "houlsby"):
+    for name in ("ia3", "ln", "dora", "pattern", "pissa", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
-            adapter=SPECS[name],
+            adapter=FOLDERS[name],
         )
         summary = train(tmp_path / name, task)
         before = json.loads((trained / "summary.json").read_text())["tasks"][name]
@@ -180,6 +208,11 @@ def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
     )
     with pytest.raises(ValueError, match="virtual_tokens is 5, the task asks for 6"):
         train(tmp_path / "prompt", prompt)
+    pissa = dataclasses.replace(
+        task, adapter=SPECS["pissa"], resume_from=str(trained / "adapters" / "pissa")
+    )
+    with pytest.raises(ValueError, match=r"'lora_from_weights'; what it holds is LoRA\(rank=4, "):
+        train(tmp_path / "pairs", pissa)
     lora = dataclasses.replace(task, adapter=LoRA(2))
     with pytest.raises(ValueError, match="of the kind 'bottleneck', the task asks for 'lora'"):
         train(tmp_path / "lora", lora)
@@ -515,6 +548,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="prompt_tuning", start_text=text.start_text) == text
     assert task(kind="prompt_tuning", start_tokens=[3, 3]) == PromptTuning(start_tokens=(3, 3))
     assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
+    niter = {"rank": 128, "initialisation": "pissa_niter_16"}
+    assert task(kind="lora", **niter) == LoRA(**niter)
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
@@ -530,6 +565,9 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         ({"kind": "trained_tokens", "indices": list(range(257))}, "of at most 256 entries"),
         ({"kind": "trained_tokens", "indices": [3, 3]}, "a list of different ids"),
         ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
+        ({"kind": "lora", **niter, "rank": 129}, "arrays would have rank 258, and at most 256"),
+        ({"kind": "lora", "initialisation": "pissa_niter_1e6"}, "initialisation should be one of"),
+        ({"kind": "dora", "initialisation": "olora"}, "initialisation should be one of"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
@@ -559,6 +597,7 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             Bottleneck(size=4),
             DoRA(3, target_modules="q_proj"),
             LoRA(2, target_modules="q_proj", alpha_pattern={"q_proj": 1}),
+            LoRA(2, target_modules="q_proj", initialisation="pissa"),
         ],
     )
     with tuning_server(backbone, tmp_path / "server", options) as server:
@@ -571,6 +610,8 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ("dora", DoRA(3, target_modules="q_proj")),
             ("other-dora", DoRA(2, target_modules="v_proj")),
             ("pattern", LoRA(2, target_modules="q_proj", rank_pattern={"layers.0.*": 1})),
+            ("olora", LoRA(2, target_modules="q_proj", initialisation="olora")),
+            ("wide", LoRA(3, target_modules="q_proj", initialisation="olora")),
         ):
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
@@ -578,13 +619,15 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    assert {found[name] for name in ("ia3", "fits", "dora", "pattern")} == {("succeeded", None)}
+    for name in ("ia3", "fits", "dora", "pattern", "olora"):
+        assert found[name] == ("succeeded", None)
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
         "large": "its adapter has size 5, the pool's is 4",
         "houlsby": "its adapter has self_attn",
         "ln": "its adapter has the kind 'ln_tuning'",
         "other-dora": "v_proj, for which the pool has no arrays",
+        "wide": "its rank is 6, the pool's is 4",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
     for bad in (LoRA(), "ia3"):

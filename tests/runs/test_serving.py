@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from jaxmux import (
+    DoRA,
     Engine,
     Interrupted,
     LoRA,
@@ -34,7 +35,7 @@ from jaxmux.package_files import resolve_path
 from jaxmux.runs import ServerOptions, TenantLimits, serve
 from jaxmux.runs.intake import Intake
 from jaxmux.runs.server_console import ServerConsole
-from jaxmux.runs.serving import with_fewer_places
+from jaxmux.runs.serving import with_fewer_places, within_pool
 from jaxmux.runs.status_file import Shown
 from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
 
@@ -495,3 +496,11 @@ def test_the_shipped_config_serves_the_demo():
     gin_bindings.parse([resolve_path(DEMO_SERVER_CONFIG)], [])
     config, _ = gin_bindings.serve_config()
     assert config.backbone == "jaxmux:demo/base"
+
+
+def test_tenants_may_ask_for_the_ranks_of_the_pool():
+    pissa = LoRA(12, initialisation="pissa")
+    for adapters, rank in (((), 16), ((DoRA(8),), 16), ((DoRA(20), pissa), 24), ((pissa,), 24)):
+        options = ServerOptions(**RUN, reserved_rank=16, reserved_adapters=adapters)
+        assert within_pool(TenantLimits(), options).rank == rank
+        assert within_pool(TenantLimits(rank=5), options).rank == 5

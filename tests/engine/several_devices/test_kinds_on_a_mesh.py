@@ -36,6 +36,14 @@ SPECS = {
         rank_pattern={"q_proj": 3},
         alpha_pattern={r"layers\.3\.self_attn\.q_proj": 1.0, "o_proj": 2.0},
     ),
+    "pissa": LoRA(
+        2,
+        4.0,
+        target_modules=("q_proj", "o_proj"),
+        initialisation="pissa",
+        rank_pattern={"q_proj": 3},
+    ),
+    "olora": LoRA(2, 1.0, target_modules=("k_proj", "down_proj"), initialisation="olora"),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
