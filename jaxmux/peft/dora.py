@@ -1,13 +1,14 @@
 """DoRA: LoRA whose outputs are scaled by trained magnitudes (Liu et al. 2024)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmux.data import Sample
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -95,8 +96,9 @@ def _initial(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None,
+    samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
-    factors = initial_adapter(spec, targets, config, seed, base)
+    factors = initial_adapter(spec, targets, config, seed, base, samples)
     # The product of the factors is zero.
     norms = _of_layers(partial(_weight_norms, base), targets, config)
     return _adapter(spec, factors, targets, norms, norms)
@@ -225,4 +227,5 @@ dora_kind = AdapterKind(
     rank=lambda spec: spec.largest_rank,
     merged=_merged,
     work=_work,
+    reads_samples=True,
 )

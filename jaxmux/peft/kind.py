@@ -1,13 +1,15 @@
 """What the engine, checkpoints and commands have to know of an adapter kind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxmux.models import BackboneConfig
+from jaxmux.data import Sample
+from jaxmux.models import BackboneConfig, Calibration, calibration_of
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
@@ -83,6 +85,9 @@ class AdapterKind(NamedTuple):
       work: function (config, point, rank) that returns what a pool of this rank takes at a point,
         for the predicted times. None stands for a product with every trained value (two FLOPs), and
         for two reads and a write of the backbone's width.
+      reads_samples: whether `initial` takes a sixth argument, the samples of the task's training
+        data in the order in which they are trained first; None if they are not at hand. They are
+        drawn only as far as it iterates over them.
       virtual_tokens: function (specification) that returns how many positions the adapter fills
         before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
         op says what enters the first layer there.
@@ -93,7 +98,7 @@ class AdapterKind(NamedTuple):
     op: AdapterOp | None
     targets: Callable[[Any, BackboneConfig], Mapping[str, LayerMask]]
     leaves: Callable[[BackboneConfig, Sequence[str], int, int], Any]
-    initial: Callable[[Any, Mapping[str, LayerMask], BackboneConfig, int, BaseTensors | None], Any]
+    initial: Callable[..., Any]
     relative_rates: Callable[[Any, Mapping[str, LayerMask]], Any]
     recognise: Callable[[Mapping[str, Any]], bool]
     settings: Callable[[Any, BackboneConfig, bool], dict[str, Any]]
@@ -107,6 +112,7 @@ class AdapterKind(NamedTuple):
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
     virtual_tokens: Callable[[Any], int] = lambda specification: 0
+    reads_samples: bool = False
 
     @property
     def low_rank(self) -> bool:
@@ -203,6 +209,33 @@ def base_values(
         raise ValueError("the weights of the backbone are needed, which are not at hand (`base`)")
     tensor = base(name) if rows is None else base(name)[np.asarray(rows)]
     return np.asarray(tensor, np.float32)
+
+
+def calibrated(
+    config: BackboneConfig,
+    base: BaseTensors | None,
+    samples: Iterable[Sample] | None,
+    tokens: int,
+) -> Calibration:
+    """The backbone with the first tokens of a task's samples, for initial values that depend on
+    them.
+
+    Args:
+      config: configuration of the backbone.
+      base: function that gives the tensors of the backbone, or None.
+      samples: the samples, as for `AdapterKind.initial`.
+      tokens: number of tokens.
+
+    Raises:
+      ValueError: the backbone or the samples are not at hand, or none of the tokens counts in the
+        loss.
+    """
+    if samples is None:
+        raise ValueError(
+            "the initial values depend on the task's training data, which are not at hand "
+            "(`samples`)"
+        )
+    return calibration_of(config, partial(base_values, base), samples, tokens)
 
 
 def changed_weights(

@@ -40,8 +40,10 @@ _lora_kind = AdapterKind(
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
+    rank=lambda spec: spec.common_rank,
     serves=lambda spec: not isinstance(spec, DoRA) and not has_patterns(spec),
     merged=lora_folder.merged,
+    reads_samples=True,
 )
 
 # By name, all adapter kinds.

@@ -4,12 +4,13 @@ import dataclasses
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxmux.data import Sample
 from jaxmux.field_checks import (
     check_fields,
     choice,
@@ -22,11 +23,12 @@ from jaxmux.field_checks import (
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
-from .kind import BaseTensors
+from .eva import eva_factors
+from .kind import BaseTensors, calibrated
 from .leaves import LeafSpec
 from .targets import LayerMask, full_name, resolve_targets
 
-INITIALISATIONS = ("kaiming", "gaussian", "orthogonal")
+INITIALISATIONS = ("kaiming", "gaussian", "orthogonal", "eva")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +51,21 @@ class LoRA:
       initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
         default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
         at zero. With "orthogonal", neither is zero but A B is, because the rows of A and the
-        columns of B lie in orthogonal subspaces; the rank must be even.
+        columns of B lie in orthogonal subspaces; the rank must be even. "eva" takes for A the
+        principal components of what each linear reads at the tokens of the task's training data
+        that count in the loss, and zeros for B (EVA, Paischer et al. 2024). Linears whose
+        components explain more of the variance get more of them, others fewer. The scale stays
+        that of `rank`, and the adapter is a LoRA of the largest rank that a linear may get.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
         2024), positive. The learning rate of the task's optimizer is that of A.
       rank_pattern: ranks of linears in place of `rank`, by regular expressions as in Hugging Face
         PEFT: a mapping such as {"q_proj": 8}. An expression stands for the linears whose full names
         match it as a whole, or match it behind a dot; the first one counts.
       alpha_pattern: numerators of scales in place of `alpha`, chosen in the same way.
+      eva_rho: with "eva", a linear gets at most this many times `rank` components, at least 1.
+        All linears together get `rank` for each of them. 1 gives every linear the same rank.
+      calibration_tokens: with "eva", number of tokens of the training data that the backbone reads
+        for the components, from the samples that are trained first.
 
     Raises:
       ValueError: a value is outside its range.
@@ -70,9 +80,16 @@ class LoRA:
     loraplus_ratio: float = number(1.0, above=0)
     rank_pattern: tuple[tuple[str, int], ...] = numbers_by_name(rule=integer(least=1))
     alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
+    eva_rho: float = number(2.0, least=1)
+    calibration_tokens: int = integer(2048, least=1)
 
     def __post_init__(self):
         check_fields(self)
+        if self.initialisation == "eva" and self.rank_pattern:
+            raise ValueError(
+                "rank_pattern cannot be combined with the initialisation 'eva', which gives every "
+                "linear a rank by the task's data"
+            )
         for rank in (self.rank, *dict(self.rank_pattern).values()):
             if self.initialisation == "orthogonal" and rank % 2:
                 raise ValueError(
@@ -94,9 +111,16 @@ class LoRA:
         return _scale(self, self.rank, self.alpha)
 
     @property
+    def common_rank(self) -> int:
+        """The rank of linears that are not in `rank_pattern`: `rank`, but with "eva" the largest
+        rank that the data may give them."""
+        # Rounding errors of the product do not count.
+        return int(self.eva_rho * self.rank + 1e-9) if self.initialisation == "eva" else self.rank
+
+    @property
     def largest_rank(self) -> int:
         """The largest rank that a linear may have."""
-        return max((self.rank, *dict(self.rank_pattern).values()))
+        return max((self.common_rank, *dict(self.rank_pattern).values()))
 
 
 def _scale(spec: LoRA, rank: int, alpha: float) -> float:
@@ -114,9 +138,11 @@ def ranks_and_scales(
       layers: number of layers L.
     """
     names = [full_name(module, layer) for layer in range(layers)]
-    ranks = [matching(spec.rank_pattern, name, spec.rank) for name in names]
+    ranks = [matching(spec.rank_pattern, name, spec.common_rank) for name in names]
     alphas = [matching(spec.alpha_pattern, name, spec.alpha) for name in names]
-    scales = [_scale(spec, *pair) for pair in zip(ranks, alphas, strict=True)]
+    # With "eva", the scale is that of the rank on average.
+    of_scale = [spec.rank] * layers if spec.initialisation == "eva" else ranks
+    scales = [_scale(spec, *pair) for pair in zip(of_scale, alphas, strict=True)]
     return np.int64(ranks), np.float32(scales)
 
 
@@ -192,6 +218,7 @@ def initial_adapter(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None = None,
+    samples: Iterable[Sample] | None = None,
 ) -> Adapter:
     """The LoRA factors with which a task (fine-tuning job) begins, whose product A B is zero.
 
@@ -204,14 +231,22 @@ def initial_adapter(
         a layer, a bool mask [L] of the layers in which it is adapted.
       config: configuration of the backbone.
       seed: seed of the random values, not negative.
-      base: the tensors of the backbone, or None; not read.
+      base: the tensors of the backbone, or None; read with "eva".
+      samples: the samples of the task's training data, or None; read with "eva".
 
     Returns:
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
       width k, output width n and the adapter's largest rank r. Layers that the task does not adapt,
       and ranks that a linear does not have, are zero.
+
+    Raises:
+      ValueError: with "eva", the backbone or the samples are not at hand, or the samples are too
+        few.
     """
-    adapter = {}
+    adapter, components = {}, {}
+    if spec.initialisation == "eva":
+        calibration = calibrated(config, base, samples, spec.calibration_tokens)
+        components = eva_factors(calibration, targets, spec.rank, spec.largest_rank)
     for module, layers in targets.items():
         k, n = linear_sizes(config, module)
         a = np.zeros((config.num_layers, k, spec.largest_rank), np.float32)
@@ -225,6 +260,9 @@ def initial_adapter(
                 a[layer, :, :rank] = rng.uniform(-bound, bound, (k, rank))
             elif spec.initialisation == "gaussian":
                 a[layer, :, :rank] = rng.standard_normal((k, rank)) / rank
+            elif spec.initialisation == "eva":
+                own = components[module][int(layer)]
+                a[layer, :, : own.shape[1]] = own
             else:
                 a[layer, :, :rank], b[layer, :rank] = _orthogonal(rng, k, rank, n)
         adapter[module] = Factors(a, b)

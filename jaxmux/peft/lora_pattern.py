@@ -4,11 +4,12 @@ The fused product takes one scale for each task. Where linears of a task have di
 lie in a pool of their own beside the factors, as for every kind with low-rank factors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxmux.data import Sample
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -75,8 +76,9 @@ def _initial(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None,
+    samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
-    return _with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
+    return _with_scales(spec, initial_adapter(spec, targets, config, seed, base, samples), targets)
 
 
 def _rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
@@ -131,4 +133,5 @@ lora_pattern_kind = AdapterKind(
     serves=has_patterns,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
+    reads_samples=True,
 )

@@ -194,10 +194,10 @@ class _Files:
             raise TaskError(f"{where}: only LoRA adapters can be gone on from")
         if not kind.recognise(settings):
             raise TaskError(f"{where}: holds no adapter of the kind {kind.name!r}")
-        if (rank := settings.get("r")) != self.task.adapter.rank or isinstance(rank, bool):
+        wanted = self.task.adapter.common_rank
+        if (rank := settings.get("r")) != wanted or isinstance(rank, bool):
             raise TaskError(
-                f"{where}: r should be the rank of the task, {self.task.adapter.rank}, found "
-                f"{shown(rank)}"
+                f"{where}: r should be the rank of the task, {wanted}, found {shown(rank)}"
             )
         for field in ("rank_pattern", "alpha_pattern"):
             # Expressions of strangers can take Python's `re` years.
