@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -258,13 +259,14 @@ def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weig
     return jax.tree.map_with_path(load, wanted)
 
 
-def tensor_names(config: BackboneConfig) -> list[str]:
+@cache
+def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
     """The names of the tensors of a Hugging Face checkpoint.
 
     Args:
       config: configuration of the backbone.
     """
-    return list(_hf_shapes(config))
+    return tuple(_hf_shapes(config))
 
 
 def _selected(size: int, index: slice) -> range:

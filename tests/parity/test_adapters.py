@@ -61,6 +61,9 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
         ("pattern", "serving"),
         ("vera", "final"),
         ("vera", "serving"),
+        ("eva", "final"),
+        ("eva", "serving"),
+        ("gradient", "final"),
     ],
 )
 def test_an_exported_adapter_of_another_kind_has_the_same_logits_in_peft(
@@ -79,7 +82,7 @@ def test_the_projections_of_vera_are_those_of_peft(trained_kinds):
         assert torch.equal(made[f"{name}.default"], written[name])
 
 
-@pytest.mark.parametrize("task", ["vera", "pattern"])
+@pytest.mark.parametrize("task", ["vera", "pattern", "eva"])
 def test_what_becomes_a_lora_for_serving_passes_vllms_checks(task, trained_kinds):
     folder = trained_kinds.folder
     check_adapter(folder / "serving" / task, linears(folder / "backbone"), max_lora_rank=32)
