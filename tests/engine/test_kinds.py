@@ -56,6 +56,7 @@ SPECS = {
         rank_pattern={r"layers\.0\.self_attn\.q_proj": 2, "o_proj": 5},
         alpha_pattern={"o_proj": 1.0},
     ),
+    "eva": DoRA(2, 3.0, target_modules=("v_proj", "down_proj"), initialisation="eva"),
 }
 
 # By linear, the scales of "pattern" in both layers: alpha / rank.
