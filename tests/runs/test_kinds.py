@@ -73,6 +73,8 @@ SPECS = {
     "prompt": PromptTuning(5),
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
+    "eva": LoRA(2, 3.0, target_modules=("q_proj", "down_proj"), initialisation="eva"),
+    "gradients": SparseDiff(2, "gradient", ("q_proj", "down_proj")),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -88,6 +90,8 @@ SETTINGS = {
     "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
     "tokens": ("adapter_model.safetensors", "token_indices", list(TOKENS)),
     "pattern": ("adapter_model.safetensors", "rank_pattern", {"q_proj": 2}),
+    "eva": ("adapter_model.safetensors", "r", 4),
+    "gradients": ("adapter_model.safetensors", "mask_type", "gradient_entries"),
 }
 
 
@@ -140,8 +144,10 @@ def test_the_folder_is_that_of_the_kind(name, trained, model, base):
     spec, adapter = import_adapter(folder, model.config, base=base)
     kind = KINDS[next(k for k, cls in SPECIFICATIONS.items() if isinstance(spec, cls))]
     assert kind.targets(spec, model.config).keys() == kind.targets(SPECS[name], model.config).keys()
+    expected = {"eva": LoRA(4, 6.0)}.get(name, SPECS[name])
     for field in kind.identity:
-        assert getattr(spec, field) == getattr(SPECS[name], field)
+        assert getattr(spec, field) == getattr(expected, field)
+    assert scale_of(spec) == scale_of(SPECS[name])
     assert any(np.ptp(x) > 0 for x in jax.tree.leaves(adapter))
 
 
@@ -156,7 +162,7 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "dora", "pattern", "houlsby"):
+    for name in ("ia3", "ln", "dora", "pattern", "eva", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
             adapter=SPECS[name],
@@ -223,6 +229,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
     merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
+    merged_names += ("eva",)
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -428,6 +435,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
     assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
+    eva = {"kind": "lora", "initialisation": "eva"}
+    assert task(**eva, eva_rho=1.5) == LoRA(initialisation="eva", eva_rho=1.5)
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
@@ -440,6 +449,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         ({"kind": "trained_tokens", "indices": list(range(257))}, "of at most 256 entries"),
         ({"kind": "trained_tokens", "indices": [3, 3]}, "a list of different ids"),
         ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
+        (eva | {"eva_rho": 100}, "eva_rho should be .* of at most 4"),
+        (eva | {"calibration_tokens": 10**6}, "calibration_tokens should be .* of at most 8192"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
@@ -481,6 +492,12 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ("dora", DoRA(3, target_modules="q_proj")),
             ("other-dora", DoRA(2, target_modules="v_proj")),
             ("pattern", LoRA(2, target_modules="q_proj", rank_pattern={"layers.0.*": 1})),
+            ("eva", LoRA(1, target_modules="q_proj", initialisation="eva")),
+            ("large-eva", LoRA(2, target_modules="q_proj", initialisation="eva")),
+            (
+                "no-label",
+                LoRA(1, target_modules="q_proj", initialisation="eva", calibration_tokens=1),
+            ),
         ):
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
@@ -488,13 +505,16 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    assert {found[name] for name in ("ia3", "fits", "dora", "pattern")} == {("succeeded", None)}
+    fitting = ("ia3", "fits", "dora", "pattern", "eva")
+    assert {found[name] for name in fitting} == {("succeeded", None)}
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
         "large": "its adapter has size 5, the pool's is 4",
         "houlsby": "its adapter has self_attn",
         "ln": "its adapter has the kind 'ln_tuning'",
         "other-dora": "v_proj, for which the pool has no arrays",
+        "large-eva": "its rank is 4, the pool's is 3",
+        "no-label": "none of the first 1 tokens of its training data counts in the loss",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
     for bad in (LoRA(), "ia3"):
