@@ -356,10 +356,9 @@ def _saved_adapter(
             f"{task.resume_from}: holds an adapter of the kind {kind_of(saved).name!r}, the task "
             f"asks for {kind.name!r}"
         )
-    # The task's specification as a folder would describe it.
-    described = kind.from_settings(kind.settings(task.adapter, config, False), config)
+    expected = kind.as_stored(task.adapter)
     for field in kind.identity:
-        found, wanted = getattr(saved, field), getattr(described, field)
+        found, wanted = getattr(saved, field), getattr(expected, field)
         if found != wanted:
             raise AdapterError(
                 f"{task.resume_from}: {field} is {found}, the task asks for {wanted}"

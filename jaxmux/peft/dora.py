@@ -17,7 +17,7 @@ from jaxmux.planner.costs.pool_spec import PointWork
 from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values, changed_weights
 from .leaves import LeafSpec
-from .lora import LoRA, initial_adapter, lora_targets, relative_rates
+from .lora import LoRA, as_stored, initial_adapter, lora_targets, relative_rates
 from .lora_pattern import factors_of, scale_leaf, scales_of
 from .peft_tensors import layer_tensors, stacked, take_layers
 from .targets import LayerMask, full_name
@@ -227,5 +227,6 @@ dora_kind = AdapterKind(
     rank=lambda spec: spec.largest_rank,
     merged=_merged,
     work=_work,
+    as_stored=as_stored,
     reads_samples=True,
 )

@@ -85,6 +85,8 @@ class AdapterKind(NamedTuple):
       work: function (config, point, rank) that returns what a pool of this rank takes at a point,
         for the predicted times. None stands for a product with every trained value (two FLOPs), and
         for two reads and a write of the backbone's width.
+      as_stored: function (specification) that returns the specification of the same adapter when it
+        is read from a folder, as far as `identity` is concerned.
       reads_samples: whether `initial` takes a sixth argument, the samples of the task's training
         data in the order in which they are trained first; None if they are not at hand. They are
         drawn only as far as it iterates over them.
@@ -112,6 +114,7 @@ class AdapterKind(NamedTuple):
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
     virtual_tokens: Callable[[Any], int] = lambda specification: 0
+    as_stored: Callable[[Any], Any] = lambda specification: specification
     reads_samples: bool = False
 
     @property

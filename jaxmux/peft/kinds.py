@@ -19,7 +19,7 @@ from .dora import DoRA, dora_kind
 from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
-from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .lora import LoRA, as_stored, initial_adapter, lora_leaves, lora_targets, relative_rates
 from .lora_pattern import has_patterns, lora_pattern_kind
 from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
@@ -43,6 +43,7 @@ _lora_kind = AdapterKind(
     rank=lambda spec: spec.common_rank,
     serves=lambda spec: not isinstance(spec, DoRA) and not has_patterns(spec),
     merged=lora_folder.merged,
+    as_stored=as_stored,
     reads_samples=True,
 )
 

@@ -127,6 +127,26 @@ def _scale(spec: LoRA, rank: int, alpha: float) -> float:
     return alpha / (math.sqrt(rank) if spec.rslora else rank)
 
 
+def as_stored(spec: LoRA) -> LoRA:
+    """The specification of an adapter as a folder describes it: with "eva", that of a LoRA of the
+    largest rank, whose alpha keeps the scale.
+
+    Args:
+      spec: specification of the adapter.
+    """
+    if spec.initialisation != "eva":
+        return spec
+    rank = spec.common_rank
+    factor = math.sqrt(rank / spec.rank) if spec.rslora else rank / spec.rank
+    return dataclasses.replace(
+        spec,
+        rank=rank,
+        alpha=factor * spec.alpha,
+        alpha_pattern=tuple((name, factor * alpha) for name, alpha in spec.alpha_pattern),
+        initialisation="kaiming",
+    )
+
+
 def ranks_and_scales(
     spec: LoRA, module: str, layers: int
 ) -> tuple[Int[np.ndarray, " L"], Float[np.ndarray, " L"]]:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .kind import BaseTensors, Changes, changed_weights
-from .lora import Adapter, Factors, LoRA, lora_targets, ranks_and_scales
+from .lora import Adapter, Factors, LoRA, as_stored, lora_targets, ranks_and_scales
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import full_name, resolve_targets, target_names
 
@@ -48,14 +48,12 @@ def is_plain(settings: Mapping[str, Any]) -> bool:
 
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
     """The settings of an adapter, see `AdapterKind.settings`."""
-    rank = spec.largest_rank if serving else spec.common_rank
-    # Another rank than that of the scale changes alpha, so that the scale stays.
-    grown = spec.common_rank / spec.rank
-    grown = math.sqrt(grown) if spec.rslora else grown
+    spec = as_stored(spec)
+    rank = spec.largest_rank if serving else spec.rank
     return {
         "peft_type": "LORA",
         "r": rank,
-        "lora_alpha": rank if serving else _plain(grown * spec.alpha),
+        "lora_alpha": rank if serving else _plain(spec.alpha),
         "lora_dropout": spec.dropout,
         "bias": "none",
         "target_modules": target_names(resolve_targets(spec.target_modules, config)),
@@ -64,7 +62,7 @@ def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "rank_pattern": {} if serving else dict(spec.rank_pattern),
-        "alpha_pattern": {} if serving else {n: _plain(grown * a) for n, a in spec.alpha_pattern},
+        "alpha_pattern": {} if serving else {n: _plain(a) for n, a in spec.alpha_pattern},
     }
 
 
@@ -74,8 +72,7 @@ def _plain(alpha: float) -> float | int:
 
 def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
     """The inverse of `settings`. ValueError if it is no plain LoRA: if it uses DoRA or biases.
-    The rank is `common_rank`; `initialisation` and `loraplus_ratio` have their defaults, because
-    PEFT does not record them."""
+    `initialisation` and `loraplus_ratio` have their defaults, because PEFT does not record them."""
     if (bias := settings.get("bias", "none")) != "none":
         raise ValueError(f"bias={bias!r} is not supported, only 'none'")
     for key in _NOT_SUPPORTED:

@@ -18,7 +18,15 @@ from jaxmux.planner.costs.pool_spec import PointWork
 from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes
 from .leaves import LeafSpec
-from .lora import Adapter, LoRA, initial_adapter, lora_targets, ranks_and_scales, relative_rates
+from .lora import (
+    Adapter,
+    LoRA,
+    as_stored,
+    initial_adapter,
+    lora_targets,
+    ranks_and_scales,
+    relative_rates,
+)
 from .targets import LayerMask
 
 
@@ -133,5 +141,6 @@ lora_pattern_kind = AdapterKind(
     serves=has_patterns,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
+    as_stored=as_stored,
     reads_samples=True,
 )

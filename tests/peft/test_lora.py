@@ -35,7 +35,8 @@ def test_a_list_of_targets_becomes_a_tuple():
         ({"dropout": math.nan}, "dropout .* found nan"),
         (
             {"initialisation": "pissa"},
-            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', found 'pissa'",
+            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', 'eva', "
+            "found 'pissa'",
         ),
         (
             {"initialisation": "orthogonal", "rank": 5},
