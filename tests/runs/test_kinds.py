@@ -35,6 +35,7 @@ from jaxmux.data import load_tokenizer
 from jaxmux.live.states import ENDED
 from jaxmux.models import (
     AdapterOp,
+    Calibration,
     ForwardOptions,
     SlotTable,
     checkpoint_tensors,
@@ -55,7 +56,7 @@ from jaxmux.peft import (
 from jaxmux.peft.targets import resolve_targets
 from jaxmux.runs.task_json import task_from_json
 
-from .conftest import RUN
+from .conftest import RUN, SERVER
 
 # Those of words; bytes are the first tokens of the vocabulary.
 TOKENS = tuple(range(317, 257, -1))
@@ -541,3 +542,58 @@ def test_linears_are_named_as_for_lora(model):
     assert "mlp.down_proj/output" not in masks
     with pytest.raises(ValueError, match="mlp.up_proj is not among the target_modules"):
         KINDS["ia3"].targets(IA3(("q_proj",), ("up_proj",)), model.config)
+
+
+@pytest.fixture
+def refuse_calibration(monkeypatch):
+    """From its call on, no samples go through the backbone for initial values."""
+
+    def refuse():
+        def refused(self):
+            raise AssertionError("initial values are computed")
+
+        monkeypatch.setattr(Calibration, "linear_inputs", refused)
+
+    return refuse
+
+
+def test_a_run_that_goes_on_computes_no_initial_values(
+    train, make_task, tmp_path, refuse_calibration
+):
+    """It computes them if none of its checkpoints is complete."""
+
+    def weights(steps):
+        train(tmp_path / "run", dataclasses.replace(make_task(steps=steps), adapter=SPECS["eva"]))
+        return load_file(tmp_path / "run" / "adapters" / "tiny" / "adapter_model.safetensors")
+
+    first = weights(2)
+    # As if it had been interrupted while the first one was written.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "adapters")
+    again = weights(2)
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(again[name], tensor)
+    refuse_calibration()
+    assert any(np.any(tensor != first[name]) for name, tensor in weights(3).items())
+
+
+def test_a_server_that_goes_on_computes_no_initial_values(
+    backbone, make_task, tmp_path, refuse_calibration
+):
+    options = ServerOptions(**SERVER)
+    with tuning_server(backbone, tmp_path / "server", options) as server:
+        server.register(dataclasses.replace(make_task("a", steps=4), adapter=SPECS["eva"]))
+        while not any(status.step for status in server.statuses()):
+            server.step()
+        server.save()
+    refuse_calibration()
+    with tuning_server(backbone, tmp_path / "server", options) as server:
+        server.register(dataclasses.replace(make_task("b", steps=4), adapter=SPECS["eva"]))
+        while not all(status.state in ENDED for status in server.statuses()):
+            server.step()
+        assert [(own.name, own.state) for own in server.statuses()] == [
+            ("a", "succeeded"),
+            ("b", "failed"),
+        ]
