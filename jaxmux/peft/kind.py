@@ -85,14 +85,14 @@ class AdapterKind(NamedTuple):
       work: function (config, point, rank) that returns what a pool of this rank takes at a point,
         for the predicted times. None stands for a product with every trained value (two FLOPs), and
         for two reads and a write of the backbone's width.
+      virtual_tokens: function (specification) that returns how many positions the adapter fills
+        before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
+        op says what enters the first layer there.
       as_stored: function (specification) that returns the specification of the same adapter when it
         is read from a folder, as far as `identity` is concerned.
       reads_samples: whether `initial` takes a sixth argument, the samples of the task's training
         data in the order in which they are trained first; None if they are not at hand. They are
         drawn only as far as it iterates over them.
-      virtual_tokens: function (specification) that returns how many positions the adapter fills
-        before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
-        op says what enters the first layer there.
     """
 
     name: str

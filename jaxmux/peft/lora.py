@@ -54,8 +54,9 @@ class LoRA:
         columns of B lie in orthogonal subspaces; the rank must be even. "eva" takes for A the
         principal components of what each linear reads at the tokens of the task's training data
         that count in the loss, and zeros for B (EVA, Paischer et al. 2024). Linears whose
-        components explain more of the variance get more of them, others fewer. The scale stays
-        that of `rank`, and the adapter is a LoRA of the largest rank that a linear may get.
+        components explain more of the variance get more of them, others fewer or none. The scale
+        stays that of `rank`, and the adapter is a LoRA of the largest rank that a linear may get.
+        PEFT reads data until the components converge; jaxmux reads `calibration_tokens` tokens.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
         2024), positive. The learning rate of the task's optimizer is that of A.
       rank_pattern: ranks of linears in place of `rank`, by regular expressions as in Hugging Face

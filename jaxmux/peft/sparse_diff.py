@@ -49,11 +49,11 @@ class SparseDiff:
     Attributes:
       rank: number of entries of a linear, divided by the sum of its widths.
       mask: which entries. "random" draws them for every linear and layer from the task's seed;
-        "magnitude" takes the weights with the largest absolute values, "gradient" those whose loss
-        has the largest absolute gradients on samples of the task's training data.
+        "magnitude" takes the weights with the largest absolute values, "gradient" those by
+        which the loss of samples of the task's training data has the largest absolute derivatives.
       target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
-      calibration_tokens: with "gradient", number of tokens of the training data of which the
-        gradients are computed, from the samples that are trained first.
+      calibration_tokens: with "gradient", number of tokens of the training data that the backbone
+        reads for the derivatives, from the samples that are trained first.
 
     Raises:
       ValueError: a value is outside its range.
