@@ -79,7 +79,7 @@ class Engine(RoundLoop):
         self._more_admissions = more_admissions
         self._peak = 0
 
-    def register_tasks(self, tasks: Sequence[PreparedTask]) -> None:
+    def register_tasks(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
         """Adds tasks to be trained from their first step.
 
         Call it between two rounds. The training of the registered tasks goes on undisturbed. If the
@@ -88,6 +88,8 @@ class Engine(RoundLoop):
 
         Args:
           tasks: the tasks, from `prepare_task`.
+          begin: False leaves out the initial adapters, until `restore_task` puts the tasks back or
+            `begin_tasks` is called.
 
         Raises:
           TaskError: a name is registered already or occurs twice, or a sample is longer than a row
@@ -98,7 +100,15 @@ class Engine(RoundLoop):
         """
         self._refuse_tasks(tasks)
         self._make_room(tasks)
-        self._slots.add(tasks)
+        self._slots.add(tasks, begin)
+
+    def begin_tasks(self) -> None:
+        """Writes the initial adapters of all tasks, none of which has been trained.
+
+        Raises:
+          TaskError: a task cannot make its adapter.
+        """
+        self._slots.begin()
 
     def warm_up(self) -> None:
         """Allocates the pool of `options.reserved`, and compiles and runs all programs once.

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,7 +244,8 @@ def prepare_task(
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    make_adapter = functools.partial(_first_adapter, first, targets, config, base)
+    given = first, targets, config, base, data.batches
+    make_adapter = functools.partial(_first_adapter, *given)
     size = size_of_adapter(task.adapter, config)
     return PreparedTask(task, targets, make_adapter, *data, size)
 
@@ -324,13 +325,29 @@ def _first_adapter(
     targets: dict[str, LayerMask],
     config: BackboneConfig,
     base: BaseTensors | None,
+    batches: GlobalBatches,
 ) -> Any:
     if task.resume_from is not None:
         return _saved_adapter(task, targets, config, base)
+    kind, given = kind_of(task.adapter), (task.adapter, targets, config, task.seed, base)
     try:
-        return kind_of(task.adapter).initial(task.adapter, targets, config, task.seed, base)
+        return (
+            kind.initial(*given, first_epoch(batches))
+            if kind.reads_samples
+            else kind.initial(*given)
+        )
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
+
+
+def first_epoch(batches: GlobalBatches) -> Iterator[Sample]:
+    """The samples of a task in the order in which it trains them first.
+
+    Args:
+      batches: the global batches.
+    """
+    for number in range(batches.batches_per_epoch):
+        yield from batches[number]
 
 
 def _saved_adapter(
@@ -351,8 +368,9 @@ def _saved_adapter(
             f"{task.resume_from}: holds an adapter of the kind {kind_of(saved).name!r}, the task "
             f"asks for {kind.name!r}{hint}"
         )
+    expected = kind.as_stored(task.adapter)
     for field in kind.identity:
-        found, wanted = getattr(saved, field), getattr(task.adapter, field)
+        found, wanted = getattr(saved, field), getattr(expected, field)
         if found != wanted:
             raise AdapterError(
                 f"{task.resume_from}: {field} is {found}, the task asks for {wanted}"

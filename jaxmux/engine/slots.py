@@ -208,12 +208,13 @@ class Slots:
     def named(self, name: str) -> Slot:
         return self[self.number(name)]
 
-    def add(self, tasks: Sequence[PreparedTask]) -> None:
+    def add(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
         """Gives each task the free slot with the lowest number, and writes its initial adapter
         there. If one of them cannot make its adapter, none gets a slot.
 
         Args:
           tasks: the tasks; the state is enlarged if they do not fit.
+          begin: False leaves the slots empty until `begin` or `write`.
         """
         self._make_room(tasks)
         added: list[str] = []
@@ -221,15 +222,24 @@ class Slots:
             for prepared in tasks:
                 number = self._lowest_free()
                 slot = Slot(prepared, TaskProgress())
-                specs = slot_specs(self.layout.tree, slot.kind).adapter
-                adapter = pad(named_leaves(prepared.make_adapter()), specs)
-                self.stored.write_adapter(slot.kind.adapter, number, adapter)
+                if begin:
+                    self._write_initial(number, slot)
                 self._slots[number] = slot
                 added.append(slot.name)
         except BaseException:
             for name in added:
                 self.clear(self.remove(name))
             raise
+
+    def begin(self) -> None:
+        """Writes the initial adapters of all tasks."""
+        for number, slot in self:
+            self._write_initial(number, slot)
+
+    def _write_initial(self, number: int, slot: Slot) -> None:
+        specs = slot_specs(self.layout.tree, slot.kind).adapter
+        adapter = pad(named_leaves(slot.prepared.make_adapter()), specs)
+        self.stored.write_adapter(slot.kind.adapter, number, adapter)
 
     def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
         """Gives a task that has left the free slot with the lowest number.

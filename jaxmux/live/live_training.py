@@ -102,11 +102,12 @@ class LiveTraining:
         self._round_tokens = 0
         self._commands = CommandQueue()
         self._preparation = Preparation(
-            lambda task: prepare(task).with_adapter(),
+            prepare,
             self._commands.wake,
             prepared_at_once,
             slow_preparation_seconds,
             most_preparation_seconds,
+            PreparedTask.with_adapter,
         )
         self._events = EventStream()
         # What other threads see of the tasks.

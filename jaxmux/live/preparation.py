@@ -24,11 +24,13 @@ class Reading:
       files: its files at the time of its registration, from `file_identities`; empty if its data
         were read before.
       aside: whether nobody waits for the data, because the task is paused.
+      begins: whether the task has not begun before.
     """
 
     task: Task
     files: Mapping[str, str]
     aside: bool = False
+    begins: bool = True
 
 
 class Prepared(NamedTuple):
@@ -59,6 +61,7 @@ class Preparation:
         at_once: int = 2,
         slow_seconds: float = 30.0,
         most_seconds: float = 600.0,
+        begin: Callable[[PreparedTask], PreparedTask] = lambda prepared: prepared,
     ):
         """Starts without tasks.
 
@@ -69,7 +72,10 @@ class Preparation:
           slow_seconds: the time after which a preparation no longer counts among them, in seconds.
             There are at most `MOST_READINGS` in all, or `at_once` if that is more.
           most_seconds: the longest that a preparation may take, in seconds.
+          begin: function of the prepared task, which is called after `prepare` for tasks that have
+            not begun before.
         """
+        self._begin = begin
         self._prepare, self._changed = prepare, changed
         self._at_once, self._most_readings = at_once, max(at_once, MOST_READINGS)
         self._slow_seconds, self._most_seconds = slow_seconds, most_seconds
@@ -80,7 +86,9 @@ class Preparation:
         self._active: dict[Reading, float] = {}
         self._ended: list[Prepared] = []
 
-    def add(self, task: Task, files: Mapping[str, str], aside: bool = False) -> Reading:
+    def add(
+        self, task: Task, files: Mapping[str, str], aside: bool = False, begins: bool = True
+    ) -> Reading:
         """Prepares a task when its turn has come.
 
         Args:
@@ -88,8 +96,9 @@ class Preparation:
           files: its files at the time of its registration, from `file_identities`. If they differ
             when they are read, the result is an error. Empty if that does not matter.
           aside: whether the task is paused, as for `set_aside`.
+          begins: whether the task has not begun before.
         """
-        reading = Reading(task, files, aside)
+        reading = Reading(task, files, aside, begins)
         with self._lock:
             self._waiting[reading] = None
             self._start_threads()
@@ -178,6 +187,8 @@ class Preparation:
             result: PreparedTask | Exception = read_unchanged(
                 self._prepare, reading.task, reading.files
             )
+            if reading.begins:
+                result = self._begin(result)
         except Exception as e:
             result = e
         with self._lock:

@@ -14,6 +14,7 @@ from .backbone import (
     load_backbone,
     save_backbone,
 )
+from .calibration import FIRST_READERS, Calibration, calibration_of
 from .checkpoint_files import checkpoint_tensors
 from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
 from .fingerprint import backbone_fingerprint
@@ -30,6 +31,7 @@ from .modules import Weights, compute_dtype, has_bias, linear_sizes
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
+    "FIRST_READERS",
     "MODULES",
     "NAMED_POLICIES",
     "REMAT_POLICIES",
@@ -38,6 +40,7 @@ __all__ = [
     "Backbone",
     "BackboneConfig",
     "BackboneError",
+    "Calibration",
     "CheckpointReader",
     "ForwardOptions",
     "SlotTable",
@@ -45,6 +48,7 @@ __all__ = [
     "backbone_dtype",
     "backbone_fingerprint",
     "block_bytes",
+    "calibration_of",
     "check_backbone",
     "checkpoint_tensors",
     "chunk_losses",

@@ -4,13 +4,16 @@ files are never read.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
@@ -231,6 +234,39 @@ class CheckpointReader:
         name, transposed = _hf_name(path, layer), path[-1] == "kernel"
         values = self._owner[name].get_slice(name)[index[::-1] if transposed else index]
         return (values.T if transposed else values).astype(wanted.dtype)
+
+
+def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weights:
+    """Weights made of the tensors of a Hugging Face checkpoint.
+
+    Args:
+      wanted: shapes and dtypes of the weights, from `abstract_weights` or some of its parameters;
+        its layers are those from the first one on.
+      tensors: function of a tensor's name that returns its values.
+    """
+
+    def parameter(path: tuple[str, ...], layer: int | None = None) -> Array:
+        tensor = jnp.asarray(tensors(_hf_name(path, layer)))
+        return tensor.T if path[-1] == "kernel" else tensor
+
+    def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> Array:
+        path = _module_path(key_path)
+        if path[0] != "layers":
+            return parameter(path).astype(leaf.dtype)
+        layers = [parameter(path, layer) for layer in range(leaf.shape[0])]
+        return jnp.stack(layers).astype(leaf.dtype)
+
+    return jax.tree.map_with_path(load, wanted)
+
+
+@cache
+def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
+    """The names of the tensors of a Hugging Face checkpoint.
+
+    Args:
+      config: configuration of the backbone.
+    """
+    return tuple(_hf_shapes(config))
 
 
 def _selected(size: int, index: slice) -> range:

@@ -1,7 +1,7 @@
 """DoRA: LoRA whose outputs are scaled by trained magnitudes (Liu et al. 2024)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmux.data import Sample
 from jaxmux.field_checks import choice
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
@@ -19,8 +20,9 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values, changed_weights
 from .leaves import LeafSpec
 from .lora import (
-    RANDOM_INITIALISATIONS,
+    ZERO_PRODUCTS,
     LoRA,
+    as_stored,
     initial_adapter,
     lora_targets,
     relative_rates,
@@ -55,7 +57,7 @@ class DoRA(LoRA):
       ValueError: a value is outside its range.
     """
 
-    initialisation: str = choice("kaiming", RANDOM_INITIALISATIONS)
+    initialisation: str = choice("kaiming", ZERO_PRODUCTS)
 
     def __post_init__(self):
         if isinstance(self.initialisation, str) and self.begins_at_weight:
@@ -117,8 +119,9 @@ def _initial(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None,
+    samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
-    factors = initial_adapter(spec, targets, config, seed, base)
+    factors = initial_adapter(spec, targets, config, seed, base, samples)
     # The product of the factors is zero.
     norms = _of_layers(partial(_weight_norms, base), targets, config)
     return _adapter(spec, factors, targets, norms, norms)
@@ -249,4 +252,6 @@ dora_kind = AdapterKind(
     rank=lambda spec: spec.largest_rank,
     merged=_merged,
     work=_work,
+    as_stored=as_stored,
+    reads_samples=True,
 )

@@ -1,12 +1,14 @@
 """What the engine, checkpoints and commands have to know of an adapter kind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxmux.models import BackboneConfig
+from jaxmux.data import Sample
+from jaxmux.models import BackboneConfig, Calibration, calibration_of
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
@@ -88,6 +90,11 @@ class AdapterKind(NamedTuple):
       with_tokens: function (specification, tokenizer) that returns the specification with the
         tokens of a text in place of the text, for `initial`, which knows no tokenizer. It raises
         ValueError if the text has none.
+      as_stored: function (specification) that returns the specification of the same adapter when it
+        is read from a folder, as far as `identity` is concerned.
+      reads_samples: whether `initial` takes a sixth argument, the samples of the task's training
+        data in the order in which they are trained first; None if they are not at hand. They are
+        drawn only as far as it iterates over them.
     """
 
     name: str
@@ -95,7 +102,7 @@ class AdapterKind(NamedTuple):
     op: AdapterOp | None
     targets: Callable[[Any, BackboneConfig], Mapping[str, LayerMask]]
     leaves: Callable[[BackboneConfig, Sequence[str], int, int], Any]
-    initial: Callable[[Any, Mapping[str, LayerMask], BackboneConfig, int, BaseTensors | None], Any]
+    initial: Callable[..., Any]
     relative_rates: Callable[[Any, Mapping[str, LayerMask]], Any]
     recognise: Callable[[Mapping[str, Any]], bool]
     settings: Callable[[Any, BackboneConfig, bool], dict[str, Any]]
@@ -110,6 +117,8 @@ class AdapterKind(NamedTuple):
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
     virtual_tokens: Callable[[Any], int] = lambda specification: 0
     with_tokens: Callable[[Any, Any], Any] = lambda specification, tokenizer: specification
+    as_stored: Callable[[Any], Any] = lambda specification: specification
+    reads_samples: bool = False
 
     @property
     def low_rank(self) -> bool:
@@ -207,6 +216,33 @@ def base_values(
         raise ValueError("the weights of the backbone are needed, which are not at hand (`base`)")
     tensor = base(name) if rows is None else base(name)[np.asarray(rows)]
     return np.asarray(tensor, np.float32)
+
+
+def calibrated(
+    config: BackboneConfig,
+    base: BaseTensors | None,
+    samples: Iterable[Sample] | None,
+    tokens: int,
+) -> Calibration:
+    """The backbone with the first tokens of a task's samples, for initial values that depend on
+    them.
+
+    Args:
+      config: configuration of the backbone.
+      base: function that gives the tensors of the backbone, or None.
+      samples: the samples, as for `AdapterKind.initial`.
+      tokens: number of tokens.
+
+    Raises:
+      ValueError: the backbone or the samples are not at hand, or none of the tokens counts in the
+        loss.
+    """
+    if samples is None:
+        raise ValueError(
+            "the initial values depend on the task's training data, which are not at hand "
+            "(`samples`)"
+        )
+    return calibration_of(config, partial(base_values, base), samples, tokens)
 
 
 def changed_weights(

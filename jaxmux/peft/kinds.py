@@ -19,7 +19,7 @@ from .dora import DoRA, dora_kind
 from .ia3 import ia3_kind
 from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
-from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
+from .lora import LoRA, as_stored, initial_adapter, lora_leaves, lora_targets, relative_rates
 from .lora_from_weights import lora_from_weights_kind
 from .lora_pattern import has_patterns, lora_pattern_kind
 from .prompt_tuning import prompt_tuning_kind
@@ -41,8 +41,11 @@ _lora_kind = AdapterKind(
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
+    rank=lambda spec: spec.common_rank,
     serves=lambda spec: not (isinstance(spec, DoRA) or has_patterns(spec) or spec.begins_at_weight),
     merged=lora_folder.merged,
+    as_stored=as_stored,
+    reads_samples=True,
 )
 
 # By name, all adapter kinds.

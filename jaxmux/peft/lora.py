@@ -4,12 +4,13 @@ import dataclasses
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxmux.data import Sample
 from jaxmux.field_checks import (
     check_fields,
     choice,
@@ -22,16 +23,17 @@ from jaxmux.field_checks import (
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
-from .kind import BaseTensors
+from .eva import eva_factors
+from .kind import BaseTensors, calibrated
 from .leaves import LeafSpec
 from .targets import LayerMask, full_name, resolve_targets
 
-# Initial factors that depend on the task's seed only.
-RANDOM_INITIALISATIONS = ("kaiming", "gaussian", "orthogonal")
+# Initial factors whose product is zero: random ones, and those that depend on the task's data.
+ZERO_PRODUCTS = ("kaiming", "gaussian", "orthogonal", "eva")
 # Initial factors that are parts of the adapted weights; N is a number of power iterations.
 _FROM_WEIGHTS = ("pissa", "olora")
 _PISSA_NITER, _PISSA_NITER_IN_WORDS = "pissa_niter_[1-9]?[0-9]", "'pissa_niter_N' with N up to 99"
-INITIALISATIONS = (*RANDOM_INITIALISATIONS, *_FROM_WEIGHTS)
+INITIALISATIONS = (*ZERO_PRODUCTS, *_FROM_WEIGHTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +56,30 @@ class LoRA:
       initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
         default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
         at zero. With "orthogonal", neither is zero but A B is, because the rows of A and the
-        columns of B lie in orthogonal subspaces; the rank must be even. With the other ones, A and
-        B are parts of the linear's weight, and what is added to it is `scale · (A B - A0 B0)` for
-        their initial values A0 and B0, so that training begins at the backbone, which stays as it
-        is. "pissa" takes the largest singular values with their vectors (PiSSA, Meng et al. 2024),
-        "pissa_niter_N" an approximation with N power iterations, N from 0 to 99, which is faster,
-        and "olora" the first columns of the weight, made orthonormal (OLoRA, Büyükakyüz 2024).
-        Weight decay acts on A and B, as in PEFT. These adapters take the memory and time of a LoRA
-        of twice the rank, and their folders are such LoRAs. Dropout is not supported with them, and
-        alpha must be positive.
+        columns of B lie in orthogonal subspaces; the rank must be even. "eva" takes for A the
+        principal components of what each linear reads at the tokens of the task's training data
+        that count in the loss, and zeros for B (EVA, Paischer et al. 2024). Linears whose
+        components explain more of the variance get more of them, others fewer or none. The scale
+        stays that of `rank`, and the adapter is a LoRA of the largest rank that a linear may get.
+        PEFT reads data until the components converge; jaxmux reads `calibration_tokens` tokens.
+        With the others, A and B are parts of the linear's weight, and what is added to it is `scale
+        · (A B - A0 B0)` for their initial values A0 and B0, so that training begins at the
+        backbone, which stays as it is. "pissa" takes the largest singular values with their vectors
+        (PiSSA, Meng et al. 2024), "pissa_niter_N" an approximation with N power iterations, N from
+        0 to 99, which is faster, and "olora" the first columns of the weight, made orthonormal
+        (OLoRA, Büyükakyüz 2024). Weight decay acts on A and B, as in PEFT. These adapters take the
+        memory and time of a LoRA of twice the rank, and their folders are such LoRAs. Dropout is
+        not supported with them, and alpha must be positive.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
         2024), positive. The learning rate of the task's optimizer is that of A.
       rank_pattern: ranks of linears in place of `rank`, by regular expressions as in Hugging Face
         PEFT: a mapping such as {"q_proj": 8}. An expression stands for the linears whose full names
         match it as a whole, or match it behind a dot; the first one counts.
       alpha_pattern: numerators of scales in place of `alpha`, chosen in the same way.
+      eva_rho: with "eva", a linear gets at most this many times `rank` components, at least 1.
+        All linears together get `rank` for each of them. 1 gives every linear the same rank.
+      calibration_tokens: with "eva", number of tokens of the training data that the backbone reads
+        for the components, from the samples that are trained first.
 
     Raises:
       ValueError: a value is outside its range.
@@ -83,9 +94,16 @@ class LoRA:
     loraplus_ratio: float = number(1.0, above=0)
     rank_pattern: tuple[tuple[str, int], ...] = numbers_by_name(rule=integer(least=1))
     alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
+    eva_rho: float = number(2.0, least=1)
+    calibration_tokens: int = integer(2048, least=1)
 
     def __post_init__(self):
         check_fields(self)
+        if self.initialisation == "eva" and self.rank_pattern:
+            raise ValueError(
+                "rank_pattern cannot be combined with the initialisation 'eva', which gives every "
+                "linear a rank by the task's data"
+            )
         for rank in (self.rank, *dict(self.rank_pattern).values()):
             if self.initialisation == "orthogonal" and rank % 2:
                 raise ValueError(
@@ -129,13 +147,40 @@ class LoRA:
         return _scale(self, self.rank, self.alpha)
 
     @property
+    def common_rank(self) -> int:
+        """The rank of linears that are not in `rank_pattern`: `rank`, but with "eva" the largest
+        rank that the data may give them."""
+        # Rounding errors of the product do not count.
+        return int(self.eva_rho * self.rank + 1e-9) if self.initialisation == "eva" else self.rank
+
+    @property
     def largest_rank(self) -> int:
         """The largest rank that a linear may have."""
-        return max((self.rank, *dict(self.rank_pattern).values()))
+        return max((self.common_rank, *dict(self.rank_pattern).values()))
 
 
 def _scale(spec: LoRA, rank: int, alpha: float) -> float:
     return alpha / (math.sqrt(rank) if spec.rslora else rank)
+
+
+def as_stored(spec: LoRA) -> LoRA:
+    """The specification of an adapter as a folder describes it: with "eva", that of a LoRA of the
+    largest rank, whose alpha keeps the scale.
+
+    Args:
+      spec: specification of the adapter.
+    """
+    if spec.initialisation != "eva":
+        return spec
+    rank = spec.common_rank
+    factor = math.sqrt(rank / spec.rank) if spec.rslora else rank / spec.rank
+    return dataclasses.replace(
+        spec,
+        rank=rank,
+        alpha=factor * spec.alpha,
+        alpha_pattern=tuple((name, factor * alpha) for name, alpha in spec.alpha_pattern),
+        initialisation="kaiming",
+    )
 
 
 def ranks_and_scales(
@@ -149,9 +194,11 @@ def ranks_and_scales(
       layers: number of layers L.
     """
     names = [full_name(module, layer) for layer in range(layers)]
-    ranks = [matching(spec.rank_pattern, name, spec.rank) for name in names]
+    ranks = [matching(spec.rank_pattern, name, spec.common_rank) for name in names]
     alphas = [matching(spec.alpha_pattern, name, spec.alpha) for name in names]
-    scales = [_scale(spec, *pair) for pair in zip(ranks, alphas, strict=True)]
+    # With "eva", the scale is that of the rank on average.
+    of_scale = [spec.rank] * layers if spec.initialisation == "eva" else ranks
+    scales = [_scale(spec, *pair) for pair in zip(of_scale, alphas, strict=True)]
     return np.int64(ranks), np.float32(scales)
 
 
@@ -227,6 +274,7 @@ def initial_adapter(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None = None,
+    samples: Iterable[Sample] | None = None,
 ) -> Adapter:
     """The random LoRA factors with which a task (fine-tuning job) begins, whose product A B is
     zero.
@@ -240,7 +288,8 @@ def initial_adapter(
         a layer, a bool mask [L] of the layers in which it is adapted.
       config: configuration of the backbone.
       seed: seed of the random values, not negative.
-      base: the tensors of the backbone, or None; not read.
+      base: the tensors of the backbone, or None; read with "eva".
+      samples: the samples of the task's training data, or None; read with "eva".
 
     Returns:
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
@@ -248,11 +297,15 @@ def initial_adapter(
       and ranks that a linear does not have, are zero.
 
     Raises:
-      ValueError: the factors are not random, but parts of the adapted weights.
+      ValueError: the factors are parts of the adapted weights; or with "eva", the backbone or the
+        samples are not at hand, or the samples are too few.
     """
     if spec.begins_at_weight:
         raise ValueError(f"factors of {spec.initialisation!r} are not drawn; use `kind_of`")
-    adapter = {}
+    adapter, components = {}, {}
+    if spec.initialisation == "eva":
+        calibration = calibrated(config, base, samples, spec.calibration_tokens)
+        components = eva_factors(calibration, targets, spec.rank, spec.largest_rank)
     for module, layers in targets.items():
         k, n = linear_sizes(config, module)
         a = np.zeros((config.num_layers, k, spec.largest_rank), np.float32)
@@ -266,6 +319,9 @@ def initial_adapter(
                 a[layer, :, :rank] = rng.uniform(-bound, bound, (k, rank))
             elif spec.initialisation == "gaussian":
                 a[layer, :, :rank] = rng.standard_normal((k, rank)) / rank
+            elif spec.initialisation == "eva":
+                own = components[module][int(layer)]
+                a[layer, :, : own.shape[1]] = own
             else:
                 a[layer, :, :rank], b[layer, :rank] = _orthogonal(rng, k, rank, n)
         adapter[module] = Factors(a, b)

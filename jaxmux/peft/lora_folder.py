@@ -10,7 +10,7 @@ import numpy as np
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .kind import BaseTensors, Changes, changed_weights
-from .lora import Adapter, Factors, LoRA, lora_targets, ranks_and_scales
+from .lora import Adapter, Factors, LoRA, as_stored, lora_targets, ranks_and_scales
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import full_name, resolve_targets, target_names
 
@@ -48,6 +48,7 @@ def is_plain(settings: Mapping[str, Any]) -> bool:
 
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
     """The settings of an adapter, see `AdapterKind.settings`."""
+    spec = as_stored(spec)
     rank = spec.largest_rank if serving else spec.rank
     return {
         "peft_type": "LORA",

@@ -4,11 +4,12 @@ The fused product takes one scale for each task. Where linears of a task have di
 lie in a pool of their own beside the factors, as for every kind with low-rank factors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxmux.data import Sample
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -17,7 +18,15 @@ from jaxmux.planner.costs.pool_spec import PointWork
 from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes
 from .leaves import LeafSpec
-from .lora import Adapter, LoRA, initial_adapter, lora_targets, ranks_and_scales, relative_rates
+from .lora import (
+    Adapter,
+    LoRA,
+    as_stored,
+    initial_adapter,
+    lora_targets,
+    ranks_and_scales,
+    relative_rates,
+)
 from .targets import LayerMask
 
 
@@ -92,8 +101,9 @@ def _initial(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None,
+    samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
-    return with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
+    return with_scales(spec, initial_adapter(spec, targets, config, seed, base, samples), targets)
 
 
 def rates_by_name(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
@@ -154,4 +164,6 @@ lora_pattern_kind = AdapterKind(
     serves=lambda spec: has_patterns(spec) and not spec.begins_at_weight,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
+    as_stored=as_stored,
+    reads_samples=True,
 )

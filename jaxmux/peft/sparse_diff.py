@@ -2,26 +2,34 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxmux.data import Sample
 from jaxmux.field_checks import check_fields, choice, integer, names
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
 
 from .diff_pruning import is_columns
-from .kind import AdapterKind, BaseTensors, Changes, base_values, changed_weights
+from .kind import (
+    AdapterKind,
+    BaseTensors,
+    Changes,
+    base_values,
+    calibrated,
+    changed_weights,
+)
 from .leaves import LeafSpec
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .sparse_products import first_of_owner, sparse_product
 from .targets import LayerMask, full_name, resolve_targets, target_names
 
-MASKS = ("random", "magnitude")
+MASKS = ("random", "magnitude", "gradient")
 # Rows and columns have 16 bits each in the number of an entry.
 _WIDEST = 2**16 - 1
 
@@ -41,8 +49,11 @@ class SparseDiff:
     Attributes:
       rank: number of entries of a linear, divided by the sum of its widths.
       mask: which entries. "random" draws them for every linear and layer from the task's seed;
-        "magnitude" takes the weights with the largest absolute values.
+        "magnitude" takes the weights with the largest absolute values, "gradient" those by
+        which the loss of samples of the task's training data has the largest absolute derivatives.
       target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
+      calibration_tokens: with "gradient", number of tokens of the training data that the backbone
+        reads for the derivatives, from the samples that are trained first.
 
     Raises:
       ValueError: a value is outside its range.
@@ -51,6 +62,7 @@ class SparseDiff:
     rank: int = integer(16, least=1)
     mask: str = choice("magnitude", MASKS)
     target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
+    calibration_tokens: int = integer(2048, least=1)
 
     def __post_init__(self):
         check_fields(self)
@@ -107,7 +119,9 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 
 
 def _numbers(places: Int[np.ndarray, " entries"], k: int) -> Int[np.ndarray, " entries"]:
-    """The numbers of entries at places output · k + input of a weight [n, k]."""
+    """The numbers of entries at places output · k + input of a weight [n, k], row by row of the
+    weight, as PEFT orders them."""
+    places = np.sort(places)
     return (1 + (places % k << 16) + places // k).astype(np.uint32)
 
 
@@ -140,20 +154,33 @@ def _initial(
     config: BackboneConfig,
     seed: int,
     base: BaseTensors | None,
+    samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
     adapter = _empty(spec, config)
+
+    def choose(module: str, layer: int, values: Float[np.ndarray, "n k"]) -> None:
+        """Takes the entries with the largest absolute values, in the layout of the weight."""
+        entries = adapter[module]["entries"][layer]
+        places = np.argpartition(-np.abs(values).reshape(-1), len(entries) - 1)[: len(entries)]
+        entries[:] = _numbers(places, values.shape[1])
+
+    if spec.mask == "gradient":
+        calibration = calibrated(config, base, samples, spec.calibration_tokens)
+        for layer, gradients in calibration.weight_gradients(list(targets)):
+            for module, gradient in gradients.items():
+                if targets[module][layer]:
+                    choose(module, layer, gradient)
+        return adapter
     for module, mask in targets.items():
         k, n = linear_sizes(config, module)
-        entries = spec.rank * (k + n)
         for layer in np.flatnonzero(mask).tolist():
             if spec.mask == "magnitude":
-                weight = base_values(base, f"{full_name(module, layer)}.weight")
-                places = np.argpartition(-np.abs(weight).reshape(-1), entries - 1)[:entries]
+                choose(module, layer, base_values(base, f"{full_name(module, layer)}.weight"))
             else:
                 rng = np.random.default_rng([seed, zlib.crc32(module.encode()), layer])
+                entries = spec.rank * (k + n)
                 places = rng.choice(k * n, entries, replace=False, shuffle=False)
-            # Row by row of the weight [n, k], as PEFT orders them.
-            adapter[module]["entries"][layer] = _numbers(np.sort(places), k)
+                adapter[module]["entries"][layer] = _numbers(places, k)
     return adapter
 
 
@@ -256,4 +283,5 @@ sparse_diff_kind = AdapterKind(
     identity=("rank",),
     merged=_merged,
     work=_work,
+    reads_samples=True,
 )

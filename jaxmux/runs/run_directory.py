@@ -191,6 +191,13 @@ class RunDirectory:
         except OSError as e:
             raise self._error(f"{e.filename or self.path}: {e.strerror}") from None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier call has left checkpoints, from which the training run goes on if one
+        of them is complete."""
+        found = self.checkpoints
+        return not self._restart and found.is_dir() and any(found.iterdir())
+
     def close(self) -> None:
         """Releases the lock of the folder. Removes the folder if this training run created it and
         did not begin."""

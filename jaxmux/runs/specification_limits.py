@@ -33,6 +33,8 @@ class SpecificationLimits:
       prompt_characters: characters of the prompt that is completed after training, and of a text
         with which a trained prompt begins.
       target_modules: names in a list of target modules.
+      calibration_tokens: tokens that the backbone reads on the host for the initial values of an
+        adapter.
 
     Raises:
       ValueError: a limit is not an integer of at least 1.
@@ -50,6 +52,7 @@ class SpecificationLimits:
     epochs: int = _most(1000)
     prompt_characters: int = _most(4096)
     target_modules: int = _most(1024)
+    calibration_tokens: int = _most(8192)
 
     def __post_init__(self):
         check_fields(self)

@@ -37,6 +37,8 @@ from .strict_json import LARGEST_INTEGER, types_of
 # The part of a JSON object that names the class of an adapter or an optimizer.
 KIND = "kind"
 _LONGEST_PATH = 1024
+# The arrays of all tasks are as large as those of the largest rank, which a tenant multiplies so.
+_MOST_RHO = 4
 _WITHIN = f"(?:{TASK_NAME}/)*{TASK_NAME}"
 _PATH_RULE = (
     "relative to the tenant's folder and inside it, in parts of letters, digits, '.', '_' and '-' "
@@ -251,4 +253,9 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
             "$comment": "a list of different ids of tokens",
         },
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
+        (LoRA, "eva_rho"): {"maximum": _MOST_RHO},
+        (LoRA, "calibration_tokens"): {"maximum": limits.calibration_tokens},
+        (DoRA, "eva_rho"): {"maximum": _MOST_RHO},
+        (DoRA, "calibration_tokens"): {"maximum": limits.calibration_tokens},
+        (SparseDiff, "calibration_tokens"): {"maximum": limits.calibration_tokens},
     }

@@ -194,15 +194,15 @@ class _Files:
             raise TaskError(f"{where}: only LoRA adapters can be gone on from")
         if not kind.recognise(settings):
             raise TaskError(f"{where}: holds no adapter of the kind {kind.name!r}")
-        if (rank := settings.get("r")) != self.task.adapter.rank or isinstance(rank, bool):
+        wanted = kind.as_stored(self.task.adapter)
+        if (rank := settings.get("r")) != wanted.rank or isinstance(rank, bool):
             raise TaskError(
-                f"{where}: r should be the rank of the task, {self.task.adapter.rank}, found "
-                f"{shown(rank)}"
+                f"{where}: r should be the rank of the task, {wanted.rank}, found {shown(rank)}"
             )
         for field in ("rank_pattern", "alpha_pattern"):
             # Expressions of strangers can take Python's `re` years.
             found = settings.get(field) or {}
-            of_task = getattr(self.task.adapter, field)
+            of_task = getattr(wanted, field)
             if not isinstance(found, dict) or tuple(found.items()) != of_task:
                 raise TaskError(f"{where}: {field} should be that of the task")
         schema = value_schema(LoRA, "target_modules", self.limits)

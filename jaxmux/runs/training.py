@@ -109,7 +109,8 @@ def train_tasks(
         model = processes.together(lambda: load_on(layout.deployment, backbone, dtype, config))
         admission, *others = layout.admissions or (None,)
         engine = Engine(model, own_options, admission, programs, others)
-        engine.register_tasks(prepared)
+        goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
+        engine.register_tasks(prepared, begin=not goes_on)
         engine.refuse_implementations()
         checkpoints = processes.on_first(
             lambda: _begin(
@@ -119,7 +120,7 @@ def train_tasks(
         if checkpoints:
             stack.enter_context(closing(checkpoints))
         stack.enter_context(closing(engine))
-        position = _restore(engine, checkpoints, processes, console)
+        position = _restore(engine, checkpoints, processes, console, goes_on)
         files = None
         if checkpoints:
             metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
@@ -150,13 +151,27 @@ def _begin(
 
 
 def _restore(
-    engine: Engine, checkpoints: Checkpoints | None, processes: Processes, console: RunConsole
+    engine: Engine,
+    checkpoints: Checkpoints | None,
+    processes: Processes,
+    console: RunConsole,
+    goes_on: bool,
 ) -> RunPosition:
-    """Restores the newest checkpoint; without one, begins to measure the losses before training."""
+    """Restores the newest checkpoint; without one, begins to measure the losses before training.
+
+    Args:
+      engine: an engine with the tasks; without their initial adapters, if `goes_on`.
+      checkpoints: the checkpoints; None in a process that reads none.
+      processes: the processes of the training run.
+      console: prints progress.
+      goes_on: whether checkpoints are expected.
+    """
     found = processes.on_first(lambda: newest_run(checkpoints, engine))
     # The arrays travel by themselves, task by task.
     described = processes.agree(found and found._replace(arrays={}))
     if described is None:
+        if goes_on:
+            engine.begin_tasks()
         engine.begin_evaluation(engine.names)
         return RunPosition()
     specs = array_specs(engine, described.tasks)

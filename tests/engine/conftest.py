@@ -13,8 +13,8 @@ import pytest
 
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
-from jaxmux.engine.prepared_task import with_virtual_tokens
-from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.engine.prepared_task import first_epoch, with_virtual_tokens
+from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, save_backbone
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter
 from jaxmux.peft.leaves import named_leaves
@@ -96,14 +96,11 @@ def make_narrow_task(make_task):
 
 
 @pytest.fixture(scope="session")
-def base_tensor(backbone):
-    """The weights of linears by their names in Hugging Face's checkpoint."""
-
-    def read(name: str) -> np.ndarray:
-        *_, layer, block, linear, _ = name.split(".")
-        return np.asarray(backbone.weights["layers"][block][linear]["kernel"].values[int(layer)]).T
-
-    return read
+def base_tensor(backbone, tmp_path_factory):
+    """The tensors of the backbone by their names in Hugging Face's checkpoint."""
+    folder = tmp_path_factory.mktemp("backbone")
+    save_backbone(backbone, folder)
+    return checkpoint_tensors(folder, np.dtype(np.float32))
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +113,8 @@ def make_task_with(make_task, config, base_tensor):
         task, kind = dataclasses.replace(prepared.task, adapter=spec), kind_of(spec)
         targets = kind.targets(spec, config)
         rng = np.random.default_rng(seed)
-        first = kind.initial(spec, targets, config, seed, base_tensor)
+        data = (first_epoch(prepared.batches),) if kind.reads_samples else ()
+        first = kind.initial(spec, targets, config, seed, base_tensor, *data)
         rates = named_leaves(kind.relative_rates(spec, targets))
         names = iter(named_leaves(first))
 

@@ -35,7 +35,7 @@ def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
 
     @jax.vmap
     def losses(ids, mask):
-        logits = _logits(config, weights, kind, spec, adapter, ids[:-1], frozen)
+        logits = logits_of(config, weights, kind, spec, adapter, ids[:-1], frozen)
         logits = logits[-(longest - 1) :]
         scores = jax.nn.log_softmax(logits, axis=-1)[np.arange(longest - 1), ids[1:]]
         return -jnp.sum(scores * mask[1:])
@@ -43,7 +43,13 @@ def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
     return jnp.sum(losses(ids, mask)) / mask[:, 1:].sum()
 
 
-def _logits(config, weights, kind, spec, adapter, ids, frozen):
+def logits_of(config, weights, kind, spec, adapter, ids, frozen=None, inputs=None):
+    """The logits of a sequence; the arguments are those of `loss_of`.
+
+    Args:
+      ids: the tokens.
+      inputs: a dict that gets, by path and layer of every linear, what it reads.
+    """
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
     x = w["embed_tokens"]["weight"][ids]
@@ -67,6 +73,8 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
 
     def linear(x, block, name, layer):
         own, module = w["layers"][block][name], f"{block}.{name}"
+        if inputs is not None:
+            inputs[module, layer] = x
         gains = adapter.get(module, {}) if kind == "ia3" else {}
         y = (x * gains["input"][layer] if "input" in gains else x) @ own["kernel"].values[layer]
         if kind == "lora" and module in adapter:

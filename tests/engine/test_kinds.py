@@ -66,6 +66,7 @@ SPECS = {
         alpha_pattern={"down_proj": 1.0},
     ),
     "olora": LoRA(2, 1.0, target_modules=("q_proj", "up_proj"), initialisation="olora"),
+    "eva": DoRA(2, 3.0, target_modules=("v_proj", "down_proj"), initialisation="eva"),
 }
 
 # By linear, the scales of "pattern" in both layers: alpha / rank.

@@ -221,6 +221,36 @@ KIND_TASKS = [
         max_length=64,
         steps=20,
     ),
+    # Their initial values depend on the data.
+    _task(
+        "eva",
+        words=(10, 25),
+        adapter={
+            "rank": 3,
+            "alpha": 6.0,
+            "initialisation": "eva",
+            "calibration_tokens": 900,
+        },
+        optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    _task(
+        "gradient",
+        words=(5, 10),
+        adapter={
+            "kind": "sparse_diff",
+            "rank": 3,
+            "mask": "gradient",
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "calibration_tokens": 300,
+        },
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=12,
+        max_length=32,
+        steps=20,
+    ),
 ]
 
 # PEFT takes the initial factors of these off the backbone; jaxmux takes them off the product.

@@ -64,6 +64,9 @@ def test_an_adapter_of_some_layers_or_begun_in_peft_has_the_same_logits_in_peft(
         ("pissa", "final"),
         ("pissa", "serving"),
         ("olora", "final"),
+        ("eva", "final"),
+        ("eva", "serving"),
+        ("gradient", "final"),
     ],
 )
 def test_an_exported_adapter_of_another_kind_has_the_same_logits_in_peft(
@@ -98,7 +101,7 @@ def test_a_prompt_begins_with_a_text_as_in_peft(trained_kinds):
     )
 
 
-@pytest.mark.parametrize("task", ["vera", "pattern", "pissa"])
+@pytest.mark.parametrize("task", ["vera", "pattern", "pissa", "eva"])
 def test_what_becomes_a_lora_for_serving_passes_vllms_checks(task, trained_kinds):
     folder = trained_kinds.folder
     check_adapter(folder / "serving" / task, linears(folder / "backbone"), max_lora_rank=32)

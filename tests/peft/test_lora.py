@@ -35,8 +35,8 @@ def test_a_list_of_targets_becomes_a_tuple():
         ({"dropout": math.nan}, "dropout .* found nan"),
         (
             {"initialisation": "loftq"},
-            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', 'pissa', "
-            "'olora', 'pissa_niter_N' with N up to 99, found 'loftq'",
+            "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', 'eva', "
+            "'pissa', 'olora', 'pissa_niter_N' with N up to 99, found 'loftq'",
         ),
         (
             {"initialisation": "orthogonal", "rank": 5},

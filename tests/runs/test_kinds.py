@@ -39,6 +39,7 @@ from jaxmux.data import load_tokenizer
 from jaxmux.live.states import ENDED
 from jaxmux.models import (
     AdapterOp,
+    Calibration,
     ForwardOptions,
     SlotTable,
     checkpoint_tensors,
@@ -60,7 +61,7 @@ from jaxmux.peft import (
 from jaxmux.peft.targets import resolve_targets
 from jaxmux.runs.task_json import task_from_json
 
-from .conftest import RUN
+from .conftest import RUN, SERVER
 
 # Those of words; bytes are the first tokens of the vocabulary.
 TOKENS = tuple(range(317, 257, -1))
@@ -88,10 +89,12 @@ SPECS = {
         rank_pattern={"o_proj": 2},
         alpha_pattern={"o_proj": 1.0},
     ),
+    "eva": LoRA(2, 3.0, target_modules=("q_proj", "down_proj"), initialisation="eva"),
+    "gradients": SparseDiff(2, "gradient", ("q_proj", "down_proj")),
 }
-# Of adapters that begin at parts of the weights, folders hold LoRAs of twice the rank and the same
-# scale.
+# Of some adapters, folders hold a LoRA of another rank and the same scale.
 FOLDERS = SPECS | {
+    "eva": LoRA(4, 6.0, target_modules=("q_proj", "down_proj")),
     "pissa": LoRA(4, 8.0, target_modules=("q_proj", "v_proj")),
     "olora": LoRA(
         6,
@@ -104,7 +107,7 @@ FOLDERS = SPECS | {
 }
 # Those that can be merged into the backbone.
 MERGED = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
-MERGED += ("pissa", "olora")
+MERGED += ("pissa", "olora", "eva")
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
     "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
@@ -121,6 +124,8 @@ SETTINGS = {
     "pattern": ("adapter_model.safetensors", "rank_pattern", {"q_proj": 2}),
     "pissa": ("adapter_model.safetensors", "init_lora_weights", True),
     "olora": ("adapter_model.safetensors", "use_rslora", True),
+    "eva": ("adapter_model.safetensors", "r", 4),
+    "gradients": ("adapter_model.safetensors", "mask_type", "gradient_entries"),
 }
 
 
@@ -192,7 +197,7 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "dora", "pattern", "pissa", "houlsby"):
+    for name in ("ia3", "ln", "dora", "pattern", "pissa", "eva", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
             adapter=FOLDERS[name],
@@ -550,6 +555,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
     niter = {"rank": 128, "initialisation": "pissa_niter_16"}
     assert task(kind="lora", **niter) == LoRA(**niter)
+    eva = {"kind": "lora", "initialisation": "eva"}
+    assert task(**eva, eva_rho=1.5) == LoRA(initialisation="eva", eva_rho=1.5)
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
@@ -568,6 +575,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         ({"kind": "lora", **niter, "rank": 129}, "arrays would have rank 258, and at most 256"),
         ({"kind": "lora", "initialisation": "pissa_niter_1e6"}, "initialisation should be one of"),
         ({"kind": "dora", "initialisation": "olora"}, "initialisation should be one of"),
+        (eva | {"eva_rho": 100}, "eva_rho should be .* of at most 4"),
+        (eva | {"calibration_tokens": 10**6}, "calibration_tokens should be .* of at most 8192"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
@@ -612,6 +621,12 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ("pattern", LoRA(2, target_modules="q_proj", rank_pattern={"layers.0.*": 1})),
             ("olora", LoRA(2, target_modules="q_proj", initialisation="olora")),
             ("wide", LoRA(3, target_modules="q_proj", initialisation="olora")),
+            ("eva", LoRA(1, target_modules="q_proj", initialisation="eva")),
+            ("large-eva", LoRA(3, target_modules="q_proj", initialisation="eva")),
+            (
+                "no-label",
+                LoRA(1, target_modules="q_proj", initialisation="eva", calibration_tokens=1),
+            ),
         ):
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
@@ -619,7 +634,7 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    for name in ("ia3", "fits", "dora", "pattern", "olora"):
+    for name in ("ia3", "fits", "dora", "pattern", "olora", "eva"):
         assert found[name] == ("succeeded", None)
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
@@ -628,6 +643,8 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
         "ln": "its adapter has the kind 'ln_tuning'",
         "other-dora": "v_proj, for which the pool has no arrays",
         "wide": "its rank is 6, the pool's is 4",
+        "large-eva": "its rank is 6, the pool's is 4",
+        "no-label": "none of the first 1 tokens of its training data counts in the loss",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
     for bad in (LoRA(), "ia3"):
@@ -654,3 +671,58 @@ def test_linears_are_named_as_for_lora(model):
     assert "mlp.down_proj/output" not in masks
     with pytest.raises(ValueError, match="mlp.up_proj is not among the target_modules"):
         KINDS["ia3"].targets(IA3(("q_proj",), ("up_proj",)), model.config)
+
+
+@pytest.fixture
+def refuse_calibration(monkeypatch):
+    """From its call on, no samples go through the backbone for initial values."""
+
+    def refuse():
+        def refused(self):
+            raise AssertionError("initial values are computed")
+
+        monkeypatch.setattr(Calibration, "linear_inputs", refused)
+
+    return refuse
+
+
+def test_a_run_that_goes_on_computes_no_initial_values(
+    train, make_task, tmp_path, refuse_calibration
+):
+    """It computes them if none of its checkpoints is complete."""
+
+    def weights(steps):
+        train(tmp_path / "run", dataclasses.replace(make_task(steps=steps), adapter=SPECS["eva"]))
+        return load_file(tmp_path / "run" / "adapters" / "tiny" / "adapter_model.safetensors")
+
+    first = weights(2)
+    # As if it had been interrupted while the first one was written.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "adapters")
+    again = weights(2)
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(again[name], tensor)
+    refuse_calibration()
+    assert any(np.any(tensor != first[name]) for name, tensor in weights(3).items())
+
+
+def test_a_server_that_goes_on_computes_no_initial_values(
+    backbone, make_task, tmp_path, refuse_calibration
+):
+    options = ServerOptions(**SERVER)
+    with tuning_server(backbone, tmp_path / "server", options) as server:
+        server.register(dataclasses.replace(make_task("a", steps=4), adapter=SPECS["eva"]))
+        while not any(status.step for status in server.statuses()):
+            server.step()
+        server.save()
+    refuse_calibration()
+    with tuning_server(backbone, tmp_path / "server", options) as server:
+        server.register(dataclasses.replace(make_task("b", steps=4), adapter=SPECS["eva"]))
+        while not all(status.state in ENDED for status in server.statuses()):
+            server.step()
+        assert [(own.name, own.state) for own in server.statuses()] == [
+            ("a", "succeeded"),
+            ("b", "failed"),
+        ]

@@ -265,6 +265,14 @@ def test_settings_of_an_adapter_are_checked_before_it_is_loaded(changes, problem
         read(place, resume_from="start")
 
 
+def test_a_task_that_begins_with_its_data_goes_on_from_its_largest_rank(place):
+    write_adapter(place, r=24)
+    eva = {"kind": "lora", "rank": 16, "initialisation": "eva", "eva_rho": 1.5}
+    read(place, resume_from="start", adapter=eva)
+    with pytest.raises(TaskError, match="r should be the rank of the task, 32, found 24"):
+        read(place, resume_from="start", adapter=eva | {"eva_rho": 2.0})
+
+
 def test_large_weights_are_refused(place):
     write_adapter(place, weights=bytes(51))
     with pytest.raises(TaskError, match="start/adapter_model.safetensors' has 51 bytes"):
