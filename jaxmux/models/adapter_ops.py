@@ -3,11 +3,12 @@
 Low-rank adapters of linears are part of the frozen products, see `adapted_linears`. Every other
 kind has an `AdapterOp`. A *point* is a place in a layer: a linear ("self_attn.q_proj"), a norm
 ("input_layernorm", "post_attention_layernorm", or "norm" behind the last layer), a sub-block
-("self_attn" or "mlp"), or the embedding ("embed_tokens"). The arrays of a kind lie under the points
-at which it does something.
+("self_attn" or "mlp"), the embedding ("embed_tokens"), the head ("lm_head"), or both of them where
+they are one table ("tied_embedding"). The arrays of a kind lie under the points at which it does
+something.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,8 +34,14 @@ FINAL_NORM = "norm"
 EMBEDDING = "embed_tokens"
 # Its name in Hugging Face's checkpoints.
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
+# The head. Its arrays have the axis "last" in place of that of layers.
+HEAD = "lm_head"
+# The embedding that is the head too. Its arrays are those of both, with the axis "first".
+TIED = "tied_embedding"
+# The points at which logits are changed.
+AT_HEAD = (TIED, HEAD)
 # The points that are not in a layer.
-_OUTSIDE = (EMBEDDING, FINAL_NORM)
+_OUTSIDE = (EMBEDDING, FINAL_NORM, *AT_HEAD)
 
 
 class AdapterOp:
@@ -165,6 +172,23 @@ class AdapterOp:
         """
         return h
 
+    def logits(
+        self,
+        own: Any,
+        hidden: Float[Array, "chunks l d"],
+        logits: Float[Array, "chunks l vocab"],
+        first_token: Int[Array, ""] | int,
+    ) -> Float[Array, "chunks l vocab"]:
+        """The logits of the tokens, or of those that this device has.
+
+        Args:
+          own: arrays at the head.
+          hidden: what the head reads.
+          logits: float32, the product of `hidden` and the head.
+          first_token: the first of the tokens to which the logits belong.
+        """
+        return logits
+
 
 # By name of the kind, the arrays of all slots, or gradient accumulators. Those of `LOW_RANK_KIND`
 # are factors by module path, those of other kinds trees by point.
@@ -237,7 +261,7 @@ def layer_adapters(
     accumulators: AllAdapters | None,
     chunk_slot: Int[Array, " chunks"],
     layer: Int[Array, ""] | int,
-    outside: str | None = None,
+    outside: Sequence[str] = (),
 ) -> tuple[LayerAdapters, AllAdapters | None]:
     """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
     by `values_of_chunks`.
@@ -248,8 +272,8 @@ def layer_adapters(
       accumulators: gradient accumulators, or None.
       chunk_slot: owner slot of each chunk.
       layer: index of the layer.
-      outside: a point outside the layers that is read instead of those of the layer: the norm
-        behind the last layer, or the embedding, for which `layer` is 0.
+      outside: points outside the layers that are read instead of those of the layer: the norm
+        behind the last layer, or those of the embedding and the head, for which `layer` is 0.
     """
 
     found: dict[str, Mapping[str, Any]] = {}
@@ -259,7 +283,7 @@ def layer_adapters(
         return {
             point: own
             for point, own in tree.items()
-            if (point == outside if outside else point not in _OUTSIDE)
+            if (point in outside if outside else point not in _OUTSIDE)
         }
 
     for name, op in ops:
@@ -274,7 +298,7 @@ def layer_adapters(
         if accumulators is not None:
             sums = _joined(none, sums)
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
-        for point, arrays in adapters[name].items() if op.low_rank else ():
+        for point, arrays in adapters[name].items() if op.low_rank and not outside else ():
             scales[point] = scales.get(point, 0) + arrays[SCALE][layer]
     return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
 
@@ -330,26 +354,28 @@ def _rows_backward(count, dtype, index, dy):
 rows_of_chunks.defvjp(_rows_forward, _rows_backward)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_of_chunks(
-    x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"]
+    x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "chunks l n"]:
-    """The product of every chunk with a matrix of its own, in the dtype of `x`. Sums, and the
-    gradient of `w`, are float32.
+    """The product of every chunk with a matrix of its own. Sums, and the gradient of `w`, are
+    float32.
 
     Args:
       x: activations, in the compute dtype.
       w: float32.
+      dtype: dtype of the result; None for that of `x`.
     """
-    return _product("clk,ckn->cln", x, w.astype(x.dtype)).astype(x.dtype)
+    return _product("clk,ckn->cln", x, w.astype(x.dtype)).astype(dtype or x.dtype)
 
 
-def _forward(x, w):
-    return matmul_of_chunks(x, w), (x, w)
+def _forward(x, w, dtype):
+    return matmul_of_chunks(x, w, dtype), (x, w)
 
 
-def _backward(residuals, dy):
+def _backward(dtype, residuals, dy):
     x, w = residuals
+    dy = dy.astype(x.dtype)
     dx = _product("cln,ckn->clk", dy, w.astype(x.dtype)).astype(x.dtype)
     return dx, _product("clk,cln->ckn", x, dy)
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxmux.models import BackboneConfig
-from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
+from jaxmux.models.adapter_ops import AT_HEAD, LOW_RANK_KIND, TIED, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
@@ -181,6 +181,7 @@ class AdapterKind(NamedTuple):
                 point,
                 *(per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]),
                 *(more_flops - flops, 2 * flops - more_flops, moved, kept),
+                *(point in AT_HEAD, point == TIED),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

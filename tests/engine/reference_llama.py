@@ -46,10 +46,11 @@ def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
 def _logits(config, weights, kind, spec, adapter, ids, frozen):
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
-    x = w["embed_tokens"]["weight"][ids]
     if kind == "trained_tokens":
-        rows = jnp.zeros(w["embed_tokens"]["weight"].shape).at[np.array(spec.indices)]
-        x = x + rows.set(adapter["embed_tokens"]["rows"][0])[ids]
+        (own,) = adapter.values()
+        rows = w["embed_tokens"]["weight"].at[np.array(spec.indices)].add(own["rows"][0])
+        w["embed_tokens"] = {"weight": rows}
+    x = w["embed_tokens"]["weight"][ids]
     if kind == "prompt_tuning":
         x = jnp.concatenate([adapter["embed_tokens"][0], x])
     n, half = len(x), config.head_dim // 2

@@ -9,7 +9,6 @@ in a request are absolute or relative to FOLDER.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,12 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     checkpoint_tensors,
-    head_kernel,
     hidden_states,
     load_backbone,
+    logits_of,
     save_backbone,
 )
+from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import (
     KINDS,
@@ -178,11 +178,17 @@ def packed_logits(
     options = ForwardOptions(
         attention="xla", max_sequences=SHAPE.max_sequences, adapter_ops=ops_of(pools)
     )
-    run = jax.jit(partial(hidden_states, backbone.config, options=options))
-    hidden, _, finite = run(backbone.weights, pools, None, microbatch, slots)
+
+    @jax.jit
+    def run(weights, pools, microbatch, slots):
+        at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
+        given = weights, pools, None, microbatch, slots, options, at_head
+        hidden, _, finite = hidden_states(backbone.config, *given)
+        return logits_of(weights, hidden, at_head), finite
+
+    logits, finite = run(backbone.weights, pools, microbatch, slots)
     assert finite.all()
-    logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
-    logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
+    logits = np.asarray(logits).reshape(SHAPE.rows, SHAPE.row_len, -1)
     return {
         f"{first + p.slot}-{p.sample}": logits[
             p.row, p.offset : p.offset + lengths[p.slot][p.sample]

@@ -113,6 +113,16 @@ OTHER_OPTIMIZER_TASKS = [
         max_length=64,
         steps=10,
     ),
+    # The head of the backbone is its embedding, so these rows are those of both.
+    _task(
+        "tied_tokens",
+        words=(10, 25),
+        adapter={"kind": "trained_tokens", "indices": list(range(270, 250, -1))},
+        optimizer=_adamw(1e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=9,
+        max_length=64,
+        steps=10,
+    ),
 ]
 
 

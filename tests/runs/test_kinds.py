@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from functools import partial
 
 import jax
 import numpy as np
@@ -38,9 +37,10 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     checkpoint_tensors,
-    head_kernel,
     hidden_states,
+    logits_of,
 )
+from jaxmux.models.head_adapters import head_adapters
 from jaxmux.peft import (
     KINDS,
     SPECIFICATIONS,
@@ -112,11 +112,15 @@ def logits():
         scale = np.float32([scale_of(spec) if spec else 0.0])
         slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
-        microbatch = _microbatch(tokens, np.array([32]))
-        hidden, _, _ = jax.jit(partial(hidden_states, model.config, options=options))(
-            model.weights, pools, None, microbatch, slots
-        )
-        return np.asarray(head_kernel(model.weights).matmul(hidden))
+
+        @jax.jit
+        def run(weights, pools):
+            given = pools, None, _microbatch(tokens, np.array([32]))
+            at_head, _ = head_adapters(options.adapter_ops, *given[:2], given[2].chunk_slot)
+            states, _, _ = hidden_states(model.config, weights, *given, slots, options, at_head)
+            return logits_of(weights, states, at_head)
+
+        return np.asarray(run(model.weights, pools))
 
     return compute
 
@@ -502,11 +506,53 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ServerOptions(reserved_adapters=[bad])
 
 
-def test_tokens_are_trained_where_the_head_is_not_the_embedding(model):
+@pytest.fixture(scope="module")
+def tied(backbone, tmp_path_factory):
+    """A backbone whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("tied") / "backbone"
+    shutil.copytree(backbone, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    return load_backbone(folder, "float32")
+
+
+def test_tokens_of_a_head_that_is_the_embedding_change_both(tied, tmp_path, logits):
+    base = checkpoint_tensors(tied.name_or_path, np.dtype(np.float32))
+    spec, kind = TrainedTokens(TOKENS), KINDS["trained_tokens"]
+    targets = kind.targets(spec, tied.config)
+    first = kind.initial(spec, targets, tied.config, 0, base)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, 0.05, (1, len(TOKENS), tied.config.hidden_size)).astype(np.float32)
+    adapter = {point: own | {"rows": rows} for point, own in first.items()}
+    write_merged(tmp_path / "merged", tied.name_or_path, adapter, spec, tied.config)
+    merged = load_backbone(tmp_path / "merged", "float32")
+    wanted, found = logits(merged), logits(tied, spec, adapter)
+    assert np.abs(wanted - logits(tied)).max() > 1e-2
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    tokenizer = load_tokenizer(tied.name_or_path)
+    requests = [Request("red apple", spec, adapter)], [Request("red apple")]
+    own, of_merged = (
+        complete(model, tokenizer, request, max_new_tokens=8)
+        for model, request in zip((tied, merged), requests, strict=True)
+    )
+    assert own == of_merged != complete(tied, tokenizer, requests[1], max_new_tokens=8)
+
+    folder = tmp_path / "adapter"
+    export_adapter(folder, adapter, spec, tied.config, "base", base=base)
+    again = import_adapter(folder, tied.config, base=base)[1]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-7), adapter, again)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.trainable_tokens_delta"] += 1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="of one table differ"):
+        import_adapter(folder, tied.config, base=base)
+
+
+def test_tokens_of_the_vocabulary_are_trained(model):
     targets = KINDS["trained_tokens"].targets
-    tied = dataclasses.replace(model.config, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="the backbone's head is its embedding"):
-        targets(TrainedTokens((3,)), tied)
     with pytest.raises(ValueError, match="10000 is no token of the"):
         targets(TrainedTokens((3, 10000)), model.config)
     for bad in ((), (-1,), ("3",), (True,), (3, 3)):

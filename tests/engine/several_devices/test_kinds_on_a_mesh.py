@@ -1,9 +1,12 @@
 """Different kinds of adapters on a mesh train as on one device."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from jaxmux.models.adapter_ops import EMBEDDING, TIED
 from jaxmux.peft import (
     IA3,
     Bottleneck,
@@ -15,7 +18,9 @@ from jaxmux.peft import (
     SparseDiff,
     TrainedTokens,
     VeRA,
+    size_of_adapter,
 )
+from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -65,9 +70,49 @@ def on_one_device(make_engine, tasks, train):
     "mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES]
 )
 def test_kinds_train_on_a_mesh_as_on_one_device(mesh, make_engine, tasks, train, on_one_device):
-    expected, expected_updates = on_one_device
     engine = make_engine(*tasks, **MESHES[mesh])
-    updates = train(engine)
+    assert_same_training(tasks, engine, train(engine), *on_one_device)
+
+
+@pytest.fixture(scope="module")
+def tied(backbone):
+    """The backbone with its embedding as its head, whose tokens two devices can share."""
+    config = dataclasses.replace(backbone.config, tie_word_embeddings=True, vocab_size=104)
+    weights = {name: own for name, own in backbone.weights.items() if name != "lm_head"}
+    table = np.pad(weights["embed_tokens"]["weight"], ((0, 3), (0, 0)))
+    weights["embed_tokens"] = {"weight": jax.numpy.asarray(table)}
+    return dataclasses.replace(backbone, config=config, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def task_of_tied(tasks, tied):
+    """Trains tokens of embedding and head."""
+    prepared = next(own for own in tasks if own.task.name == "tokens")
+    (targets,), (own,) = prepared.targets.values(), prepared.make_adapter().values()
+    size = size_of_adapter(prepared.task.adapter, tied.config)
+    assert prepared.targets.keys() == {EMBEDDING}
+    return dataclasses.replace(
+        prepared, targets={TIED: targets}, make_adapter=lambda: {TIED: own}, size=size
+    )
+
+
+def test_tokens_of_a_head_that_is_the_embedding_train_on_a_mesh(
+    make_engine, tied, task_of_tied, tasks, train
+):
+    both = task_of_tied, tasks[0]
+    expected = make_engine(*both, model=tied)
+    results = expected, train(expected)
+    engine = make_engine(*both, model=tied, layers=(4,), stage=Stage(dp=2, tp=2))
+    assert_same_training(both, engine, train(engine), *results)
+
+
+def test_a_pipeline_refuses_tokens_of_a_head_that_is_the_embedding(make_engine, tied, task_of_tied):
+    problem = "task 'tokens': .* of 2 stages of a pipeline the first has the embedding and the last"
+    with pytest.raises(PlanningError, match=problem):
+        make_engine(task_of_tied, model=tied, layers=(3, 1), stage=Stage())
+
+
+def assert_same_training(tasks, engine, updates, expected, expected_updates):
     for prepared in tasks:
         name = prepared.task.name
         for one, other in zip(updates[name], expected_updates[name], strict=True):
