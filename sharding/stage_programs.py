@@ -28,7 +28,7 @@ from jaxmux.models import (
     Weights,
     microbatch_losses,
 )
-from jaxmux.models.forward import embed, finish, run_layers
+from jaxmux.models.forward import dropout_of, embed, finish, run_layers
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.models.weight_sharding import TP
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
@@ -280,9 +280,9 @@ def _run_part(
     part, config, sharding = options.part, options.config, options.forward.sharding
     own, at_head = dataclasses.replace(config, num_layers=part.layers), None
     if part.is_last:
-        at_head, accumulators = head_adapters(
-            options.forward.adapter_ops, adapters, accumulators, microbatch.chunk_slot
-        )
+        dropout = dropout_of(microbatch, slots, options.forward)
+        given = adapters, accumulators, microbatch.chunk_slot, dropout
+        at_head, accumulators = head_adapters(options.forward.adapter_ops, *given)
     if part.is_first:
         given = adapters, accumulators, microbatch, options.forward, at_head
         x, accumulators = embed(weights, *given)

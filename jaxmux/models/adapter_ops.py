@@ -19,12 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors
-from jaxmux.pallas_kernels.slot_values import values_of_chunks
+from jaxmux.pallas_kernels.slot_values import rows_of_tokens, values_of_chunks
 
 # The kind whose arrays are the factors of linears.
 LOW_RANK_KIND = "lora"
 # Name of an array of kinds that have low-rank factors: float32 [L, T], the scale of their product.
 SCALE = "scale"
+# Keys beside the arrays at the head of kinds with low-rank factors, if tasks have dropout: the
+# `token_counters` [chunks, l] of the tokens, and the rate of dropout, [chunks].
+COUNTERS, RATE = "counters", "rate"
 # Key of the owner slot of every chunk beside arrays of all slots, see `AdapterOp.of_slots`.
 CHUNK_SLOT = "chunk_slot"
 # The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
@@ -41,7 +44,7 @@ TIED = "tied_embedding"
 # The points at which logits are changed.
 AT_HEAD = (TIED, HEAD)
 # The points that are not in a layer.
-_OUTSIDE = (EMBEDDING, FINAL_NORM, *AT_HEAD)
+OUTSIDE = (EMBEDDING, FINAL_NORM, *AT_HEAD)
 
 
 class AdapterOp:
@@ -60,11 +63,14 @@ class AdapterOp:
       of_slots: names of arrays that are too large to be gathered for every chunk. They belong to no
         layer and are not trained, and `own` holds them for all slots, [T, ...], beside the owner
         slot of every chunk as `CHUNK_SLOT`.
+      by_token: names of arrays at the embedding that have a row for every token of the vocabulary,
+        [1, T, vocab, ...]. `own` holds the rows of the tokens of every chunk, [chunks, l, ...].
       low_rank: whether adapters have low-rank factors besides the kind's own arrays. The scale of
         a linear's product is then one of these, `SCALE`.
     """
 
     of_slots: frozenset[str] = frozenset()
+    by_token: frozenset[str] = frozenset()
     low_rank: bool = False
 
     def embedding_output(
@@ -262,6 +268,7 @@ def layer_adapters(
     chunk_slot: Int[Array, " chunks"],
     layer: Int[Array, ""] | int,
     outside: Sequence[str] = (),
+    tokens: Int[Array, "chunks l"] | None = None,
 ) -> tuple[LayerAdapters, AllAdapters | None]:
     """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
     by `values_of_chunks`.
@@ -274,6 +281,7 @@ def layer_adapters(
       layer: index of the layer.
       outside: points outside the layers that are read instead of those of the layer: the norm
         behind the last layer, or those of the embedding and the head, for which `layer` is 0.
+      tokens: the tokens of each chunk, for the embedding; None elsewhere.
     """
 
     found: dict[str, Mapping[str, Any]] = {}
@@ -283,45 +291,50 @@ def layer_adapters(
         return {
             point: own
             for point, own in tree.items()
-            if (point in outside if outside else point not in _OUTSIDE)
+            if (point in outside if outside else point not in OUTSIDE)
         }
 
     for name, op in ops:
-        whole, own = _of_slots(op, part(adapters[name]))
-        none, sums = (None, None)
+        whole, own = _split(op.of_slots, part(adapters[name]))
+        by_token = frozenset() if tokens is None else op.by_token
+        tables, own = _split(by_token, own)
+        none, sums, table_sums = None, None, None
         if accumulators is not None:
-            none, sums = _of_slots(op, part(accumulators[name]))
+            none, sums = _split(op.of_slots, part(accumulators[name]))
+            table_sums, sums = _split(by_token, sums)
         of_chunks, sums = values_of_chunks(own, sums, chunk_slot, layer)
+        if tables:
+            rows, table_sums = rows_of_tokens(tables, table_sums, chunk_slot, tokens)
+            of_chunks = _joined(rows, of_chunks)
         if op.of_slots:
             whole = {point: {**own, CHUNK_SLOT: chunk_slot} for point, own in whole.items()}
         found[name] = _joined(whole, of_chunks)
         if accumulators is not None:
-            sums = _joined(none, sums)
+            sums = _joined(none, _joined(table_sums, sums))
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
         for point, arrays in adapters[name].items() if op.low_rank and not outside else ():
             scales[point] = scales.get(point, 0) + arrays[SCALE][layer]
     return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
 
 
-def _of_slots(op: AdapterOp, tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By point, the arrays that a kind takes of all slots; and those of every chunk's owner."""
-    if not op.of_slots:
+def _split(names: frozenset[str], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By point, the arrays with these names, and the others."""
+    if not names:
         return {}, dict(tree)
 
-    def chosen(whole: bool) -> dict[str, Any]:
+    def chosen(named: bool) -> dict[str, Any]:
         return {
-            point: {name: x for name, x in own.items() if (name in op.of_slots) == whole}
+            point: {name: x for name, x in own.items() if (name in names) == named}
             for point, own in tree.items()
         }
 
     return chosen(True), chosen(False)
 
 
-def _joined(whole: Mapping[str, Any], of_chunks: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_of_slots`."""
+def _joined(named: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_split`."""
     return {
-        point: {**whole[point], **own} if point in whole else own
-        for point, own in of_chunks.items()
+        point: {**named[point], **own} if point in named else own for point, own in others.items()
     }
 
 

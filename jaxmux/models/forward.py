@@ -165,10 +165,9 @@ def embed(
     tokens = microbatch.tokens.reshape(-1)
     x = jax.lax.stop_gradient(embedded(weights["embed_tokens"]["weight"], tokens, options.sharding))
     points = (EMBEDDING,) if at_head else (EMBEDDING, TIED)
-    own, accumulators = layer_adapters(
-        options.adapter_ops, adapters, accumulators, microbatch.chunk_slot, 0, points
-    )
     of_chunks = tokens.reshape(len(microbatch.chunk_slot), -1)
+    given = adapters, accumulators, microbatch.chunk_slot, 0, points, of_chunks
+    own, accumulators = layer_adapters(options.adapter_ops, *given)
     x = own.apply("embedding_output", EMBEDDING, x, tokens=of_chunks)
     return (at_head or own).apply("embedding_output", TIED, x, tokens=of_chunks), accumulators
 
@@ -377,13 +376,23 @@ def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]
     return [Microbatch(*part) for part in zip(*map(cut, microbatch), strict=True)]
 
 
+def dropout_of(
+    microbatch: Microbatch,
+    slots: SlotTable,
+    options: ForwardOptions,
+    first_layer: Int[Array, ""] | int = 0,
+) -> Dropout | None:
+    """The dropout of a microbatch, None if no task uses it; arguments as for `run_layers`."""
+    if not options.dropout:
+        return None
+    ids, positions = microbatch.sample_id.reshape(-1), microbatch.positions.reshape(-1)
+    return Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
+
+
 def _stream(
     config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions, first_layer
 ) -> Stream:
-    dropout = None
-    if options.dropout:
-        ids, positions = microbatch.sample_id.reshape(-1), microbatch.positions.reshape(-1)
-        dropout = Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
+    dropout = dropout_of(microbatch, slots, options, first_layer)
     return Stream(
         *rotary_angles(config, microbatch.positions),
         segments=find_segments(microbatch.segment_ids, options.max_sequences),

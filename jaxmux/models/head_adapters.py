@@ -12,9 +12,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .adapter_ops import AT_HEAD, AdapterOps, AllAdapters, LayerAdapters, layer_adapters
+from jaxmux.pallas_kernels.counter_dropout import Dropout, token_counters
+
+from .adapter_ops import (
+    AT_HEAD,
+    COUNTERS,
+    HEAD,
+    RATE,
+    AdapterOps,
+    AllAdapters,
+    LayerAdapters,
+    layer_adapters,
+)
 from .weight_sharding import WeightSharding, enter
 
+# The head among the linears of the first layer, in dropout's hash.
+_HEAD_MODULE = 1 << 16
 # By name of the kind and point, the arrays of every chunk's owner.
 HeadArrays = dict[str, dict[str, Any]]
 
@@ -24,6 +37,7 @@ def head_adapters(
     adapters: AllAdapters,
     accumulators: AllAdapters | None,
     chunk_slot: Int[Array, " chunks"],
+    dropout: Dropout | None = None,
 ) -> tuple[LayerAdapters | None, AllAdapters | None]:
     """The adapters of the head for the chunks of a stream, None if no kind has arrays there; and
     the accumulators. They are read before the embedding, see `embed`.
@@ -32,10 +46,22 @@ def head_adapters(
       ops: what the kinds compute, by name of the kind.
       adapters, accumulators: as for `hidden_states`.
       chunk_slot: owner slot of each chunk.
+      dropout: dropout of the slots and tokens; None if no task uses it.
     """
     if not any(point in adapters[name] for name, _ in ops for point in AT_HEAD):
         return None, accumulators
-    return layer_adapters(ops, adapters, accumulators, chunk_slot, 0, AT_HEAD)
+    found, accumulators = layer_adapters(ops, adapters, accumulators, chunk_slot, 0, AT_HEAD)
+    if dropout is None:
+        return found, accumulators
+    slot = jnp.maximum(chunk_slot, 0)
+    owner = jnp.repeat(slot, len(dropout.position) // len(slot))
+    counters = token_counters(dropout, owner, 0, _HEAD_MODULE).reshape(len(slot), -1)
+    dropped = {COUNTERS: counters, RATE: dropout.rate[slot]}
+    own = dict(found.own)
+    for name, op in ops:
+        if op.low_rank and HEAD in own[name]:
+            own[name] = {**own[name], HEAD: {**own[name][HEAD], **dropped}}
+    return found._replace(own=own), accumulators
 
 
 def changed_logits(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxmux.models import BackboneConfig
-from jaxmux.models.adapter_ops import AT_HEAD, LOW_RANK_KIND, TIED, AdapterOp
+from jaxmux.models.adapter_ops import AT_HEAD, LOW_RANK_KIND, OUTSIDE, TIED, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
@@ -36,7 +36,8 @@ class AdapterKind(NamedTuple):
     A kind may have low-rank factors besides its own arrays (`AdapterOp.low_rank`). The factors of
     all tasks lie in the pool of LoRA, whatever their kinds, so that one product serves them all.
     Its own arrays are then a dict below each linear, with the scale of the low-rank product as
-    "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict.
+    "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict. What such
+    a kind has at points outside the layers is all its own.
 
     A specification is a frozen dataclass with the attributes `rank` (the size of the axis "rank" of
     its arrays, if `AdapterKind.rank` says nothing else; 1 if they have none), `scale` (the factor
@@ -122,12 +123,13 @@ class AdapterKind(NamedTuple):
         """
         if not self.low_rank:
             return {self.name: adapter}
-        own = {
+        linears = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        own = adapter | {
             point: {name: leaf for name, leaf in arrays.items() if name not in Factors._fields}
-            for point, arrays in adapter.items()
+            for point, arrays in linears.items()
         }
         factors = {
-            p: Factors(*(arrays[n] for n in Factors._fields)) for p, arrays in adapter.items()
+            p: Factors(*(arrays[n] for n in Factors._fields)) for p, arrays in linears.items()
         }
         return {
             LOW_RANK_KIND: factors,
@@ -143,10 +145,11 @@ class AdapterKind(NamedTuple):
         if not self.low_rank:
             return pools[self.name]
         own = pools[self.name]
-        return {
+        linears = {
             point: factors._asdict() | own.get(point, {})
             for point, factors in pools[LOW_RANK_KIND].items()
         }
+        return linears | {point: arrays for point, arrays in own.items() if point in OUTSIDE}
 
     def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
         """The sizes of a pool of this kind.

@@ -21,8 +21,10 @@ from .kind import AdapterKind
 from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
 from .lora_pattern import has_patterns, lora_pattern_kind
+from .lora_tables import lora_tables_kind
 from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
+from .targets import tables_among
 from .trained_tokens import trained_tokens_kind
 from .vera import vera_kind
 
@@ -40,7 +42,11 @@ _lora_kind = AdapterKind(
     lora_folder.tensors,
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
-    serves=lambda spec: not isinstance(spec, DoRA) and not has_patterns(spec),
+    serves=lambda spec: (
+        not isinstance(spec, DoRA)
+        and not has_patterns(spec)
+        and not tables_among(spec.target_modules)
+    ),
     merged=lora_folder.merged,
 )
 
@@ -51,6 +57,7 @@ KINDS: dict[str, AdapterKind] = {
         _lora_kind,
         dora_kind,
         lora_pattern_kind,
+        lora_tables_kind,
         ia3_kind,
         ln_tuning_kind,
         bottleneck_kind,
@@ -63,7 +70,9 @@ KINDS: dict[str, AdapterKind] = {
 }
 # By name of the kind, the class of its specifications; of kinds with one class, the first.
 SPECIFICATIONS: dict[str, type] = {
-    kind.name: kind.specification for kind in KINDS.values() if kind is not lora_pattern_kind
+    kind.name: kind.specification
+    for kind in KINDS.values()
+    if kind not in (lora_pattern_kind, lora_tables_kind)
 }
 
 

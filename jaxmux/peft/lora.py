@@ -20,6 +20,7 @@ from jaxmux.field_checks import (
     numbers_by_name,
 )
 from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
 from .kind import BaseTensors
@@ -44,7 +45,9 @@ class LoRA:
       target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"
         (the default: all linears of attention and MLP); one or several module names ("q_proj"),
         which the full names equal or end with; or one regular expression that full names
-        ("model.layers.3.self_attn.q_proj") match as a whole.
+        ("model.layers.3.self_attn.q_proj") match as a whole. Beside module names, or alone, stand
+        "embed_tokens" and "lm_head" for the embedding and the head, which "all-linear" and
+        expressions leave out. An embedding begins with A = 0 and a normal B.
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
       initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
         default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
@@ -120,6 +123,17 @@ def ranks_and_scales(
     return np.int64(ranks), np.float32(scales)
 
 
+def rank_and_scale(spec: LoRA, name: str) -> tuple[int, float]:
+    """The rank of a linear or table, and the factor of its low-rank product.
+
+    Args:
+      spec: specification of the adapter.
+      name: its full name.
+    """
+    rank = matching(spec.rank_pattern, name, spec.rank)
+    return rank, _scale(spec, rank, matching(spec.alpha_pattern, name, spec.alpha))
+
+
 def matching(pattern: Sequence[tuple[str, Any]], name: str, default: Any) -> Any:
     """The first value in a pattern whose expression matches a linear's name, as in Hugging Face
     PEFT.
@@ -168,7 +182,8 @@ def lora_leaves(
 
     Args:
       config: configuration of the backbone.
-      modules: paths of the adapted modules within a layer.
+      modules: paths of the adapted modules within a layer. Points outside the layers have no
+        arrays in this pool.
       slots: number of slots T.
       rank: rank R of the pool.
 
@@ -177,6 +192,8 @@ def lora_leaves(
     """
     leaves = {}
     for module in modules:
+        if module in OUTSIDE:
+            continue
         k, n = linear_sizes(config, module)
         layers = config.num_layers
         leaves[module] = Factors(
@@ -226,12 +243,12 @@ def initial_adapter(
             elif spec.initialisation == "gaussian":
                 a[layer, :, :rank] = rng.standard_normal((k, rank)) / rank
             else:
-                a[layer, :, :rank], b[layer, :rank] = _orthogonal(rng, k, rank, n)
+                a[layer, :, :rank], b[layer, :rank] = orthogonal_factors(rng, k, rank, n)
         adapter[module] = Factors(a, b)
     return adapter
 
 
-def _orthogonal(rng: np.random.Generator, k: int, rank: int, n: int) -> Factors:
+def orthogonal_factors(rng: np.random.Generator, k: int, rank: int, n: int) -> Factors:
     """Factors a [k, rank] and b [rank, n] with the product 0, as PEFT draws them: random
     combinations of one half of the rows of an orthogonal matrix, and of the other half."""
     rows, _ = np.linalg.qr(rng.standard_normal((rank, rank)))

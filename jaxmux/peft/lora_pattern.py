@@ -18,7 +18,7 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes
 from .leaves import LeafSpec
 from .lora import Adapter, LoRA, initial_adapter, lora_targets, ranks_and_scales, relative_rates
-from .targets import LayerMask
+from .targets import LayerMask, tables_among
 
 
 def scale_leaf(config: BackboneConfig, slots: int) -> LeafSpec:
@@ -62,7 +62,14 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
     return {module: {SCALE: scale_leaf(config, slots)} for module in points}
 
 
-def _with_scales(spec: LoRA, factors: Adapter, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+def with_scales(spec: LoRA, factors: Adapter, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
+    """The arrays of linears, for kinds that have only scales beside the factors.
+
+    Args:
+      spec: specification of the adapter.
+      factors: the low-rank factors, by linear.
+      targets: by linear, the layers in which it is adapted.
+    """
     return {
         module: {**factors[module]._asdict(), SCALE: scales_of(spec, module, mask)}
         for module, mask in targets.items()
@@ -76,7 +83,7 @@ def _initial(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    return _with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
+    return with_scales(spec, initial_adapter(spec, targets, config, seed, base), targets)
 
 
 def _rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def _from_tensors(
     spec: LoRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
 ) -> dict[str, Any]:
     factors = lora_folder.from_tensors(spec, tensors, config, base)
-    return _with_scales(spec, factors, lora_targets(spec, config))
+    return with_scales(spec, factors, lora_targets(spec, config))
 
 
 def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
@@ -121,6 +128,7 @@ lora_pattern_kind = AdapterKind(
         lora_folder.is_low_rank(settings)
         and not settings.get("use_dora")
         and not lora_folder.is_plain(settings)
+        and not tables_among(settings.get("target_modules"))
     ),
     lora_folder.settings,
     lora_folder.from_settings,
@@ -128,7 +136,7 @@ lora_pattern_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
-    serves=has_patterns,
+    serves=lambda spec: has_patterns(spec) and not tables_among(spec.target_modules),
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
 )

@@ -28,7 +28,7 @@ from jaxmux.peft import (
     VeRA,
 )
 from jaxmux.peft.ln_tuning import NORMS
-from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
+from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES, TABLES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
 
 from .specification_limits import SpecificationLimits
@@ -172,6 +172,12 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj', or a list of "
         "names (no regular expression)",
     }
+    tables = "|".join(sorted(TABLES)).replace(".", r"\.")
+    with_tables = linears | {
+        "pattern": f"^(?:{names}|{tables})$",
+        "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj' or of a table such as "
+        "'lm_head', or a list of names (no regular expression)",
+    }
     norms = "|".join(NORMS)
     by_linear = {
         "propertyNames": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
@@ -212,7 +218,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
         (LoRA, "rank"): {"maximum": limits.rank},
-        (LoRA, "target_modules"): linears,
+        (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,
         (LoRA, "alpha_pattern"): alphas,
         (DoRA, "rank_pattern"): ranks,

@@ -51,6 +51,15 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         rows = w["embed_tokens"]["weight"].at[np.array(spec.indices)].add(own["rows"][0])
         w["embed_tokens"] = {"weight": rows}
     x = w["embed_tokens"]["weight"][ids]
+    head = w["lm_head"]["kernel"].values if "lm_head" in w else w["embed_tokens"]["weight"].T
+    if kind == "lora_tables":
+        added = {
+            table: frozen[table]["scale"][0] * adapter[table]["a"][0] @ adapter[table]["b"][0]
+            for table in ("embed_tokens", "lm_head")
+            if table in adapter
+        }
+        x = x + added["embed_tokens"][ids] if "embed_tokens" in added else x
+        head = head + added["lm_head"]
     if kind == "prompt_tuning":
         x = jnp.concatenate([adapter["embed_tokens"][0], x])
     n, half = len(x), config.head_dim // 2
@@ -73,7 +82,7 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
-        if kind == "lora_pattern" and module in adapter:
+        if kind in ("lora_pattern", "lora_tables") and module in adapter:
             a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
             y = y + frozen[module]["scale"][layer] * (x @ a) @ b
         if kind == "dora" and module in adapter:
@@ -121,5 +130,4 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         h = linear(gate / (1 + jnp.exp(-gate)) * up, "mlp", "down_proj", i)
         x = add(x, h, "mlp", i)
     x = norm(x, w["norm"]["weight"], "norm", layers - 1)
-    head = w["lm_head"]["kernel"].values if "lm_head" in w else w["embed_tokens"]["weight"].T
     return x @ head

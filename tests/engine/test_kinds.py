@@ -56,13 +56,29 @@ SPECS = {
         rank_pattern={r"layers\.0\.self_attn\.q_proj": 2, "o_proj": 5},
         alpha_pattern={"o_proj": 1.0},
     ),
+    "tables": LoRA(
+        3,
+        4.0,
+        target_modules=("q_proj", "embed_tokens", "lm_head"),
+        rank_pattern={"lm_head": 2},
+        alpha_pattern={"embed_tokens": 1.5},
+    ),
+    "head": LoRA(4, 8.0, target_modules="lm_head", initialisation="orthogonal"),
 }
 
-# By linear, the scales of "pattern" in both layers: alpha / rank.
-PATTERN_SCALES = {
-    "self_attn.q_proj": (4 / 2, 4 / 3),
-    "self_attn.o_proj": (1 / 5, 1 / 5),
-    "mlp.up_proj": (4 / 3, 4 / 3),
+# By point, the scales in both layers: alpha / rank.
+SCALES = {
+    "pattern": {
+        "self_attn.q_proj": (4 / 2, 4 / 3),
+        "self_attn.o_proj": (1 / 5, 1 / 5),
+        "mlp.up_proj": (4 / 3, 4 / 3),
+    },
+    "tables": {
+        "self_attn.q_proj": (4 / 3, 4 / 3),
+        "embed_tokens": (1.5 / 3,),
+        "lm_head": (4 / 2,),
+    },
+    "head": {"lm_head": (8 / 4,)},
 }
 
 
@@ -130,8 +146,8 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         frozen = jax.tree.map(
             lambda spec, leaf: None if spec.trained else np.asarray(leaf, np.float64), specs, before
         )
-        if name == "pattern":
-            frozen = {module: {"scale": own} for module, own in PATTERN_SCALES.items()}
+        if name in SCALES:
+            frozen = {point: {"scale": own} for point, own in SCALES[name].items()}
         given = config, backbone.weights, kind.name, spec
         function = partial(loss_of, *given, samples=batch, frozen=frozen)
         loss, gradients = jax.jit(jax.value_and_grad(lambda own: function(adapter=own)))(params)
@@ -145,7 +161,9 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
     rates = kind.relative_rates(spec, prepared.targets)
     for path, own in named_leaves(after).items():
         first, gradient = named_leaves(params)[path], np.asarray(named_leaves(gradients)[path])
-        mask = named_leaves(rates)[path][: len(own)].reshape(-1, *[1] * (own.ndim - 1))
+        mask = named_leaves(rates)[path]
+        mask = mask[-1:] if "last" in named_leaves(specs)[path].axes else mask[: len(own)]
+        mask = mask.reshape(-1, *[1] * (own.ndim - 1))
         expected = -rate * mask * gradient
         assert np.linalg.norm(expected) > 0
         error = np.linalg.norm((own - first) - expected)

@@ -6,6 +6,7 @@ It reads FOLDER/request.json and writes adapter folders, .npz and .json files in
 in a request are absolute or relative to FOLDER.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from jaxmux.models import (
 )
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
+from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import (
     KINDS,
     SPECIFICATIONS,
@@ -219,6 +221,13 @@ def stack_adapters(
 def hf_tensors(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> dict[str, np.ndarray]:
     """The factors in PEFT's layout, by PEFT's names."""
     tensors = {}
+    if "embed_tokens" in adapter:
+        own, name = adapter["embed_tokens"], "base_model.model.model.embed_tokens.lora_embedding"
+        tensors |= {f"{name}_{n.upper()}": own[n][0].T for n in "ab"}
+        own, name = adapter["lm_head"], "base_model.model.lm_head.lora"
+        tensors |= {f"{name}_{n.upper()}.weight": own[n][0].T for n in "ab"}
+        adapter = {path: Factors(own["a"], own["b"]) for path, own in adapter.items()}
+        spec = dataclasses.replace(spec, target_modules=("k_proj",))
     for module, layers in resolve_targets(spec.target_modules, config).items():
         for layer in np.flatnonzero(layers):
             name = f"base_model.model.{full_name(module, layer)}"

@@ -229,6 +229,20 @@ KIND_TASKS = [
         max_length=64,
         steps=20,
     ),
+    _task(
+        "tables",
+        words=(10, 25),
+        adapter={
+            "rank": 4,
+            "alpha": 2.0,
+            "target_modules": ["v_proj", "embed_tokens", "lm_head"],
+            "rank_pattern": {"lm_head": 3},
+        },
+        optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
 ]
 
 

@@ -47,6 +47,7 @@ from jaxmux.peft import (
     AdapterError,
     AdapterKind,
     LeafSpec,
+    kind_of,
     ops_of,
     register_kind,
     scale_of,
@@ -73,6 +74,7 @@ SPECS = {
     "prompt": PromptTuning(5),
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
+    "tables": LoRA(3, 6.0, target_modules=("lm_head", "v_proj", "model.embed_tokens")),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -88,6 +90,11 @@ SETTINGS = {
     "prompt": ("adapter_model.safetensors", "num_virtual_tokens", 5),
     "tokens": ("adapter_model.safetensors", "token_indices", list(TOKENS)),
     "pattern": ("adapter_model.safetensors", "rank_pattern", {"q_proj": 2}),
+    "tables": (
+        "adapter_model.safetensors",
+        "target_modules",
+        ["embed_tokens", "lm_head", "v_proj"],
+    ),
 }
 
 
@@ -114,13 +121,14 @@ def logits():
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
 
         @jax.jit
-        def run(weights, pools):
-            given = pools, None, _microbatch(tokens, np.array([32]))
-            at_head, _ = head_adapters(options.adapter_ops, *given[:2], given[2].chunk_slot)
-            states, _, _ = hidden_states(model.config, weights, *given, slots, options, at_head)
+        def run(weights, pools, tokens):
+            microbatch = _microbatch(tokens, np.array([32]))
+            at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
+            given = weights, pools, None, microbatch, slots, options, at_head
+            states, _, _ = hidden_states(model.config, *given)
             return logits_of(weights, states, at_head)
 
-        return np.asarray(run(model.weights, pools))
+        return np.asarray(run(model.weights, pools, tokens))
 
     return compute
 
@@ -142,7 +150,8 @@ def test_the_folder_is_that_of_the_kind(name, trained, model, base):
     assert (folder / weights).is_file()
     assert json.loads((folder / "adapter_config.json").read_text())[key] == value
     spec, adapter = import_adapter(folder, model.config, base=base)
-    kind = KINDS[next(k for k, cls in SPECIFICATIONS.items() if isinstance(spec, cls))]
+    kind = kind_of(spec)
+    assert kind is kind_of(SPECS[name])
     assert kind.targets(spec, model.config).keys() == kind.targets(SPECS[name], model.config).keys()
     for field in kind.identity:
         assert getattr(spec, field) == getattr(SPECS[name], field)
@@ -160,7 +169,7 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "dora", "pattern", "houlsby"):
+    for name in ("ia3", "ln", "dora", "pattern", "tables", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
             adapter=SPECS[name],
@@ -227,6 +236,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
     merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
+    merged_names += ("tables",)
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -428,12 +438,14 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         return task_from_json(json.dumps(fields), tmp_path).adapter
 
     assert task(kind="ia3") == IA3()
+    assert task(kind="lora", target_modules="lm_head") == LoRA(target_modules="lm_head")
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
     assert task(kind="trained_tokens", indices=[5, 3]) == TrainedTokens((5, 3))
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
+        ({"kind": "ia3", "target_modules": "lm_head"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
         ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
@@ -473,6 +485,7 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             Bottleneck(size=4),
             DoRA(3, target_modules="q_proj"),
             LoRA(2, target_modules="q_proj", alpha_pattern={"q_proj": 1}),
+            LoRA(2, target_modules="lm_head"),
         ],
     )
     with tuning_server(backbone, tmp_path / "server", options) as server:
@@ -485,6 +498,8 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ("dora", DoRA(3, target_modules="q_proj")),
             ("other-dora", DoRA(2, target_modules="v_proj")),
             ("pattern", LoRA(2, target_modules="q_proj", rank_pattern={"layers.0.*": 1})),
+            ("head", LoRA(1, target_modules="lm_head")),
+            ("table", LoRA(1, target_modules="embed_tokens")),
         ):
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
@@ -492,13 +507,15 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    assert {found[name] for name in ("ia3", "fits", "dora", "pattern")} == {("succeeded", None)}
+    fitting = ("ia3", "fits", "dora", "pattern", "head")
+    assert {found[name] for name in fitting} == {("succeeded", None)}
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
         "large": "its adapter has size 5, the pool's is 4",
         "houlsby": "its adapter has self_attn",
         "ln": "its adapter has the kind 'ln_tuning'",
         "other-dora": "v_proj, for which the pool has no arrays",
+        "table": "its adapter has embed_tokens, for which the pool has no arrays",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
     for bad in (LoRA(), "ia3"):
