@@ -196,7 +196,7 @@ def _stack(requests: Sequence[Request], config: BackboneConfig) -> dict[str, Any
     def pool(name: str) -> Any:
         own = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
         points = sorted({point for spec in own for point in kind_of(spec).targets(spec, config)})
-        rank = max((kind_of(spec).rank(spec) for spec in own), default=1)
+        rank = max((kind_of(spec).rank_in(name, spec) for spec in own), default=1)
         pool = KINDS[name].leaves(config, points, 1, rank)
         specs = jax.tree.map(LeafSpec.of_slot, pool)
         slots = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
-from jaxmux.models.adapter_ops import OUTSIDE
+from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import AdapterError, LayerMask, import_adapter, kind_of, size_of_adapter
 from jaxmux.peft.kind import BaseTensors
@@ -196,7 +196,7 @@ def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None)
     kind = kind_of(adapter)
     if size is not None and not kind.low_rank:
         return PoolSpec(1, 1, (), others=others)
-    rank, dropout = kind.rank(adapter), adapter.dropout > 0
+    rank, dropout = kind.rank_in(LOW_RANK_KIND, adapter), adapter.dropout > 0
     linears = tuple(point for point in targets if point not in OUTSIDE)
     return PoolSpec(1, rank, linears, dropout, others=others)
 

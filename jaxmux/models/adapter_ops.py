@@ -312,7 +312,8 @@ def layer_adapters(
         if accumulators is not None:
             sums = _joined(none, _joined(table_sums, sums))
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
-        for point, arrays in adapters[name].items() if op.low_rank and not outside else ():
+        linears = part(adapters[name]) if op.low_rank and not outside else {}
+        for point, arrays in linears.items():
             scales[point] = scales.get(point, 0) + arrays[SCALE][layer]
     return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
 

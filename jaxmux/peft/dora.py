@@ -37,11 +37,16 @@ class DoRA(LoRA):
     frozen product has none; PEFT drops features there too, where m / c is not 1. Both have the same
     mean.
 
-    The fields are those of `LoRA`. The learning rate of m is that of B.
+    The fields are those of `LoRA`, without `trained_tokens`. The learning rate of m is that of B.
 
     Raises:
       ValueError: a value is outside its range.
     """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.trained_tokens:
+            raise ValueError("trained_tokens: DoRA trains linears only")
 
 
 class _Magnitude(AdapterOp):

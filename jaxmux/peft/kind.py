@@ -76,6 +76,7 @@ class AdapterKind(NamedTuple):
         that goes on with it, besides the targets.
       weights_file: name of the file with the arrays.
       rank: function (specification) that returns the size of the axis "rank" of its arrays.
+      factor_rank: the same for its low-rank factors; None if that is `rank`.
       serves: function (specification) that tells whether an adapter whose specification has this
         class is of this kind, for classes of several kinds.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
@@ -104,6 +105,7 @@ class AdapterKind(NamedTuple):
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
     rank: Callable[[Any], int] = attrgetter("rank")
+    factor_rank: Callable[[Any], int] | None = None
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
@@ -113,6 +115,16 @@ class AdapterKind(NamedTuple):
     def low_rank(self) -> bool:
         """Whether the adapters have low-rank factors besides their own arrays."""
         return self.op is not None and self.op.low_rank
+
+    def rank_in(self, pool: str, specification: Any) -> int:
+        """The size of the axis "rank" of an adapter's arrays in one of its pools.
+
+        Args:
+          pool: name of the pool: that of this kind, or of the low-rank factors.
+          specification: the specification of the adapter.
+        """
+        of_factors = self.factor_rank if pool == LOW_RANK_KIND else None
+        return (of_factors or self.rank)(specification)
 
     def in_pools(self, adapter: Any) -> dict[str, Any]:
         """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the

@@ -22,6 +22,7 @@ from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, initial_adapter, lora_leaves, lora_targets, relative_rates
 from .lora_pattern import has_patterns, lora_pattern_kind
 from .lora_tables import lora_tables_kind
+from .lora_tokens import lora_tokens_kind
 from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
 from .targets import tables_among
@@ -45,6 +46,7 @@ _lora_kind = AdapterKind(
     serves=lambda spec: (
         not isinstance(spec, DoRA)
         and not has_patterns(spec)
+        and not spec.trained_tokens
         and not tables_among(spec.target_modules)
     ),
     merged=lora_folder.merged,
@@ -58,6 +60,7 @@ KINDS: dict[str, AdapterKind] = {
         dora_kind,
         lora_pattern_kind,
         lora_tables_kind,
+        lora_tokens_kind,
         ia3_kind,
         ln_tuning_kind,
         bottleneck_kind,
@@ -72,7 +75,7 @@ KINDS: dict[str, AdapterKind] = {
 SPECIFICATIONS: dict[str, type] = {
     kind.name: kind.specification
     for kind in KINDS.values()
-    if kind not in (lora_pattern_kind, lora_tables_kind)
+    if kind not in (lora_pattern_kind, lora_tables_kind, lora_tokens_kind)
 }
 
 

@@ -15,6 +15,7 @@ from jaxmux.field_checks import (
     choice,
     flag,
     integer,
+    integers,
     names,
     number,
     numbers_by_name,
@@ -59,6 +60,8 @@ class LoRA:
         PEFT: a mapping such as {"q_proj": 8}. An expression stands for the linears whose full names
         match it as a whole, or match it behind a dot; the first one counts.
       alpha_pattern: numerators of scales in place of `alpha`, chosen in the same way.
+      trained_tokens: the ids of tokens whose embeddings are trained besides, as by `TrainedTokens`
+        (PEFT's `trainable_token_indices`). It excludes tables among the `target_modules`.
 
     Raises:
       ValueError: a value is outside its range.
@@ -73,9 +76,12 @@ class LoRA:
     loraplus_ratio: float = number(1.0, above=0)
     rank_pattern: tuple[tuple[str, int], ...] = numbers_by_name(rule=integer(least=1))
     alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
+    trained_tokens: tuple[int, ...] = integers((), least=0)
 
     def __post_init__(self):
         check_fields(self)
+        if len(set(self.trained_tokens)) < len(self.trained_tokens):
+            raise ValueError("trained_tokens: a token occurs twice")
         for rank in (self.rank, *dict(self.rank_pattern).values()):
             if self.initialisation == "orthogonal" and rank % 2:
                 raise ValueError(

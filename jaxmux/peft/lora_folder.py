@@ -42,7 +42,7 @@ def is_low_rank(settings: Mapping[str, Any]) -> bool:
 def is_plain(settings: Mapping[str, Any]) -> bool:
     """Whether an adapter_config.json with these values is one of a LoRA with one rank and one scale
     for all linears, and nothing else."""
-    others = ("use_dora", "rank_pattern", "alpha_pattern")
+    others = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
     own = [settings.get(key) for key in others] + tables_among(settings.get("target_modules"))
     return is_low_rank(settings) and not any(own)
 

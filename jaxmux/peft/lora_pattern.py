@@ -128,6 +128,7 @@ lora_pattern_kind = AdapterKind(
         lora_folder.is_low_rank(settings)
         and not settings.get("use_dora")
         and not lora_folder.is_plain(settings)
+        and not settings.get("trainable_token_indices")
         and not tables_among(settings.get("target_modules"))
     ),
     lora_folder.settings,
@@ -136,7 +137,9 @@ lora_pattern_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
-    serves=lambda spec: has_patterns(spec) and not tables_among(spec.target_modules),
+    serves=lambda spec: (
+        has_patterns(spec) and not spec.trained_tokens and not tables_among(spec.target_modules)
+    ),
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
 )

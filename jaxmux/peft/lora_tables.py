@@ -181,6 +181,7 @@ def _recognise(settings: Mapping[str, Any]) -> bool:
     return (
         lora_folder.is_low_rank(settings)
         and not settings.get("use_dora")
+        and not settings.get("trainable_token_indices")
         and bool(tables_among(settings.get("target_modules")))
     )
 
@@ -284,7 +285,7 @@ lora_tables_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
-    serves=lambda spec: bool(tables_among(spec.target_modules)),
+    serves=lambda spec: bool(tables_among(spec.target_modules)) and not spec.trained_tokens,
     merged=_merged,
     work=_work,
 )

@@ -26,7 +26,8 @@ from .leaves import LeafSpec
 from .peft_tensors import PREFIX, take_tensor
 from .targets import LayerMask
 
-_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"
+# The rows in folders of this kind.
+TOKENS_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"
 # A head that is the embedding has the same rows once more in PEFT's folders.
 _TENSOR_OF_HEAD = f"{PREFIX}{HEAD}.trainable_tokens_delta"
 
@@ -66,7 +67,7 @@ class TrainedTokens:
         return len(self.indices)
 
 
-class _Rows(AdapterOp):
+class Rows(AdapterOp):
     """Adds rows to the embeddings of the tokens to which they belong. `tokens` counts from 1; 0 is
     padding."""
 
@@ -159,7 +160,7 @@ def _tensors(
 ) -> dict[str, np.ndarray]:
     first = base_values(base, EMBEDDING_TENSOR, spec.indices)
     rows = first + np.asarray(adapter[_point(config)]["rows"][0])
-    return {_TENSOR: rows} | ({_TENSOR_OF_HEAD: rows} if config.tie_word_embeddings else {})
+    return {TOKENS_TENSOR: rows} | ({_TENSOR_OF_HEAD: rows} if config.tie_word_embeddings else {})
 
 
 def _from_tensors(
@@ -168,11 +169,11 @@ def _from_tensors(
     config: BackboneConfig,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    rows = take_tensor(tensors, _TENSOR, (spec.rank, config.hidden_size))
+    rows = take_tensor(tensors, TOKENS_TENSOR, (spec.rank, config.hidden_size))
     if config.tie_word_embeddings and _TENSOR_OF_HEAD in tensors:
         of_head = take_tensor(tensors, _TENSOR_OF_HEAD, rows.shape)
         if not np.array_equal(of_head, rows):
-            raise ValueError(f"tensors {_TENSOR} and {_TENSOR_OF_HEAD} of one table differ")
+            raise ValueError(f"tensors {TOKENS_TENSOR} and {_TENSOR_OF_HEAD} of one table differ")
     return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR, spec.indices), config)
 
 
@@ -188,7 +189,7 @@ def _merged(spec: TrainedTokens, adapter: Any, config: BackboneConfig) -> Change
 trained_tokens_kind = AdapterKind(
     "trained_tokens",
     TrainedTokens,
-    _Rows(),
+    Rows(),
     _targets,
     _leaves,
     _initial,

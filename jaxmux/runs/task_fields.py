@@ -178,6 +178,13 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj' or of a table such as "
         "'lm_head', or a list of names (no regular expression)",
     }
+    tokens = {
+        "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
+        "minItems": 1,
+        "maxItems": limits.rank,
+        "uniqueItems": True,
+        "$comment": "a list of different ids of tokens",
+    }
     norms = "|".join(NORMS)
     by_linear = {
         "propertyNames": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
@@ -221,6 +228,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,
         (LoRA, "alpha_pattern"): alphas,
+        (LoRA, "trained_tokens"): tokens | {"minItems": 0},
+        (DoRA, "trained_tokens"): tokens | {"minItems": 0, "maxItems": 0},
         (DoRA, "rank_pattern"): ranks,
         (DoRA, "alpha_pattern"): alphas,
         (DoRA, "rank"): {"maximum": limits.rank},
@@ -243,12 +252,6 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (VeRA, "projection_key"): {"maximum": 2**32 - 1},
         (VeRA, "target_modules"): linears,
         (PromptTuning, "virtual_tokens"): {"maximum": limits.rank},
-        (TrainedTokens, "indices"): {
-            "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
-            "minItems": 1,
-            "maxItems": limits.rank,
-            "uniqueItems": True,
-            "$comment": "a list of different ids of tokens",
-        },
+        (TrainedTokens, "indices"): tokens,
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
     }

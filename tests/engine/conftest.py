@@ -15,6 +15,7 @@ from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
 from jaxmux.engine.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.models.adapter_ops import EMBEDDING_TENSOR
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter
 from jaxmux.peft.leaves import named_leaves
@@ -97,9 +98,11 @@ def make_narrow_task(make_task):
 
 @pytest.fixture(scope="session")
 def base_tensor(backbone):
-    """The weights of linears by their names in Hugging Face's checkpoint."""
+    """The embedding and the weights of linears by their names in Hugging Face's checkpoint."""
 
     def read(name: str) -> np.ndarray:
+        if name == EMBEDDING_TENSOR:
+            return np.asarray(backbone.weights["embed_tokens"]["weight"])
         *_, layer, block, linear, _ = name.split(".")
         return np.asarray(backbone.weights["layers"][block][linear]["kernel"].values[int(layer)]).T
 

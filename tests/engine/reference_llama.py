@@ -46,9 +46,10 @@ def loss_of(config, weights, kind, spec, adapter, samples, frozen=None):
 def _logits(config, weights, kind, spec, adapter, ids, frozen):
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
-    if kind == "trained_tokens":
-        (own,) = adapter.values()
-        rows = w["embed_tokens"]["weight"].at[np.array(spec.indices)].add(own["rows"][0])
+    if kind in ("trained_tokens", "lora_tokens"):
+        tokens = spec.indices if kind == "trained_tokens" else spec.trained_tokens
+        (own,) = (own for own in adapter.values() if "rows" in own)
+        rows = w["embed_tokens"]["weight"].at[np.array(tokens)].add(own["rows"][0])
         w["embed_tokens"] = {"weight": rows}
     x = w["embed_tokens"]["weight"][ids]
     head = w["lm_head"]["kernel"].values if "lm_head" in w else w["embed_tokens"]["weight"].T
@@ -82,7 +83,7 @@ def _logits(config, weights, kind, spec, adapter, ids, frozen):
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
-        if kind in ("lora_pattern", "lora_tables") and module in adapter:
+        if kind in ("lora_pattern", "lora_tables", "lora_tokens") and module in adapter:
             a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
             y = y + frozen[module]["scale"][layer] * (x @ a) @ b
         if kind == "dora" and module in adapter:

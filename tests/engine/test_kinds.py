@@ -64,6 +64,7 @@ SPECS = {
         alpha_pattern={"embed_tokens": 1.5},
     ),
     "head": LoRA(4, 8.0, target_modules="lm_head", initialisation="orthogonal"),
+    "lora-tokens": LoRA(2, 6.0, target_modules="o_proj", trained_tokens=(90, 3, 17)),
 }
 
 # By point, the scales in both layers: alpha / rank.
@@ -79,6 +80,7 @@ SCALES = {
         "lm_head": (4 / 2,),
     },
     "head": {"lm_head": (8 / 4,)},
+    "lora-tokens": {"self_attn.o_proj": (6 / 2, 6 / 2)},
 }
 
 

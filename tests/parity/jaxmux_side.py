@@ -209,7 +209,7 @@ def stack_adapters(
     for name in {"lora", *(name for tree in trees for name in tree)}:
         own = [spec for (spec, _), tree in zip(adapters, trees, strict=False) if name in tree]
         points = sorted({p for spec in own for p in kind_of(spec).targets(spec, config)})
-        rank = max((kind_of(spec).rank(spec) for spec in own), default=1)
+        rank = max((kind_of(spec).rank_in(name, spec) for spec in own), default=1)
         pool = KINDS[name].leaves(config, points, 1, rank)
         specs = jax.tree.map(LeafSpec.of_slot, pool)
         padded = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]

@@ -113,6 +113,20 @@ OTHER_OPTIMIZER_TASKS = [
         max_length=64,
         steps=10,
     ),
+    _task(
+        "lora_tokens",
+        words=(10, 25),
+        adapter={
+            "rank": 2,
+            "alpha": 6.0,
+            "target_modules": ["q_proj", "down_proj"],
+            "trained_tokens": list(range(251, 270, 2)),
+        },
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=9,
+        max_length=64,
+        steps=10,
+    ),
     # The head of the backbone is its embedding, so these rows are those of both.
     _task(
         "tied_tokens",

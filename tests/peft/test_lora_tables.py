@@ -41,12 +41,53 @@ def test_only_names_choose_tables():
         (LoRA(9, target_modules="lm_head"), "the tables are no wider than 8"),
         (LoRA(2, target_modules=("lm_head", "proj")), "'proj' matches no linear"),
         (DoRA(2, target_modules=("q_proj", "lm_head")), "'lm_head' matches no linear"),
+        (LoRA(2, target_modules=("q_proj", "lm_head"), trained_tokens=(1,)), "either some of its"),
+        (LoRA(2, trained_tokens=(3, 20)), "trained_tokens: 20 is no token of the 20 tokens"),
     ],
     ids=str,
 )
 def test_what_is_refused(spec, problem):
     with pytest.raises(ValueError, match=problem):
         kind_of(spec).targets(spec, CONFIG)
+
+
+def test_trained_tokens_of_a_lora_differ():
+    for bad in ((-1,), (3, 3), ("3",)):
+        with pytest.raises(ValueError, match="trained_tokens"):
+            LoRA(trained_tokens=bad)
+    with pytest.raises(ValueError, match="DoRA trains linears only"):
+        DoRA(trained_tokens=(3,))
+
+
+def test_trained_tokens_have_ranks_of_their_own():
+    """Many tokens do not enlarge the factors, nor a high rank the rows."""
+    for spec in (LoRA(2, trained_tokens=range(9)), LoRA(8, trained_tokens=(1,))):
+        kind = kind_of(spec)
+        specs = own_leaves(spec, list(kind.targets(spec, CONFIG)), CONFIG)
+        assert specs["mlp.up_proj"]["a"].shape == (3, 1, 8, spec.rank)
+        assert specs["embed_tokens"]["rows"].shape == (1, 1, len(spec.trained_tokens), 8)
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ([5, 3], None),
+        ({"embed_tokens": [5, 3]}, None),
+        ({"model.embed_tokens": [5, 3]}, None),
+        ({"embed_tokens": [5, 3], "lm_head": [5, 3]}, "expected those of 'embed_tokens' only"),
+        ([5, 5], "a token occurs twice"),
+    ],
+    ids=str,
+)
+def test_trained_tokens_in_settings_of_peft(found, problem):
+    spec, kind = LoRA(2, target_modules=("q_proj",), trained_tokens=(5, 3)), KINDS["lora_tokens"]
+    settings = kind.settings(spec, CONFIG, False) | {"trainable_token_indices": found}
+    assert [each for each in KINDS.values() if each.recognise(settings)] == [kind]
+    if problem is None:
+        assert kind.from_settings(settings, CONFIG) == spec
+        return
+    with pytest.raises(ValueError, match=problem):
+        kind.from_settings(settings, CONFIG)
 
 
 def test_tables_begin_as_in_peft():

@@ -75,6 +75,7 @@ SPECS = {
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
     "tables": LoRA(3, 6.0, target_modules=("lm_head", "v_proj", "model.embed_tokens")),
+    "lora-tokens": LoRA(2, target_modules="v_proj", trained_tokens=TOKENS[:4]),
 }
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
@@ -95,6 +96,7 @@ SETTINGS = {
         "target_modules",
         ["embed_tokens", "lm_head", "v_proj"],
     ),
+    "lora-tokens": ("adapter_model.safetensors", "trainable_token_indices", list(TOKENS[:4])),
 }
 
 
@@ -236,7 +238,7 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
     merged_names = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
-    merged_names += ("tables",)
+    merged_names += ("tables", "lora-tokens")
     names = [f"--task={name}" for name in merged_names]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -439,6 +441,7 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
 
     assert task(kind="ia3") == IA3()
     assert task(kind="lora", target_modules="lm_head") == LoRA(target_modules="lm_head")
+    assert task(kind="lora", trained_tokens=[5, 3]) == LoRA(trained_tokens=(5, 3))
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
@@ -456,6 +459,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         ({"kind": "trained_tokens", "indices": list(range(257))}, "of at most 256 entries"),
         ({"kind": "trained_tokens", "indices": [3, 3]}, "a list of different ids"),
         ({"kind": "bottleneck", "form": "x"}, "adapter.form should be"),
+        ({"kind": "lora", "trained_tokens": [3, 3]}, "a list of different ids"),
+        ({"kind": "dora", "trained_tokens": [3]}, "of at most 0 entries"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
