@@ -92,17 +92,29 @@ def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, An
     return found | {"trainable_token_indices": list(spec.trained_tokens)}
 
 
+def token_indices(settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The ids of the trained tokens in an adapter_config.json, unchecked; empty if it has none.
+
+    Args:
+      settings: its values.
+
+    Raises:
+      ValueError: they are no list, or tokens of other tables than the embedding are trained.
+    """
+    tokens = found = settings.get("trainable_token_indices") or []
+    if isinstance(found, Mapping) and [name.split(".")[-1] for name in found] == [EMBEDDING]:
+        (tokens,) = found.values()
+    if not isinstance(tokens, list | tuple):
+        raise ValueError(
+            f"trainable_token_indices={found!r} is not supported; expected a list of tokens of "
+            f"{EMBEDDING!r} only"
+        )
+    return tuple(tokens)
+
+
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
-    tokens = settings["trainable_token_indices"]
-    if isinstance(tokens, Mapping):
-        if [name.split(".")[-1] for name in tokens] != [EMBEDDING]:
-            raise ValueError(
-                f"trainable_token_indices={tokens!r} is not supported; expected those of "
-                f"{EMBEDDING!r} only"
-            )
-        (tokens,) = tokens.values()
     others = lora_folder.from_settings({**settings, "trainable_token_indices": None}, config)
-    spec = dataclasses.replace(others, trained_tokens=tuple(tokens))
+    spec = dataclasses.replace(others, trained_tokens=token_indices(settings))
     _targets(spec, config)
     return spec
 

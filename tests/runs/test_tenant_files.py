@@ -6,7 +6,7 @@ import random
 import shutil
 import socket
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -263,6 +263,22 @@ def test_settings_of_an_adapter_are_checked_before_it_is_loaded(changes, problem
     write_adapter(place, **changes)
     with pytest.raises(TaskError, match=f"resume_from: .*adapter_config.json.*{problem}"):
         read(place, resume_from="start")
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ([5], None),
+        ([5, 3], "trainable_token_indices should be those of the task"),
+        ({"lm_head": [5]}, "expected a list of tokens of 'embed_tokens' only"),
+    ],
+    ids=str,
+)
+def test_trained_tokens_of_an_adapter_are_those_of_the_task(found, problem, place):
+    write_adapter(place, trainable_token_indices=found)
+    task = {"resume_from": "start", "adapter": {"kind": "lora", "trained_tokens": [5]}}
+    with pytest.raises(TaskError, match=problem) if problem else nullcontext():
+        read(place, **task)
 
 
 def test_large_weights_are_refused(place):
