@@ -79,7 +79,7 @@ def test_a_task_gets_the_same_bits_alone(name, make_mixed, tasks, together, trai
 def test_a_step_equals_that_of_a_float64_model(name, tied, make_mixed, tasks):
     rate, prepared = 0.5, tasks[name]
     sgd = dataclasses.replace(prepared.task, optimizer=SGD(rate, momentum=0.0, clip_norm=None))
-    prepared = dataclasses.replace(prepared, task=sgd)
+    prepared = dataclasses.replace(prepared, task=sgd, eval_samples=list(prepared.batches[0]))
     first = prepared.make_adapter()[TIED]["rows"]
     with jax.enable_x64(True):
         given = tied.config, tied.weights, "trained_tokens", SPECS[name]
@@ -88,6 +88,7 @@ def test_a_step_equals_that_of_a_float64_model(name, tied, make_mixed, tasks):
             jax.value_and_grad(lambda rows: function(adapter={TIED: {"rows": rows}}))
         )(np.asarray(first, np.float64))
     engine = make_mixed(prepared)
+    np.testing.assert_allclose(engine.evaluate([name])[name], loss, rtol=1e-6)
     engine.train_round()
     (update,) = engine.drain()
     np.testing.assert_allclose(update.loss, loss, rtol=1e-6)
