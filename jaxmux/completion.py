@@ -21,11 +21,12 @@ from .models import (
     SlotTable,
     Weights,
     compute_dtype,
-    head_kernel,
     hidden_states,
+    logits_of,
     pick_implementation,
 )
 from .models.adapter_ops import LOW_RANK_KIND
+from .models.head_adapters import head_adapters
 from .pallas_kernels.compilation import compiled
 from .peft import KINDS, LeafSpec, kind_of, ops_of, pad, scale_of
 from .peft.leaves import named_leaves
@@ -148,11 +149,13 @@ def _complete(
 
     def next_token(state):
         tokens, lengths, live, key = state
+        microbatch = _microbatch(tokens, lengths)
+        at_head, _ = head_adapters(options.adapter_ops, adapters, None, microbatch.chunk_slot)
         hidden, _, _ = hidden_states(
-            config, weights, adapters, None, _microbatch(tokens, lengths), slots, options
+            config, weights, adapters, None, microbatch, slots, options, at_head
         )
         last = hidden.reshape(rows, row_len, -1)[jnp.arange(rows), lengths - 1]
-        logits = head_kernel(weights).matmul(last, jnp.float32)
+        logits = logits_of(weights, last, at_head)
         key, draw = jax.random.split(key)
         sampled = jax.random.categorical(draw, logits / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, sampled, logits.argmax(axis=-1)).astype(jnp.int32)
@@ -193,7 +196,7 @@ def _stack(requests: Sequence[Request], config: BackboneConfig) -> dict[str, Any
     def pool(name: str) -> Any:
         own = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
         points = sorted({point for spec in own for point in kind_of(spec).targets(spec, config)})
-        rank = max((kind_of(spec).rank(spec) for spec in own), default=1)
+        rank = max((kind_of(spec).rank_in(name, spec) for spec in own), default=1)
         pool = KINDS[name].leaves(config, points, 1, rank)
         specs = jax.tree.map(LeafSpec.of_slot, pool)
         slots = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]

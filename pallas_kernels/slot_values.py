@@ -63,6 +63,84 @@ def _backward(residuals, cotangents):
 _values_of_chunks.defvjp(_forward, _backward)
 
 
+def rows_of_tokens(
+    tables: Any,
+    accumulators: Any | None,
+    chunk_slot: Int[Array, " chunks"],
+    tokens: Int[Array, "chunks l"],
+) -> tuple[Any, Any | None]:
+    """`values_of_chunks` for tables with a row for every token: only the rows of the tokens are
+    read. A chunk's gradients are first summed for each different token, and then added to the
+    accumulators, one chunk after another, so sums have one order on a GPU too.
+
+    Args:
+      tables: tree of arrays [1, T, vocab, r] for T slots.
+      accumulators: as for `values_of_chunks`.
+      chunk_slot: int32, owner slot of each chunk; -1 for an empty chunk.
+      tokens: the tokens of each chunk.
+
+    Returns:
+      A tree like `tables` of arrays [chunks, l, r], zero for empty chunks and for tokens that are
+      not in the tables; and the accumulators.
+    """
+    if accumulators is None:
+        return _look_up(tables, chunk_slot, tokens), None
+    return _rows_of_tokens(tables, accumulators, chunk_slot, tokens)
+
+
+@jax.custom_vjp
+def _rows_of_tokens(tables, accumulators, chunk_slot, tokens):
+    return _look_up(tables, chunk_slot, tokens), accumulators
+
+
+def _rows_forward(tables, accumulators, chunk_slot, tokens):
+    return _rows_of_tokens(tables, accumulators, chunk_slot, tokens), (chunk_slot, tokens)
+
+
+def _rows_backward(residuals, cotangents):
+    chunk_slot, tokens = residuals
+    rows, accumulators = cotangents
+    is_same = tokens[:, :, None] == tokens[:, None, :]
+    is_first = is_same.argmax(axis=2) == jnp.arange(tokens.shape[1])
+    counts = is_first & (tokens >= 0) & (chunk_slot >= 0)[:, None]
+
+    def add(accumulator, gradient):
+        if accumulator is None:
+            return None
+        totals = jnp.einsum(
+            "cij,cjr->cir",
+            is_same.astype(jnp.float32),
+            gradient,
+            precision="highest",
+            preferred_element_type=jnp.float32,
+        )
+        # Rows behind the last one are dropped; all differ.
+        beyond = accumulator.shape[2] + jnp.arange(tokens.shape[1])
+        places = jnp.where(counts, tokens, beyond)
+
+        def add_chunk(sums, chunk):
+            slot, place, total = chunk
+            added = sums.at[0, slot, place].add(total, mode="drop", unique_indices=True)
+            return added, None
+
+        return jax.lax.scan(add_chunk, accumulator, (chunk_slot, places, totals))[0]
+
+    accumulators = jax.tree.map(add, accumulators, rows, is_leaf=lambda leaf: leaf is None)
+    return None, accumulators, None, None
+
+
+_rows_of_tokens.defvjp(_rows_forward, _rows_backward)
+
+
+def _look_up(tables, chunk_slot, tokens):
+    def own(leaf: Array) -> Array:
+        owner = jnp.where(chunk_slot < 0, leaf.shape[1], chunk_slot)[:, None]
+        row = jnp.where(tokens < 0, leaf.shape[2], tokens)
+        return leaf[0].at[owner, row].get(mode="fill", fill_value=0)
+
+    return jax.tree.map(own, tables)
+
+
 def _gather(values, chunk_slot, layer):
     def own(leaf: Array) -> Array:
         owner = jnp.where(chunk_slot < 0, leaf.shape[1], chunk_slot)

@@ -102,6 +102,8 @@ MIXES = (
     Mix("Diff-Pruning of entries", SparseDiff(), None),
     Mix("prompt tuning", PromptTuning()),
     Mix("trained tokens", TrainedTokens(tuple(range(20)))),
+    Mix("LoRA with trained tokens", LoRA(16, trained_tokens=tuple(range(20)))),
+    Mix("LoRA of the tables", LoRA(16, target_modules=("q_proj", "embed_tokens", "lm_head")), None),
 )
 ROOM = "room for IA3"
 

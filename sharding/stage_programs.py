@@ -28,7 +28,8 @@ from jaxmux.models import (
     Weights,
     microbatch_losses,
 )
-from jaxmux.models.forward import embed, finish, run_layers
+from jaxmux.models.forward import dropout_of, embed, finish, run_layers
+from jaxmux.models.head_adapters import head_adapters
 from jaxmux.models.weight_sharding import TP
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
 from jaxmux.peft import Layout
@@ -277,9 +278,14 @@ def _run_part(
     """The residual stream behind the part, or the loss of every chunk from the last part; the
     accumulators; and the finite chunks."""
     part, config, sharding = options.part, options.config, options.forward.sharding
-    own = dataclasses.replace(config, num_layers=part.layers)
+    own, at_head = dataclasses.replace(config, num_layers=part.layers), None
+    if part.is_last:
+        dropout = dropout_of(microbatch, slots, options.forward)
+        given = adapters, accumulators, microbatch.chunk_slot, dropout
+        at_head, accumulators = head_adapters(options.forward.adapter_ops, *given)
     if part.is_first:
-        x, accumulators = embed(weights, adapters, accumulators, microbatch, options.forward)
+        given = adapters, accumulators, microbatch, options.forward, at_head
+        x, accumulators = embed(weights, *given)
     y, accumulators, finite = run_layers(
         own,
         weights["layers"],
@@ -301,4 +307,5 @@ def _run_part(
     hidden, accumulators, finite = finish(
         own, weights, adapters, accumulators, y, finite, microbatch, options.forward
     )
-    return microbatch_losses(weights, hidden, finite, microbatch, sharding), accumulators, finite
+    losses = microbatch_losses(weights, hidden, finite, microbatch, sharding, at_head)
+    return losses, accumulators, finite

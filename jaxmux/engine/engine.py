@@ -11,7 +11,7 @@ from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.pool_spec import PoolSpec, refuse_stages
 from jaxmux.planner.numbers import numbered
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import TaskError
@@ -78,6 +78,7 @@ class Engine(RoundLoop):
         self.admission = admission
         self._more_admissions = more_admissions
         self._peak = 0
+        self._refuse_stages({"reserved_adapters": options.reserved})
 
     def register_tasks(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
         """Adds tasks to be trained from their first step.
@@ -95,7 +96,7 @@ class Engine(RoundLoop):
           TaskError: a name is registered already or occurs twice, or a sample is longer than a row
             (`options.shape.row_len`).
           PlanningError: a round of all tasks, new and registered, would not fit into the device's
-            memory.
+            memory, or a pipeline cannot train a task (`refuse_stages`).
           RuntimeError: a round is unfinished.
         """
         self._refuse_tasks(tasks)
@@ -387,8 +388,10 @@ class Engine(RoundLoop):
 
         Raises:
           TaskError: it does not fit; the message names the setting at fault.
+          PlanningError: a pipeline cannot train it (`refuse_stages`).
         """
         prepared.refuse_rows_of(self.options.shape.row_len)
+        self._refuse_stages({f"task {prepared.task.name!r}": prepared.pool})
         self._slots.refuse_outgrowing(prepared)
 
     @property
@@ -539,6 +542,7 @@ class Engine(RoundLoop):
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
+        self._refuse_stages({f"task {p.task.name!r}": p.pool for p in tasks})
         # The state keeps the size that it has reached, and what fits into it takes no memory.
         reserved = self._slots.pool
         if self.admission:
@@ -548,6 +552,11 @@ class Engine(RoundLoop):
                 own = dataclasses.replace(admission, reserved=reserved)
                 own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._refuse_unfinished_round()
+
+    def _refuse_stages(self, pools: dict[str, PoolSpec]) -> None:
+        """Raises PlanningError if a pipeline of this engine cannot train tasks with these pools."""
+        parts = [len(own.parts) for own in self._replicas or ()]
+        refuse_stages(pools, max(parts, default=1))
 
     @property
     def _admissions(self) -> tuple[Admission, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
 from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import (
     AdapterError,
@@ -202,8 +203,9 @@ def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None)
     kind = kind_of(adapter)
     if size is not None and not kind.low_rank:
         return PoolSpec(1, 1, (), others=others)
-    rank, dropout = kind.rank(adapter), dropout_of(adapter) > 0
-    return PoolSpec(1, rank, tuple(targets), dropout, others=others)
+    rank, dropout = kind.rank_in(LOW_RANK_KIND, adapter), dropout_of(adapter) > 0
+    linears = tuple(point for point in targets if point not in OUTSIDE)
+    return PoolSpec(1, rank, linears, dropout, others=others)
 
 
 def prepare_task(

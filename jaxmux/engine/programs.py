@@ -18,6 +18,8 @@ from jaxmux.models import (
     hidden_states,
     microbatch_losses,
 )
+from jaxmux.models.forward import dropout_of
+from jaxmux.models.head_adapters import head_adapters
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
 
 from .train_state import TrainState
@@ -122,7 +124,10 @@ def _losses(
     config, options, weights, adapters, accumulators, microbatch, slots
 ) -> tuple[Float[Array, " chunks"], Any]:
     """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators."""
+    given = adapters, accumulators, microbatch.chunk_slot, dropout_of(microbatch, slots, options)
+    at_head, accumulators = head_adapters(options.adapter_ops, *given)
     hidden, accumulators, finite = hidden_states(
-        config, weights, adapters, accumulators, microbatch, slots, options
+        config, weights, adapters, accumulators, microbatch, slots, options, at_head
     )
-    return microbatch_losses(weights, hidden, finite, microbatch), accumulators
+    losses = microbatch_losses(weights, hidden, finite, microbatch, at_head=at_head)
+    return losses, accumulators

@@ -15,6 +15,7 @@ from jaxmux.models import (
     block_bytes,
     kept_bytes,
 )
+from jaxmux.models.head_adapters import bytes_at_head
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.layer_policies import USABLE, fill_layers, keeps_attention, working_bytes
 
@@ -68,7 +69,9 @@ def choose_remat(
     # totals and padded ranks differ by less than 1%. Only cuDNN's attention keeps more, in rows of
     # several sequences.
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
-    chunk_len = microbatch.tokens.size // len(microbatch.chunk_slot)
+    chunks = len(microbatch.chunk_slot)
+    chunk_len = microbatch.tokens.size // chunks
+    room -= in_flight * bytes_at_head(adapters, chunks)
     loss_bytes = block_bytes(config.vocab_size, chunk_len)
     packed_kept, packed_needed = _packed_attention(backbone, options, microbatch)
     sizes: dict[str, float] = {}

@@ -40,6 +40,8 @@ class _Common(NamedTuple):
       first_part: index of the first replica's part.
       first_begin: where these layers begin in that part.
       layers: number of these layers.
+      to_end: whether the last of them is the last one of the replica's own part.
+      first_to_end: whether it is the last one of the first replica's part.
     """
 
     part: int
@@ -47,6 +49,8 @@ class _Common(NamedTuple):
     first_part: int
     first_begin: int
     layers: int
+    to_end: bool
+    first_to_end: bool
 
 
 class _Piece(NamedTuple):
@@ -173,8 +177,10 @@ def _common_layers(own: StoredState, first: StoredState) -> Iterator[_Common]:
     for i, part in enumerate(own.parts):
         for j, other in enumerate(first.parts):
             begin = max(part.slice.start, other.slice.start)
-            if (layers := min(part.slice.stop, other.slice.stop) - begin) > 0:
-                yield _Common(i, begin - part.first_layer, j, begin - other.first_layer, layers)
+            end = min(part.slice.stop, other.slice.stop)
+            if (layers := end - begin) > 0:
+                begins = i, begin - part.first_layer, j, begin - other.first_layer
+                yield _Common(*begins, layers, end == part.slice.stop, end == other.slice.stop)
 
 
 def _arrived(pieces: Iterable[_Piece], homes: Sequence[StageMesh]) -> dict[int, list[Any]]:
@@ -220,7 +226,8 @@ def _taken(
     totals = jax.tree.map(total, specs, held)
     state = _like(home, layout, _without_gradients(layout, state, slots))
     own = summed.tree.accumulators, summed.tree.loss
-    return state, [_everywhere(home, _layers(own, totals, c.begin, c.layers)) for c in cuts]
+    pieces = (_layers(own, totals, c.begin, c.layers, c.to_end) for c in cuts)
+    return state, [_everywhere(home, piece) for piece in pieces]
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -238,7 +245,7 @@ def _added(
     def add(spec: LeafSpec, copies: Array, *own: Array) -> Array:
         # The pieces have no axis of copies, which is the first one here.
         of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-        divided = {"layer", "first"} & {*spec.axes}
+        divided = {"layer", "first", "last"} & {*spec.axes}
         piece = of_pieces.joined(own, jnp.concatenate) if divided else sum(own)
         # The axis of copies is divided among devices. An indexed update of its first place would
         # move all copies to one device.
@@ -262,7 +269,8 @@ def _cut(
     """The adapters of the slots, in pieces."""
     specs = layout.tree.adapters
     own = jax.tree.map(lambda spec, x: _of_slots(spec, x, slots), specs, adapters)
-    return [_everywhere(home, _layers(specs, own, c.first_begin, c.layers)) for c in cuts]
+    pieces = (_layers(specs, own, c.first_begin, c.layers, c.first_to_end) for c in cuts)
+    return [_everywhere(home, piece) for piece in pieces]
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -294,9 +302,9 @@ def _without_gradients(layout: Layout, state: TrainState, slots: Int[Array, " K"
     return state._replace(accumulators=accumulators, loss=loss)
 
 
-def _layers(specs: Any, values: Any, first: int, layers: int) -> Any:
+def _layers(specs: Any, values: Any, first: int, layers: int, to_end: bool) -> Any:
     """What some layers have of the arrays."""
-    return jax.tree.map(lambda spec, value: spec.cut(value, first, layers), specs, values)
+    return jax.tree.map(lambda spec, value: spec.cut(value, first, layers, to_end), specs, values)
 
 
 def _of_slots(spec: LeafSpec, values: Array, slots: Int[Array, " K"]) -> Array:

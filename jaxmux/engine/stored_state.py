@@ -37,9 +37,10 @@ class StoredState:
     """The train state of all slots, divided into parts by layers.
 
     A part holds its layers of every array that has a layer axis. Arrays with the axis "first" lie
-    in the first part (`LeafSpec.of_layers`); every part has all other arrays whole. Losses count
-    only in the last part, which computes them. On a mesh, accumulators and losses have an axis
-    "copy": what the devices have computed, until an update sums it.
+    in the first part, those with the axis "last" in the last one (`LeafSpec.of_layers`); every part
+    has all other arrays whole. Losses count only in the last part, which computes them. On a mesh,
+    accumulators and losses have an axis "copy": what the devices have computed, until an update
+    sums it.
 
     Attributes:
       parts: the layers of each part.
@@ -264,12 +265,13 @@ class StoredState:
 
 
 def _of_part(specs: TrainState, part: Part) -> TrainState:
-    return jax.tree.map(lambda spec: spec.of_layers(part.first_layer, part.layers), specs)
+    given = part.first_layer, part.layers, part.is_last
+    return jax.tree.map(lambda spec: spec.of_layers(*given), specs)
 
 
 def _layers_of(specs: Any, values: Any, part: Part) -> Any:
     def own(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
-        return spec.cut(value, part.first_layer, part.layers)
+        return spec.cut(value, part.first_layer, part.layers, part.is_last)
 
     return jax.tree.map(own, specs, values)
 

@@ -60,7 +60,7 @@ class DueUpdates(NamedTuple):
     Attributes:
       due: bool [T], True for slots whose global batch is complete.
       rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
-        layer axis uses the rate of layer 0.
+        layer axis uses the rate of the first layer, or with the axis "last" that of the last one.
       hyper: by optimizer kind and name of the number, float32 [T_kind]: one value for each slot in
         `members` of this kind.
       members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
@@ -253,7 +253,7 @@ def without_foreign(
     specs, structure = jax.tree.flatten(layout.tree.accumulators)
     leaves = []
     for spec, leaf, mask in zip(specs, jax.tree.leaves(state.accumulators), own, strict=True):
-        foreign = due & ~(mask if "layer" in spec.axes else mask[:1])
+        foreign = due & ~(mask if "layer" in spec.axes else mask[spec.place][None])
         shape = [1] * leaf.ndim
         shape[spec.slot_axis] = len(due)
         if "layer" in spec.axes:
@@ -303,16 +303,28 @@ def layer_squares(layout: Layout, accumulators: Any) -> Float[Array, "L T"]:
         for spec, x in leaves
         if "layer" in spec.axes
     ]
-    others = [jnp.moveaxis(x, s.slot_axis, 0) for s, x in leaves if "layer" not in s.axes]
+    before, behind = (
+        [
+            jnp.moveaxis(x, s.slot_axis, 0)
+            for s, x in leaves
+            if "layer" not in s.axes and s.place == place
+        ]
+        for place in (0, -1)
+    )
 
     def of_slots(leaves: Sequence[Float[Array, "T ..."]]) -> Float[Array, " T"]:
         sums = [_partial(jnp.sum, jnp.square(x), kept=1) for x in leaves]
         return jnp.concatenate(sums, axis=-1).sum(axis=-1)
 
     by_layer = jax.lax.map if jax.default_backend() == "cpu" else _all_at_once
-    squares = by_layer(of_slots, of_layers) if of_layers else of_slots(others)[None]
-    # What belongs to no layer counts with the first one.
-    return squares.at[0].add(of_slots(others)) if of_layers and others else squares
+    if not of_layers:
+        return jnp.stack([of_slots(others) for others in (before, behind) if others])
+    squares = by_layer(of_slots, of_layers)
+    # What belongs to no layer counts with the first or the last one.
+    for place, others in ((0, before), (-1, behind)):
+        if others:
+            squares = squares.at[place].add(of_slots(others))
+    return squares
 
 
 def _all_at_once(function: Callable[[Any], Array], values: Any) -> Array:
@@ -419,7 +431,7 @@ def _update_slot(
 
     def descend(spec: LeafSpec, param: Array, direction: Array, rate: Float[Array, " L"]) -> Array:
         if "layer" not in spec.axes:
-            return param - rate[0] * direction
+            return param - rate[spec.place] * direction
         shape = [1] * param.ndim
         shape[spec.axes.index("layer")] = -1
         return param - rate.reshape(shape) * direction

@@ -23,6 +23,7 @@ from .forward import (
     SlotTable,
     head_kernel,
     hidden_states,
+    logits_of,
     microbatch_losses,
 )
 from .kept_bytes import kept_bytes
@@ -63,6 +64,7 @@ __all__ = [
     "kept_bytes",
     "linear_sizes",
     "load_backbone",
+    "logits_of",
     "matmul_of_chunks",
     "microbatch_losses",
     "pick_implementation",

@@ -3,11 +3,12 @@
 Low-rank adapters of linears are part of the frozen products, see `adapted_linears`. Every other
 kind has an `AdapterOp`. A *point* is a place in a layer: a linear ("self_attn.q_proj"), a norm
 ("input_layernorm", "post_attention_layernorm", or "norm" behind the last layer), a sub-block
-("self_attn" or "mlp"), or the embedding ("embed_tokens"). The arrays of a kind lie under the points
-at which it does something.
+("self_attn" or "mlp"), the embedding ("embed_tokens"), the head ("lm_head"), or both of them where
+they are one table ("tied_embedding"). The arrays of a kind lie under the points at which it does
+something.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,12 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors
-from jaxmux.pallas_kernels.slot_values import values_of_chunks
+from jaxmux.pallas_kernels.slot_values import rows_of_tokens, values_of_chunks
 
 # The kind whose arrays are the factors of linears.
 LOW_RANK_KIND = "lora"
 # Name of an array of kinds that have low-rank factors: float32 [L, T], the scale of their product.
 SCALE = "scale"
+# Keys beside the arrays at the head of kinds with low-rank factors, if tasks have dropout: the
+# `token_counters` [chunks, l] of the tokens, and the rate of dropout, [chunks].
+COUNTERS, RATE = "counters", "rate"
 # Key of the owner slot of every chunk beside arrays of all slots, see `AdapterOp.of_slots`.
 CHUNK_SLOT = "chunk_slot"
 # The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
@@ -33,8 +37,14 @@ FINAL_NORM = "norm"
 EMBEDDING = "embed_tokens"
 # Its name in Hugging Face's checkpoints.
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
+# The head. Its arrays have the axis "last" in place of that of layers.
+HEAD = "lm_head"
+# The embedding that is the head too. Its arrays are those of both, with the axis "first".
+TIED = "tied_embedding"
+# The points at which logits are changed.
+AT_HEAD = (TIED, HEAD)
 # The points that are not in a layer.
-_OUTSIDE = (EMBEDDING, FINAL_NORM)
+OUTSIDE = (EMBEDDING, FINAL_NORM, *AT_HEAD)
 
 
 class AdapterOp:
@@ -53,6 +63,8 @@ class AdapterOp:
       of_slots: names of arrays that are too large to be gathered for every chunk. They belong to no
         layer and are not trained, and `own` holds them for all slots, [T, ...], beside the owner
         slot of every chunk as `CHUNK_SLOT`.
+      by_token: names of arrays at the embedding that have a row for every token of the vocabulary,
+        [1, T, vocab, ...]. `own` holds the rows of the tokens of every chunk, [chunks, l, ...].
       low_rank: whether adapters have low-rank factors besides the kind's own arrays. The scale of
         a linear's product is then one of these, `SCALE`.
       paired_ranks: whether ranks 2i and 2i + 1 of the low-rank factors belong together. They are
@@ -62,6 +74,7 @@ class AdapterOp:
     """
 
     of_slots: frozenset[str] = frozenset()
+    by_token: frozenset[str] = frozenset()
     low_rank: bool = False
     paired_ranks: bool = False
 
@@ -170,6 +183,23 @@ class AdapterOp:
         """
         return h
 
+    def logits(
+        self,
+        own: Any,
+        hidden: Float[Array, "chunks l d"],
+        logits: Float[Array, "chunks l vocab"],
+        first_token: Int[Array, ""] | int,
+    ) -> Float[Array, "chunks l vocab"]:
+        """The logits of the tokens, or of those that this device has.
+
+        Args:
+          own: arrays at the head.
+          hidden: what the head reads.
+          logits: float32, the product of `hidden` and the head.
+          first_token: the first of the tokens to which the logits belong.
+        """
+        return logits
+
 
 # By name of the kind, the arrays of all slots, or gradient accumulators. Those of `LOW_RANK_KIND`
 # are factors by module path, those of other kinds trees by point.
@@ -242,7 +272,8 @@ def layer_adapters(
     accumulators: AllAdapters | None,
     chunk_slot: Int[Array, " chunks"],
     layer: Int[Array, ""] | int,
-    outside: str | None = None,
+    outside: Sequence[str] = (),
+    tokens: Int[Array, "chunks l"] | None = None,
 ) -> tuple[LayerAdapters, AllAdapters | None]:
     """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
     by `values_of_chunks`.
@@ -253,8 +284,9 @@ def layer_adapters(
       accumulators: gradient accumulators, or None.
       chunk_slot: owner slot of each chunk.
       layer: index of the layer.
-      outside: a point outside the layers that is read instead of those of the layer: the norm
-        behind the last layer, or the embedding, for which `layer` is 0.
+      outside: points outside the layers that are read instead of those of the layer: the norm
+        behind the last layer, or those of the embedding and the head, for which `layer` is 0.
+      tokens: the tokens of each chunk, for the embedding; None elsewhere.
     """
 
     found: dict[str, Mapping[str, Any]] = {}
@@ -264,45 +296,51 @@ def layer_adapters(
         return {
             point: own
             for point, own in tree.items()
-            if (point == outside if outside else point not in _OUTSIDE)
+            if (point in outside if outside else point not in OUTSIDE)
         }
 
     for name, op in ops:
-        whole, own = _of_slots(op, part(adapters[name]))
-        none, sums = (None, None)
+        whole, own = _split(op.of_slots, part(adapters[name]))
+        by_token = frozenset() if tokens is None else op.by_token
+        tables, own = _split(by_token, own)
+        none, sums, table_sums = None, None, None
         if accumulators is not None:
-            none, sums = _of_slots(op, part(accumulators[name]))
+            none, sums = _split(op.of_slots, part(accumulators[name]))
+            table_sums, sums = _split(by_token, sums)
         of_chunks, sums = values_of_chunks(own, sums, chunk_slot, layer)
+        if tables:
+            rows, table_sums = rows_of_tokens(tables, table_sums, chunk_slot, tokens)
+            of_chunks = _joined(rows, of_chunks)
         if op.of_slots:
             whole = {point: {**own, CHUNK_SLOT: chunk_slot} for point, own in whole.items()}
         found[name] = _joined(whole, of_chunks)
         if accumulators is not None:
-            sums = _joined(none, sums)
+            sums = _joined(none, _joined(table_sums, sums))
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
-        for point, arrays in adapters[name].items() if op.low_rank else ():
+        linears = part(adapters[name]) if op.low_rank and not outside else {}
+        for point, arrays in linears.items():
             scales[point] = scales.get(point, 0) + arrays[SCALE][layer]
     return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
 
 
-def _of_slots(op: AdapterOp, tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By point, the arrays that a kind takes of all slots; and those of every chunk's owner."""
-    if not op.of_slots:
+def _split(names: frozenset[str], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By point, the arrays with these names, and the others."""
+    if not names:
         return {}, dict(tree)
 
-    def chosen(whole: bool) -> dict[str, Any]:
+    def chosen(named: bool) -> dict[str, Any]:
         return {
-            point: {name: x for name, x in own.items() if (name in op.of_slots) == whole}
+            point: {name: x for name, x in own.items() if (name in names) == named}
             for point, own in tree.items()
         }
 
     return chosen(True), chosen(False)
 
 
-def _joined(whole: Mapping[str, Any], of_chunks: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_of_slots`."""
+def _joined(named: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_split`."""
     return {
-        point: {**whole[point], **own} if point in whole else own
-        for point, own in of_chunks.items()
+        point: {**named[point], **own} if point in named else own for point, own in others.items()
     }
 
 
@@ -335,26 +373,28 @@ def _rows_backward(count, dtype, index, dy):
 rows_of_chunks.defvjp(_rows_forward, _rows_backward)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_of_chunks(
-    x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"]
+    x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "chunks l n"]:
-    """The product of every chunk with a matrix of its own, in the dtype of `x`. Sums, and the
-    gradient of `w`, are float32.
+    """The product of every chunk with a matrix of its own. Sums, and the gradient of `w`, are
+    float32.
 
     Args:
       x: activations, in the compute dtype.
       w: float32.
+      dtype: dtype of the result; None for that of `x`.
     """
-    return _product("clk,ckn->cln", x, w.astype(x.dtype)).astype(x.dtype)
+    return _product("clk,ckn->cln", x, w.astype(x.dtype)).astype(dtype or x.dtype)
 
 
-def _forward(x, w):
-    return matmul_of_chunks(x, w), (x, w)
+def _forward(x, w, dtype):
+    return matmul_of_chunks(x, w, dtype), (x, w)
 
 
-def _backward(residuals, dy):
+def _backward(dtype, residuals, dy):
     x, w = residuals
+    dy = dy.astype(x.dtype)
     dx = _product("cln,ckn->clk", dy, w.astype(x.dtype)).astype(x.dtype)
     return dx, _product("clk,cln->ckn", x, dy)
 

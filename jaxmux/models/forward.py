@@ -18,9 +18,18 @@ from jaxmux.pallas_kernels.grouped_lora import Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .adapted_linears import Dispatch
-from .adapter_ops import EMBEDDING, FINAL_NORM, AdapterOps, AllAdapters, layer_adapters
+from .adapter_ops import (
+    EMBEDDING,
+    FINAL_NORM,
+    TIED,
+    AdapterOps,
+    AllAdapters,
+    LayerAdapters,
+    layer_adapters,
+)
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
+from .head_adapters import changed_logits, enter_head
 from .layer import LayerOptions, Stream, decoder_layer
 from .loss import chunk_losses
 from .modules import Weights
@@ -88,11 +97,12 @@ def hidden_states(
     microbatch: Microbatch,
     slots: SlotTable,
     options: ForwardOptions,
+    at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
     """Runs the backbone with the adapters of all tasks over a microbatch.
 
-    The final norm is applied to the result. The language-model head is not: logits are the product
-    of the hidden states and the head (`head_kernel`).
+    The final norm is applied to the result. The language-model head is not: `logits_of`
+    and `microbatch_losses` apply it.
 
     The stacked adapters of all tasks have T *slots*, one for each task. The N tokens of the
     microbatch are divided into *chunks*, each of which belongs to one slot.
@@ -113,6 +123,9 @@ def hidden_states(
       options: choices that are fixed when the program is compiled: the implementations of attention
         and of the linears with adapters, the remat policies, the most samples in a row, and whether
         layers are unrolled.
+      at_head: the adapters of the head, from `head_adapters`, if its result is also given to
+        `microbatch_losses`. Where head and embedding are one table, gradients of both places then
+        meet.
 
     Returns:
       A triple: the hidden states [N, d] after the final norm, in the dtype of the embedding; the
@@ -124,7 +137,7 @@ def hidden_states(
       ValueError: a remat policy is unknown, their number is not that of the layers, or an
         implementation in `options` cannot serve the call.
     """
-    x, accumulators = embed(weights, adapters, accumulators, microbatch, options)
+    x, accumulators = embed(weights, adapters, accumulators, microbatch, options, at_head)
     x, accumulators, finite = run_layers(
         config, weights["layers"], adapters, accumulators, x, microbatch, slots, options
     )
@@ -137,12 +150,13 @@ def embed(
     accumulators: AllAdapters | None,
     microbatch: Microbatch,
     options: ForwardOptions,
+    at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None]:
     """What enters the first layer: the embeddings of a microbatch's tokens, changed by adapters.
 
     Args:
       weights: `Backbone.weights`; only the embedding is read.
-      adapters, accumulators, options: as for `hidden_states`.
+      adapters, accumulators, options, at_head: as for `hidden_states`.
       microbatch: the tokens.
 
     Returns:
@@ -150,11 +164,12 @@ def embed(
     """
     tokens = microbatch.tokens.reshape(-1)
     x = jax.lax.stop_gradient(embedded(weights["embed_tokens"]["weight"], tokens, options.sharding))
-    own, accumulators = layer_adapters(
-        options.adapter_ops, adapters, accumulators, microbatch.chunk_slot, 0, EMBEDDING
-    )
+    points = (EMBEDDING,) if at_head else (EMBEDDING, TIED)
     of_chunks = tokens.reshape(len(microbatch.chunk_slot), -1)
-    return own.apply("embedding_output", EMBEDDING, x, tokens=of_chunks), accumulators
+    given = adapters, accumulators, microbatch.chunk_slot, 0, points, of_chunks
+    own, accumulators = layer_adapters(options.adapter_ops, *given)
+    x = own.apply("embedding_output", EMBEDDING, x, tokens=of_chunks)
+    return (at_head or own).apply("embedding_output", TIED, x, tokens=of_chunks), accumulators
 
 
 def run_layers(
@@ -253,7 +268,7 @@ def finish(
         accumulators,
         microbatch.chunk_slot,
         config.num_layers - 1,
-        FINAL_NORM,
+        (FINAL_NORM,),
     )
     h = own.apply("norm_output", FINAL_NORM, x, h, eps=config.rms_norm_eps)
     return h, accumulators, finite & jnp.isfinite(h).reshape(len(finite), -1).all(axis=1)
@@ -265,6 +280,7 @@ def microbatch_losses(
     finite: Bool[Array, " chunks"],
     microbatch: Microbatch,
     sharding: WeightSharding = UNDIVIDED,
+    at_head: LayerAdapters | None = None,
 ) -> Float[Array, " chunks"]:
     """The loss of every chunk, from the results of `hidden_states` or `finish`.
 
@@ -274,11 +290,15 @@ def microbatch_losses(
       finite: False for chunks in which a value was not finite.
       microbatch: the targets and their weights.
       sharding: how weights are divided among devices.
+      at_head: the adapters of the head; None if there are none.
 
     Returns:
       The results of `chunk_losses`, and NaN for chunks that are not finite.
     """
-    divided = sharding.split_vocabulary
+    divided, ops, own = sharding.split_vocabulary, (), None
+    if at_head:
+        ops, own = at_head.ops, at_head.own
+        own = enter_head(own, sharding) if divided else own
     losses = chunk_losses(
         enter(hidden, sharding) if divided else hidden,
         head_kernel(weights, sharding),
@@ -286,8 +306,28 @@ def microbatch_losses(
         microbatch.loss_weight.reshape(-1),
         microbatch.chunk_slot,
         TP if divided else None,
+        ops,
+        own,
     )
     return jnp.where(finite, losses, jnp.nan)
+
+
+def logits_of(
+    weights: Weights, hidden: Float[Array, "N d"], at_head: LayerAdapters | None = None
+) -> Float[Array, "N vocab"]:
+    """The logits of hidden states, float32, on one device.
+
+    Args:
+      weights: `Backbone.weights`; only the head is read.
+      hidden: the hidden states after the final norm. The N tokens are divided into chunks of equal
+        length.
+      at_head: the adapters of the head for these chunks; None if there are none.
+    """
+    logits = head_kernel(weights).matmul(hidden, jnp.float32)
+    if at_head is None:
+        return logits
+    by_chunk = (x.reshape(at_head.chunks, -1, x.shape[-1]) for x in (hidden, logits))
+    return changed_logits(at_head.ops, at_head.own, *by_chunk, 0).reshape(logits.shape)
 
 
 def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
@@ -336,13 +376,23 @@ def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]
     return [Microbatch(*part) for part in zip(*map(cut, microbatch), strict=True)]
 
 
+def dropout_of(
+    microbatch: Microbatch,
+    slots: SlotTable,
+    options: ForwardOptions,
+    first_layer: Int[Array, ""] | int = 0,
+) -> Dropout | None:
+    """The dropout of a microbatch, None if no task uses it; arguments as for `run_layers`."""
+    if not options.dropout:
+        return None
+    ids, positions = microbatch.sample_id.reshape(-1), microbatch.positions.reshape(-1)
+    return Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
+
+
 def _stream(
     config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions, first_layer
 ) -> Stream:
-    dropout = None
-    if options.dropout:
-        ids, positions = microbatch.sample_id.reshape(-1), microbatch.positions.reshape(-1)
-        dropout = Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
+    dropout = dropout_of(microbatch, slots, options, first_layer)
     return Stream(
         *rotary_angles(config, microbatch.positions),
         segments=find_segments(microbatch.segment_ids, options.max_sequences),

@@ -1,11 +1,13 @@
 """Cross entropy over the frozen head, in blocks of tokens, so that the float32 logits of the whole
 stream are never in memory.
 
-The head gets no gradient, so the backward pass only needs the gradient of the hidden states. That
-is computed together with the loss, from the same logits.
+The head gets no gradient, so the backward pass only needs the gradients of the hidden states, and
+of adapters at the head if there are any. They are computed together with the loss, from the same
+logits.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
+from .adapter_ops import AdapterOps
+from .head_adapters import changed_logits, differentiable, with_others
 
 # Tokens in a block. The float32 logits of 1024 tokens take 0.5 GB for a vocabulary of 128k.
 _BLOCK_TOKENS = 1024
@@ -31,7 +36,7 @@ def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def chunk_losses(
     hidden: Float[Array, "N d"],
     head: FrozenWeight,
@@ -39,14 +44,16 @@ def chunk_losses(
     loss_weight: Float[Array, " N"],
     chunk_slot: Int[Array, " chunks"],
     vocabulary_axis: str | None = None,
+    ops: AdapterOps = (),
+    own: Any = None,
 ) -> Float[Array, " chunks"]:
     """Weighted cross entropy of every chunk: Σ loss_weight · (log Σ exp(logits) − logit of the
     target).
 
     A chunk is a number of consecutive tokens that belong to one task; N tokens are divided into
     chunks of equal length. The logits are computed in blocks, so they are never all in memory. The
-    function is differentiable only with respect to `hidden`. A token of weight 0 adds exactly 0,
-    even if its hidden state is not finite.
+    function is differentiable only with respect to `hidden` and `own`. A token of weight 0 adds
+    exactly 0, even if its hidden state is not finite.
 
     Args:
       hidden: [N, d], hidden states after the final norm, from `hidden_states`.
@@ -57,36 +64,45 @@ def chunk_losses(
         of chunks.
       vocabulary_axis: name of a mesh axis, inside `jax.shard_map`: each device along it has the
         head of other tokens of the vocabulary, in order, and computes a summand of the gradient of
-        `hidden`. None if `head` has all tokens.
+        `hidden` and `own`. None if `head` has all tokens.
+      ops: what the kinds compute that change logits, by name of the kind; empty if none does.
+      own: by name of the kind and point, the arrays [chunks, ...] of every chunk's owner at the
+        head (`LayerAdapters.own`); None without `ops`.
 
     Returns:
       The losses, float32 [chunks], in nats times weight.
     """
     return _per_block(
-        lambda *block: _block_losses(vocabulary_axis, *block)[0],
+        lambda *block: _block_losses(vocabulary_axis, ops, *block)[0],
         hidden,
         head,
         targets,
         loss_weight,
         chunk_slot,
+        own,
     )
 
 
-def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis):
-    block_losses = partial(_block_losses, vocabulary_axis)
-    losses, d_hidden = _per_block(block_losses, hidden, head, targets, loss_weight, chunk_slot)
-    return losses, d_hidden.reshape(hidden.shape)
+def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis, ops, own):
+    block_losses = partial(_block_losses, vocabulary_axis, ops)
+    losses, d_hidden, d_own = _per_block(
+        block_losses, hidden, head, targets, loss_weight, chunk_slot, own
+    )
+    return losses, (d_hidden.reshape(hidden.shape), d_own)
 
 
-def _backward(vocabulary_axis, d_hidden, cotangent):
+def _backward(vocabulary_axis, ops, gradients, cotangent):
+    d_hidden, d_own = gradients
     per_token = jnp.repeat(cotangent, len(d_hidden) // len(cotangent))
-    return (d_hidden * per_token[:, None].astype(d_hidden.dtype), None, None, None, None)
+    d_hidden *= per_token[:, None].astype(d_hidden.dtype)
+    d_own = jax.tree.map(lambda x: x * cotangent.reshape(-1, *[1] * (x.ndim - 1)), d_own)
+    return d_hidden, None, None, None, None, d_own
 
 
 chunk_losses.defvjp(_forward, _backward)
 
 
-def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
+def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, own):
     """Applies `block_function` to blocks of whole chunks, one after another; concatenates the
     results of all chunks."""
     chunks = len(chunk_slot)
@@ -98,19 +114,26 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot):
         x = jnp.pad(x, [(0, missing * chunk_len)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, chunks_per_block, chunk_len, *x.shape[1:])
 
+    def blocks_of_chunks(x):
+        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, chunks_per_block, *x.shape[1:])
+
+    streams = [blocks(x) for x in (hidden, targets, loss_weight)]
     result = jax.lax.map(
         lambda block: block_function(block[0], head, *block[1:]),
-        [blocks(x) for x in (hidden, targets, loss_weight)],
+        [*streams, jax.tree.map(blocks_of_chunks, own)],
     )
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
 
 
-def _block_losses(vocabulary_axis, hidden, head, targets, weight):
-    """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradient of their
-    sum with respect to `hidden`, or this device's summand of it."""
+def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, own):
+    """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradients of
+    their sum with respect to `hidden` and `own`, or this device's summands of them."""
     chunks, chunk_len, d = hidden.shape
     flat = hidden.reshape(-1, d)
     logits = head.matmul(flat, jnp.float32)
+    if ops:
+        logits, change_backward = _changed(vocabulary_axis, ops, own, hidden, logits)
     target = targets.reshape(-1, 1)
     if vocabulary_axis is None:
         log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -127,8 +150,24 @@ def _block_losses(vocabulary_axis, hidden, head, targets, weight):
     d_logits = jnp.where(
         counted[:, None], weight[:, None] * (jnp.exp(logits - log_total) - is_target), 0
     )
-    d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype))
-    return losses, d_hidden.reshape(hidden.shape)
+    d_own, d_added = None, 0
+    if ops:
+        d_own, d_added, d_logits = change_backward(d_logits)
+    d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype)).reshape(hidden.shape)
+    return losses, d_hidden + d_added if ops else d_hidden, d_own
+
+
+def _changed(vocabulary_axis, ops, own, hidden, logits):
+    """The logits [N, vocab] with what adapters change; and a function that returns, from their
+    gradient, those of `own`, `hidden` and the logits before."""
+
+    def change(floats, hidden, logits):
+        by_chunk = logits.reshape(*hidden.shape[:2], -1)
+        first = lax.axis_index(vocabulary_axis) * logits.shape[1] if vocabulary_axis else 0
+        changed = changed_logits(ops, with_others(floats, own), hidden, by_chunk, first)
+        return changed.reshape(logits.shape)
+
+    return jax.vjp(change, differentiable(own), hidden, logits)
 
 
 def _over_vocabulary(

@@ -50,8 +50,8 @@ class DoRA(LoRA):
     frozen product has none; PEFT drops features there too, where m / c is not 1. Both have the same
     mean.
 
-    The fields are those of `LoRA`. The learning rate of m is that of B. Initialisations that begin
-    at the weight are refused.
+    The fields are those of `LoRA`, without `trained_tokens`. The learning rate of m is that of B.
+    Initialisations that begin at the weight are refused.
 
     Raises:
       ValueError: a value is outside its range.
@@ -66,6 +66,8 @@ class DoRA(LoRA):
                 "magnitudes begin at the norms of the whole weight; use it with LoRA"
             )
         super().__post_init__()
+        if self.trained_tokens:
+            raise ValueError("trained_tokens: DoRA trains linears only")
 
 
 class _Magnitude(AdapterOp):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmux.data import Sample
 from jaxmux.models import BackboneConfig, Calibration, calibration_of
-from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
+from jaxmux.models.adapter_ops import AT_HEAD, LOW_RANK_KIND, OUTSIDE, TIED, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
@@ -37,7 +37,8 @@ class AdapterKind(NamedTuple):
     A kind may have low-rank factors besides its own arrays (`AdapterOp.low_rank`). The factors of
     all tasks lie in the pool of LoRA, whatever their kinds, so that one product serves them all.
     Its own arrays are then a dict below each linear, with the scale of the low-rank product as
-    "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict.
+    "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict. What such
+    a kind has at points outside the layers is all its own.
 
     A specification is a frozen dataclass. Those of kinds with low-rank factors have an attribute
     `dropout`, the rate of the inputs of their products.
@@ -76,6 +77,7 @@ class AdapterKind(NamedTuple):
       weights_file: name of the file with the arrays.
       rank: function (specification) that returns the size of the axis "rank" of its arrays; by
         default the attribute of this name, 1 if there is none.
+      factor_rank: the same for its low-rank factors; None if that is `rank`.
       serves: function (specification) that tells whether an adapter whose specification has this
         class is of this kind, for classes of several kinds.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
@@ -112,6 +114,7 @@ class AdapterKind(NamedTuple):
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
     rank: Callable[[Any], int] = lambda specification: getattr(specification, "rank", 1)
+    factor_rank: Callable[[Any], int] | None = None
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None
     work: Callable[[BackboneConfig, str, int], PointWork] | None = None
@@ -125,6 +128,16 @@ class AdapterKind(NamedTuple):
         """Whether the adapters have low-rank factors besides their own arrays."""
         return self.op is not None and self.op.low_rank
 
+    def rank_in(self, pool: str, specification: Any) -> int:
+        """The size of the axis "rank" of an adapter's arrays in one of its pools.
+
+        Args:
+          pool: name of the pool: that of this kind, or of the low-rank factors.
+          specification: the specification of the adapter.
+        """
+        of_factors = self.factor_rank if pool == LOW_RANK_KIND else None
+        return (of_factors or self.rank)(specification)
+
     def in_pools(self, adapter: Any) -> dict[str, Any]:
         """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the
         inverse.
@@ -134,12 +147,13 @@ class AdapterKind(NamedTuple):
         """
         if not self.low_rank:
             return {self.name: adapter}
-        own = {
+        linears = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        own = adapter | {
             point: {name: leaf for name, leaf in arrays.items() if name not in Factors._fields}
-            for point, arrays in adapter.items()
+            for point, arrays in linears.items()
         }
         factors = {
-            p: Factors(*(arrays[n] for n in Factors._fields)) for p, arrays in adapter.items()
+            p: Factors(*(arrays[n] for n in Factors._fields)) for p, arrays in linears.items()
         }
         return {
             LOW_RANK_KIND: factors,
@@ -155,10 +169,11 @@ class AdapterKind(NamedTuple):
         if not self.low_rank:
             return pools[self.name]
         own = pools[self.name]
-        return {
+        linears = {
             point: factors._asdict() | own.get(point, {})
             for point, factors in pools[LOW_RANK_KIND].items()
         }
+        return linears | {point: arrays for point, arrays in own.items() if point in OUTSIDE}
 
     def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
         """The sizes of a pool of this kind.
@@ -194,6 +209,7 @@ class AdapterKind(NamedTuple):
                 *(per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]),
                 *(more_flops - flops, 2 * flops - more_flops, moved),
                 *(2 * kept - more_kept, more_kept - kept),
+                *(point in AT_HEAD, point == TIED),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

@@ -22,6 +22,8 @@ from .ln_tuning import ln_tuning_kind
 from .lora import LoRA, as_stored, initial_adapter, lora_leaves, lora_targets, relative_rates
 from .lora_from_weights import lora_from_weights_kind
 from .lora_pattern import has_patterns, lora_pattern_kind
+from .lora_tables import lora_tables_kind
+from .lora_tokens import lora_tokens_kind
 from .prompt_tuning import prompt_tuning_kind
 from .sparse_diff import sparse_diff_kind
 from .trained_tokens import trained_tokens_kind
@@ -42,7 +44,14 @@ _lora_kind = AdapterKind(
     lora_folder.from_tensors,
     identity=("rank", "alpha", "rslora"),
     rank=lambda spec: spec.common_rank,
-    serves=lambda spec: not (isinstance(spec, DoRA) or has_patterns(spec) or spec.begins_at_weight),
+    serves=lambda spec: (
+        not (
+            isinstance(spec, DoRA)
+            or has_patterns(spec)
+            or spec.begins_at_weight
+            or spec.adapts_tables
+        )
+    ),
     merged=lora_folder.merged,
     as_stored=as_stored,
     reads_samples=True,
@@ -56,6 +65,8 @@ KINDS: dict[str, AdapterKind] = {
         dora_kind,
         lora_pattern_kind,
         lora_from_weights_kind,
+        lora_tables_kind,
+        lora_tokens_kind,
         ia3_kind,
         ln_tuning_kind,
         bottleneck_kind,
@@ -70,7 +81,7 @@ KINDS: dict[str, AdapterKind] = {
 SPECIFICATIONS: dict[str, type] = {
     kind.name: kind.specification
     for kind in KINDS.values()
-    if kind not in (lora_pattern_kind, lora_from_weights_kind)
+    if kind.specification is not LoRA or kind is _lora_kind
 }
 
 

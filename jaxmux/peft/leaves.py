@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-AXES = ("copy", "layer", "first", "slot", "rank", "input", "output")
+AXES = ("copy", "layer", "first", "last", "slot", "rank", "input", "output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,11 @@ class LeafSpec:
     Attributes:
       shape: size of each axis.
       axes: name of each axis: "layer" (of the backbone), "first" (of size 1; the array belongs to
-        what comes before the layers, and lies where the first layer does), "slot", "rank" (the
-        pool's rank, or a task's own), "input" or "output" (width of the adapted linear), or "copy"
-        (summands that lie on several devices; the array stands for their sum). No name occurs
-        twice, and an array with the axis "first" has no axis "layer".
+        what comes before the layers, and lies where the first layer does), "last" (of size 1; the
+        array belongs to what comes behind the layers, and lies where the last layer does), "slot",
+        "rank" (the pool's rank, or a task's own), "input" or "output" (width of the adapted
+        linear), or "copy" (summands that lie on several devices; the array stands for their sum).
+        No name occurs twice, and an array has at most one of the axes "layer", "first" and "last".
       trained: True if the array has gradients, optimizer moments and weight decay. False for data
         that the task needs but does not train.
       padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if 1
@@ -62,22 +63,32 @@ class LeafSpec:
         axis."""
         return self.axes.index("slot")
 
-    def of_layers(self, first: int, layers: int) -> "LeafSpec":
+    @property
+    def place(self) -> int:
+        """Index of the layer with which an array without the axis "layer" counts."""
+        return -1 if "last" in self.axes else 0
+
+    def of_layers(self, first: int, layers: int, to_end: bool) -> "LeafSpec":
         """Returns a new description: what some consecutive layers of the backbone have of this
         array. Layers that do not begin with the first one have a single 0 for each slot in place of
-        an array with the axis "first". (XLA cannot compile all programs with empty arrays.)
+        an array with the axis "first", and so have layers that do not end with the last one in
+        place of an array with the axis "last". (XLA cannot compile all programs with empty arrays.)
 
         Args:
           first: the first of these layers.
           layers: number of layers.
+          to_end: whether the last of these layers is the last one of the backbone.
         """
         sizes = {"layer": layers}
-        if "first" in self.axes and first > 0:
+        if self._is_elsewhere(first, to_end):
             sizes = dict.fromkeys(set(AXES) - {"copy", "slot"}, 1)
         pairs = zip(self.axes, self.shape, strict=True)
         return dataclasses.replace(self, shape=tuple(sizes.get(axis, n) for axis, n in pairs))
 
-    def cut(self, value: Any, first: int, layers: int) -> Any:
+    def _is_elsewhere(self, first: int, to_end: bool) -> bool:
+        return ("first" in self.axes and first > 0) or ("last" in self.axes and not to_end)
+
+    def cut(self, value: Any, first: int, layers: int, to_end: bool) -> Any:
         """The values that some consecutive layers have of an array, as `of_layers` describes them.
 
         Args:
@@ -85,10 +96,11 @@ class LeafSpec:
             part of the backbone.
           first: the first of these layers, counted from the first one of `value`.
           layers: number of layers.
+          to_end: whether the last of these layers is the last one of `value`.
         """
         if "layer" in self.axes:
             return value[(*(slice(None),) * self.axes.index("layer"), slice(first, first + layers))]
-        if "first" not in self.axes or first == 0:
+        if not self._is_elsewhere(first, to_end):
             return value
         pairs = zip(self.axes, value.shape, strict=True)
         return np.zeros([n if axis in ("copy", "slot") else 1 for axis, n in pairs], value.dtype)
@@ -100,7 +112,9 @@ class LeafSpec:
           values: the arrays of the parts, in order, with the axes of this description.
           concatenate: `numpy.concatenate` or `jax.numpy.concatenate`.
         """
-        if "layer" not in self.axes or len(values) == 1:
+        if "layer" not in self.axes:
+            return values[self.place]
+        if len(values) == 1:
             return values[0]
         return concatenate(values, self.axes.index("layer"))
 

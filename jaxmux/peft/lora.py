@@ -16,17 +16,19 @@ from jaxmux.field_checks import (
     choice,
     flag,
     integer,
+    integers,
     names,
     number,
     numbers_by_name,
 )
 from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.pallas_kernels.grouped_lora import Factors
 
 from .eva import eva_factors
 from .kind import BaseTensors, calibrated
 from .leaves import LeafSpec
-from .targets import LayerMask, full_name, resolve_targets
+from .targets import LayerMask, full_name, resolve_targets, tables_among
 
 # Initial factors whose product is zero: random ones, and those that depend on the task's data.
 ZERO_PRODUCTS = ("kaiming", "gaussian", "orthogonal", "eva")
@@ -51,7 +53,9 @@ class LoRA:
       target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"
         (the default: all linears of attention and MLP); one or several module names ("q_proj"),
         which the full names equal or end with; or one regular expression that full names
-        ("model.layers.3.self_attn.q_proj") match as a whole.
+        ("model.layers.3.self_attn.q_proj") match as a whole. Beside module names, or alone, stand
+        "embed_tokens" and "lm_head" for the embedding and the head, which "all-linear" and
+        expressions leave out. An embedding begins with A = 0 and a normal B.
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
       initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
         default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
@@ -80,6 +84,8 @@ class LoRA:
         All linears together get `rank` for each of them. 1 gives every linear the same rank.
       calibration_tokens: with "eva", number of tokens of the training data that the backbone reads
         for the components, from the samples that are trained first.
+      trained_tokens: the ids of tokens whose embeddings are trained besides, as by `TrainedTokens`
+        (PEFT's `trainable_token_indices`). It excludes tables among the `target_modules`.
 
     Raises:
       ValueError: a value is outside its range.
@@ -96,6 +102,7 @@ class LoRA:
     alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
     eva_rho: float = number(2.0, least=1)
     calibration_tokens: int = integer(2048, least=1)
+    trained_tokens: tuple[int, ...] = integers((), least=0)
 
     def __post_init__(self):
         check_fields(self)
@@ -104,6 +111,8 @@ class LoRA:
                 "rank_pattern cannot be combined with the initialisation 'eva', which gives every "
                 "linear a rank by the task's data"
             )
+        if len(set(self.trained_tokens)) < len(self.trained_tokens):
+            raise ValueError("trained_tokens: a token occurs twice")
         for rank in (self.rank, *dict(self.rank_pattern).values()):
             if self.initialisation == "orthogonal" and rank % 2:
                 raise ValueError(
@@ -139,6 +148,11 @@ class LoRA:
         """Whether the initial factors are parts of the adapted weights."""
         is_approximate = re.fullmatch(_PISSA_NITER, self.initialisation) is not None
         return is_approximate or self.initialisation in _FROM_WEIGHTS
+
+    @property
+    def adapts_tables(self) -> bool:
+        """Whether the embedding or the head is adapted too, or some of their rows."""
+        return bool(self.trained_tokens or tables_among(self.target_modules))
 
     @property
     def scale(self) -> float:
@@ -202,6 +216,17 @@ def ranks_and_scales(
     return np.int64(ranks), np.float32(scales)
 
 
+def rank_and_scale(spec: LoRA, name: str) -> tuple[int, float]:
+    """The rank of a linear or table, and the factor of its low-rank product.
+
+    Args:
+      spec: specification of the adapter.
+      name: its full name.
+    """
+    rank = matching(spec.rank_pattern, name, spec.rank)
+    return rank, _scale(spec, rank, matching(spec.alpha_pattern, name, spec.alpha))
+
+
 def matching(pattern: Sequence[tuple[str, Any]], name: str, default: Any) -> Any:
     """The first value in a pattern whose expression matches a linear's name, as in Hugging Face
     PEFT.
@@ -250,7 +275,8 @@ def lora_leaves(
 
     Args:
       config: configuration of the backbone.
-      modules: paths of the adapted modules within a layer.
+      modules: paths of the adapted modules within a layer. Points outside the layers have no
+        arrays in this pool.
       slots: number of slots T.
       rank: rank R of the pool.
 
@@ -259,6 +285,8 @@ def lora_leaves(
     """
     leaves = {}
     for module in modules:
+        if module in OUTSIDE:
+            continue
         k, n = linear_sizes(config, module)
         layers = config.num_layers
         leaves[module] = Factors(
@@ -323,12 +351,12 @@ def initial_adapter(
                 own = components[module][int(layer)]
                 a[layer, :, : own.shape[1]] = own
             else:
-                a[layer, :, :rank], b[layer, :rank] = _orthogonal(rng, k, rank, n)
+                a[layer, :, :rank], b[layer, :rank] = orthogonal_factors(rng, k, rank, n)
         adapter[module] = Factors(a, b)
     return adapter
 
 
-def _orthogonal(rng: np.random.Generator, k: int, rank: int, n: int) -> Factors:
+def orthogonal_factors(rng: np.random.Generator, k: int, rank: int, n: int) -> Factors:
     """Factors a [k, rank] and b [rank, n] with the product 0, as PEFT draws them: random
     combinations of one half of the rows of an orthogonal matrix, and of the other half."""
     rows, _ = np.linalg.qr(rng.standard_normal((rank, rank)))

@@ -12,7 +12,7 @@ from jaxmux.models import BackboneConfig, linear_sizes
 from .kind import BaseTensors, Changes, changed_weights
 from .lora import Adapter, Factors, LoRA, as_stored, lora_targets, ranks_and_scales
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
-from .targets import full_name, resolve_targets, target_names
+from .targets import full_name, resolve_targets, tables_among, target_names
 
 # Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
@@ -41,9 +41,10 @@ def is_low_rank(settings: Mapping[str, Any]) -> bool:
 
 def is_plain(settings: Mapping[str, Any]) -> bool:
     """Whether an adapter_config.json with these values is one of a LoRA with one rank and one scale
-    for all linears."""
-    others = ("use_dora", "rank_pattern", "alpha_pattern")
-    return is_low_rank(settings) and not any(settings.get(key) for key in others)
+    for all linears, and nothing else."""
+    others = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+    own = [settings.get(key) for key in others] + tables_among(settings.get("target_modules"))
+    return is_low_rank(settings) and not any(own)
 
 
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:

@@ -170,7 +170,7 @@ lora_from_weights_kind = AdapterKind(
     _tensors,
     _from_tensors,
     rank=lambda spec: 2 * spec.largest_rank,
-    serves=lambda spec: spec.begins_at_weight,
+    serves=lambda spec: spec.begins_at_weight and not spec.adapts_tables,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
 )

@@ -27,7 +27,7 @@ from .lora import (
     ranks_and_scales,
     relative_rates,
 )
-from .targets import LayerMask
+from .targets import LayerMask, tables_among
 
 
 def scale_leaf(config: BackboneConfig, slots: int) -> LeafSpec:
@@ -154,6 +154,8 @@ lora_pattern_kind = AdapterKind(
         lora_folder.is_low_rank(settings)
         and not settings.get("use_dora")
         and not lora_folder.is_plain(settings)
+        and not settings.get("trainable_token_indices")
+        and not tables_among(settings.get("target_modules"))
     ),
     lora_folder.settings,
     lora_folder.from_settings,
@@ -161,7 +163,7 @@ lora_pattern_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
-    serves=lambda spec: has_patterns(spec) and not spec.begins_at_weight,
+    serves=lambda spec: has_patterns(spec) and not spec.begins_at_weight and not spec.adapts_tables,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
     as_stored=as_stored,

@@ -65,9 +65,11 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
       ValueError: `spec` belongs to no kind of adapter.
     """
     kind = kind_of(spec)
-    sizes = config, modules, 1, kind.rank(spec)
-    own = {kind.name: kind.leaves(*sizes)}
-    return kind.from_pools({LOW_RANK_KIND: lora_leaves(*sizes)} | own if kind.low_rank else own)
+    pools = {kind.name: kind.leaves(config, modules, 1, kind.rank(spec))}
+    if kind.low_rank:
+        rank = kind.rank_in(LOW_RANK_KIND, spec)
+        pools[LOW_RANK_KIND] = lora_leaves(config, modules, 1, rank)
+    return kind.from_pools(pools)
 
 
 def crop(tree: Any, own: Any) -> SlotArrays:

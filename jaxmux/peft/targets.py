@@ -2,15 +2,21 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
 from jaxmux.models import MODULES, BackboneConfig
+from jaxmux.models.adapter_ops import EMBEDDING, HEAD
 
 ALL_LINEAR = "all-linear"
 # Names of linears, by which users choose them: "q_proj" and "self_attn.q_proj".
 MODULE_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES}
+# By the names by which users choose them, the points of the tables before and behind the layers.
+TABLES = {"embed_tokens": EMBEDDING, "model.embed_tokens": EMBEDDING, "lm_head": HEAD}
+# By point, the full name of a table.
+_TABLE_NAMES = {EMBEDDING: "model.embed_tokens", HEAD: "lm_head"}
 # The layers in which a module is adapted.
 LayerMask = Bool[np.ndarray, "L"]
 
@@ -57,6 +63,24 @@ def resolve_targets(
     return {module: mask for module, mask in masks.items() if mask.any()}
 
 
+def tables_among(target_modules: Any) -> list[str]:
+    """The points of the tables that target modules name, sorted. Expressions name none.
+
+    Args:
+      target_modules: as for `resolve_targets`; other values name no table.
+    """
+    names = [target_modules] if isinstance(target_modules, str) else target_modules
+    names = names if isinstance(names, list | tuple) else []
+    return sorted({TABLES[name] for name in names if isinstance(name, str) and name in TABLES})
+
+
+def linears_among(target_modules: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """The target modules without the names of tables."""
+    if isinstance(target_modules, str):
+        return () if target_modules in TABLES else target_modules
+    return tuple(name for name in target_modules if name not in TABLES)
+
+
 def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
     """The shortest names that choose exactly these linears, as exported adapters record them.
 
@@ -80,13 +104,14 @@ def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
 
 def full_name(module: str, layer: int) -> str:
     """The name of one layer's linear in Hugging Face models, for example
-    "model.layers.3.self_attn.q_proj".
+    "model.layers.3.self_attn.q_proj", or of a table.
 
     Args:
-      module: path of the linear within a layer, for example "self_attn.q_proj".
-      layer: index of the layer, from 0.
+      module: path of the linear within a layer, for example "self_attn.q_proj", or the point of a
+        table.
+      layer: index of the layer, from 0; without effect for a table.
     """
-    return f"model.layers.{layer}.{module}"
+    return _TABLE_NAMES.get(module) or f"model.layers.{layer}.{module}"
 
 
 def _matches(pattern: str, name: str, is_expression: bool) -> bool:

@@ -1,23 +1,35 @@
 """Trained tokens: some rows of the embedding are trained, for tokens that are new or mean something
-else."""
+else. If the backbone's head is its embedding, the rows of the head change with them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.field_checks import check_fields, integers
 from jaxmux.models import BackboneConfig
-from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
+from jaxmux.models.adapter_ops import (
+    EMBEDDING,
+    EMBEDDING_TENSOR,
+    HEAD,
+    TIED,
+    AdapterOp,
+    matmul_of_chunks,
+    rows_of_chunks,
+)
 
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .leaves import LeafSpec
 from .peft_tensors import PREFIX, take_tensor
 from .targets import LayerMask
 
-_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"
+# The rows in folders of this kind.
+TOKENS_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"
+# A head that is the embedding has the same rows once more in PEFT's folders.
+_TENSOR_OF_HEAD = f"{PREFIX}{HEAD}.trainable_tokens_delta"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +38,9 @@ class TrainedTokens:
 
     What is trained is the difference from the backbone's embeddings, in float32. So weight decay
     pulls them back to the backbone, and not to 0 as in Hugging Face PEFT; without weight decay both
-    train the same. Backbones whose head is the embedding are refused: their head would have to
-    change with it, and it may lie on other devices.
+    train the same. If the backbone's head is its embedding, the logits of these tokens change too,
+    as in PEFT. Embedding and head then have to lie on the same devices, so such tasks are refused
+    on meshes with several pipeline stages.
 
     Attributes:
       indices: the ids of the tokens.
@@ -46,7 +59,7 @@ class TrainedTokens:
             raise ValueError("indices: a token occurs twice")
 
 
-class _Rows(AdapterOp):
+class Rows(AdapterOp):
     """Adds rows to the embeddings of the tokens to which they belong. `tokens` counts from 1; 0 is
     padding."""
 
@@ -57,16 +70,28 @@ class _Rows(AdapterOp):
         rows = rows_of_chunks(own["rows"], index, own["rows"].shape[1], x.dtype)
         return jnp.where(trained[..., None], x + rows, x)
 
+    def logits(self, own, hidden, logits, first_token):
+        count, vocab = own["rows"].shape[1], logits.shape[2]
+        added = matmul_of_chunks(hidden, own["rows"].swapaxes(1, 2), logits.dtype)
+        column = own["tokens"] - 1 - first_token
+        is_here = (own["tokens"] > 0) & (column >= 0) & (column < vocab)
+        # Columns behind the last one are dropped. All differ, so the sums have one order.
+        column = jnp.where(is_here, column, vocab + jnp.arange(count))
+
+        def add(logits, column, added):
+            return logits.at[:, column].add(added, mode="drop", unique_indices=True)
+
+        return jax.vmap(add)(logits, column, added)
+
 
 def _targets(spec: TrainedTokens, config: BackboneConfig) -> dict[str, LayerMask]:
-    if config.tie_word_embeddings:
-        raise ValueError(
-            "indices: the backbone's head is its embedding (tie_word_embeddings), so it would have "
-            "to change with the embeddings of these tokens, which is not supported"
-        )
     if (largest := max(spec.indices)) >= config.vocab_size:
         raise ValueError(f"indices: {largest} is no token of the {config.vocab_size} tokens")
-    return {EMBEDDING: np.arange(config.num_layers) == 0}
+    return {_point(config): np.arange(config.num_layers) == 0}
+
+
+def _point(config: BackboneConfig) -> str:
+    return TIED if config.tie_word_embeddings else EMBEDDING
 
 
 def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
@@ -80,9 +105,10 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
     }
 
 
-def _with_rows(spec: TrainedTokens, rows: np.ndarray) -> dict[str, Any]:
+def _with_rows(spec: TrainedTokens, rows: np.ndarray, config: BackboneConfig) -> dict[str, Any]:
     tokens = 1 + np.asarray(spec.indices, np.int32)
-    return {EMBEDDING: {"rows": np.asarray(rows, np.float32)[None], "tokens": tokens[None]}}
+    own = {"rows": np.asarray(rows, np.float32)[None], "tokens": tokens[None]}
+    return {_point(config): own}
 
 
 def _initial(
@@ -92,7 +118,7 @@ def _initial(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    return _with_rows(spec, np.zeros((len(spec.indices), config.hidden_size)))
+    return _with_rows(spec, np.zeros((len(spec.indices), config.hidden_size)), config)
 
 
 def _rates(spec: TrainedTokens, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
@@ -125,7 +151,8 @@ def _tensors(
     base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
     first = base_values(base, EMBEDDING_TENSOR, spec.indices)
-    return {_TENSOR: first + np.asarray(adapter[EMBEDDING]["rows"][0])}
+    rows = first + np.asarray(adapter[_point(config)]["rows"][0])
+    return {TOKENS_TENSOR: rows} | ({_TENSOR_OF_HEAD: rows} if config.tie_word_embeddings else {})
 
 
 def _from_tensors(
@@ -134,14 +161,18 @@ def _from_tensors(
     config: BackboneConfig,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    rows = take_tensor(tensors, _TENSOR, (len(spec.indices), config.hidden_size))
-    return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR, spec.indices))
+    rows = take_tensor(tensors, TOKENS_TENSOR, (len(spec.indices), config.hidden_size))
+    if config.tie_word_embeddings and _TENSOR_OF_HEAD in tensors:
+        of_head = take_tensor(tensors, _TENSOR_OF_HEAD, rows.shape)
+        if not np.array_equal(of_head, rows):
+            raise ValueError(f"tensors {TOKENS_TENSOR} and {_TENSOR_OF_HEAD} of one table differ")
+    return _with_rows(spec, rows - base_values(base, EMBEDDING_TENSOR, spec.indices), config)
 
 
 def _merged(spec: TrainedTokens, adapter: Any, config: BackboneConfig) -> Changes:
     def merge(weight: np.ndarray) -> np.ndarray:
         weight = weight.copy()
-        weight[list(spec.indices)] += np.asarray(adapter[EMBEDDING]["rows"][0])
+        weight[list(spec.indices)] += np.asarray(adapter[_point(config)]["rows"][0])
         return weight
 
     return {EMBEDDING_TENSOR: merge}
@@ -150,7 +181,7 @@ def _merged(spec: TrainedTokens, adapter: Any, config: BackboneConfig) -> Change
 trained_tokens_kind = AdapterKind(
     "trained_tokens",
     TrainedTokens,
-    _Rows(),
+    Rows(),
     _targets,
     _leaves,
     _initial,

@@ -28,7 +28,7 @@ from jaxmux.peft import (
     VeRA,
 )
 from jaxmux.peft.ln_tuning import NORMS
-from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES
+from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES, TABLES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
 
 from .specification_limits import SpecificationLimits
@@ -174,6 +174,22 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj', or a list of "
         "names (no regular expression)",
     }
+    tables = "|".join(sorted(TABLES)).replace(".", r"\.")
+    with_tables = linears | {
+        "pattern": f"^(?:{names}|{tables})$",
+        "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj' or of a table such as "
+        "'lm_head', or a list of names (no regular expression)",
+    }
+    any_tokens = {
+        "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
+        "maxItems": limits.rank,
+        "$comment": "a list of ids of tokens",
+    }
+    tokens = any_tokens | {
+        "minItems": 1,
+        "uniqueItems": True,
+        "$comment": "a list of different ids of tokens",
+    }
     norms = "|".join(NORMS)
     by_linear = {
         "propertyNames": {"type": "string", "pattern": "^[A-Za-z0-9_.]+$", "maxLength": 100},
@@ -182,10 +198,6 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
     ranks = by_linear | {
         "additionalProperties": {"type": "integer", "minimum": 1, "maximum": limits.rank},
         "$comment": f"an object with a rank of 1 to {limits.rank} by the name of a linear",
-    }
-    tokens = {
-        "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
-        "maxItems": limits.rank,
     }
     prompt = {
         "pattern": r"^[^\u0000-\u0008\u000b-\u001f\u007f-\u009f]*$",
@@ -219,9 +231,11 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
         (LoRA, "rank"): {"maximum": limits.rank},
-        (LoRA, "target_modules"): linears,
+        (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,
         (LoRA, "alpha_pattern"): alphas,
+        (LoRA, "trained_tokens"): tokens | {"minItems": 0},
+        (DoRA, "trained_tokens"): tokens | {"minItems": 0, "maxItems": 0},
         (DoRA, "rank_pattern"): ranks,
         (DoRA, "alpha_pattern"): alphas,
         (DoRA, "rank"): {"maximum": limits.rank},
@@ -245,13 +259,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (VeRA, "target_modules"): linears,
         (PromptTuning, "virtual_tokens"): {"maximum": limits.rank},
         (PromptTuning, "start_text"): prompt,
-        (PromptTuning, "start_tokens"): tokens | {"$comment": "a list of ids of tokens"},
-        (TrainedTokens, "indices"): tokens
-        | {
-            "minItems": 1,
-            "uniqueItems": True,
-            "$comment": "a list of different ids of tokens",
-        },
+        (PromptTuning, "start_tokens"): any_tokens,
+        (TrainedTokens, "indices"): tokens,
         (Schedule, "warmup_steps"): {"maximum": limits.steps},
         (LoRA, "eva_rho"): {"maximum": _MOST_RHO},
         (LoRA, "calibration_tokens"): {"maximum": limits.calibration_tokens},

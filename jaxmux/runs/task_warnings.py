@@ -12,6 +12,7 @@ from typing import Any
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.peft import LayerMask, LoRA, full_name
 from jaxmux.peft.lora import matching
 from jaxmux.planner.numbers import numbered
@@ -78,7 +79,9 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             "the learning rate never reaches its peak"
         )
     if isinstance(adapter, LoRA):
-        narrowest = min(min(linear_sizes(config, module)) for module in prepared.targets)
+        linears = [point for point in prepared.targets if point not in OUTSIDE]
+        widths = [min(linear_sizes(config, module)) for module in linears]
+        narrowest = min(widths, default=config.hidden_size)
         rank = adapter.largest_rank
         if rank > narrowest:
             found.append(f"rank is {rank}, but the narrowest linear has width {narrowest}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxmux.peft import LoRA, kind_of
+from jaxmux.peft.lora_tokens import token_indices
 from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
 from jaxmux.tasks import Task, TaskError
 
@@ -205,6 +206,12 @@ class _Files:
             of_task = getattr(wanted, field)
             if not isinstance(found, dict) or tuple(found.items()) != of_task:
                 raise TaskError(f"{where}: {field} should be that of the task")
+        try:
+            tokens = token_indices(settings)
+        except ValueError as e:
+            raise TaskError(f"{where}: {e}") from None
+        if tokens != self.task.adapter.trained_tokens:
+            raise TaskError(f"{where}: trainable_token_indices should be those of the task")
         schema = value_schema(LoRA, "target_modules", self.limits)
         if problem := refusal(settings.get("target_modules"), schema):
             raise TaskError(f"{where}: target_modules {problem}")

@@ -123,8 +123,9 @@ def make_task_with(make_task, config, base_tensor):
             if not leaf.trained:
                 return value
             noise = 0.1 * rng.standard_normal(value.shape).astype(np.float32)
-            # What lies outside the layers has the rate of the first one.
-            rate = rate[: len(value)].reshape(-1, *[1] * (value.ndim - 1))
+            # What lies outside the layers has the rate of the first or the last one.
+            rate = rate[-1:] if "last" in leaf.axes else rate[: len(value)]
+            rate = rate.reshape(-1, *[1] * (value.ndim - 1))
             return value + rate * noise
 
         adapter = jax.tree.map(moved, own_leaves(spec, list(targets), config), first)

@@ -52,10 +52,21 @@ def logits_of(config, weights, kind, spec, adapter, ids, frozen=None, inputs=Non
     """
     layers, heads, kv = config.num_layers, config.num_heads, config.num_kv_heads
     w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), weights)
+    if kind in ("trained_tokens", "lora_tokens"):
+        tokens = spec.indices if kind == "trained_tokens" else spec.trained_tokens
+        (own,) = (own for own in adapter.values() if "rows" in own)
+        rows = w["embed_tokens"]["weight"].at[np.array(tokens)].add(own["rows"][0])
+        w["embed_tokens"] = {"weight": rows}
     x = w["embed_tokens"]["weight"][ids]
-    if kind == "trained_tokens":
-        rows = jnp.zeros(w["embed_tokens"]["weight"].shape).at[np.array(spec.indices)]
-        x = x + rows.set(adapter["embed_tokens"]["rows"][0])[ids]
+    head = w["lm_head"]["kernel"].values if "lm_head" in w else w["embed_tokens"]["weight"].T
+    if kind == "lora_tables":
+        added = {
+            table: frozen[table]["scale"][0] * adapter[table]["a"][0] @ adapter[table]["b"][0]
+            for table in ("embed_tokens", "lm_head")
+            if table in adapter
+        }
+        x = x + added["embed_tokens"][ids] if "embed_tokens" in added else x
+        head = head + added["lm_head"]
     if kind == "prompt_tuning":
         x = jnp.concatenate([adapter["embed_tokens"][0], x])
     n, half = len(x), config.head_dim // 2
@@ -80,7 +91,7 @@ def logits_of(config, weights, kind, spec, adapter, ids, frozen=None, inputs=Non
         if kind == "lora" and module in adapter:
             a, b = adapter[module]
             y = y + spec.scale * (x @ a[layer]) @ b[layer]
-        if kind == "lora_pattern" and module in adapter:
+        if kind in ("lora_pattern", "lora_tables", "lora_tokens") and module in adapter:
             a, b = adapter[module]["a"][layer], adapter[module]["b"][layer]
             y = y + frozen[module]["scale"][layer] * (x @ a) @ b
         if kind == "lora_from_weights" and module in adapter:
@@ -136,5 +147,4 @@ def logits_of(config, weights, kind, spec, adapter, ids, frozen=None, inputs=Non
         h = linear(gate / (1 + jnp.exp(-gate)) * up, "mlp", "down_proj", i)
         x = add(x, h, "mlp", i)
     x = norm(x, w["norm"]["weight"], "norm", layers - 1)
-    head = w["lm_head"]["kernel"].values if "lm_head" in w else w["embed_tokens"]["weight"].T
     return x @ head

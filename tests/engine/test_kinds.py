@@ -67,13 +67,31 @@ SPECS = {
     ),
     "olora": LoRA(2, 1.0, target_modules=("q_proj", "up_proj"), initialisation="olora"),
     "eva": DoRA(2, 3.0, target_modules=("v_proj", "down_proj"), initialisation="eva"),
+    "tables": LoRA(
+        3,
+        4.0,
+        target_modules=("q_proj", "embed_tokens", "lm_head"),
+        rank_pattern={"lm_head": 2},
+        alpha_pattern={"embed_tokens": 1.5},
+    ),
+    "head": LoRA(4, 8.0, target_modules="lm_head", initialisation="orthogonal"),
+    "lora-tokens": LoRA(2, 6.0, target_modules="o_proj", trained_tokens=(90, 3, 17)),
 }
 
-# By linear, the scales of "pattern" in both layers: alpha / rank.
-PATTERN_SCALES = {
-    "self_attn.q_proj": (4 / 2, 4 / 3),
-    "self_attn.o_proj": (1 / 5, 1 / 5),
-    "mlp.up_proj": (4 / 3, 4 / 3),
+# By point, the scales in both layers: alpha / rank.
+SCALES = {
+    "pattern": {
+        "self_attn.q_proj": (4 / 2, 4 / 3),
+        "self_attn.o_proj": (1 / 5, 1 / 5),
+        "mlp.up_proj": (4 / 3, 4 / 3),
+    },
+    "tables": {
+        "self_attn.q_proj": (4 / 3, 4 / 3),
+        "embed_tokens": (1.5 / 3,),
+        "lm_head": (4 / 2,),
+    },
+    "head": {"lm_head": (8 / 4,)},
+    "lora-tokens": {"self_attn.o_proj": (6 / 2, 6 / 2)},
 }
 # By linear, those of the adapters whose ranks are in pairs.
 PAIR_SCALES = {
@@ -146,8 +164,8 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         frozen = jax.tree.map(
             lambda spec, leaf: None if spec.trained else np.asarray(leaf, np.float64), specs, before
         )
-        if name == "pattern":
-            frozen = {module: {"scale": own} for module, own in PATTERN_SCALES.items()}
+        if name in SCALES:
+            frozen = {point: {"scale": own} for point, own in SCALES[name].items()}
         if name in PAIR_SCALES:
             frozen = {
                 module: {**params[module], "scale": scale}
@@ -169,7 +187,9 @@ def test_a_step_equals_that_of_a_float64_model(name, backbone, make_mixed, tasks
         if name in PAIR_SCALES and path.endswith("/a"):
             # A - A0 makes the steps of A.
             gradient[..., 1::2] = gradient[..., 0::2]
-        mask = named_leaves(rates)[path][: len(own)].reshape(-1, *[1] * (own.ndim - 1))
+        mask = named_leaves(rates)[path]
+        mask = mask[-1:] if "last" in named_leaves(specs)[path].axes else mask[: len(own)]
+        mask = mask.reshape(-1, *[1] * (own.ndim - 1))
         expected = -rate * mask * gradient
         assert np.linalg.norm(expected) > 0
         error = np.linalg.norm((own - first) - expected)

@@ -83,9 +83,10 @@ def trained(request, tmp_path_factory, jaxmux) -> Trained:
 
 @pytest.fixture(scope="session")
 def trained_by_other_optimizers(tmp_path_factory, jaxmux) -> Trained:
-    """A task with SGD, which starts from an adapter of PEFT, trained together with one of LoRA+."""
+    """A task with SGD, which starts from an adapter of PEFT, trained together with one of LoRA+ and
+    one that trains tokens, on a backbone whose head is its embedding."""
     folder = tmp_path_factory.mktemp("other-optimizers")
-    return train_together(jaxmux, folder, "llama", OTHER_OPTIMIZER_TASKS)
+    return train_together(jaxmux, folder, "llama-tied", OTHER_OPTIMIZER_TASKS)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ It reads FOLDER/request.json and writes adapter folders, .npz and .json files in
 in a request are absolute or relative to FOLDER.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     checkpoint_tensors,
-    head_kernel,
     hidden_states,
     load_backbone,
+    logits_of,
     save_backbone,
 )
+from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
+from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import (
     KINDS,
     SPECIFICATIONS,
@@ -179,11 +181,17 @@ def packed_logits(
     options = ForwardOptions(
         attention="xla", max_sequences=SHAPE.max_sequences, adapter_ops=ops_of(pools)
     )
-    run = jax.jit(partial(hidden_states, backbone.config, options=options))
-    hidden, _, finite = run(backbone.weights, pools, None, microbatch, slots)
+
+    @jax.jit
+    def run(weights, pools, microbatch, slots):
+        at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
+        given = weights, pools, None, microbatch, slots, options, at_head
+        hidden, _, finite = hidden_states(backbone.config, *given)
+        return logits_of(weights, hidden, at_head), finite
+
+    logits, finite = run(backbone.weights, pools, microbatch, slots)
     assert finite.all()
-    logits = np.asarray(head_kernel(backbone.weights).matmul(hidden))
-    logits = logits.reshape(SHAPE.rows, SHAPE.row_len, -1)
+    logits = np.asarray(logits).reshape(SHAPE.rows, SHAPE.row_len, -1)
     return {
         f"{first + p.slot}-{p.sample}": logits[
             p.row, p.offset : p.offset + lengths[p.slot][p.sample]
@@ -202,7 +210,7 @@ def stack_adapters(
     for name in {"lora", *(name for tree in trees for name in tree)}:
         own = [spec for (spec, _), tree in zip(adapters, trees, strict=False) if name in tree]
         points = sorted({p for spec in own for p in kind_of(spec).targets(spec, config)})
-        rank = max((kind_of(spec).rank(spec) for spec in own), default=1)
+        rank = max((kind_of(spec).rank_in(name, spec) for spec in own), default=1)
         pool = KINDS[name].leaves(config, points, 1, rank)
         specs = jax.tree.map(LeafSpec.of_slot, pool)
         padded = [pad(named_leaves(tree.get(name, {})), specs) for tree in trees]
@@ -214,6 +222,13 @@ def stack_adapters(
 def hf_tensors(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> dict[str, np.ndarray]:
     """The factors in PEFT's layout, by PEFT's names."""
     tensors = {}
+    if "embed_tokens" in adapter:
+        own, name = adapter["embed_tokens"], "base_model.model.model.embed_tokens.lora_embedding"
+        tensors |= {f"{name}_{n.upper()}": own[n][0].T for n in "ab"}
+        own, name = adapter["lm_head"], "base_model.model.lm_head.lora"
+        tensors |= {f"{name}_{n.upper()}.weight": own[n][0].T for n in "ab"}
+        adapter = {path: Factors(own["a"], own["b"]) for path, own in adapter.items()}
+        spec = dataclasses.replace(spec, target_modules=("k_proj",))
     for module, layers in resolve_targets(spec.target_modules, config).items():
         for layer in np.flatnonzero(layers):
             name = f"base_model.model.{full_name(module, layer)}"

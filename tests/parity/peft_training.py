@@ -140,4 +140,6 @@ def accumulate_gradients(model: PeftModel, batch: Sequence[dict]) -> float:
 
 
 def adapter_tensors(model: PeftModel) -> Tensors:
-    return {k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()}
+    # Without the frozen tables beside adapters of the embedding.
+    found = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {k: v.detach().clone() for k, v in found.items() if "base_layer" not in k}

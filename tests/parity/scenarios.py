@@ -115,6 +115,30 @@ OTHER_OPTIMIZER_TASKS = [
         max_length=64,
         steps=10,
     ),
+    _task(
+        "lora_tokens",
+        words=(10, 25),
+        adapter={
+            "rank": 2,
+            "alpha": 6.0,
+            "target_modules": ["q_proj", "down_proj"],
+            "trained_tokens": list(range(251, 270, 2)),
+        },
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=9,
+        max_length=64,
+        steps=10,
+    ),
+    # The head of the backbone is its embedding, so these rows are those of both.
+    _task(
+        "tied_tokens",
+        words=(10, 25),
+        adapter={"kind": "trained_tokens", "indices": list(range(270, 250, -1))},
+        optimizer=_adamw(1e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=9,
+        max_length=64,
+        steps=10,
+    ),
 ]
 
 
@@ -217,6 +241,20 @@ KIND_TASKS = [
         words=(10, 25),
         adapter={"rank": 2, "alpha": 2.0},
         optimizer=_adamw(5e-4, warmup_steps=2, clip_norm=0.5),
+        batch_size=9,
+        max_length=64,
+        steps=20,
+    ),
+    _task(
+        "tables",
+        words=(10, 25),
+        adapter={
+            "rank": 4,
+            "alpha": 2.0,
+            "target_modules": ["v_proj", "embed_tokens", "lm_head"],
+            "rank_pattern": {"lm_head": 3},
+        },
+        optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
         steps=20,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.models import BackboneConfig
-from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, kind_of, size_of_adapter
+from jaxmux.peft import IA3, Bottleneck, DiffPruning, LNTuning, LoRA, kind_of, size_of_adapter
 
 LAYERS, CHUNKS, TOKENS = 3, 2, 64
 CONFIG = BackboneConfig(
@@ -70,6 +70,15 @@ def test_a_norm_takes_a_few_operations_a_value():
     assert stated(LNTuning(), "input_layernorm") == 5 * 128 == pytest.approx(found, rel=0.25)
     # The norm behind the layers is computed once.
     assert stated(LNTuning(), "norm") == pytest.approx(5 * 128 / LAYERS)
+
+
+def test_tables_are_adapted_once_and_not_in_every_layer():
+    spec = LoRA(16, target_modules=("lm_head", "embed_tokens"))
+    found = counted(spec, "logits", "lm_head", chunks(128), chunks(64), first_token=0)
+    head, table = (stated(spec, point) * LAYERS for point in ("lm_head", "embed_tokens"))
+    # The scale is multiplied besides.
+    assert head == 2 * 16 * (128 + 64) == pytest.approx(found, rel=0.05)
+    assert table == 2 * 16 * 128
 
 
 @pytest.mark.parametrize("spec", [IA3(), LNTuning(), Bottleneck(), DiffPruning()])

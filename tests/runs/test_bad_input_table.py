@@ -155,7 +155,15 @@ OTHER_SETTINGS = {
     "unknown single target": (["tiny/LoRA.target_modules='query'"], "'query' matches no linear"),
     "broken expression": (["tiny/LoRA.target_modules='(q'"], "is no valid regular expression"),
     "expression without match": (["tiny/LoRA.target_modules='.*x'"], "matches no linear"),
-    "head as target": (["tiny/LoRA.target_modules=['lm_head']"], "'lm_head' matches no linear"),
+    "norm as target": (["tiny/LoRA.target_modules=['norm']"], "'norm' matches no linear"),
+    "head as target of DoRA": (
+        ["tiny/Task.adapter=@DoRA()", "DoRA.target_modules=['lm_head']"],
+        "'lm_head' matches no linear",
+    ),
+    "tables and their tokens": (
+        ["tiny/LoRA.target_modules=['lm_head']", "tiny/LoRA.trained_tokens=[3]"],
+        "lm_head is among the target_modules; train either",
+    ),
     "rank above every width": (["tiny/LoRA.rank=33"], "task 'tiny': rank is 33, but no linear"),
     "huge rank": (["tiny/LoRA.rank=10**30"], "10**30"),
     "row too short": (

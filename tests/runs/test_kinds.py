@@ -43,9 +43,10 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     checkpoint_tensors,
-    head_kernel,
     hidden_states,
+    logits_of,
 )
+from jaxmux.models.head_adapters import head_adapters
 from jaxmux.peft import (
     KINDS,
     SPECIFICATIONS,
@@ -91,6 +92,8 @@ SPECS = {
     ),
     "eva": LoRA(2, 3.0, target_modules=("q_proj", "down_proj"), initialisation="eva"),
     "gradients": SparseDiff(2, "gradient", ("q_proj", "down_proj")),
+    "tables": LoRA(3, 6.0, target_modules=("lm_head", "v_proj", "model.embed_tokens")),
+    "lora-tokens": LoRA(2, target_modules="v_proj", trained_tokens=TOKENS[:4]),
 }
 # Of some adapters, folders hold a LoRA of another rank and the same scale.
 FOLDERS = SPECS | {
@@ -107,7 +110,7 @@ FOLDERS = SPECS | {
 }
 # Those that can be merged into the backbone.
 MERGED = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
-MERGED += ("pissa", "olora", "eva")
+MERGED += ("pissa", "olora", "eva", "tables", "lora-tokens")
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
     "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
@@ -126,6 +129,12 @@ SETTINGS = {
     "olora": ("adapter_model.safetensors", "use_rslora", True),
     "eva": ("adapter_model.safetensors", "r", 4),
     "gradients": ("adapter_model.safetensors", "mask_type", "gradient_entries"),
+    "tables": (
+        "adapter_model.safetensors",
+        "target_modules",
+        ["embed_tokens", "lm_head", "v_proj"],
+    ),
+    "lora-tokens": ("adapter_model.safetensors", "trainable_token_indices", list(TOKENS[:4])),
 }
 
 
@@ -154,9 +163,16 @@ def logits():
         scale = np.float32([scale_of(spec) if spec else 0.0])
         slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
-        microbatch = _microbatch(tokens, np.array([32]))
-        hidden, _, _ = forward(model.config, options)(model.weights, pools, None, microbatch, slots)
-        return np.asarray(head_kernel(model.weights).matmul(hidden))
+
+        @jax.jit
+        def run(weights, pools, tokens):
+            microbatch = _microbatch(tokens, np.array([32]))
+            at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
+            given = weights, pools, None, microbatch, slots, options, at_head
+            states, _, _ = hidden_states(model.config, *given)
+            return logits_of(weights, states, at_head)
+
+        return np.asarray(run(model.weights, pools, tokens))
 
     return compute
 
@@ -197,7 +213,7 @@ def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
 
 
 def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    for name in ("ia3", "ln", "dora", "pattern", "pissa", "eva", "houlsby"):
+    for name in ("ia3", "ln", "dora", "pattern", "pissa", "eva", "tables", "houlsby"):
         task = dataclasses.replace(
             make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
             adapter=FOLDERS[name],
@@ -546,6 +562,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         return task_from_json(json.dumps(fields), tmp_path).adapter
 
     assert task(kind="ia3") == IA3()
+    assert task(kind="lora", target_modules="lm_head") == LoRA(target_modules="lm_head")
+    assert task(kind="lora", trained_tokens=[5, 3]) == LoRA(trained_tokens=(5, 3))
     assert task(kind="ln_tuning", target_modules=["norm"]) == LNTuning(("norm",))
     assert task(kind="bottleneck", form="houlsby", size=8) == Bottleneck("houlsby", 8)
     assert task(kind="prompt_tuning", virtual_tokens=8) == PromptTuning(8)
@@ -559,6 +577,7 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
     assert task(**eva, eva_rho=1.5) == LoRA(initialisation="eva", eva_rho=1.5)
     for adapter, problem in (
         ({"kind": "ia3", "target_modules": ".*"}, "the name of a linear such as"),
+        ({"kind": "ia3", "target_modules": "lm_head"}, "the name of a linear such as"),
         ({"kind": "ln_tuning", "target_modules": "q_proj"}, "the name of a norm"),
         ({"kind": "bottleneck", "size": 10**6}, "of at most 256"),
         ({"kind": "prompt_tuning", "virtual_tokens": 10**6}, "of at most 256"),
@@ -577,6 +596,8 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         ({"kind": "dora", "initialisation": "olora"}, "initialisation should be one of"),
         (eva | {"eva_rho": 100}, "eva_rho should be .* of at most 4"),
         (eva | {"calibration_tokens": 10**6}, "calibration_tokens should be .* of at most 8192"),
+        ({"kind": "lora", "trained_tokens": [3, 3]}, "a list of different ids"),
+        ({"kind": "dora", "trained_tokens": [3]}, "of at most 0 entries"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
@@ -607,6 +628,7 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             DoRA(3, target_modules="q_proj"),
             LoRA(2, target_modules="q_proj", alpha_pattern={"q_proj": 1}),
             LoRA(2, target_modules="q_proj", initialisation="pissa"),
+            LoRA(2, target_modules="lm_head"),
         ],
     )
     with tuning_server(backbone, tmp_path / "server", options) as server:
@@ -627,6 +649,8 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
                 "no-label",
                 LoRA(1, target_modules="q_proj", initialisation="eva", calibration_tokens=1),
             ),
+            ("head", LoRA(1, target_modules="lm_head")),
+            ("table", LoRA(1, target_modules="embed_tokens")),
         ):
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
@@ -634,7 +658,7 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    for name in ("ia3", "fits", "dora", "pattern", "olora", "eva"):
+    for name in ("ia3", "fits", "dora", "pattern", "olora", "eva", "head"):
         assert found[name] == ("succeeded", None)
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
@@ -645,6 +669,7 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
         "wide": "its rank is 6, the pool's is 4",
         "large-eva": "its rank is 6, the pool's is 4",
         "no-label": "none of the first 1 tokens of its training data counts in the loss",
+        "table": "its adapter has embed_tokens, for which the pool has no arrays",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
     for bad in (LoRA(), "ia3"):
@@ -652,11 +677,53 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
             ServerOptions(reserved_adapters=[bad])
 
 
-def test_tokens_are_trained_where_the_head_is_not_the_embedding(model):
+@pytest.fixture(scope="module")
+def tied(backbone, tmp_path_factory):
+    """A backbone whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("tied") / "backbone"
+    shutil.copytree(backbone, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    return load_backbone(folder, "float32")
+
+
+def test_tokens_of_a_head_that_is_the_embedding_change_both(tied, tmp_path, logits):
+    base = checkpoint_tensors(tied.name_or_path, np.dtype(np.float32))
+    spec, kind = TrainedTokens(TOKENS), KINDS["trained_tokens"]
+    targets = kind.targets(spec, tied.config)
+    first = kind.initial(spec, targets, tied.config, 0, base)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, 0.05, (1, len(TOKENS), tied.config.hidden_size)).astype(np.float32)
+    adapter = {point: own | {"rows": rows} for point, own in first.items()}
+    write_merged(tmp_path / "merged", tied.name_or_path, adapter, spec, tied.config)
+    merged = load_backbone(tmp_path / "merged", "float32")
+    wanted, found = logits(merged), logits(tied, spec, adapter)
+    assert np.abs(wanted - logits(tied)).max() > 1e-2
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    tokenizer = load_tokenizer(tied.name_or_path)
+    requests = [Request("red apple", spec, adapter)], [Request("red apple")]
+    own, of_merged = (
+        complete(model, tokenizer, request, max_new_tokens=8)
+        for model, request in zip((tied, merged), requests, strict=True)
+    )
+    assert own == of_merged != complete(tied, tokenizer, requests[1], max_new_tokens=8)
+
+    folder = tmp_path / "adapter"
+    export_adapter(folder, adapter, spec, tied.config, "base", base=base)
+    again = import_adapter(folder, tied.config, base=base)[1]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-7), adapter, again)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.trainable_tokens_delta"] += 1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="of one table differ"):
+        import_adapter(folder, tied.config, base=base)
+
+
+def test_tokens_of_the_vocabulary_are_trained(model):
     targets = KINDS["trained_tokens"].targets
-    tied = dataclasses.replace(model.config, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="the backbone's head is its embedding"):
-        targets(TrainedTokens((3,)), tied)
     with pytest.raises(ValueError, match="10000 is no token of the"):
         targets(TrainedTokens((3, 10000)), model.config)
     for bad in ((), (-1,), ("3",), (True,), (3, 3)):

@@ -101,8 +101,9 @@ REFUSED = {
     "huge seed": ({"seed": HUGE}, "holds the integer 9007199254740992"),
     "regular expression": (
         {"adapter": LORA | {"target_modules": "(.*)*x"}},
-        "adapter.target_modules should be 'all-linear', the name of a linear such as 'q_proj', or "
-        'a list of names (no regular expression) of at most 1024 entries, found "(.*)*x"',
+        "adapter.target_modules should be 'all-linear', the name of a linear such as 'q_proj' or "
+        "of a table such as 'lm_head', or a list of names (no regular expression) of at most 1024 "
+        'entries, found "(.*)*x"',
     ),
     "expression in a list": ({"adapter": LORA | {"target_modules": [".*"]}}, 'found [".*"]'),
     "no modules": ({"adapter": LORA | {"target_modules": []}}, "found []"),

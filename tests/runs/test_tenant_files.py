@@ -6,7 +6,7 @@ import random
 import shutil
 import socket
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -271,6 +271,22 @@ def test_a_task_that_begins_with_its_data_goes_on_from_its_largest_rank(place):
     read(place, resume_from="start", adapter=eva)
     with pytest.raises(TaskError, match="r should be the rank of the task, 32, found 24"):
         read(place, resume_from="start", adapter=eva | {"eva_rho": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ([5], None),
+        ([5, 3], "trainable_token_indices should be those of the task"),
+        ({"lm_head": [5]}, "expected a list of tokens of 'embed_tokens' only"),
+    ],
+    ids=str,
+)
+def test_trained_tokens_of_an_adapter_are_those_of_the_task(found, problem, place):
+    write_adapter(place, trainable_token_indices=found)
+    task = {"resume_from": "start", "adapter": {"kind": "lora", "trained_tokens": [5]}}
+    with pytest.raises(TaskError, match=problem) if problem else nullcontext():
+        read(place, **task)
 
 
 def test_large_weights_are_refused(place):

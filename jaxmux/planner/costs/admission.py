@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import PlanningError
 from ..packing.shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
-from .pool_spec import PoolSpec, merge_pool_specs
+from .pool_spec import PoolSpec, merge_pool_specs, refuse_stages
 from .replica_costs import ReplicaCosts
 
 
@@ -55,6 +55,8 @@ class Admission:
             that does not fit beside the tasks before it. It also lists single changes with which
             the round would fit, if there are any.
         """
+        named = {f"task {name!r}": pool for name, pool in tasks.items()}
+        refuse_stages(named, self.costs.replica.pp)
         for name, pool in tasks.items():
             self._require([pool], f"task {name!r} does not fit even alone on {self.costs.replica}")
         together = {**(live or {}), **tasks}

@@ -193,7 +193,8 @@ class MemoryModel:
         packed = self._packed(shape, replica)
         working = working_bytes(sizes, self.backbone.head_block_bytes, packed)
         room = USABLE * self.memory - self.resident(pool, replica) - working
-        return fill_stages(sizes, self.backbone.stage_layers(replica), room / in_flight)
+        room = room / in_flight - _bytes_at_head(shape, pool)
+        return fill_stages(sizes, self.backbone.stage_layers(replica), room)
 
     def fits(
         self,
@@ -285,6 +286,7 @@ class MemoryModel:
         of_layer = {r: self._of_layer(shape, pool, r, replica) for r in set(policies)}
         stages = split_stages(policies, self.backbone.stage_layers(replica))
         kept = max(sum(of_layer[policy] for policy in stage) for stage in stages)
+        kept += _bytes_at_head(shape, pool)
         return self.resident(pool, replica) + in_flight * kept
 
     def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
@@ -365,6 +367,11 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
     if not working.observations:
         raise ProfileError("the profile measures no peak_bytes of an adapted layer")
     return dataclasses.replace(model, working=working)
+
+
+def _bytes_at_head(shape: ShapeClass, pool: PoolSpec) -> float:
+    """Returns the bytes of the values and gradients that chunks have for the head."""
+    return 2 * 4 * shape.chunks * sum(own.at_head for own in pool.others)
 
 
 def _shortest_packed_rows(profile: Profile) -> float:

@@ -1,11 +1,12 @@
 """The sizes of a pool, which determine the compiled programs and the costs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmux.optimizers import OPTIMIZERS
 
 from ..errors import PlanningError
+from ..numbers import numbered
 from .device_profile import BackboneSize
 
 _FLOAT32 = 4
@@ -41,6 +42,9 @@ class PointSize(NamedTuple):
       moved: as `PointWork.moved`.
       kept: as `PointWork.kept`.
       kept_per_rank: the same for each rank.
+      at_head: whether the adapters change logits. Every chunk of a microbatch then has a copy of
+        its task's values and of their gradients, from its forward to its backward pass.
+      at_both_ends: whether the adapters change both what enters the first layer and the logits.
     """
 
     point: str
@@ -53,6 +57,8 @@ class PointSize(NamedTuple):
     moved: int = 0
     kept: int = 0
     kept_per_rank: int = 0
+    at_head: bool = False
+    at_both_ends: bool = False
 
 
 class KindSize(NamedTuple):
@@ -78,6 +84,12 @@ class KindSize(NamedTuple):
     def frozen(self) -> int:
         """Number of values of a slot that are not trained, padding included."""
         return sum(p.frozen_per_rank * self.rank + p.frozen for p in self.points)
+
+    @property
+    def at_head(self) -> int:
+        """Number of values of a slot with which logits are changed, padding included."""
+        at_head = self._replace(points=tuple(p for p in self.points if p.at_head))
+        return at_head.trained + at_head.frozen
 
     @property
     def work(self) -> PointWork:
@@ -170,6 +182,26 @@ class PoolSpec(NamedTuple):
         moments = OPTIMIZERS[self.optimizer].moments
         frozen = self.slots * sum(own.frozen for own in self.others)
         return _FLOAT32 * ((2 + moments) * self.parameters(backbone) + frozen)
+
+
+def refuse_stages(pools: Mapping[str, PoolSpec], stages: int) -> None:
+    """Checks that a pipeline can train tasks: what changes the embedding and the head together is
+    one array, and these lie on its first and its last stage.
+
+    Args:
+      pools: by what needs it, such as "task 'a'", a pool.
+      stages: number of stages.
+
+    Raises:
+      PlanningError: a pool cannot be trained with so many stages.
+    """
+    for what, pool in pools.items():
+        if stages > 1 and any(p.at_both_ends for own in pool.others for p in own.points):
+            raise PlanningError(
+                f"{what}: the adapter changes the backbone's embedding and its head, which are one "
+                f"table (tie_word_embeddings), but of {numbered(stages, 'stage')} of a pipeline "
+                "the first has the embedding and the last the head; use a mesh with pp=1"
+            )
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:

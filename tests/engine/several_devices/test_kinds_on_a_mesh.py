@@ -1,9 +1,12 @@
 """Different kinds of adapters on a mesh train as on one device."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from jaxmux.models.adapter_ops import EMBEDDING, TIED
 from jaxmux.peft import (
     IA3,
     Bottleneck,
@@ -15,7 +18,9 @@ from jaxmux.peft import (
     SparseDiff,
     TrainedTokens,
     VeRA,
+    size_of_adapter,
 )
+from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Stage
 
 SPECS = {
@@ -44,6 +49,7 @@ SPECS = {
         rank_pattern={"q_proj": 3},
     ),
     "olora": LoRA(2, 1.0, target_modules=("k_proj", "down_proj"), initialisation="olora"),
+    "tables": LoRA(2, 4.0, target_modules=("o_proj", "embed_tokens", "lm_head")),
 }
 MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
@@ -73,9 +79,66 @@ def on_one_device(make_engine, tasks, train):
     "mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES]
 )
 def test_kinds_train_on_a_mesh_as_on_one_device(mesh, make_engine, tasks, train, on_one_device):
-    expected, expected_updates = on_one_device
     engine = make_engine(*tasks, **MESHES[mesh])
-    updates = train(engine)
+    assert_same_training(tasks, engine, train(engine), *on_one_device)
+
+
+@pytest.fixture(scope="module")
+def tied(backbone):
+    """The backbone with its embedding as its head, whose tokens two devices can share."""
+    config = dataclasses.replace(backbone.config, tie_word_embeddings=True, vocab_size=104)
+    weights = {name: own for name, own in backbone.weights.items() if name != "lm_head"}
+    table = np.pad(weights["embed_tokens"]["weight"], ((0, 3), (0, 0)))
+    weights["embed_tokens"] = {"weight": jax.numpy.asarray(table)}
+    return dataclasses.replace(backbone, config=config, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def task_of_tied(tasks, tied):
+    """Trains tokens of embedding and head."""
+    prepared = next(own for own in tasks if own.task.name == "tokens")
+    (targets,), (own,) = prepared.targets.values(), prepared.make_adapter().values()
+    size = size_of_adapter(prepared.task.adapter, tied.config)
+    assert prepared.targets.keys() == {EMBEDDING}
+    return dataclasses.replace(
+        prepared, targets={TIED: targets}, make_adapter=lambda: {TIED: own}, size=size
+    )
+
+
+@pytest.fixture(scope="module")
+def tables_of_tied(tasks, tied):
+    """Trains low-rank adapters of the embedding and of the head, with dropout."""
+    prepared = next(own for own in tasks if own.task.name == "tables")
+    adapter, more = prepared.make_adapter(), tied.config.vocab_size - 101
+    for point, name, axis in (("embed_tokens", "a", 1), ("lm_head", "b", 2)):
+        edges = [(0, more if i == axis else 0) for i in range(3)]
+        adapter[point][name] = np.pad(adapter[point][name], edges)
+    spec = dataclasses.replace(prepared.task.adapter, dropout=0.2)
+    return dataclasses.replace(
+        prepared,
+        task=dataclasses.replace(prepared.task, adapter=spec),
+        make_adapter=lambda: adapter,
+        size=size_of_adapter(spec, tied.config),
+    )
+
+
+def test_a_head_that_is_the_embedding_trains_on_a_mesh(
+    make_engine, tied, task_of_tied, tables_of_tied, train
+):
+    both = task_of_tied, tables_of_tied
+    expected = make_engine(*both, model=tied)
+    results = expected, train(expected)
+    engine = make_engine(*both, model=tied, layers=(4,), stage=Stage(dp=2, tp=2))
+    assert_same_training(both, engine, train(engine), *results)
+
+
+def test_a_pipeline_refuses_tokens_of_a_head_that_is_the_embedding(make_engine, tied, task_of_tied):
+    problem = "task 'tokens': .* of 2 stages of a pipeline the first has the embedding and the last"
+    with pytest.raises(PlanningError, match=problem):
+        make_engine(task_of_tied, model=tied, layers=(3, 1), stage=Stage())
+
+
+def assert_same_training(tasks, engine, updates, expected, expected_updates):
     for prepared in tasks:
         name = prepared.task.name
         for one, other in zip(updates[name], expected_updates[name], strict=True):

@@ -10,7 +10,7 @@ from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import BackboneSize
 from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
-from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
+from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import ShapeClass
@@ -173,3 +173,11 @@ def test_pools_are_merged_to_the_highest_rank_and_the_optimizer_with_most_moment
     assert merge_pool_specs([one, two]) == PoolSpec(2, 64, ("a", "b"), True, "sgd")
     assert merge_pool_specs([one, PoolSpec(1, 1, None)]) == PoolSpec(2, 8, None, False, "adamw")
     assert merge_pool_specs([one], PoolSpec(4, 16, ())).slots == 4
+
+
+def test_what_changes_both_ends_of_the_backbone_needs_one_stage():
+    point = PointSize("both", 0, 8, at_head=True, at_both_ends=True)
+    tasks = {"a": PoolSpec(1, 1), "b": PoolSpec(1, 1, others=(KindSize("rows", 1, (point,)),))}
+    admission(80 * GIB, Replica.uniform(tp=2)).require(tasks)
+    message = refusal(admission(80 * GIB, Replica.uniform(pp=2)), tasks)
+    assert message.startswith("task 'b': the adapter changes the backbone's embedding and its head")

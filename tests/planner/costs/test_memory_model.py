@@ -18,7 +18,7 @@ from jaxmux.planner.costs.device_profile import (
 )
 from jaxmux.planner.costs.layer_policies import split_stages
 from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, fit_memory_model
-from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 
@@ -275,3 +275,17 @@ def test_layers_keep_less_where_attention_takes_memory(model):
     policies = [m.policies(shape, POOL) for m in (little, packed)]
     assert policies[0] != policies[1]
     assert packed.peak(shape, POOL) <= USABLE * packed.memory < little.memory
+
+
+def test_chunks_have_copies_of_what_changes_logits(model):
+    values = 10**6
+    point = PointSize("lm_head", 0, values)
+    pools = [
+        POOL._replace(others=(KindSize("rows", 1, (own,)),))
+        for own in (point, point._replace(at_head=True))
+    ]
+    peaks = [model.peak(SHAPE, pool, "dots", in_flight=2) for pool in pools]
+    # Values and gradients, float32.
+    assert peaks[1] - peaks[0] == pytest.approx(2 * 8 * values * SHAPE.chunks)
+    room = [sum(p == "dots" for p in model.policies(SHAPE, pool)) for pool in pools]
+    assert room[1] <= room[0]

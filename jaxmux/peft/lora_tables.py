@@ -1,0 +1,286 @@
+"""LoRA of the embedding and of the head, besides linears or alone.
+
+The tables are adapted by arrays of their own. Linears of such tasks keep their factors in the pool
+of LoRA, and their scales here, as with `lora_pattern`.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmux.errors import InputError
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import (
+    COUNTERS,
+    EMBEDDING,
+    HEAD,
+    OUTSIDE,
+    RATE,
+    SCALE,
+    AdapterOp,
+    matmul_of_chunks,
+)
+from jaxmux.pallas_kernels.counter_dropout import keep_mask
+from jaxmux.planner.costs.pool_spec import PointWork
+
+from . import lora_folder
+from .kind import AdapterKind, BaseTensors, Changes
+from .leaves import LeafSpec
+from .lora import (
+    LoRA,
+    initial_adapter,
+    lora_targets,
+    orthogonal_factors,
+    rank_and_scale,
+)
+from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
+from .peft_tensors import PREFIX, take_tensor
+from .targets import LayerMask, full_name, linears_among, tables_among
+
+# By point, the names of the factors of a table in PEFT.
+_FACTORS = {
+    EMBEDDING: ("lora_embedding_A", "lora_embedding_B"),
+    HEAD: ("lora_A.weight", "lora_B.weight"),
+}
+
+
+class _Tables(AdapterOp):
+    """Adds `scale · A B` to the tables: A has a row for every token at the embedding, and B has a
+    column for every token at the head."""
+
+    low_rank = True
+    by_token = frozenset({"a"})
+
+    def embedding_output(self, own, x, tokens):
+        rows = own["a"].astype(x.dtype)
+        added = matmul_of_chunks(rows, own["b"] * own[SCALE][:, None, None])
+        return x + added
+
+    def logits(self, own, hidden, logits, first_token):
+        scale, read = own[SCALE], hidden
+        if COUNTERS in own:
+            read = _dropped(hidden, own[COUNTERS], own[RATE])
+            scale = scale / (1 - own[RATE])
+        b = jax.lax.dynamic_slice_in_dim(own["b"], first_token, logits.shape[2], axis=2)
+        low = matmul_of_chunks(read, own["a"])
+        return logits + matmul_of_chunks(low, b, logits.dtype) * scale[:, None, None]
+
+
+def _dropped(
+    x: Float[Array, "chunks l d"], counters: Array, rate: Float[Array, " chunks"]
+) -> Float[Array, "chunks l d"]:
+    """The input with the dropped features set to zero, and the others not scaled."""
+    rates = jnp.broadcast_to(rate[:, None], counters.shape).reshape(-1)
+    kept = keep_mask(counters.reshape(-1), rates, x.shape[2])
+    return jnp.where(kept.reshape(x.shape), x, 0)
+
+
+def _linears(spec: LoRA) -> LoRA | None:
+    """The specification of the linears alone; None if there are none."""
+    names = linears_among(spec.target_modules)
+    return dataclasses.replace(spec, target_modules=names) if names else None
+
+
+def _sizes(config: BackboneConfig, point: str) -> tuple[int, int]:
+    """Numbers of rows of A and of columns of B."""
+    sizes = config.vocab_size, config.hidden_size
+    return sizes if point == EMBEDDING else sizes[::-1]
+
+
+def _targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
+    if spec.initialisation not in ("kaiming", "gaussian", "orthogonal"):
+        raise ValueError(
+            f"initialisation={spec.initialisation!r} is not supported with the embedding or the "
+            "head among target_modules"
+        )
+    linears, widest = _linears(spec), min(config.hidden_size, config.vocab_size)
+    targets = lora_targets(linears, config) if linears else {}
+    if spec.largest_rank > widest:
+        raise ValueError(f"rank is {spec.largest_rank}, but the tables are no wider than {widest}")
+    places = {EMBEDDING: 0, HEAD: config.num_layers - 1}
+    tables = tables_among(spec.target_modules)
+    return targets | {point: np.arange(config.num_layers) == places[point] for point in tables}
+
+
+def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
+    def table(point: str) -> dict[str, LeafSpec]:
+        place = "first" if point == EMBEDDING else "last"
+        k, n = _sizes(config, point)
+        return {
+            "a": LeafSpec((1, slots, k, rank), (place, "slot", "input", "rank")),
+            "b": LeafSpec((1, slots, rank, n), (place, "slot", "rank", "output")),
+            SCALE: LeafSpec((1, slots), (place, "slot"), trained=False),
+        }
+
+    return {
+        point: table(point) if point in OUTSIDE else {SCALE: scale_leaf(config, slots)}
+        for point in points
+    }
+
+
+def _initial(
+    spec: LoRA,
+    targets: Mapping[str, LayerMask],
+    config: BackboneConfig,
+    seed: int,
+    base: BaseTensors | None,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if linears := _linears(spec):
+        own = {point: mask for point, mask in targets.items() if point not in OUTSIDE}
+        factors = initial_adapter(linears, own, config, seed, base)
+        found = with_scales(linears, factors, own)
+    for point in tables_among(spec.target_modules):
+        rng = np.random.default_rng([seed, zlib.crc32(point.encode()), 0])
+        (k, n), (rank, scale) = _sizes(config, point), rank_and_scale(spec, full_name(point, 0))
+        if point == EMBEDDING:
+            a, b = np.zeros((k, rank)), rng.standard_normal((rank, n))
+        else:
+            a, b = _of_head(spec, rng, k, rank, n)
+        found[point] = _table(spec, a, b, scale)
+    return found
+
+
+def _of_head(
+    spec: LoRA, rng: np.random.Generator, k: int, rank: int, n: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first factors of the head, drawn as those of linears are."""
+    if spec.initialisation == "orthogonal":
+        return orthogonal_factors(rng, k, rank, n)
+    if spec.initialisation == "gaussian":
+        return rng.standard_normal((k, rank)) / rank, np.zeros((rank, n))
+    bound = 1 / math.sqrt(k)
+    return rng.uniform(-bound, bound, (k, rank)), np.zeros((rank, n))
+
+
+def _table(spec: LoRA, a: np.ndarray, b: np.ndarray, scale: float) -> dict[str, np.ndarray]:
+    """The arrays of a table, padded to the largest rank."""
+    missing = spec.largest_rank - a.shape[1]
+    a, b = np.float32(a), np.float32(b)
+    return {
+        "a": np.pad(a, ((0, 0), (0, missing)))[None],
+        "b": np.pad(b, ((0, missing), (0, 0)))[None],
+        SCALE: np.float32([scale]),
+    }
+
+
+def _recognise(settings: Mapping[str, Any]) -> bool:
+    return (
+        lora_folder.is_low_rank(settings)
+        and not settings.get("use_dora")
+        and not settings.get("trainable_token_indices")
+        and bool(tables_among(settings.get("target_modules")))
+    )
+
+
+def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
+    linears = _linears(spec)
+    others = linears or dataclasses.replace(spec, target_modules="all-linear")
+    found = lora_folder.settings(others, config, serving)
+    names = found["target_modules"] if linears else []
+    return found | {"target_modules": sorted([*names, *tables_among(spec.target_modules)])}
+
+
+def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
+    names = settings["target_modules"]
+    names = (names,) if isinstance(names, str) else tuple(names)
+    linears = linears_among(names) or "all-linear"
+    others = lora_folder.from_settings({**settings, "target_modules": linears}, config)
+    spec = dataclasses.replace(others, target_modules=names)
+    _targets(spec, config)
+    return spec
+
+
+def _tensors(
+    spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
+) -> dict[str, np.ndarray]:
+    found = {}
+    if linears := _linears(spec):
+        own = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        found = lora_folder.tensors(linears, factors_of(own), config, serving, base)
+    for point in tables_among(spec.target_modules):
+        module, (name_a, name_b) = full_name(point, 0), _FACTORS[point]
+        rank, scale = rank_and_scale(spec, module)
+        if serving:
+            # As `lora_folder.tensors`: servers know one rank and one scale.
+            rank = spec.largest_rank
+        a, b = adapter[point]["a"][0, :, :rank].T, adapter[point]["b"][0, :rank].T
+        b = b * np.float32(scale) if serving else b
+        found[f"{PREFIX}{module}.{name_a}"] = np.ascontiguousarray(a)
+        found[f"{PREFIX}{module}.{name_b}"] = np.ascontiguousarray(b)
+    return found
+
+
+def _from_tensors(
+    spec: LoRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if linears := _linears(spec):
+        factors = lora_folder.from_tensors(linears, tensors, config, base)
+        found = with_scales(linears, factors, lora_targets(linears, config))
+    for point in tables_among(spec.target_modules):
+        module, (name_a, name_b) = full_name(point, 0), _FACTORS[point]
+        (k, n), (rank, scale) = _sizes(config, point), rank_and_scale(spec, module)
+        a = take_tensor(tensors, f"{PREFIX}{module}.{name_a}", (rank, k))
+        b = take_tensor(tensors, f"{PREFIX}{module}.{name_b}", (n, rank))
+        # PEFT also writes the table of the backbone.
+        tensors.pop(f"{PREFIX}{module}.base_layer.weight", None)
+        found[point] = _table(spec, a.T, b.T, scale)
+    return found
+
+
+def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
+    if config.tie_word_embeddings:
+        raise InputError(
+            "the backbone's head is its embedding (tie_word_embeddings), so an adapter of one of "
+            "them cannot be merged into the checkpoint; export it without --merge"
+        )
+
+    def change(point: str, weight: np.ndarray) -> np.ndarray:
+        own = adapter[point]
+        added = np.asarray(own[SCALE][0] * (own["a"][0] @ own["b"][0]))
+        return weight + (added if point == EMBEDDING else added.T)
+
+    changes: dict[str, Any] = {}
+    if linears := _linears(spec):
+        own = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        changes |= lora_folder.merged(linears, factors_of(own), config)
+    for point in tables_among(spec.target_modules):
+        changes[f"{full_name(point, 0)}.weight"] = partial(change, point)
+    return changes
+
+
+def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
+    d, vocab = config.hidden_size, config.vocab_size
+    if point == EMBEDDING:
+        return PointWork(2 * rank * d, 3 * d)
+    return PointWork(2 * rank * (d + vocab), d + 2 * vocab) if point == HEAD else PointWork(0, 0)
+
+
+lora_tables_kind = AdapterKind(
+    "lora_tables",
+    LoRA,
+    _Tables(),
+    _targets,
+    _leaves,
+    _initial,
+    rates_by_name,
+    _recognise,
+    _settings,
+    _from_settings,
+    _tensors,
+    _from_tensors,
+    identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
+    rank=lambda spec: spec.largest_rank,
+    serves=lambda spec: bool(tables_among(spec.target_modules)) and not spec.trained_tokens,
+    merged=_merged,
+    work=_work,
+)
