@@ -3,12 +3,14 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kinds_timing import TASKS, WARM_UP_TURNS, figures, in_pairs, interval, say, write
@@ -39,12 +41,65 @@ def lora(args: argparse.Namespace) -> None:
         write(args, name, value, bound, baselines, **here)
 
 
+def programs(args: argparse.Namespace) -> None:
+    """Counts the compiled programs of four LoRA tasks that are not the same with both packages."""
+    checkouts = {"now": Path(__file__).parents[1], "before": args.before}
+    with tempfile.TemporaryDirectory() as folder:
+        dumps = {name: Path(folder) / f"{name}-programs" for name in checkouts}
+        environments = {
+            name: {
+                "XLA_FLAGS": f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
+                "JAX_ENABLE_COMPILATION_CACHE": "false",
+            }
+            for name, dump in dumps.items()
+        }
+        with both(args, checkouts, Path(folder), environments) as turns:
+            for own in turns.values():
+                own.seconds()
+            facts = {name: own.facts for name, own in turns.items()}
+        found = {name: _instructions(dump) for name, dump in dumps.items()}
+    now, before = found["now"], found["before"]
+    different = [name for name in now | before if now.get(name) != before.get(name)]
+    baselines = {
+        "programs": len(now),
+        "different": different,
+        "commits": {name: commit(facts[name]["checkout"]) for name in checkouts},
+    }
+    here = {key: facts["now"][key] for key in ("device", "versions")}
+    name = "programs, of 4 LoRA tasks, that are not those of before"
+    write(args, name, len(different), 0, baselines, **here, unit="programs")
+
+
+def _instructions(dump: Path) -> dict[str, list[str]]:
+    """By the name of a program, its instructions before XLA optimises them, without the places in
+    the source from which they come."""
+    programs: dict[str, list[str]] = {}
+    for file in sorted(dump.glob("*.before_optimizations.txt")):
+        name = file.name.split(".")[1]
+        lines = [line for line in file.read_text().splitlines() if line.startswith((" ", "%", "}"))]
+        programs.setdefault(name, []).extend(re.sub(r", metadata=\{[^}]*\}", "", x) for x in lines)
+    return programs
+
+
 @contextmanager
 def both(
-    args: argparse.Namespace, checkouts: dict[str, Path], folder: Path
+    args: argparse.Namespace,
+    checkouts: dict[str, Path],
+    folder: Path,
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Iterator[dict[str, "Turns"]]:
-    """Processes with the packages of the checkouts, which begin at the same time."""
-    found = {name: Turns(args, path, folder / name) for name, path in checkouts.items()}
+    """Processes with the packages of the checkouts, which begin at the same time.
+
+    Args:
+      args: the arguments of the command.
+      checkouts: by name, a checkout.
+      folder: an empty folder.
+      environments: by name, further environment variables.
+    """
+    found = {
+        name: Turns(args, path, folder / name, environments.get(name, {}))
+        for name, path in checkouts.items()
+    }
     try:
         for name, own in found.items():
             own.facts = own.answer()
@@ -65,7 +120,13 @@ class Turns:
       facts: what it measures, once it has said so.
     """
 
-    def __init__(self, args: argparse.Namespace, checkout: Path, folder: Path):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        checkout: Path,
+        folder: Path,
+        environment: Mapping[str, str],
+    ):
         link_package(checkout, folder)
         others = os.environ.get("PYTHONPATH")
         paths = os.pathsep.join([str(folder), *([others] if others else [])])
@@ -76,7 +137,7 @@ class Turns:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | environment | {"PYTHONPATH": paths},
         )
         arguments = {name: value for name, value in vars(args).items() if _plain(value)}
         print(json.dumps(arguments | {"tasks": TASKS}), file=self.process.stdin)

@@ -70,6 +70,7 @@ def write(
     baselines: dict[str, Any],
     device: str | None = None,
     versions: dict[str, str] | None = None,
+    unit: str = "ratio",
 ) -> None:
     """Writes a record in place of the one of its name."""
     record: Record = {
@@ -77,7 +78,7 @@ def write(
         "value": value,
         "bound": bound,
         "sense": "at most",
-        "unit": "ratio",
+        "unit": unit,
         "command": shlex.join(["python", *sys.argv]),
         "device": device or jax.devices()[0].device_kind,
         "versions": versions or installed_versions("jax", "jaxlib"),
