@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from benchmark_records import NOT_MEASURED, Record, commands, markdown
 
+# By part, how its figures are written; ratios of times have no entry.
+FORMS = {"memory": ".1%", "peak": ".1%", "programs": ".0f"}
+
 
 def kinds_table(records: Sequence[Record]) -> str:
     """The figures with their bounds, and what they were made from."""
@@ -12,23 +15,19 @@ def kinds_table(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         part, name = record["name"].split(", ", 1)
-        error = part in ("memory", "peak")
+        form = FORMS.get(part, ".3f")
         bound = record["bound"]
-        limit = "none" if bound is None else f"{record['sense']} {_shown(bound, error)}"
-        rows.append([part, name, f"**{_shown(record['value'], error)}**", limit, _sources(record)])
+        limit = "none" if bound is None else f"{record['sense']} {bound:{form}}"
+        rows.append([part, name, f"**{record['value']:{form}}**", limit, _sources(record)])
     devices = dict.fromkeys(record["device"] for record in records)
     versions = dict.fromkeys(f"jax {record['versions']['jax']}" for record in records)
     head = ["part", "figure", "measured", "bound", "made from"]
     return f"{commands(records)}{', '.join([*devices, *versions])}.\n\n{markdown(head, rows)}"
 
 
-def _shown(value: float, error: bool) -> str:
-    return f"{value:.1%}" if error else f"{value:.3f}"
-
-
 def _sources(record: Record) -> str:
     of = record["baselines"]
-    found = []
+    found = [f"{of['programs']} programs on a {record['device']}"] if "programs" in of else []
     if "median" in of:
         found.append(f"median {of['median']:.4f}")
     if "95% interval" in of:

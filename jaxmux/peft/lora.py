@@ -75,7 +75,8 @@ class LoRA:
         memory and time of a LoRA of twice the rank, and their folders are such LoRAs. Dropout is
         not supported with them, and alpha must be positive.
       loraplus_ratio: learning rate of B divided by the learning rate of A (LoRA+, Hayou et al.
-        2024), positive. The learning rate of the task's optimizer is that of A.
+        2024), positive. The learning rate of the task's optimizer is that of A. (PEFT trains
+        factors of the embedding with a rate of its own, 1e-6.)
       rank_pattern: ranks of linears in place of `rank`, by regular expressions as in Hugging Face
         PEFT: a mapping such as {"q_proj": 8}. An expression stands for the linears whose full names
         match it as a whole, or match it behind a dot; the first one counts.
