@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -107,7 +108,7 @@ class LiveTraining:
             prepared_at_once,
             slow_preparation_seconds,
             most_preparation_seconds,
-            PreparedTask.with_adapter,
+            partial(_with_adapter, engine),
         )
         self._events = EventStream()
         # What other threads see of the tasks.
@@ -525,3 +526,10 @@ def _integer(what: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what} should be an integer, found {value!r}")
     return value
+
+
+def _with_adapter(engine: Engine, prepared: PreparedTask) -> PreparedTask:
+    """The task with its initial adapter, which may take long to compute; TaskError if the pool has
+    no room for it."""
+    engine.refuse_outgrowing(prepared)
+    return prepared.with_adapter()

@@ -35,6 +35,8 @@ FIRST_READERS: Mapping[str, str] = {module: module for module in MODULES} | {
 }
 # Rows have this length times a power of two, so that few different programs are compiled.
 _SHORTEST_ROW = 64
+# The host holds all scores of a row's attention, so its memory grows with the square of this.
+_LONGEST_SAMPLE = 2048
 _LAYER, _FIRST_LAYER = "model.layers.{}.", "model.layers.0."
 
 # By name, tensors of Hugging Face's checkpoint. Those of a layer have the names of the first one.
@@ -133,7 +135,8 @@ def calibration_of(
       tensors: function from the name of a tensor in Hugging Face's checkpoint of the backbone to
         its float32 values.
       samples: the samples, of which only as many are taken as are needed.
-      tokens: number of tokens, unless the samples have fewer; the last sample is cut.
+      tokens: number of tokens, unless the samples have fewer; the last sample is cut, and
+        of every sample no more than 2048 tokens are taken.
 
     Raises:
       ValueError: none of these tokens counts in the loss.
@@ -165,11 +168,12 @@ def calibration_of(
 
 
 def _first_tokens(samples: Iterable[Sample], tokens: int) -> list[Sample]:
-    """The first samples, cut to a number of tokens. The model reads all of these, because each
-    sample has one token more, which does not count in the loss."""
+    """The first samples, cut to a number of tokens, and each to its first 2048. The model reads all
+    of these, because each sample has one token more, which does not count in the loss."""
     found = []
     for sample in samples:
-        ids, mask = sample.input_ids[:tokens], sample.target_mask[:tokens]
+        most = min(tokens, _LONGEST_SAMPLE)
+        ids, mask = sample.input_ids[:most], sample.target_mask[:most]
         found.append(Sample(np.append(ids, ids[-1:]), np.append(mask, False), sample.sample_id))
         tokens -= len(ids)
         if tokens == 0:

@@ -112,7 +112,7 @@ def kind_of(specification: Any) -> AdapterKind:
     for kind in KINDS.values():
         if isinstance(specification, kind.specification) and kind.serves(specification):
             return kind
-    known = ", ".join(kind.specification.__name__ for kind in KINDS.values())
+    known = ", ".join(cls.__name__ for cls in SPECIFICATIONS.values())
     raise ValueError(f"adapter should be one of {known}, found {specification!r}")
 
 

@@ -84,7 +84,7 @@ class LoRA:
       eva_rho: with "eva", a linear gets at most this many times `rank` components, at least 1.
         All linears together get `rank` for each of them. 1 gives every linear the same rank.
       calibration_tokens: with "eva", number of tokens of the training data that the backbone reads
-        for the components, from the samples that are trained first.
+        for the components, from the samples that are trained first, at most 2048 of each.
       trained_tokens: the ids of tokens whose embeddings are trained besides, as by `TrainedTokens`
         (PEFT's `trainable_token_indices`). It excludes tables among the `target_modules`.
 

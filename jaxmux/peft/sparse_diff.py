@@ -53,7 +53,7 @@ class SparseDiff:
         which the loss of samples of the task's training data has the largest absolute derivatives.
       target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
       calibration_tokens: with "gradient", number of tokens of the training data that the backbone
-        reads for the derivatives, from the samples that are trained first.
+        reads for the derivatives, from the samples that are trained first, at most 2048 of each.
 
     Raises:
       ValueError: a value is outside its range.

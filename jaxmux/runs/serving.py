@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import Interrupted, first_line, ran_out_of_memory
 from jaxmux.live import LiveTraining
+from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.peft import kind_of
 from jaxmux.planner.numbers import numbered
 
@@ -215,14 +216,15 @@ def _in_thread(run: Callable[[], None]) -> Iterator[Future[None]]:
 
 
 def within_pool(limits: TenantLimits, options: ServerOptions) -> TenantLimits:
-    """Limits without ranks that do not fit into the pool of a server.
+    """Limits without ranks for which no part of a server's pool has room. Whether an adapter fits
+    what is reserved for its kind is checked when its task is prepared.
 
     Args:
       limits: the limits.
       options: the options of the server.
     """
     kinds = [(kind_of(own), own) for own in options.reserved_adapters]
-    ranks = [kind.rank(own) for kind, own in kinds if kind.low_rank]
+    ranks = [max(kind.rank(own), kind.rank_in(LOW_RANK_KIND, own)) for kind, own in kinds]
     largest = max([options.reserved_rank, *ranks])
     return dataclasses.replace(limits, rank=min(limits.rank, largest))
 

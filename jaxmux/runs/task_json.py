@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.peft import kind_of
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
@@ -80,7 +81,9 @@ def task_from_fields(
     """
     where = name_of_specification(name)
     task = _Reader(where, limits).specification(Task, fields)
-    if (rank := kind_of(task.adapter).rank(task.adapter)) > limits.rank:
+    kind = kind_of(task.adapter)
+    rank = max(kind.rank(task.adapter), kind.rank_in(LOW_RANK_KIND, task.adapter))
+    if rank > limits.rank:
         raise TaskError(
             f"{where}: adapter: its arrays would have rank {rank}, and at most {limits.rank} is "
             "permitted"

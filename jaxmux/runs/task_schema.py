@@ -17,7 +17,8 @@ _OWN_DESCRIPTIONS = {
     "and inside it.",
     "split": 'only "train", because files have no splits.',
     "target_modules": 'the linears that are adapted: "all-linear", one module name ("q_proj"), or '
-    "a list of names, which the full names equal or end with. Regular expressions are refused.",
+    "a list of names, which the full names equal or end with. LoRA also takes the embedding and "
+    'the head, "embed_tokens" and "lm_head". Regular expressions are refused.',
 }
 
 

@@ -205,6 +205,8 @@ def test_a_task_whose_data_hang_fails_in_time_and_holds_up_nobody(make_live, tas
 )
 def test_a_task_that_would_outgrow_the_pool_fails(fields, message, make_live, tasks, make_task):
     large = make_task("large", **{"targets": ("q_proj", "down_proj")} | fields)
+    # Initial adapters may take hours.
+    large = dataclasses.replace(large, make_adapter=lambda: pytest.fail("it was made"))
     live = make_live({"large": lambda task: large})
     live.register(large.task)
     train_to_the_end(live, "large")

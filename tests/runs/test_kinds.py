@@ -594,6 +594,16 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         ({"kind": "lora", **niter, "rank": 129}, "arrays would have rank 258, and at most 256"),
         ({"kind": "lora", "initialisation": "pissa_niter_1e6"}, "initialisation should be one of"),
         ({"kind": "dora", "initialisation": "olora"}, "initialisation should be one of"),
+        (
+            {
+                "kind": "lora",
+                "rank": 128,
+                "initialisation": "eva",
+                "trained_tokens": [1],
+                "eva_rho": 3,
+            },
+            "arrays would have rank 384, and at most 256",
+        ),
         (eva | {"eva_rho": 100}, "eva_rho should be .* of at most 4"),
         (eva | {"calibration_tokens": 10**6}, "calibration_tokens should be .* of at most 8192"),
         ({"kind": "lora", "trained_tokens": [3, 3]}, "a list of different ids"),
