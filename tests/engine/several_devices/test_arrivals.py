@@ -27,7 +27,7 @@ def tasks(make_narrow_task):
 @pytest.mark.parametrize(
     ("schedule", "round_tokens", "seed"),
     [
-        ("1f1b", None, 0),
+        pytest.param("1f1b", None, 0, marks=pytest.mark.slow),
         ("1f1b", 100, 1),
         pytest.param("1f1b", None, 1, marks=pytest.mark.slow),
         pytest.param("1f1b", 100, 0, marks=pytest.mark.slow),
@@ -211,7 +211,7 @@ def test_after_a_warm_up_nothing_is_compiled(replicas, make_narrow_task, make_en
     "round_tokens",
     [
         pytest.param(None, id="whole batches", marks=pytest.mark.slow),
-        pytest.param(100, id="parts of batches"),
+        pytest.param(100, id="parts of batches", marks=pytest.mark.slow),
     ],
 )
 def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
