@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +28,10 @@ from .lora import (
 )
 from .lora_pattern import factors_of, scale_leaf, scales_of
 from .peft_tensors import layer_tensors, stacked, take_layers
+from .remembered import remembered
 from .targets import LayerMask, full_name
 
 _MAGNITUDE = "lora_magnitude_vector"
-# By function that gives the backbone's tensors, the norms of its weights by name. A server prepares
-# many tasks with the same backbone, which is read from a disk. They go when the function does.
-_NORMS: WeakKeyDictionary[BaseTensors, dict[str, np.ndarray]] = WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +168,12 @@ def _of_layers(
 
 def _weight_norms(base: BaseTensors | None, module: str, layer: int) -> np.ndarray:
     name = f"{full_name(module, layer)}.weight"
-    norms = {} if base is None else _NORMS.setdefault(base, {})
-    if name not in norms:
-        norms[name] = np.linalg.norm(base_values(base, name), axis=1)
-    return norms[name]
+
+    def norms() -> np.ndarray:
+        return np.linalg.norm(base_values(base, name), axis=1)
+
+    # A server prepares many tasks with the same backbone, which is read from a disk.
+    return norms() if base is None else remembered(base, ("norms", name), norms)
 
 
 def _rates(spec: DoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jaxmux.models.adapter_ops import AT_HEAD, LOW_RANK_KIND, OUTSIDE, TIED, Ada
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
-from .targets import LayerMask, full_name
+from .targets import LayerMask, full_name, linears_of
 
 # The file with the arrays, in the folders of Hugging Face PEFT.
 WEIGHTS = "adapter_model.safetensors"
@@ -147,7 +147,7 @@ class AdapterKind(NamedTuple):
         """
         if not self.low_rank:
             return {self.name: adapter}
-        linears = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        linears = linears_of(adapter)
         own = adapter | {
             point: {name: leaf for name, leaf in arrays.items() if name not in Factors._fields}
             for point, arrays in linears.items()

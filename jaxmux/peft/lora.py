@@ -305,8 +305,7 @@ def initial_adapter(
     base: BaseTensors | None = None,
     samples: Iterable[Sample] | None = None,
 ) -> Adapter:
-    """The random LoRA factors with which a task (fine-tuning job) begins, whose product A B is
-    zero.
+    """The LoRA factors with which a task (fine-tuning job) begins, whose product A B is zero.
 
     The values depend only on the arguments, so a task begins with the same factors alone and beside
     other tasks.
@@ -343,23 +342,35 @@ def initial_adapter(
         for layer in np.flatnonzero(layers):
             rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
             rank = ranks[layer]
-            if spec.initialisation == "kaiming":
-                bound = 1 / math.sqrt(k)
-                a[layer, :, :rank] = rng.uniform(-bound, bound, (k, rank))
-            elif spec.initialisation == "gaussian":
-                a[layer, :, :rank] = rng.standard_normal((k, rank)) / rank
-            elif spec.initialisation == "eva":
+            if spec.initialisation == "eva":
                 own = components[module][int(layer)]
                 a[layer, :, : own.shape[1]] = own
             else:
-                a[layer, :, :rank], b[layer, :rank] = orthogonal_factors(rng, k, rank, n)
+                drawn = drawn_factors(spec.initialisation, rng, k, rank, n)
+                a[layer, :, :rank], b[layer, :rank] = drawn
         adapter[module] = Factors(a, b)
     return adapter
 
 
-def orthogonal_factors(rng: np.random.Generator, k: int, rank: int, n: int) -> Factors:
-    """Factors a [k, rank] and b [rank, n] with the product 0, as PEFT draws them: random
-    combinations of one half of the rows of an orthogonal matrix, and of the other half."""
+def drawn_factors(
+    initialisation: str, rng: np.random.Generator, k: int, rank: int, n: int
+) -> Factors:
+    """Random factors a [k, rank] and b [rank, n] with the product 0.
+
+    Args:
+      initialisation: "kaiming", "gaussian" or "orthogonal".
+      rng: where they are drawn from.
+      k: width of the input.
+      rank: the rank.
+      n: width of the output.
+    """
+    if initialisation == "kaiming":
+        bound = 1 / math.sqrt(k)
+        return Factors(rng.uniform(-bound, bound, (k, rank)), np.zeros((rank, n)))
+    if initialisation == "gaussian":
+        return Factors(rng.standard_normal((k, rank)) / rank, np.zeros((rank, n)))
+    # As PEFT draws them: random combinations of one half of the rows of an orthogonal matrix, and
+    # of the other half.
     rows, _ = np.linalg.qr(rng.standard_normal((rank, rank)))
     a = rng.standard_normal((k, rank // 2)) @ rows[0::2]
     b = rng.standard_normal((n, rank // 2)) @ rows[1::2]

@@ -22,7 +22,7 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .lora import Adapter, LoRA, lora_targets, ranks_and_scales
 from .lora_pattern import factors_of, rates_by_name, scale_leaves, with_scales
-from .remembered_parts import remembered
+from .remembered import remembered
 from .targets import LayerMask, full_name
 from .weight_parts import approximate_principal_part, orthonormal_part, principal_part
 

@@ -5,7 +5,6 @@ of LoRA, and their scales here, as with `lora_pattern`.
 """
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,14 +35,14 @@ from .kind import AdapterKind, BaseTensors, Changes
 from .leaves import LeafSpec
 from .lora import (
     LoRA,
+    drawn_factors,
     initial_adapter,
     lora_targets,
-    orthogonal_factors,
     rank_and_scale,
 )
 from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
 from .peft_tensors import PREFIX, take_tensor
-from .targets import LayerMask, full_name, linears_among, tables_among
+from .targets import LayerMask, full_name, linears_among, linears_of, tables_among
 
 # By point, the names of the factors of a table in PEFT.
 _FACTORS = {
@@ -135,7 +134,7 @@ def _initial(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if linears := _linears(spec):
-        own = {point: mask for point, mask in targets.items() if point not in OUTSIDE}
+        own = linears_of(targets)
         factors = initial_adapter(linears, own, config, seed, base)
         found = with_scales(linears, factors, own)
     for point in tables_among(spec.target_modules):
@@ -144,21 +143,9 @@ def _initial(
         if point == EMBEDDING:
             a, b = np.zeros((k, rank)), rng.standard_normal((rank, n))
         else:
-            a, b = _of_head(spec, rng, k, rank, n)
+            a, b = drawn_factors(spec.initialisation, rng, k, rank, n)
         found[point] = _table(spec, a, b, scale)
     return found
-
-
-def _of_head(
-    spec: LoRA, rng: np.random.Generator, k: int, rank: int, n: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The first factors of the head, drawn as those of linears are."""
-    if spec.initialisation == "orthogonal":
-        return orthogonal_factors(rng, k, rank, n)
-    if spec.initialisation == "gaussian":
-        return rng.standard_normal((k, rank)) / rank, np.zeros((rank, n))
-    bound = 1 / math.sqrt(k)
-    return rng.uniform(-bound, bound, (k, rank)), np.zeros((rank, n))
 
 
 def _table(spec: LoRA, a: np.ndarray, b: np.ndarray, scale: float) -> dict[str, np.ndarray]:
@@ -204,7 +191,7 @@ def _tensors(
 ) -> dict[str, np.ndarray]:
     found = {}
     if linears := _linears(spec):
-        own = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        own = linears_of(adapter)
         found = lora_folder.tensors(linears, factors_of(own), config, serving, base)
     for point in tables_among(spec.target_modules):
         module, (name_a, name_b) = full_name(point, 0), _FACTORS[point]
@@ -251,7 +238,7 @@ def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
 
     changes: dict[str, Any] = {}
     if linears := _linears(spec):
-        own = {point: arrays for point, arrays in adapter.items() if point not in OUTSIDE}
+        own = linears_of(adapter)
         changes |= lora_folder.merged(linears, factors_of(own), config)
     for point in tables_among(spec.target_modules):
         changes[f"{full_name(point, 0)}.weight"] = partial(change, point)

@@ -20,7 +20,7 @@ from .kind import AdapterKind, BaseTensors, Changes
 from .lora import LoRA, as_stored, initial_adapter, lora_targets
 from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
 from .peft_tensors import PREFIX
-from .targets import LayerMask, tables_among
+from .targets import LayerMask, linears_of, tables_among
 from .trained_tokens import TOKENS_TENSOR, Rows, TrainedTokens, trained_tokens_kind
 
 _TENSOR = f"{PREFIX}model.{EMBEDDING}.token_adapter.trainable_tokens_delta"
@@ -40,8 +40,8 @@ def _parts(spec: LoRA) -> tuple[LoRA, TrainedTokens]:
 
 def _divided(points: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What belongs to linears and what belongs to tokens, by point."""
-    tables = {point: own for point, own in points.items() if point in OUTSIDE}
-    return {point: own for point, own in points.items() if point not in tables}, tables
+    linears = linears_of(points)
+    return linears, {point: own for point, own in points.items() if point not in linears}
 
 
 def _targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxmux.models import MODULES, BackboneConfig
-from jaxmux.models.adapter_ops import EMBEDDING, HEAD
+from jaxmux.models.adapter_ops import EMBEDDING, HEAD, OUTSIDE
 
 ALL_LINEAR = "all-linear"
 # Names of linears, by which users choose them: "q_proj" and "self_attn.q_proj".
@@ -79,6 +79,15 @@ def linears_among(target_modules: str | tuple[str, ...]) -> str | tuple[str, ...
     if isinstance(target_modules, str):
         return () if target_modules in TABLES else target_modules
     return tuple(name for name in target_modules if name not in TABLES)
+
+
+def linears_of(points: Mapping[str, Any]) -> dict[str, Any]:
+    """Of values by point, those of linears, for kinds with low-rank factors.
+
+    Args:
+      points: by point, for example the arrays of an adapter.
+    """
+    return {point: own for point, own in points.items() if point not in OUTSIDE}
 
 
 def target_names(targets: Mapping[str, LayerMask]) -> list[str]:

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from jaxmux.peft import remembered_parts
+from jaxmux.peft import remembered
 from jaxmux.peft.weight_parts import approximate_principal_part, orthonormal_part, principal_part
 
 RANK = 4
@@ -73,7 +73,7 @@ def test_parts_are_remembered_as_long_as_the_backbone(weight, monkeypatch):
             computed.append(rank)
             return principal_part(base("w"), rank)
 
-        return remembered_parts.remembered(base, rank, compute)
+        return remembered.remembered(base, rank, compute)
 
     def one(name):
         return weight
@@ -85,11 +85,11 @@ def test_parts_are_remembered_as_long_as_the_backbone(weight, monkeypatch):
     assert part_of(one, 2) is first and computed == [2]
     assert part_of(other, 2).a.shape == part_of(one, 3).a[:, :2].shape and computed == [2, 2, 3]
     # Only the last one has room.
-    monkeypatch.setattr(remembered_parts, "_MOST_BYTES", 1)
+    monkeypatch.setattr(remembered, "_MOST_BYTES", 1)
     assert part_of(one, 1) is part_of(one, 1) and computed == [2, 2, 3, 1]
     part_of(one, 2)
     assert computed == [2, 2, 3, 1, 2]
-    known = len(remembered_parts._known)
+    known = len(remembered._known)
     del one
     gc.collect()
-    assert len(remembered_parts._known) == known - 1
+    assert len(remembered._known) == known - 1

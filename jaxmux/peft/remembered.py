@@ -1,30 +1,31 @@
-"""Remembers parts of a backbone's weights that take long to compute, for further tasks."""
+"""Remembers what takes long to compute of a backbone's weights, for further tasks."""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from jaxmux.pallas_kernels.grouped_lora import Factors
+import jax
 
 from .kind import BaseTensors
 
-# Most bytes for each backbone. Parts that were not used for longest are forgotten first.
+# Most bytes for each backbone. What was not used for longest is forgotten first.
 _MOST_BYTES = 2**30
 
 # What is remembered of a backbone is gone with the function that gives its tensors.
-_known: WeakKeyDictionary[BaseTensors, OrderedDict[Hashable, Factors]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[BaseTensors, OrderedDict[Hashable, Any]] = WeakKeyDictionary()
 # Tasks are prepared in several threads.
 _lock = threading.Lock()
 
 
-def remembered(base: BaseTensors, key: Hashable, compute: Callable[[], Factors]) -> Factors:
+def remembered[T](base: BaseTensors, key: Hashable, compute: Callable[[], T]) -> T:
     """The result of `compute`, or what it returned for the same key and backbone before.
 
     Args:
       base: function that gives the tensors of the backbone.
       key: everything else on which the result depends.
-      compute: function that returns NumPy arrays, which must not be changed.
+      compute: function that returns a tree of NumPy arrays, which must not be changed.
     """
     with _lock:
         own = _known.setdefault(base, OrderedDict())
@@ -34,6 +35,10 @@ def remembered(base: BaseTensors, key: Hashable, compute: Callable[[], Factors])
     found = compute()
     with _lock:
         own[key] = found
-        while len(own) > 1 and sum(a.nbytes + b.nbytes for a, b in own.values()) > _MOST_BYTES:
+        while len(own) > 1 and _bytes(own) > _MOST_BYTES:
             own.popitem(last=False)
     return found
+
+
+def _bytes(own: OrderedDict[Hashable, Any]) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(list(own.values())))
