@@ -47,8 +47,9 @@ class DoRA(LoRA):
     frozen product has none; PEFT drops features there too, where m / c is not 1. Both have the same
     mean.
 
-    The fields are those of `LoRA`, without `trained_tokens`. The learning rate of m is that of B.
-    Initialisations that begin at the weight are refused.
+    The fields are those of `LoRA`. `trained_tokens` has to be empty, the `target_modules` are
+    linears only, and initialisations that begin at the weight are refused. The learning rate of m
+    is that of B.
 
     Raises:
       ValueError: a value is outside its range.

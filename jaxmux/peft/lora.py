@@ -30,8 +30,10 @@ from .kind import BaseTensors, calibrated
 from .leaves import LeafSpec
 from .targets import LayerMask, full_name, resolve_targets, tables_among
 
+# Random initial factors.
+_DRAWN = ("kaiming", "gaussian", "orthogonal")
 # Initial factors whose product is zero: random ones, and those that depend on the task's data.
-ZERO_PRODUCTS = ("kaiming", "gaussian", "orthogonal", "eva")
+ZERO_PRODUCTS = (*_DRAWN, "eva")
 # Initial factors that are parts of the adapted weights; N is a number of power iterations.
 _FROM_WEIGHTS = ("pissa", "olora")
 _PISSA_NITER, _PISSA_NITER_IN_WORDS = "pissa_niter_[1-9]?[0-9]", "'pissa_niter_N' with N up to 99"
@@ -49,7 +51,8 @@ class LoRA:
       rank: r, at least 1.
       alpha: numerator of the scale, a finite number.
       dropout: probability in [0, 1) with which each feature of x is set to 0 before it enters A;
-        the remaining features are divided by 1 - dropout. The frozen product x W has no dropout.
+        the remaining features are divided by 1 - dropout. The frozen product x W has no dropout,
+        and neither have factors of the embedding, as in PEFT.
       target_modules: the linears that are adapted, chosen as in Hugging Face PEFT: "all-linear"
         (the default: all linears of attention and MLP); one or several module names ("q_proj"),
         which the full names equal or end with; or one regular expression that full names
@@ -129,6 +132,8 @@ class LoRA:
                     ) from None
         if self.begins_at_weight:
             self._check_beginning_at_weight()
+        if self.adapts_tables:
+            self._check_tables()
 
     def _check_beginning_at_weight(self) -> None:
         if self.dropout:
@@ -143,6 +148,25 @@ class LoRA:
                     f"alpha should be above 0 with initialisation {self.initialisation!r}, found "
                     f"{alpha:g}"
                 )
+
+    def _check_tables(self) -> None:
+        tables = " and ".join(map(repr, tables_among(self.target_modules)))
+        if tables and self.trained_tokens:
+            raise ValueError(
+                f"trained_tokens cannot be combined with {tables} among the target_modules; train "
+                "either some rows of the tables or low-rank adapters of them"
+            )
+        if tables and self.initialisation not in _DRAWN:
+            raise ValueError(
+                f"initialisation {self.initialisation!r} cannot be combined with {tables} among "
+                f"the target_modules; leave {tables} out, or take one of "
+                f"{', '.join(map(repr, _DRAWN))}"
+            )
+        if self.begins_at_weight:
+            raise ValueError(
+                f"initialisation {self.initialisation!r} cannot be combined with trained_tokens; "
+                f"leave them out, or take one of {', '.join(map(repr, ZERO_PRODUCTS))}"
+            )
 
     @property
     def begins_at_weight(self) -> bool:

@@ -95,11 +95,6 @@ def _sizes(config: BackboneConfig, point: str) -> tuple[int, int]:
 
 
 def _targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
-    if spec.initialisation not in ("kaiming", "gaussian", "orthogonal"):
-        raise ValueError(
-            f"initialisation={spec.initialisation!r} is not supported with the embedding or the "
-            "head among target_modules"
-        )
     linears, widest = _linears(spec), min(config.hidden_size, config.vocab_size)
     targets = lora_targets(linears, config) if linears else {}
     if spec.largest_rank > widest:

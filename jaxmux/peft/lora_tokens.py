@@ -20,7 +20,7 @@ from .kind import AdapterKind, BaseTensors, Changes
 from .lora import LoRA, as_stored, initial_adapter, lora_targets
 from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
 from .peft_tensors import PREFIX
-from .targets import LayerMask, linears_of, tables_among
+from .targets import LayerMask, linears_of
 from .trained_tokens import TOKENS_TENSOR, Rows, TrainedTokens, trained_tokens_kind
 
 _TENSOR = f"{PREFIX}model.{EMBEDDING}.token_adapter.trainable_tokens_delta"
@@ -45,15 +45,6 @@ def _divided(points: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
-    if tables := tables_among(spec.target_modules):
-        raise ValueError(
-            f"trained_tokens: {tables[0]} is among the target_modules; train either some of its "
-            "rows or a low-rank adapter of it"
-        )
-    if spec.begins_at_weight:
-        raise ValueError(
-            f"initialisation={spec.initialisation!r} is not supported together with trained_tokens"
-        )
     linears, tokens = _parts(spec)
     try:
         rows = trained_tokens_kind.targets(tokens, config)

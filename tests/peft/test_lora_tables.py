@@ -41,7 +41,6 @@ def test_only_names_choose_tables():
         (LoRA(9, target_modules="lm_head"), "the tables are no wider than 8"),
         (LoRA(2, target_modules=("lm_head", "proj")), "'proj' matches no linear"),
         (DoRA(2, target_modules=("q_proj", "lm_head")), "'lm_head' matches no linear"),
-        (LoRA(2, target_modules=("q_proj", "lm_head"), trained_tokens=(1,)), "either some of its"),
         (LoRA(2, trained_tokens=(3, 20)), "trained_tokens: 20 is no token of the 20 tokens"),
     ],
     ids=str,
@@ -49,6 +48,31 @@ def test_only_names_choose_tables():
 def test_what_is_refused(spec, problem):
     with pytest.raises(ValueError, match=problem):
         kind_of(spec).targets(spec, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"target_modules": ("q_proj", "lm_head"), "trained_tokens": (1,)},
+            "trained_tokens cannot be combined with 'lm_head' among the target_modules; train",
+        ),
+        (
+            {"target_modules": ("lm_head", "model.embed_tokens"), "initialisation": "pissa"},
+            "initialisation 'pissa' cannot be combined with 'embed_tokens' and 'lm_head' among the "
+            "target_modules; leave .* 'kaiming', 'gaussian', 'orthogonal'$",
+        ),
+        ({"target_modules": "lm_head", "initialisation": "eva"}, "'eva' cannot be combined with"),
+        (
+            {"trained_tokens": (1,), "initialisation": "pissa_niter_4"},
+            "initialisation 'pissa_niter_4' cannot be combined with trained_tokens; .*, 'eva'$",
+        ),
+    ],
+    ids=str,
+)
+def test_fields_that_exclude_each_other_are_named(values, problem):
+    with pytest.raises(ValueError, match=problem):
+        LoRA(2, **values)
 
 
 def test_trained_tokens_of_a_lora_differ():
