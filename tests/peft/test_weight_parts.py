@@ -1,6 +1,9 @@
 """Parts of weights are those of whole decompositions in float64."""
 
 import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -93,3 +96,32 @@ def test_parts_are_remembered_as_long_as_the_backbone(weight, monkeypatch):
     del one
     gc.collect()
     assert len(remembered._known) == known - 1
+
+
+def test_what_is_being_computed_is_waited_for():
+    """If it fails, those that have waited compute it themselves."""
+    barrier, begun, let_go = threading.Barrier(4), [], threading.Event()
+
+    def base(name):
+        raise AssertionError("read")
+
+    def compute():
+        begun.append(threading.current_thread())
+        let_go.wait(10)
+        if len(begun) == 1:
+            raise OSError("the first one fails")
+        return np.ones(3)
+
+    def one():
+        barrier.wait(10)
+        return remembered.remembered(base, "key", compute)
+
+    with ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(one) for _ in range(4)]
+        time.sleep(0.05)
+        assert len(begun) == 1
+        let_go.set()
+        failed = [own for own in results if own.exception(10)]
+        values = [own.result() for own in results if own not in failed]
+    assert len(failed) == 1 and len(values) == 3 and len(begun) == 2
+    assert all(value is values[0] for value in values)
