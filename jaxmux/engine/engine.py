@@ -555,8 +555,8 @@ class Engine(RoundLoop):
 
     def _refuse_stages(self, pools: dict[str, PoolSpec]) -> None:
         """Raises PlanningError if a pipeline of this engine cannot train tasks with these pools."""
-        parts = [len(own.parts) for own in self._replicas or ()]
-        refuse_stages(pools, max(parts, default=1))
+        for own in self._replicas or ():
+            refuse_stages(pools, len(set(own.homes)), len(own.parts))
 
     @property
     def _admissions(self) -> tuple[Admission, ...]:

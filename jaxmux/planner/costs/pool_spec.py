@@ -184,19 +184,21 @@ class PoolSpec(NamedTuple):
         return _FLOAT32 * ((2 + moments) * self.parameters(backbone) + frozen)
 
 
-def refuse_stages(pools: Mapping[str, PoolSpec], stages: int) -> None:
+def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None = None) -> None:
     """Checks that a pipeline can train tasks: what changes the embedding and the head together is
     one array, and these lie on its first and its last stage.
 
     Args:
       pools: by what needs it, such as "task 'a'", a pool.
       stages: number of stages.
+      parts: number of parts of the backbone, which is larger if stages have several; None for one
+        part a stage.
 
     Raises:
       PlanningError: a pool cannot be trained with so many stages.
     """
     for what, pool in pools.items():
-        if stages > 1 and any(p.at_both_ends for own in pool.others for p in own.points):
+        if (parts or stages) > 1 and any(p.at_both_ends for own in pool.others for p in own.points):
             raise PlanningError(
                 f"{what}: the adapter changes the backbone's embedding and its head, which are one "
                 f"table (tie_word_embeddings), but of {numbered(stages, 'stage')} of a pipeline "

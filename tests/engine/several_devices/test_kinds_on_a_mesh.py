@@ -136,6 +136,9 @@ def test_a_pipeline_refuses_tokens_of_a_head_that_is_the_embedding(make_engine, 
     problem = "task 'tokens': .* of 2 stages of a pipeline the first has the embedding and the last"
     with pytest.raises(PlanningError, match=problem):
         make_engine(task_of_tied, model=tied, layers=(3, 1), stage=Stage())
+    interleaved = {"layers": (1, 1, 1, 1), "stages": 2, "schedule": "interleaved"}
+    with pytest.raises(PlanningError, match=problem):
+        make_engine(task_of_tied, model=tied, stage=Stage(), **interleaved)
 
 
 def assert_same_training(tasks, engine, updates, expected, expected_updates):
