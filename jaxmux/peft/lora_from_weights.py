@@ -98,8 +98,8 @@ def _as_lora(spec: LoRA) -> LoRA:
         rank=2 * spec.rank,
         alpha=factor * spec.alpha,
         initialisation="kaiming",
-        rank_pattern=[(name, 2 * rank) for name, rank in spec.rank_pattern],
-        alpha_pattern=[(name, factor * alpha) for name, alpha in spec.alpha_pattern],
+        rank_pattern=tuple((name, 2 * rank) for name, rank in spec.rank_pattern),
+        alpha_pattern=tuple((name, factor * alpha) for name, alpha in spec.alpha_pattern),
     )
 
 
@@ -173,4 +173,5 @@ lora_from_weights_kind = AdapterKind(
     serves=lambda spec: spec.begins_at_weight and not spec.adapts_tables,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
+    as_stored=_as_lora,
 )

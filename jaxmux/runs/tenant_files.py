@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxmux.peft import LoRA, kind_of
 from jaxmux.peft.lora_tokens import token_indices
@@ -25,7 +25,7 @@ from jaxmux.tasks import Task, TaskError
 from .confined_files import open_inside, read_bytes
 from .specification_limits import SpecificationLimits
 from .strict_json import parse_object, refusal, shown
-from .task_fields import value_schema
+from .task_fields import to_json, value_schema
 
 _CHUNK = 2**20
 
@@ -193,9 +193,10 @@ class _Files:
         kind = kind_of(self.task.adapter)
         if not isinstance(self.task.adapter, LoRA):
             raise TaskError(f"{where}: only LoRA adapters can be gone on from")
-        if not kind.recognise(settings):
-            raise TaskError(f"{where}: holds no adapter of the kind {kind.name!r}")
         wanted = kind.as_stored(self.task.adapter)
+        if not kind.recognise(settings):
+            hint = _hint(self.task.adapter, wanted) if kind_of(wanted).recognise(settings) else ""
+            raise TaskError(f"{where}: holds no adapter of the kind {kind.name!r}{hint}")
         if (rank := settings.get("r")) != wanted.rank or isinstance(rank, bool):
             raise TaskError(
                 f"{where}: r should be the rank of the task, {wanted.rank}, found {shown(rank)}"
@@ -226,6 +227,21 @@ class _Files:
             return copy.open("xb")
         except FileExistsError:
             raise TaskError(f"{where}: the task names {path!r} twice") from None
+
+
+def _hint(adapter: Any, stored: Any) -> str:
+    """How a task goes on from a folder if folders hold its adapter as one of another kind.
+
+    Args:
+      adapter: the specification of the task's adapter.
+      stored: that of the adapter in a folder.
+    """
+    asked = to_json(adapter)
+    changes = {key: value for key, value in to_json(stored).items() if value != asked[key]}
+    return (
+        f", which folders hold as one of the kind {kind_of(stored).name!r}; to go on from such a "
+        f"folder, ask for an adapter with {shown(changes)}"
+    )
 
 
 def _read(read: Callable[[int], bytes], size: int, where: str) -> bytes:

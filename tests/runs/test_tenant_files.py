@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import threading
@@ -271,6 +272,25 @@ def test_a_task_that_begins_with_its_data_goes_on_from_its_largest_rank(place):
     read(place, resume_from="start", adapter=eva)
     with pytest.raises(TaskError, match="r should be the rank of the task, 32, found 24"):
         read(place, resume_from="start", adapter=eva | {"eva_rho": 2.0})
+
+
+def test_a_folder_of_pissa_is_said_to_be_a_lora_of_twice_the_rank(place):
+    write_adapter(place, r=8, lora_alpha=12.0)
+    pissa = {"kind": "lora", "rank": 4, "alpha": 6.0, "initialisation": "pissa"}
+    with pytest.raises(TaskError) as caught:
+        read(place, resume_from="start", adapter=pissa)
+    found = re.search(
+        "no adapter of the kind 'lora_from_weights', which folders hold as one of the kind 'lora'; "
+        "to go on from such a folder, ask for an adapter with ({.*})$",
+        str(caught.value),
+    )
+    changes = json.loads(found[1])
+    assert changes == {"rank": 8, "alpha": 12.0, "initialisation": "kaiming"}
+    read(place, resume_from="start", adapter=pissa | changes)
+    shutil.rmtree(place / "mine" / "start")
+    write_adapter(place, peft_type="IA3")
+    with pytest.raises(TaskError, match="kind 'lora_from_weights'$"):
+        read(place, resume_from="start", adapter=pissa)
 
 
 @pytest.mark.parametrize(
