@@ -125,6 +125,12 @@ class PreparedTask:
         rates = kind.relative_rates(self.task.adapter, self.targets)
         return named_leaves(kind.in_pools(rates))
 
+    @property
+    def begins_slowly(self) -> bool:
+        """Whether the initial adapter takes long to compute."""
+        adapter = self.task.adapter
+        return self.task.resume_from is None and kind_of(adapter).begins_slowly(adapter)
+
     def with_adapter(self) -> "PreparedTask":
         """Returns a new prepared task that holds its initial adapter until it is asked for it. For
         large backbones it takes long to make one, and can so be done beside training."""

@@ -20,8 +20,8 @@ class TaskStatus(NamedTuple):
 
     Attributes:
       name: name of the task.
-      state: "queued" (waits for its turn, or for a place), "preparing" (its data are read),
-        "running", "paused", "succeeded", "failed" or "cancelled".
+      state: "queued" (waits for its turn, or for a place), "preparing" (its data are read, or its
+        initial adapter is computed), "running", "paused", "succeeded", "failed" or "cancelled".
       reason: why the task is in this state, in words; None if there is nothing to say.
       priority: its priority; tasks of higher numbers go first.
       step: number of global batches that it has trained.

@@ -19,6 +19,8 @@ from .states import CANCELLED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCE
 
 # So many names are in a reason.
 _MOST_NAMES = 3
+# What tasks may wait for before they are prepared.
+_DATA, _ADAPTER = "its data to be read", "its initial adapter to be computed"
 
 
 class LiveTasks:
@@ -66,8 +68,8 @@ class LiveTasks:
         self._tasks: dict[str, LiveTask] = {}
         # The tasks that have ended, in the order of their ends.
         self._ended: deque[str] = deque()
-        # Of the readings that wait, how many were before each when its task was told last.
-        self._told: dict[Reading, int] = {}
+        # Of the readings that wait, what for and behind how many, when its task was told last.
+        self._told: dict[Reading, tuple[str, int]] = {}
 
     def __getitem__(self, name: str) -> LiveTask:
         return self._tasks[name]
@@ -189,20 +191,23 @@ class LiveTasks:
             self._read_data(own)
         self._show(own)
 
-    def tell_waiting(self, waiting: Sequence[Reading]) -> None:
-        """Tells tasks whose data wait to be read how many come before them. A task is told again
-        when the number has halved, so that thousands of tasks do not hear of every one.
+    def tell_waiting(self, to_be_read: Sequence[Reading], to_begin: Sequence[Reading]) -> None:
+        """Tells tasks that wait for their preparation how many come before them. A task is told
+        again when the number has halved, so that thousands of tasks do not hear of every one.
 
         Args:
-          waiting: `Preparation.waiting`.
+          to_be_read: `Preparation.waiting`.
+          to_begin: `Preparation.waiting_to_begin`.
         """
         told, self._told = self._told, {}
-        for before, reading in enumerate(waiting):
-            known = told.pop(reading, None)
-            news = known is None or 2 * before <= known
-            self._told[reading] = before if news else known
-            if news and self._waits_for(reading):
-                self._enter(self._tasks[reading.task.name], PREPARING, _waits_behind(before))
+        for what, waiting in ((_DATA, to_be_read), (_ADAPTER, to_begin)):
+            for before, reading in enumerate(waiting):
+                known = told.pop(reading, None)
+                news = known is None or known[0] != what or 2 * before <= known[1]
+                self._told[reading] = (what, before) if news else known
+                if news and self._waits_for(reading):
+                    reason = _waits_behind(what, before)
+                    self._enter(self._tasks[reading.task.name], PREPARING, reason)
         for reading in told:
             # Its turn has come.
             if self._waits_for(reading):
@@ -420,11 +425,11 @@ class LiveTasks:
                     own.reading = None
 
 
-def _waits_behind(count: int) -> str:
-    """Says why data are not being read yet."""
+def _waits_behind(what: str, count: int) -> str:
+    """Says why a task is not being prepared yet."""
     are = "is" if count == 1 else "are"
     place = f"at most {numbered(count, 'task')} {are} before it" if count else "it is the next one"
-    return f"waits for its data to be read; {place}"
+    return f"waits for {what}; {place}"
 
 
 def _taken_by(names: Sequence[str]) -> str:

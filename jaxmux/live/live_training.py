@@ -83,9 +83,11 @@ class LiveTraining:
           totals: what all of its tasks had used when these were saved; None for their sum.
           reached: by name, the number of steps that tasks are known to have trained there.
           save_every: number of rounds from one call of `store.save` to the next.
-          prepared_at_once: number of tasks whose data are read at the same time.
+          prepared_at_once: number of tasks whose data are read at the same time, and of initial
+            adapters that are computed at the same time if they take long.
           slow_preparation_seconds: a task whose data take longer no longer counts among them.
-          most_preparation_seconds: a task fails if reading its data takes longer.
+          most_preparation_seconds: a task fails if reading its data takes longer, or computing its
+            initial adapter.
           most_ended: number of tasks whose status is known after their end. The name of a task that
             is no longer known can be used again.
           most: the size up to which the engine grows; it shrinks down to its present size again.
@@ -103,12 +105,13 @@ class LiveTraining:
         self._round_tokens = 0
         self._commands = CommandQueue()
         self._preparation = Preparation(
-            prepare,
+            partial(_prepared, engine, prepare),
             self._commands.wake,
             prepared_at_once,
             slow_preparation_seconds,
             most_preparation_seconds,
-            partial(_with_adapter, engine),
+            PreparedTask.with_adapter,
+            lambda prepared: prepared.begins_slowly,
         )
         self._events = EventStream()
         # What other threads see of the tasks.
@@ -283,6 +286,7 @@ class LiveTraining:
         and no more commands are taken."""
         self._closed = True
         self._commands.close()
+        self._preparation.close()
 
     def run(self) -> None:
         """Trains until `close` is called, and waits while there is nothing to train. At the end all
@@ -335,7 +339,7 @@ class LiveTraining:
         self._carry_out(self._commands.take())
         for prepared in self._preparation.take():
             self._tasks.enter_prepared(prepared.reading, prepared.result)
-        self._tasks.tell_waiting(self._preparation.waiting)
+        self._tasks.tell_waiting(self._preparation.waiting, self._preparation.waiting_to_begin)
         wanting = len(self._tasks.candidates)
         if self._size and wanting:
             resized = self._size.adjust(wanting, self._round_tokens)
@@ -528,8 +532,8 @@ def _integer(what: str, value: Any) -> int:
     return value
 
 
-def _with_adapter(engine: Engine, prepared: PreparedTask) -> PreparedTask:
-    """The task with its initial adapter, which may take long to compute; TaskError if the pool has
-    no room for it."""
+def _prepared(engine: Engine, prepare: Callable[[Task], PreparedTask], task: Task) -> PreparedTask:
+    """The prepared task; TaskError if the pool has no room for it."""
+    prepared = prepare(task)
     engine.refuse_outgrowing(prepared)
-    return prepared.with_adapter()
+    return prepared

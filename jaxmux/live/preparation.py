@@ -1,4 +1,4 @@
-"""Reads the data of tasks in threads beside training."""
+"""Reads the data of tasks, and computes initial adapters, in threads beside training."""
 
 import dataclasses
 import threading
@@ -52,6 +52,10 @@ class Preparation:
     longer counts among the few, and the next task is prepared beside it. One that takes too long is
     given up: its task gets an error. A thread whose preparation was given up or dropped counts no
     longer; it ends with its source or with the process, and its result is ignored.
+
+    Initial adapters that take long keep all processors busy and need memory. They wait for their
+    turn after the data have been read, and a computation counts until it has ended, also if its
+    task was given up or dropped meanwhile.
     """
 
     def __init__(
@@ -62,20 +66,24 @@ class Preparation:
         slow_seconds: float = 30.0,
         most_seconds: float = 600.0,
         begin: Callable[[PreparedTask], PreparedTask] = lambda prepared: prepared,
+        begins_slowly: Callable[[PreparedTask], bool] = lambda prepared: False,
     ):
         """Starts without tasks.
 
         Args:
           prepare: function that prepares a task; it is called in several threads.
           changed: function that is called, in another thread, when a preparation has ended.
-          at_once: number of tasks that are prepared at the same time.
-          slow_seconds: the time after which a preparation no longer counts among them, in seconds.
+          at_once: number of tasks whose data are read at the same time, and of computations of
+            initial adapters.
+          slow_seconds: the time after which a reading no longer counts among them, in seconds.
             There are at most `MOST_READINGS` in all, or `at_once` if that is more.
-          most_seconds: the longest that a preparation may take, in seconds.
-          begin: function of the prepared task, which is called after `prepare` for tasks that have
-            not begun before.
+          most_seconds: the longest that a reading may take, and a computation, in seconds.
+          begin: function of the prepared task that makes its initial adapter. It is called after
+            `prepare` for tasks that have not begun before.
+          begins_slowly: function of the prepared task that tells whether `begin` takes long, and so
+            has to wait for its turn.
         """
-        self._begin = begin
+        self._begin, self._begins_slowly = begin, begins_slowly
         self._prepare, self._changed = prepare, changed
         self._at_once, self._most_readings = at_once, max(at_once, MOST_READINGS)
         self._slow_seconds, self._most_seconds = slow_seconds, most_seconds
@@ -84,7 +92,13 @@ class Preparation:
         self._waiting: dict[Reading, None] = {}
         # When those that are being read began, by the monotonic clock.
         self._active: dict[Reading, float] = {}
+        # Those that have been read and wait for their initial adapters, in their order.
+        self._read: dict[Reading, PreparedTask] = {}
+        # When the computations began that somebody waits for, and the number of all of them.
+        self._computing: dict[Reading, float] = {}
+        self._computations = 0
         self._ended: list[Prepared] = []
+        self._closed = False
 
     def add(
         self, task: Task, files: Mapping[str, str], aside: bool = False, begins: bool = True
@@ -105,14 +119,15 @@ class Preparation:
         return reading
 
     def drop(self, reading: Reading) -> None:
-        """Gives up a preparation whose result nobody needs. Its place is free at once.
+        """Gives up a preparation whose result nobody needs. What waits for its turn never begins.
+        The place of a reading is free at once, that of a computation when it has ended.
 
         Args:
           reading: what `add` has returned.
         """
         with self._lock:
-            self._waiting.pop(reading, None)
-            self._active.pop(reading, None)
+            for own in (self._waiting, self._active, self._read, self._computing):
+                own.pop(reading, None)
             self._ended = [own for own in self._ended if own.reading is not reading]
             self._start_threads()
 
@@ -132,45 +147,74 @@ class Preparation:
         """The preparations that have ended since the last call."""
         now = time.monotonic()
         with self._lock:
-            for reading, begun in list(self._active.items()):
-                if now >= begun + self._most_seconds:
-                    del self._active[reading]
-                    self._ended.append(Prepared(reading, self._too_slow(reading.task)))
+            for running, what in self._running():
+                for reading, begun in list(running.items()):
+                    if now >= begun + self._most_seconds:
+                        del running[reading]
+                        self._ended.append(Prepared(reading, self._too_slow(reading.task, what)))
             self._start_threads()
             ended, self._ended = self._ended, []
         return ended
 
     @property
     def waiting(self) -> list[Reading]:
-        """Those that wait for their turn, in their order, without those that were set aside."""
+        """Those whose data wait to be read, in their order, without those that were set aside."""
         with self._lock:
             return [reading for reading in self._waiting if not reading.aside]
+
+    @property
+    def waiting_to_begin(self) -> list[Reading]:
+        """Those whose initial adapters wait to be computed, as `waiting`."""
+        with self._lock:
+            return [reading for reading in self._read if not reading.aside]
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds until `take` has to be called; None if nothing is being prepared."""
         with self._lock:
-            ends = [begun + self._most_seconds for begun in self._active.values()]
+            ends = [
+                begun + self._most_seconds
+                for running, _ in self._running()
+                for begun in running.values()
+            ]
             if self._waiting:
                 ends += [self._active[reading] + self._slow_seconds for reading in self._quick()]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
-    def _too_slow(self, task: Task) -> TaskError:
-        return TaskError(
-            f"task {task.name!r}: its data were not read within {self._most_seconds:g} s"
-        )
+    def close(self) -> None:
+        """Begins nothing more. What has begun ends with its source or with the process."""
+        with self._lock:
+            self._closed = True
+
+    def _running(self) -> list[tuple[dict[Reading, float], str]]:
+        """When what runs has begun, and what is not done if it takes too long."""
+        return [
+            (self._active, "its data were not read"),
+            (self._computing, "its initial adapter was not computed"),
+        ]
+
+    def _too_slow(self, task: Task, what: str) -> TaskError:
+        return TaskError(f"task {task.name!r}: {what} within {self._most_seconds:g} s")
 
     def _quick(self) -> list[Reading]:
-        """Those that are being prepared and are not slow yet."""
+        """Those that are being read and are not slow yet."""
         began = time.monotonic() - self._slow_seconds
         return [reading for reading, begun in self._active.items() if begun > began]
 
     def _start_threads(self) -> None:
+        if self._closed:
+            return
         while len(self._active) < self._most_readings and (reading := self._next()):
             del self._waiting[reading]
             self._active[reading] = time.monotonic()
-            name = f"prepare {reading.task.name}"
-            threading.Thread(target=self._run, args=(reading,), name=name, daemon=True).start()
+            _start(self._read_data, reading)
+        while self._read and self._computations < self._at_once:
+            # Those that are not set aside go first.
+            reading = min(self._read, key=lambda own: own.aside)
+            prepared = self._read.pop(reading)
+            self._computing[reading] = time.monotonic()
+            self._computations += 1
+            _start(self._compute, reading, prepared)
 
     def _next(self) -> Reading | None:
         """The next one to begin; None if none has a place."""
@@ -182,12 +226,14 @@ class Preparation:
         # All that wait now are set aside, or have no place.
         return next(iter(self._waiting), None) if len(quick) < self._at_once else None
 
-    def _run(self, reading: Reading) -> None:
+    def _read_data(self, reading: Reading) -> None:
+        slowly = False
         try:
             result: PreparedTask | Exception = read_unchanged(
                 self._prepare, reading.task, reading.files
             )
-            if reading.begins:
+            slowly = reading.begins and self._begins_slowly(result)
+            if reading.begins and not slowly:
                 result = self._begin(result)
         except Exception as e:
             result = e
@@ -196,6 +242,26 @@ class Preparation:
             # up or dropped.
             if self._active.pop(reading, None) is None:
                 return
-            self._ended.append(Prepared(reading, result))
+            if slowly and not isinstance(result, Exception):
+                self._read[reading] = result
+            else:
+                self._ended.append(Prepared(reading, result))
             self._start_threads()
         self._changed()
+
+    def _compute(self, reading: Reading, prepared: PreparedTask) -> None:
+        try:
+            result: PreparedTask | Exception = self._begin(prepared)
+        except Exception as e:
+            result = e
+        with self._lock:
+            self._computations -= 1
+            if self._computing.pop(reading, None) is not None:
+                self._ended.append(Prepared(reading, result))
+            self._start_threads()
+        self._changed()
+
+
+def _start(target: Callable[..., None], reading: Reading, *more: PreparedTask) -> None:
+    name = f"prepare {reading.task.name}"
+    threading.Thread(target=target, args=(reading, *more), name=name, daemon=True).start()

@@ -97,6 +97,9 @@ class AdapterKind(NamedTuple):
       reads_samples: whether `initial` takes a sixth argument, the samples of the task's training
         data in the order in which they are trained first; None if they are not at hand. They are
         drawn only as far as it iterates over them.
+      begins_slowly: function (specification) that tells whether `initial` takes long, because it
+        goes through the weights of the backbone or through the backbone; a server computes few such
+        adapters at once. By default the attribute of this name, False if there is none.
     """
 
     name: str
@@ -122,6 +125,9 @@ class AdapterKind(NamedTuple):
     with_tokens: Callable[[Any, Any], Any] = lambda specification, tokenizer: specification
     as_stored: Callable[[Any], Any] = lambda specification: specification
     reads_samples: bool = False
+    begins_slowly: Callable[[Any], bool] = lambda specification: getattr(
+        specification, "begins_slowly", False
+    )
 
     @property
     def low_rank(self) -> bool:

@@ -175,6 +175,11 @@ class LoRA:
         return is_approximate or self.initialisation in _FROM_WEIGHTS
 
     @property
+    def begins_slowly(self) -> bool:
+        """Whether the initial factors take long to compute, see `AdapterKind`."""
+        return self.initialisation not in _DRAWN
+
+    @property
     def adapts_tables(self) -> bool:
         """Whether the embedding or the head is adapted too, or some of their rows."""
         return bool(self.trained_tokens or tables_among(self.target_modules))

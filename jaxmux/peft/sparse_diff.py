@@ -67,6 +67,11 @@ class SparseDiff:
     def __post_init__(self):
         check_fields(self)
 
+    @property
+    def begins_slowly(self) -> bool:
+        """Whether the places of the entries take long to compute, see `AdapterKind`."""
+        return self.mask != "random"
+
 
 class _Entries(AdapterOp):
     """Adds the product with the entries. A device may have some of the linear's inputs, or some of

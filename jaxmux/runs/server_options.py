@@ -28,17 +28,20 @@ class ServerOptions(RunOptions):
       round_tokens: most tokens of one task that a round trains, see `EngineOptions`; None for four
         microbatches of the mesh. The bits of a task whose global batches are larger depend on it.
       reserved_slots: number of tasks that train at the same time.
-      reserved_rank: the highest rank that a task may have.
+      reserved_rank: the highest rank that a task may have. Low-rank adapters in
+        `reserved_adapters` add to the rank, linears and dropout that all tasks may have.
       reserved_targets: the linears that tasks may adapt, chosen like `LoRA.target_modules`.
       reserved_dropout: whether tasks may have dropout.
       elastic: whether pool and microbatches begin with a quarter of their sizes, and follow the
         load up to them. A task's results then depend on its neighbours, but only in the order of
         sums. False keeps all sizes, and a task's bits depend on itself alone.
-      prepared_at_once: number of tasks whose data are read at the same time, beside training.
+      prepared_at_once: number of tasks whose data are read at the same time, beside training, and
+        of initial adapters that are computed at the same time if they take long.
       slow_preparation_seconds: a task whose data take longer to read, in seconds, no longer counts
         among those, so that the data of others are read meanwhile: of at most 32 tasks in all.
       most_ended: number of tasks whose status is known after their end.
-      most_preparation_seconds: a task fails if reading its data takes longer, in seconds.
+      most_preparation_seconds: a task fails if reading its data takes longer, in seconds, or
+        computing its initial adapter.
       events_bytes: size in bytes at which events.jsonl is set aside as events.<n>.jsonl. The last
         three of these files are kept.
     """

@@ -170,3 +170,70 @@ def test_the_error_of_a_source_is_the_result():
     preparation = Preparation(broken, lambda: None)
     preparation.add(Task("a", "none.jsonl", steps=1), {})
     assert ended(preparation, 1) == ["no such column"]
+
+
+def test_few_initial_adapters_are_computed_at_once_dropped_ones_included(sources):
+    """Those that do not take long do not wait for them, and the dropped never begin."""
+    adapters = Sources()
+
+    def begin(prepared):
+        return adapters.read(Task(prepared.split()[0], "none.jsonl", steps=1)) + " begun"
+
+    preparation = Preparation(
+        sources.read, lambda: None, 1, begin=begin, begins_slowly=lambda read: read[0] in "abcde"
+    )
+
+    def add(name):
+        return preparation.add(Task(name, "none.jsonl", steps=1), {})
+
+    sources.let_go("all")
+    adapters.let_go("f")
+    try:
+        readings = {name: add(name) for name in "abcd"}
+        adapters.wait_for("a")
+        add("f")
+        assert ended(preparation, 1) == ["f 0 begun"]
+        assert [own.task.name for own in preparation.waiting_to_begin] == ["b", "c", "d"]
+        preparation.set_aside(readings["c"], True)
+        for name in "ab":
+            preparation.drop(readings[name])
+        # "a" still computes.
+        assert still(preparation) and adapters.begun == ["a", "f"]
+        assert [own.task.name for own in preparation.waiting_to_begin] == ["d"]
+        adapters.let_go(*"ad")
+        assert ended(preparation, 1) == ["d 0 begun"]
+        adapters.wait_for("c")
+        assert adapters.begun == ["a", "f", "d", "c"]
+        preparation.add(Task("e", "none.jsonl", steps=1), {})
+        while not preparation.waiting_to_begin:
+            time.sleep(0.001)
+        preparation.close()
+        adapters.let_go("all")
+        assert ended(preparation, 1) == ["c 0 begun"]
+        assert still(preparation) and "e" not in adapters.begun
+    finally:
+        adapters.let_go("all")
+
+
+def test_a_computation_that_takes_too_long_counts_until_it_has_ended(sources):
+    adapters = Sources()
+    preparation = Preparation(
+        lambda task: task,
+        lambda: None,
+        1,
+        most_seconds=0.1,
+        begin=adapters.read,
+        begins_slowly=lambda task: True,
+    )
+    for name in "ab":
+        preparation.add(Task(name, "none.jsonl", steps=1), {})
+    try:
+        reason = "task 'a': its initial adapter was not computed within 0.1 s"
+        assert ended(preparation, 1) == [reason]
+        # The time for which "b" waits does not count.
+        time.sleep(0.15)
+        assert still(preparation) and adapters.begun == ["a"]
+        adapters.let_go(*"ab")
+        assert ended(preparation, 1) == ["b 0"]
+    finally:
+        adapters.let_go("all")

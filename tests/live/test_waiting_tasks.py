@@ -118,6 +118,48 @@ def test_a_task_that_is_not_wanted_frees_its_place_among_those_that_are_read(
     hangs.set()
 
 
+def test_tasks_wait_for_their_turn_to_compute_an_initial_adapter(make_live, tasks):
+    """Others train meanwhile, and those that are cancelled before their turn never begin."""
+    let_go, computed = threading.Event(), []
+
+    def slowly(task):
+        def make_adapter():
+            computed.append(task.name)
+            let_go.wait()
+            return tasks[task.name].make_adapter()
+
+        return dataclasses.replace(tasks[task.name], task=task, make_adapter=make_adapter)
+
+    live = make_live(dict.fromkeys("abd", slowly), prepared_at_once=1)
+    for name in "abcd":
+        task = tasks[name].task
+        adapter = dataclasses.replace(task.adapter, rank=2, initialisation="eva")
+        live.register(dataclasses.replace(task, adapter=adapter) if name in "abd" else task)
+
+    def step_until(name, state, reason=None):
+        for _ in range(2000):
+            live.step()
+            status = live.status(name)
+            if (status.state, status.reason) == (state, reason):
+                return
+            time.sleep(0.002)
+        raise AssertionError(status)
+
+    waits = "waits for its initial adapter to be computed; "
+    step_until("c", "succeeded")
+    step_until("b", "preparing", waits + "it is the next one")
+    step_until("d", "preparing", waits + "at most 1 task is before it")
+    for name in "ab":
+        live.cancel(name)
+        step_until(name, "cancelled")
+    # What is no longer wanted still counts.
+    step_until("d", "preparing", waits + "it is the next one")
+    assert computed == ["a"]
+    let_go.set()
+    step_until("d", "succeeded")
+    assert computed == ["a", "d"]
+
+
 def test_a_task_of_the_same_name_never_gets_the_data_of_an_earlier_one(
     make_live,
     tasks,

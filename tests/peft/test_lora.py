@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxmux.peft import DoRA, LoRA, initial_adapter, kind_of, resolve_targets
+from jaxmux.peft import IA3, DoRA, LoRA, SparseDiff, initial_adapter, kind_of, resolve_targets
 
 
 def initial(spec: LoRA, config, seed=0):
@@ -79,6 +79,19 @@ def test_parts_of_weights_are_another_kind_of_lora(initialisation, config):
         kind.targets(wide, config)
     with pytest.raises(ValueError, match=f"{initialisation}' is not supported by DoRA, whose"):
         DoRA(initialisation=initialisation)
+
+
+def test_initial_adapters_that_go_through_the_backbone_begin_slowly():
+    names = ("kaiming", "gaussian", "orthogonal", "eva", "pissa", "pissa_niter_4", "olora")
+    specs = [
+        *(LoRA(initialisation=name) for name in names),
+        DoRA(),
+        DoRA(initialisation="eva"),
+        *(SparseDiff(mask=mask) for mask in ("random", "magnitude", "gradient")),
+        IA3(),
+    ]
+    found = [kind_of(spec).begins_slowly(spec) for spec in specs]
+    assert found == [False] * 3 + [True] * 4 + [False, True] + [False, True, True] + [False]
 
 
 def test_b_begins_at_zero_and_shapes_are_true_rank(config):
