@@ -18,7 +18,7 @@ from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, save_bac
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task
 
@@ -199,6 +199,51 @@ def assert_same_bits():
     def check(one, other):
         assert jax.tree.structure(one) == jax.tree.structure(other)
         jax.tree.map(np.testing.assert_array_equal, one, other)
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def model_of_tasks(backbone) -> Backbone:
+    """The backbone of `make_mixed`; a file may have another one."""
+    return backbone
+
+
+@pytest.fixture(scope="module")
+def pool(tasks) -> PoolSpec:
+    """A pool with room for all `tasks` of a file, which are prepared tasks by name."""
+    return merge_pool_specs([prepared.pool for prepared in tasks.values()])
+
+
+@pytest.fixture(scope="module")
+def make_mixed(model_of_tasks, pool):
+    """Makes an engine with room for all `tasks` of a file, in which some are registered."""
+
+    def make(*prepared: PreparedTask, **options) -> Engine:
+        engine = Engine(model_of_tasks, EngineOptions(SHAPE, pool, **options))
+        engine.register_tasks(prepared)
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def together(make_mixed, tasks, train):
+    """The results of all `tasks` of a file together, by name: updates and arrays."""
+    engine = make_mixed(*tasks.values())
+    updates = train(engine)
+    return {name: (updates[name], engine.task_arrays(name)) for name in tasks}
+
+
+@pytest.fixture(scope="module")
+def assert_same_alone(make_mixed, tasks, together, train, assert_same_bits):
+    """Trains one of the `tasks` of a file alone, with the bits that it has got `together`."""
+
+    def check(name: str) -> None:
+        engine, (updates, arrays) = make_mixed(tasks[name]), together[name]
+        alone = train(engine)[name]
+        assert [(u.loss, u.grad_norm) for u in alone] == [(u.loss, u.grad_norm) for u in updates]
+        assert_same_bits(engine.task_arrays(name), arrays)
 
     return check
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import Engine, EngineOptions
+from jaxmux.engine import Engine
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.optimizers import SGD
 from jaxmux.peft import (
@@ -26,7 +26,6 @@ from jaxmux.peft import (
     own_leaves,
 )
 from jaxmux.peft.leaves import named_leaves, trained
-from jaxmux.planner.costs.pool_spec import merge_pool_specs
 from jaxmux.tasks import TaskError
 
 from .reference_llama import loss_of
@@ -109,43 +108,9 @@ def tasks(make_task_with):
     }
 
 
-@pytest.fixture(scope="module")
-def pool(tasks):
-    return merge_pool_specs([prepared.pool for prepared in tasks.values()])
-
-
-@pytest.fixture(scope="module")
-def make_mixed(backbone, make_engine, pool):
-    """An engine with room for all tasks, in which some are registered."""
-
-    def make(*prepared, **options) -> Engine:
-        shape = make_engine().options.shape
-        engine = Engine(backbone, EngineOptions(shape, pool, **options))
-        engine.register_tasks(prepared)
-        return engine
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def together(make_mixed, tasks, train):
-    """The results of all tasks together, by name: updates and arrays."""
-    engine = make_mixed(*tasks.values())
-    updates = train(engine)
-    return {name: (updates[name], engine.task_arrays(name)) for name in tasks}
-
-
 @pytest.mark.parametrize("name", SPECS)
-def test_a_task_gets_the_same_bits_alone(name, make_mixed, tasks, together, train):
-    engine = make_mixed(tasks[name])
-    alone = train(engine)[name]
-    updates, arrays = together[name]
-    assert [u.loss for u in alone] == [u.loss for u in updates]
-    assert [u.grad_norm for u in alone] == [u.grad_norm for u in updates]
-    found = engine.task_arrays(name)
-    assert found.keys() == arrays.keys()
-    for path, value in arrays.items():
-        np.testing.assert_array_equal(found[path], value)
+def test_a_task_gets_the_same_bits_alone(name, assert_same_alone):
+    assert_same_alone(name)
 
 
 @pytest.mark.parametrize("name", SPECS)

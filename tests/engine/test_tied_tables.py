@@ -7,11 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import Engine, EngineOptions
 from jaxmux.models.adapter_ops import EMBEDDING, TIED
 from jaxmux.optimizers import SGD
 from jaxmux.peft import TrainedTokens, kind_of, size_of_adapter
-from jaxmux.planner.costs.pool_spec import merge_pool_specs
 
 from .reference_llama import loss_of
 
@@ -19,7 +17,7 @@ SPECS = {"tokens": TrainedTokens((7, 0, 100, 31, 55)), "token": TrainedTokens((1
 
 
 @pytest.fixture(scope="module")
-def tied(backbone):
+def model_of_tasks(backbone):
     """The backbone of the other tests, with its embedding as its head."""
     config = dataclasses.replace(backbone.config, tie_word_embeddings=True)
     weights = {name: own for name, own in backbone.weights.items() if name != "lm_head"}
@@ -27,13 +25,13 @@ def tied(backbone):
 
 
 @pytest.fixture(scope="module")
-def tasks(tied, make_task_with, make_narrow_task):
+def tasks(model_of_tasks, make_task_with, make_narrow_task):
     def of_both(name, spec, seed, **fields):
         prepared = make_task_with(name, spec, seed, **fields)
         own = prepared.make_adapter()[EMBEDDING]
-        targets = kind_of(spec).targets(spec, tied.config)
+        targets = kind_of(spec).targets(spec, model_of_tasks.config)
         assert targets.keys() == {TIED}
-        size = size_of_adapter(spec, tied.config)
+        size = size_of_adapter(spec, model_of_tasks.config)
         return dataclasses.replace(
             prepared, targets=targets, make_adapter=lambda: {TIED: own}, size=size
         )
@@ -45,44 +43,19 @@ def tasks(tied, make_task_with, make_narrow_task):
     return found | {"lora": make_narrow_task("lora", steps=3)}
 
 
-@pytest.fixture(scope="module")
-def make_mixed(tied, make_engine, tasks):
-    """An engine with room for all tasks, in which some are registered."""
-    pool = merge_pool_specs([prepared.pool for prepared in tasks.values()])
-
-    def make(*prepared) -> Engine:
-        engine = Engine(tied, EngineOptions(make_engine().options.shape, pool))
-        engine.register_tasks(prepared)
-        return engine
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def together(make_mixed, tasks, train):
-    engine = make_mixed(*tasks.values())
-    updates = train(engine)
-    return {name: (updates[name], engine.task_arrays(name)) for name in tasks}
-
-
 @pytest.mark.parametrize("name", [*SPECS, "lora"])
-def test_a_task_gets_the_same_bits_alone(name, make_mixed, tasks, together, train):
-    engine = make_mixed(tasks[name])
-    updates, arrays = together[name]
-    alone = train(engine)[name]
-    assert [(u.loss, u.grad_norm) for u in alone] == [(u.loss, u.grad_norm) for u in updates]
-    for path, value in engine.task_arrays(name).items():
-        np.testing.assert_array_equal(arrays[path], value)
+def test_a_task_gets_the_same_bits_alone(name, assert_same_alone):
+    assert_same_alone(name)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_step_equals_that_of_a_float64_model(name, tied, make_mixed, tasks):
+def test_a_step_equals_that_of_a_float64_model(name, model_of_tasks, make_mixed, tasks):
     rate, prepared = 0.5, tasks[name]
     sgd = dataclasses.replace(prepared.task, optimizer=SGD(rate, momentum=0.0, clip_norm=None))
     prepared = dataclasses.replace(prepared, task=sgd, eval_samples=list(prepared.batches[0]))
     first = prepared.make_adapter()[TIED]["rows"]
     with jax.enable_x64(True):
-        given = tied.config, tied.weights, "trained_tokens", SPECS[name]
+        given = model_of_tasks.config, model_of_tasks.weights, "trained_tokens", SPECS[name]
         function = partial(loss_of, *given, samples=prepared.batches[0])
         loss, gradient = jax.jit(
             jax.value_and_grad(lambda rows: function(adapter={TIED: {"rows": rows}}))
