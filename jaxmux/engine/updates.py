@@ -20,6 +20,7 @@ from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
 from jaxmux.sharding import StageMesh
 
+from .factors_by_layer import Layer, divided, divided_rates, joined, layer_by_layer, layer_of
 from .paired_ranks import (
     Paired,
     directions_of_pairs,
@@ -259,11 +260,16 @@ def without_foreign(
         if "layer" in spec.axes:
             shape[spec.axes.index("layer")] = len(mask)
         leaves.append(jnp.where(foreign.reshape(shape), 0, leaf))
-    gradients = jax.tree.unflatten(structure, leaves)
-    due_pairs = None if paired is None else due & paired
-    return state._replace(
-        accumulators=gradients_of_pairs(layout.tree.accumulators, gradients, due_pairs)
-    )
+    state = state._replace(accumulators=jax.tree.unflatten(structure, leaves))
+    if paired is None:
+        return state
+    (_, factor_specs), (rest, factors) = divided(layout.tree), divided(state)
+
+    def change(own: TrainState, _: Layer) -> TrainState:
+        gradients = gradients_of_pairs(factor_specs.accumulators, own.accumulators, due & paired)
+        return own._replace(accumulators=gradients)
+
+    return joined(rest, layer_by_layer(change, factor_specs, factors))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -341,8 +347,24 @@ def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]:
 @partial(jax.jit, static_argnums=(0, 1))
 def _finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
     """Whether all new parameters of a slot would be finite."""
-    specs = layout.tree.accumulators
-    candidates, _ = _candidates(kind, layout, state, rates, hyper, paired, norm)
+    specs: TrainState = layout.tree
+    if paired is None:
+        return _finite_in(kind, specs, state, rates, hyper, None, norm)
+    (rest_specs, factor_specs), (rest, factors) = divided(specs), divided(state)
+    of_rest, of_factors = divided_rates(specs, rates)
+
+    def also_finite(layer: Layer, finite: Bool[Array, " T"]) -> Bool[Array, " T"]:
+        own = layer_of(factor_specs, factors, layer)
+        numbers = _rates_of(layer, of_factors), hyper, paired, norm
+        return finite & _finite_in(kind, factor_specs, own, *numbers)
+
+    finite = _finite_in(kind, rest_specs, rest, of_rest, hyper, None, norm)
+    return jax.lax.fori_loop(0, rates.shape[1], also_finite, finite)
+
+
+def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
+    """`_finite_candidates` of all layers at once."""
+    candidates, _ = _candidates(kind, specs, state, rates, hyper, paired, norm)
     finite = jax.tree.map(jnp.isfinite, candidates)
 
     def rows(spec: LeafSpec, x: Array) -> Bool[Array, "T _"]:
@@ -350,7 +372,9 @@ def _finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[
         found = _partial(jnp.all, x, kept=spec.slot_axis + 1)
         return jnp.moveaxis(found, spec.slot_axis, 0).reshape(x.shape[spec.slot_axis], -1)
 
-    leaves = jax.tree.leaves(jax.tree.map(rows, specs, finite))
+    leaves = jax.tree.leaves(jax.tree.map(rows, specs.accumulators, finite))
+    if not leaves:
+        return jnp.ones(norm.shape, bool)
     return jnp.concatenate(leaves, axis=-1).all(axis=-1)
 
 
@@ -370,6 +394,29 @@ def _apply(kind, layout, state, due, applied, rates, hyper, paired, norm) -> Tra
     """The state with the new values of the applied slots, and without the gradients of those that
     were due."""
     specs: TrainState = layout.tree
+    if paired is None:
+        return _apply_in(kind, specs, state, due, applied, rates, hyper, None, norm)
+    (rest_specs, factor_specs), (rest, factors) = divided(specs), divided(state)
+    of_rest, of_factors = divided_rates(specs, rates)
+
+    def change(own: TrainState, layer: Layer) -> TrainState:
+        numbers = _rates_of(layer, of_factors), hyper, paired, norm
+        return _apply_in(kind, factor_specs, own, due, applied, *numbers)
+
+    return joined(
+        _apply_in(kind, rest_specs, rest, due, applied, of_rest, hyper, None, norm),
+        layer_by_layer(change, factor_specs, factors),
+    )
+
+
+def _rates_of(layer: Layer, rates: Float[Array, "leaves L T"]) -> Float[Array, "leaves 1 T"]:
+    return jax.lax.dynamic_slice_in_dim(rates, layer, 1, axis=1)
+
+
+def _apply_in(
+    kind, specs: TrainState, state, due, applied, rates, hyper, paired, norm
+) -> TrainState:
+    """`_apply` for all layers at once."""
     applied = applied & due
 
     def keep_or_replace(spec: LeafSpec, new: Array, old: Array) -> Array:
@@ -378,7 +425,7 @@ def _apply(kind, layout, state, due, applied, rates, hyper, paired, norm) -> Tra
     adapters, optimizer = jax.tree.map(
         keep_or_replace,
         (specs.accumulators, optax_state(kind, specs.moments, specs.count)),
-        _candidates(kind, layout, state, rates, hyper, paired, norm),
+        _candidates(kind, specs, state, rates, hyper, paired, norm),
         (trained(specs.adapters, state.adapters), optax_state(kind, state.moments, state.count)),
     )
     cleared = state._replace(
@@ -393,9 +440,8 @@ def _apply(kind, layout, state, due, applied, rates, hyper, paired, norm) -> Tra
     return replace_moments(cleared, *optax_parts(kind, optimizer))
 
 
-def _candidates(kind, layout, state, rates, hyper, paired, norm) -> tuple[Any, Any]:
+def _candidates(kind, specs: TrainState, state, rates, hyper, paired, norm) -> tuple[Any, Any]:
     """The new parameters and optimizer states of all slots, as if all were due."""
-    specs: TrainState = layout.tree
     own_specs = jax.tree.map(LeafSpec.of_slot, specs.accumulators)
     optimizer_specs = optax_state(kind, specs.moments, specs.count)
     axes, optimizer_axes = jax.tree.map(
