@@ -58,7 +58,8 @@ class LoRA:
         which the full names equal or end with; or one regular expression that full names
         ("model.layers.3.self_attn.q_proj") match as a whole. Beside module names, or alone, stand
         "embed_tokens" and "lm_head" for the embedding and the head, which "all-linear" and
-        expressions leave out. An embedding begins with A = 0 and a normal B.
+        expressions leave out. An embedding begins with A = 0 and a normal B. With one of them, the
+        initialisation is "kaiming", "gaussian" or "orthogonal".
       rslora: True makes the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
       initialisation: initial values. "kaiming" draws A uniformly from ±1/sqrt(k), which is PEFT's
         default, and "gaussian" from a normal distribution with standard deviation 1/rank; B starts
@@ -89,7 +90,8 @@ class LoRA:
       calibration_tokens: with "eva", number of tokens of the training data that the backbone reads
         for the components, from the samples that are trained first, at most 2048 of each.
       trained_tokens: the ids of tokens whose embeddings are trained besides, as by `TrainedTokens`
-        (PEFT's `trainable_token_indices`). It excludes tables among the `target_modules`.
+        (PEFT's `trainable_token_indices`). They exclude tables among the `target_modules`, and
+        initialisations that are parts of weights.
 
     Raises:
       ValueError: a value is outside its range.
