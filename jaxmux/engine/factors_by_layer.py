@@ -107,15 +107,9 @@ def layer_by_layer(
         new = change(layer_of(specs, state, layer), layer)
         return jax.tree.map(lambda *own: put(*own, layer), specs, state, new)
 
-    return jax.lax.fori_loop(0, layers_of(specs, state), one, state)
+    return jax.lax.fori_loop(0, _layers_of(specs, state), one, state)
 
 
-def layers_of(specs: TrainState, state: TrainState) -> int:
-    """Number of layers of the arrays of a state.
-
-    Args:
-      specs: the description of the state, with at least one array that has layers.
-      state: the state, which may be that of a part of the backbone.
-    """
+def _layers_of(specs: TrainState, state: TrainState) -> int:
     leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True)
     return next(x.shape[spec.axes.index("layer")] for spec, x in leaves if "layer" in spec.axes)
