@@ -1,20 +1,32 @@
 """A frozen weight matrix and the number format in which it is stored.
 
 The model code multiplies by a weight only through `FrozenWeight`, and a kernel reads `values` only
-after it has checked `format`. A new number format is therefore added here and in the kernels that
-support it, and nowhere else. The *compute dtype*, that of activations and gradients, is independent
-of the format: it is the dtype of the activation that a product is given.
+after it has checked `format`, or after `plain_weights` has decoded one layer for it. A new number
+format is therefore added in `number_formats` and in the kernels that support it, and nowhere else.
+The *compute dtype*, that of activations and gradients, is independent of the format: it is the
+dtype of the activation that a product is given.
+
+A weight whose format is not a dtype of activations is decoded right before each product, forward
+and backward, and the decoded layer is dropped behind it. Both decode the same array, so XLA would
+decode once and keep the result from the forward to the backward pass; an optimization barrier ties
+each decoding to the activation of its product.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from . import number_formats
+
 # In these formats the stored values are the weights themselves, in the dtype of the same name.
-FORMATS = ("bfloat16", "float16", "float32")
+PLAIN_FORMATS = ("bfloat16", "float16", "float32")
+FORMATS = (*PLAIN_FORMATS, *number_formats.FORMATS)
 
 
 @jax.tree_util.register_dataclass
@@ -23,12 +35,13 @@ class FrozenWeight:
     """The weight matrix W [k, n] of one linear, or a stack [L, k, n] of those of all layers.
 
     It is a pytree of `values` and `scales`, so that transformations, shardings and slices of stacks
-    apply to it leaf by leaf. Convert to another format with `astype`, not by mapping over leaves,
-    which would leave `format` as it was.
+    apply to it leaf by leaf. Convert to another format with `encoded` or `astype`, not by mapping
+    over leaves, which would leave `format` as it was.
 
     Attributes:
-      values: the stored numbers, [k, n] or [L, k, n]; a `jax.ShapeDtypeStruct` in abstract weights.
-      scales: factors by which stored numbers are multiplied; None in formats that have none.
+      values: the stored numbers, [k, n] or [L, k, n], in formats of `number_formats` of the shape
+        that is said there; a `jax.ShapeDtypeStruct` in abstract weights.
+      scales: what the format needs beside the values to decode them; None in formats without it.
       format: name of the number format, one of `FORMATS`.
     """
 
@@ -41,17 +54,44 @@ class FrozenWeight:
         """A weight that is stored as it is given.
 
         Raises:
-          ValueError: the dtype of `values` is not one of `FORMATS`.
+          ValueError: the dtype of `values` is not one of `PLAIN_FORMATS`.
         """
         name = str(values.dtype)
-        if reason := unknown_format(name):
-            raise ValueError(reason)
+        if name not in PLAIN_FORMATS:
+            raise ValueError(f"weights stored as {name}; known: {', '.join(PLAIN_FORMATS)}")
         return cls(values, None, name)
+
+    @classmethod
+    def encoded(cls, values: Float[Array, "*L k n"], format: str | None) -> "FrozenWeight":
+        """A weight that is stored in a format of `number_formats`; None for the dtype of `values`.
+
+        Raises:
+          ValueError: there is no such format, or it cannot store weights of this shape.
+        """
+        if format is None:
+            return cls.of(values)
+        if format not in number_formats.FORMATS:
+            raise ValueError(unknown_format(format) or f"{format} is the name of a dtype")
+        form = number_formats.FORMATS[format]
+        if values.shape[-2] % form.least_multiple:
+            raise ValueError(
+                f"a weight of {values.shape[-2]} rows and {values.shape[-1]} columns cannot be "
+                f"stored in the format {format!r}; its rows have to be a multiple of "
+                f"{form.least_multiple}"
+            )
+        return cls(*form.encode(values), format)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the values are the weights themselves."""
+        return self.format in PLAIN_FORMATS
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(k, n), or (L, k, n) for a stack."""
-        return self.values.shape
+        if self.is_plain:
+            return self.values.shape
+        return self._format().shape(self.values.shape)
 
     @property
     def input_size(self) -> int:
@@ -78,37 +118,78 @@ class FrozenWeight:
         return FrozenWeight.of(self.decoded(dtype))
 
     def decoded(self, dtype: Any = None) -> Float[Array, "*L k n"]:
-        """The weights as floating-point numbers of a dtype; None for the dtype of the format.
+        """The weights as floating-point numbers of a dtype; None for the dtype of a plain format,
+        and float32 for others.
 
         Raises:
           ValueError: the format is not one of `FORMATS`.
         """
-        if reason := unknown_format(self.format):
-            raise ValueError(reason)
-        return self.values if dtype is None else self.values.astype(dtype)
+        weights = self.values
+        if not self.is_plain:
+            weights = self._format().decode(self.values, self.scales)
+        return weights if dtype is None else weights.astype(dtype)
 
-    def matmul(self, x: Float[Array, "*N k"], dtype: Any = None) -> Float[Array, "*N n"]:
-        """`x W` of a single layer's weight, in plain XLA.
+    def matmul(
+        self,
+        x: Float[Array, "*N k"],
+        dtype: Any = None,
+        layer: Int[Array, ""] | int | None = None,
+    ) -> Float[Array, "*N n"]:
+        """`x W`, in plain XLA.
 
         Args:
           x: activations, in the compute dtype.
           dtype: of the result and of the sums; None for that of `x`.
+          layer: index of a layer, if this is a stack. For the backward pass, the product then keeps
+            no copy of what is stored of the layer.
 
         Raises:
           ValueError: the format is not one of `FORMATS`.
         """
-        return jnp.matmul(x, self.decoded(x.dtype), preferred_element_type=dtype)
+        if self.is_plain:
+            weight = self if layer is None else self.at_layer(layer)
+            return jnp.matmul(x, weight.decoded(x.dtype), preferred_element_type=dtype)
+        return _product(dtype, x, self, layer)
 
-    def matmul_transposed(self, dy: Float[Array, "*N n"]) -> Float[Array, "*N k"]:
-        """`dy W^T` of a single layer's weight, in plain XLA: the gradient of `matmul` by `x`.
+    def matmul_transposed(
+        self, dy: Float[Array, "*N n"], layer: Int[Array, ""] | int | None = None
+    ) -> Float[Array, "*N k"]:
+        """`dy W^T`, in plain XLA: the gradient of `matmul` by `x`.
 
         Args:
           dy: gradients of outputs, in the compute dtype, which is also that of the result.
+          layer: index of a layer, if this is a stack.
 
         Raises:
           ValueError: the format is not one of `FORMATS`.
         """
-        return jnp.einsum("...n,kn->...k", dy, self.decoded(dy.dtype))
+        dy, values = _tied_values(dy, self, layer)
+        return jnp.einsum("...n,kn->...k", dy, values)
+
+    def _format(self) -> number_formats.NumberFormat:
+        if reason := unknown_format(self.format):
+            raise ValueError(reason)
+        return number_formats.FORMATS[self.format]
+
+
+def plain_weights(
+    x: Float[Array, "N _"], weights: Sequence[FrozenWeight], layer: Int[Array, ""] | int
+) -> tuple[Float[Array, "N _"], tuple[FrozenWeight, ...]]:
+    """The weights of a layer for kernels that read values in the dtype of the activations.
+
+    Args:
+      x: what the weights are multiplied by; to be used in place of the argument, so that weights
+        are not decoded before it is there.
+      weights: stacks [L, k, n].
+      layer: index of the layer.
+
+    Returns:
+      `x`, and each weight as it is if its format is plain, else a stack of this one layer (see
+      `FrozenWeight.stack_index`) in the dtype of `x`.
+    """
+    x, encoded = _tied(x, tuple(each for each in weights if not each.is_plain))
+    decoded = (FrozenWeight.of(each.at_layer(layer).decoded(x.dtype)[None]) for each in encoded)
+    return x, tuple(each if each.is_plain else next(decoded) for each in weights)
 
 
 def unknown_format(name: str) -> str | None:
@@ -116,3 +197,37 @@ def unknown_format(name: str) -> str | None:
     if name in FORMATS:
         return None
     return f"unknown weight format {name!r}; known: {', '.join(FORMATS)}"
+
+
+def _tied(x: Array, weights: tuple[FrozenWeight, ...]) -> tuple[Array, tuple[FrozenWeight, ...]]:
+    """The arguments, such that nothing is computed of the weights before `x` is known; as they are
+    if all formats are plain."""
+    if all(weight.is_plain for weight in weights):
+        return x, weights
+    return lax.optimization_barrier((x, weights))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(dtype, x, weight, layer):
+    """`x W`, of which nothing decoded is kept for the backward pass."""
+    x, values = _tied_values(x, weight, layer)
+    return jnp.matmul(x, values, preferred_element_type=dtype)
+
+
+def _product_forward(dtype, x, weight, layer):
+    return _product(dtype, x, weight, layer), (jnp.zeros((), x.dtype), weight, layer)
+
+
+def _product_backward(_, residuals, dy):
+    like, weight, layer = residuals
+    dy, values = _tied_values(dy.astype(like.dtype), weight, layer)
+    return jnp.einsum("...n,kn->...k", dy, values), None, None
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _tied_values(x, weight, layer):
+    """`x`, and the weights of a layer in its dtype, decoded only when `x` is known."""
+    x, (weight,) = _tied(x, (weight,))
+    return x, (weight if layer is None else weight.at_layer(layer)).decoded(x.dtype)

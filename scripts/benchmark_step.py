@@ -26,6 +26,7 @@ For a dry run on CPU:
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -38,7 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +49,13 @@ from benchmark_records import Record, RecordFile, make_record, read_records
 
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.installed_versions import installed_versions
-from jaxmux.models import Backbone, BackboneConfig, device_peak
+from jaxmux.models import BACKBONE_FORMATS, Backbone, BackboneConfig, device_peak
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
 
 PEFT = "Hugging Face PEFT"
+# Linears that are stored in the compute dtype.
+PLAIN = "bfloat16"
 # Rounds that are not measured: the first two compile, and in the eight rounds after that the host
 # waits for the device before each update, so it works ahead of the device only from then on.
 WARM_UP_ROUNDS = 10
@@ -72,8 +75,9 @@ def main() -> None:
     config = llama_config(args)
     for case in args.cases:
         tasks, length = (int(part) for part in case.split("x"))
-        for remat in args.remat:
-            call = partial(measure, config, args, tasks, length, remat)
+        for remat, form in product(args.remat, args.formats):
+            own = dataclasses.replace(config, backbone_format=None if form == PLAIN else form)
+            call = partial(measure, own, args, tasks, length, remat)
             record = with_baseline(call() if args.one_process else in_own_process(call), baselines)
             records.add(record)
             print(one_line(record), flush=True)
@@ -185,7 +189,8 @@ def measure(config: BackboneConfig, args, tasks: int, length: int, remat: str) -
         ranks=[args.rank] * tasks,
         dropout=0.0,
         implementation=f"jaxmux, linears {args.grouped_lora or 'picked'}, remat={remat}"
-        + (f" in {args.memory_gib:g} GiB" if args.memory_gib else ""),
+        + (f" in {args.memory_gib:g} GiB" if args.memory_gib else "")
+        + (f", {config.backbone_format}" if config.backbone_format else ""),
         ms_median=1e3 * median,
         ms_min=1e3 * min(times),
         ms_max=1e3 * max(times),
@@ -276,6 +281,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--cache", type=Path, help="folder of JAX's persistent compilation cache")
     parser.add_argument("--grouped_lora", help="force an implementation of the LoRA linears")
     parser.add_argument("--remat", nargs="+", default=["dots"])
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=[PLAIN],
+        choices=(PLAIN, *BACKBONE_FORMATS),
+        help="formats in which linears of the backbone are stored",
+    )
     parser.add_argument("--memory_gib", type=float, help="memory limit of --remat auto in GiB")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a microbatch")
     parser.add_argument("--chunk_len", type=int, default=128)

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         known = ", ".join(record["tasks"])
         raise RunDirectoryError(f"{run_dir}: no task {unknown[0]!r}; its tasks are {known}")
     _refuse_existing([out / name for name in names], options)
-    config = BackboneConfig.from_folder(record["backbone"])
+    config = BackboneConfig.from_folder(record["backbone"], record.get("backbone_format"))
     for name in names:
         fields = dict(record["tasks"][name]["adapter"])
         try:
@@ -51,7 +51,9 @@ def run(options: argparse.Namespace) -> int:
                 record["backbone"],
                 serving=options.serving,
                 base_fingerprint=record["fingerprints"]["backbone"],
-                base=checkpoint_tensors(record["backbone"], np.dtype(np.float32)),
+                base=checkpoint_tensors(
+                    record["backbone"], np.dtype(np.float32), config.backbone_format
+                ),
             )
         print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0

@@ -149,7 +149,7 @@ def _read_inputs(
 ) -> _Inputs:
     check_names(run.tasks)
     folder = resolve_backbone(run.backbone)
-    config = BackboneConfig.from_folder(folder)
+    config = BackboneConfig.from_folder(folder, run.backbone_format)
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
     models = {replica: _cost_models(run, config, replica, profile) for replica in deployment.counts}

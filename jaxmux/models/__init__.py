@@ -4,7 +4,7 @@ checkpoints.
 
 from .adapted_linears import MODULES, Adapters
 from .adapter_ops import AdapterOp, matmul_of_chunks
-from .architectures import BackboneConfig, BackboneError
+from .architectures import BACKBONE_FORMATS, BackboneConfig, BackboneError
 from .attention import pick_implementation
 from .backbone import (
     Backbone,
@@ -32,6 +32,7 @@ from .modules import Weights, compute_dtype, has_bias, linear_sizes
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
+    "BACKBONE_FORMATS",
     "FIRST_READERS",
     "MODULES",
     "NAMED_POLICIES",

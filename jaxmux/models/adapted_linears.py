@@ -114,7 +114,7 @@ def adapted_linears(
     weights = {module: block[module.split(".")[-1]] for module in modules}
     adapted = tuple(module for module in modules if module in adapters)
     outputs = {
-        module: w["kernel"].at_layer(layer).matmul(x)
+        module: w["kernel"].matmul(x, layer=layer)
         for module, w in weights.items()
         if module not in adapted
     }

@@ -13,6 +13,10 @@ class BackboneError(InputError):
     message names the file or folder, and the key or tensor at fault."""
 
 
+# Formats, beside dtypes, in which a backbone can store the linears of its layers.
+BACKBONE_FORMATS = ("int8", "nf4")
+
+
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
     """Frequency scaling of Llama 3.1 (`rope_type: llama3`); lengths in tokens."""
@@ -49,6 +53,8 @@ class BackboneConfig:
       mlp_bias: whether gate_proj, up_proj and down_proj have biases.
       qk_norm: whether queries and keys have an RMSNorm over the head dimension (Qwen3).
       tie_word_embeddings: whether the language-model head is the transposed embedding.
+      backbone_format: format of `number_formats` in which the weights of the layers' linears are
+        stored, for example "int8"; None for the dtype of the other weights.
     """
 
     architecture: str
@@ -69,10 +75,17 @@ class BackboneConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    backbone_format: str | None = None
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "BackboneConfig":
+    def from_folder(
+        cls, folder: str | Path, backbone_format: str | None = None
+    ) -> "BackboneConfig":
         """Reads `folder/config.json`.
+
+        Args:
+          folder: the folder.
+          backbone_format: see the attribute.
 
         Raises:
           BackboneError: the file is missing or not JSON, the architecture is unknown, or a value is
@@ -88,7 +101,8 @@ class BackboneConfig:
             raise BackboneError(f"{path}: not found; {hint}") from None
         except ValueError as e:  # malformed JSON, or no text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
-        return parse_config(raw, str(path))
+        config = parse_config(raw, str(path))
+        return dataclasses.replace(config, backbone_format=backbone_format)
 
     @property
     def query_size(self) -> int:

@@ -6,16 +6,18 @@ import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
+
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .architectures import BackboneConfig, BackboneError, to_hf_config
 from .checkpoint_files import shards
@@ -56,17 +58,22 @@ class Backbone:
         return cls(config, random_weights(config, seed, dtype), f"random-{config.architecture}")
 
 
-def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbone:
+def load_backbone(
+    folder: str | Path, dtype: jnp.dtype | str = "auto", backbone_format: str | None = None
+) -> Backbone:
     """Loads a Hugging Face checkpoint folder onto the default device.
 
     Tensors are loaded one at a time: host memory stays below the model's size in `dtype` plus the
-    size of the largest parameter stacked over all layers.
+    size of the largest parameter stacked over all layers. Linears that are stored in another format
+    are encoded on the device, tensor by tensor.
 
     Args:
       folder: contains config.json and model.safetensors, or shards with
         model.safetensors.index.json.
       dtype: dtype to which all parameters are converted: bfloat16, float16 or float32. "auto" is
         bfloat16 on an accelerator and float32 on CPU.
+      backbone_format: format in which the linears of the layers are stored, "int8" or "nf4"; None
+        for `dtype`.
 
     Returns:
       The backbone.
@@ -77,7 +84,7 @@ def load_backbone(folder: str | Path, dtype: jnp.dtype | str = "auto") -> Backbo
       ValueError: weights cannot be stored in `dtype`.
     """
     folder = Path(folder)
-    config = BackboneConfig.from_folder(folder)
+    config = BackboneConfig.from_folder(folder, backbone_format)
     with CheckpointReader(folder, config) as reader:
         weights = reader.read(abstract_weights(config, backbone_dtype(dtype)))
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
@@ -111,14 +118,17 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     """Writes a checkpoint folder that Hugging Face transformers and `load_backbone` can load.
 
     Args:
-      backbone: the backbone; its parameters are written in their own dtypes.
+      backbone: the backbone; its parameters are written in their own dtypes, those in formats that
+        are no dtype of activations in the compute dtype.
       folder: folder for config.json and model.safetensors; it is created if necessary.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = backbone.config, {}
-    for key_path, leaf in jax.tree.leaves_with_path(backbone.weights):
+    for key_path, leaf in jax.tree.leaves_with_path(backbone.weights, is_leaf=_is_weight):
         path = _module_path(key_path)
+        if _is_weight(leaf):
+            leaf = leaf.decoded(None if leaf.is_plain else backbone.compute_dtype)
         tensor = leaf.mT if path[-1] == "kernel" else leaf
         if path[0] == "layers":
             tensors |= {_hf_name(path, layer): tensor[layer] for layer in range(config.num_layers)}
@@ -188,10 +198,11 @@ class CheckpointReader:
         """Reads weights, one parameter after the other, and of each only what devices keep.
 
         Args:
-          wanted: shapes and dtypes of the weights; its layers are consecutive layers of the model.
+          wanted: shapes, dtypes and formats of the weights; its layers are consecutive layers of
+            the model.
           first_layer: index in the model of the first of these layers.
           shardings: a tree like `wanted` with the sharding of every array; None puts all weights on
-            the default device.
+            the default device. Weights in formats that are no dtype are not divided.
         """
 
         def load(
@@ -221,7 +232,25 @@ class CheckpointReader:
                 shards += [jax.device_put(value, device) for device, _ in places]
             return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
-        return jax.tree.map_with_path(load, wanted, *([] if shardings is None else [shardings]))
+        def load_weight(
+            key_path: jax.tree_util.KeyPath, leaf: Any, sharding: Any = None
+        ) -> jax.Array | FrozenWeight:
+            if not _is_weight(leaf):
+                return load(key_path, leaf, sharding)
+            if leaf.is_plain:
+                own = None if sharding is None else sharding.values
+                return FrozenWeight.of(load(key_path, leaf.values, own))
+            assert sharding is None, "weights in formats that are no dtype are not divided"
+            names = (
+                _hf_name(_module_path(key_path), first_layer + layer)
+                for layer in range(leaf.shape[0])
+            )
+            encoded = [_encoded(self._owner[n].get_tensor(n), leaf.format) for n in names]
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *encoded)
+
+        return jax.tree.map_with_path(
+            load_weight, wanted, *([] if shardings is None else [shardings]), is_leaf=_is_weight
+        )
 
     def _parameter(
         self,
@@ -269,6 +298,15 @@ def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
     return tuple(_hf_shapes(config))
 
 
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, FrozenWeight)
+
+
+@partial(jax.jit, static_argnames="format")
+def _encoded(tensor: Float[Array, "n k"], format: str) -> FrozenWeight:
+    return FrozenWeight.encoded(tensor.T, format)
+
+
 def _selected(size: int, index: slice) -> range:
     return range(size)[index]
 
@@ -281,6 +319,7 @@ def _module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
 def _hf_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
     """By name, the shapes of the tensors of a checkpoint."""
     shapes = {}
+    config = dataclasses.replace(config, backbone_format=None)
     for key_path, leaf in jax.tree.leaves_with_path(abstract_weights(config, jnp.float32)):
         path = _module_path(key_path)
         layers = range(config.num_layers) if path[0] == "layers" else [None]

@@ -7,9 +7,8 @@ devices, and can be computed beside training.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp
 from .architectures import BackboneConfig
 from .backbone import tensor_names, weights_of_tensors
 from .forward import ForwardOptions, SlotTable, finish, microbatch_losses, run_layers
+from .host import on_host
 from .modules import abstract_weights, linear_sizes
 
 # By linear, the first linear of its layer that reads the same input.
@@ -73,7 +73,7 @@ class Calibration(NamedTuple):
         x = self._embedded()
         for layer in range(self.config.num_layers):
             arrays = self._layer(layer), x, self.microbatch
-            x, inputs = _on_host(_layer_with_inputs, self.config, *arrays)
+            x, inputs = on_host(_layer_with_inputs, self.config, *arrays)
             found = {module: np.asarray(own)[self.labelled] for module, own in inputs.items()}
             _refuse_non_finite(found, layer)
             yield found
@@ -97,16 +97,16 @@ class Calibration(NamedTuple):
         inputs = [self._embedded()]
         for layer in range(self.config.num_layers):
             arrays = self._layer(layer), inputs[-1], self.microbatch
-            inputs.append(_on_host(_layer_output, self.config, *arrays))
+            inputs.append(on_host(_layer_output, self.config, *arrays))
         names = [name for name in tensor_names(self.config) if ".layers." not in name]
         if not self.config.tie_word_embeddings:
             names.remove(EMBEDDING_TENSOR)
         outside = {name: self.tensors(name) for name in names}
         arrays = outside, inputs.pop(), self.microbatch
-        dx = _on_host(_gradient_of_hidden, self.config, *arrays)
+        dx = on_host(_gradient_of_hidden, self.config, *arrays)
         for layer in reversed(range(self.config.num_layers)):
             arrays = self._layer(layer), inputs.pop(), self.microbatch, dx
-            dx, found = _on_host(_layer_gradients, self.config, tuple(modules), *arrays)
+            dx, found = on_host(_layer_gradients, self.config, tuple(modules), *arrays)
             found = {module: np.asarray(own) for module, own in found.items()}
             _refuse_non_finite(found, layer)
             yield layer, found
@@ -210,7 +210,7 @@ def _run_layer(
     microbatch: Microbatch,
     seen: Mapping[str, Any] | None = None,
 ) -> Float[Array, "N d"]:
-    one = dataclasses.replace(config, num_layers=1)
+    one = dataclasses.replace(config, num_layers=1, backbone_format=None)
     wanted = {"layers": abstract_weights(one)["layers"]}
     weights = weights_of_tensors(wanted, tensors.__getitem__)
     rows, row_len = microbatch.tokens.shape
@@ -286,26 +286,6 @@ def _layer_gradients(
 
     _, pull = jax.vjp(run, x, {module: tensors[name] for module, name in names.items()})
     return pull(dx)
-
-
-def _on_host(function: Callable[..., Any], *args: Any) -> Any:
-    with jax.default_device(_host()):
-        return function(*args)
-
-
-@cache
-def _host() -> jax.Device | None:
-    """The CPU; None, which is the default device, where JAX was told not to use it."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as e:
-        reason = f"JAX has no CPU ({e})"
-        logging.getLogger(__name__).warning(
-            "samples for initial values of adapters go through the backbone on %s: %s",
-            jax.local_devices()[0],
-            reason,
-        )
-        return None
 
 
 def _refuse_non_finite(found: Mapping[str, np.ndarray], layer: int) -> None:

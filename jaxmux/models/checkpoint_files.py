@@ -2,12 +2,18 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
+from jaxtyping import Array, Float
 from safetensors import safe_open
 
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
 from .architectures import BackboneError
+from .host import on_host
 
 
 def shards(folder: Path) -> list[Path]:
@@ -39,12 +45,17 @@ def shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def checkpoint_tensors(folder: str | Path, dtype: np.dtype) -> Callable[[str], np.ndarray]:
-    """A function that reads a tensor of a checkpoint folder by its name.
+def checkpoint_tensors(
+    folder: str | Path, dtype: np.dtype, backbone_format: str | None = None
+) -> Callable[[str], np.ndarray]:
+    """A function that reads a tensor of a checkpoint folder by its name, with the values that the
+    backbone computes with.
 
     Args:
       folder: the folder, as for `shards`; it is read when the function is called.
       dtype: dtype of the backbone, to which values are rounded.
+      backbone_format: format in which the backbone stores the linears of its layers; None for
+        `dtype`.
 
     Returns:
       A function of a name. It returns float32 values, and raises BackboneError if there is no such
@@ -55,7 +66,25 @@ def checkpoint_tensors(folder: str | Path, dtype: np.dtype) -> Callable[[str], n
         for path in shards(Path(folder)):
             with safe_open(path, framework="numpy") as file:
                 if name in file.keys():
-                    return file.get_tensor(name).astype(dtype).astype(np.float32)
+                    values = file.get_tensor(name)
+                    if backbone_format and is_linear(name):
+                        values = on_host(_stored, values, backbone_format)
+                    return np.asarray(values).astype(dtype).astype(np.float32)
         raise BackboneError(f"{folder}: tensor {name} is missing")
 
     return read
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is the weight matrix of a linear of a decoder layer.
+
+    Args:
+      name: name of the tensor in a checkpoint.
+    """
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+@partial(jax.jit, static_argnames="backbone_format")
+def _stored(tensor: Float[Array, "n k"], backbone_format: str) -> Float[Array, "n k"]:
+    """The float32 values that a weight matrix has in a format."""
+    return FrozenWeight.encoded(tensor.T, backbone_format).decoded().T

@@ -33,6 +33,8 @@ def backbone_fingerprint(folder: str | Path) -> str:
     """
     folder = Path(folder)
     config = dataclasses.asdict(BackboneConfig.from_folder(folder))
+    # It is no property of the folder.
+    del config["backbone_format"]
     tensors = dict(tensor for path in shards(folder) for tensor in _tensors(path))
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, (description, sample) in sorted(tensors.items()):

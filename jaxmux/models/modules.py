@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-from .architectures import BackboneConfig
+from .architectures import BackboneConfig, BackboneError
 
 # Arrays, and a `FrozenWeight` under every key "kernel".
 Weights = dict[str, Any]
@@ -62,7 +62,10 @@ class Linear(nnx.Module):
 
     def __init__(self, c: BackboneConfig, name: str, dtype: jnp.dtype, rngs: nnx.Rngs):
         shape = (c.num_layers, *linear_sizes(c, name))
-        self.kernel = nnx.Param(FrozenWeight.of(_normal(rngs, shape, dtype)))
+        try:
+            self.kernel = nnx.Param(_random_stack(rngs, shape, dtype, c.backbone_format))
+        except ValueError as e:
+            raise BackboneError(f"{name}: {e}") from None
         if has_bias(c, name):
             self.bias = nnx.Param(jnp.zeros((shape[0], shape[2]), dtype))
 
@@ -141,7 +144,10 @@ def random_weights(
       config: configuration of the backbone.
       seed: seed of the matrices, which are normal with standard deviation 0.02. Weights of norms
         are 1 and biases 0.
-      dtype: dtype of all parameters, and format of the frozen weights.
+      dtype: dtype of all parameters but those of linears with a `config.backbone_format`.
+
+    Raises:
+      BackboneError: a linear cannot be stored in `config.backbone_format`.
     """
 
     @jax.jit
@@ -156,7 +162,10 @@ def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> 
 
     Args:
       config: configuration of the backbone.
-      dtype: dtype of all parameters, and format of the frozen weights.
+      dtype: dtype of all parameters but those of linears with a `config.backbone_format`.
+
+    Raises:
+      BackboneError: a linear cannot be stored in `config.backbone_format`.
     """
     return jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
 
@@ -174,6 +183,21 @@ def compute_dtype(weights: Weights) -> jnp.dtype:
 def split(decoder: Decoder) -> Weights:
     """The nested dict of a module's parameters."""
     return nnx.to_pure_dict(nnx.split(decoder)[1])
+
+
+def _random_stack(
+    rngs: nnx.Rngs, shape: tuple[int, int, int], dtype: jnp.dtype, format: str | None
+) -> FrozenWeight:
+    """Random weights of all layers. In a format that is no dtype they are made layer by layer, so
+    that the whole stack never exists in `dtype`."""
+    if format is None:
+        return FrozenWeight.of(_normal(rngs, shape, dtype))
+
+    def of_layer(key: jax.Array) -> FrozenWeight:
+        weights = 0.02 * jax.random.normal(key, shape[1:], jnp.float32)
+        return FrozenWeight.encoded(weights.astype(dtype), format)
+
+    return jax.lax.map(of_layer, jax.random.split(rngs.params(), shape[0]))
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

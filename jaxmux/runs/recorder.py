@@ -113,7 +113,9 @@ class Recorder:
                 base.config,
                 base.name_or_path,
                 base_fingerprint=base.fingerprint,
-                base=checkpoint_tensors(base.name_or_path, base.compute_dtype),
+                base=checkpoint_tensors(
+                    base.name_or_path, base.compute_dtype, base.config.backbone_format
+                ),
             )
 
     def finish(self, round_seconds: float | None, **predicted: float | None) -> Summary:

@@ -114,6 +114,8 @@ def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> di
         "chunk_len": options.chunk_len,
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
+        # Run directories from before there were formats have no such key.
+        **({"backbone_format": options.backbone_format} if options.backbone_format else {}),
     }
 
 
@@ -140,7 +142,8 @@ def read_inputs(
       BackboneError, DataError, TaskError, PlanningError, RunDirectoryError: what the message names
         cannot be used.
     """
-    config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+    config = BackboneConfig.from_folder(backbone, options.backbone_format)
+    tokenizer = load_tokenizer(backbone)
     fingerprints = {"backbone": backbone_fingerprint(backbone)}
     if directory:
         # Another backbone is said at once, before the data is read.
@@ -149,7 +152,7 @@ def read_inputs(
     options.reserved(config)
     if options.mesh != AUTO_MESH:
         refuse_mesh(options.deployment, config)
-    base = checkpoint_tensors(backbone, backbone_dtype(options.dtype))
+    base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
     prepared = [
         prepare_task(task, config, tokenizer, fingerprints["backbone"], base) for task in tasks
     ]

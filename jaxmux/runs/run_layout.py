@@ -257,7 +257,7 @@ def load_on(
       BackboneError: as `load_backbone`.
     """
     if deployment.devices == 1:
-        return load_backbone(folder, dtype)
+        return load_backbone(folder, dtype, config.backbone_format)
     devices, loaded = iter(jax.devices()), []
     for replica in deployment.replicas:
         parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
@@ -278,4 +278,4 @@ def load_beside(folder: str, dtype: jnp.dtype, config: BackboneConfig) -> Backbo
     needed, free = bytes_of(abstract_weights(config, dtype)), free_memory()
     if free is not None and needed > free:
         return None
-    return load_backbone(folder, dtype)
+    return load_backbone(folder, dtype, config.backbone_format)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxmux.engine.prepared_task import pool_of_adapter
 from jaxmux.field_checks import check_fields, choice, flag, integer, names, number, text
-from jaxmux.models import REMAT_POLICIES, BackboneConfig, attention
+from jaxmux.models import BACKBONE_FORMATS, REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.pallas_kernels import grouped_lora
 from jaxmux.peft import SPECIFICATIONS, kind_of, resolve_targets, size_of_adapter
@@ -33,6 +33,10 @@ class RunOptions:
     Attributes:
       dtype: dtype of the backbone: "auto" (bfloat16 on an accelerator, float32 on CPU), "bfloat16"
         or "float32". Adapters and their optimizer states are always float32.
+      backbone_format: format in which the weights of the layers' linears are stored: "int8" (one
+        byte a weight) or "nf4" (half a byte, in blocks of 64 as in QLoRA). They are decoded to
+        `dtype` right before each product, so that memory shrinks and every step takes a little
+        longer. None stores them in `dtype`. It needs one device.
       mesh: the devices to train on, as sizes of axes: "pp4", or "dp2,pp2,tp2" for eight devices.
         "pp" (pipeline parallelism) divides the layers among stages. "dp" (data parallelism) trains
         different samples on copies of the weights. "fsdp" (fully sharded data parallelism) also
@@ -93,6 +97,7 @@ class RunOptions:
     """
 
     dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
+    backbone_format: str | None = choice(None, (None, *BACKBONE_FORMATS))
     mesh: str | None = text(None, optional=True)
     tokens_per_microbatch: int = _count(8192)
     row_len: int | None = _count(None, optional=True)
@@ -125,6 +130,11 @@ class RunOptions:
                 )
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
+        if self.backbone_format and self.mesh is not None:
+            raise PlanningError(
+                f"backbone_format={self.backbone_format!r} needs one device, and mesh is "
+                f"{self.mesh!r}; leave one of them out"
+            )
         # A mesh that cannot be read is refused here, before anything is loaded.
         if self.mesh != AUTO_MESH:
             _ = self.deployment

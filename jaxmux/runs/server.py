@@ -73,7 +73,8 @@ def tuning_server(
       BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
     """
     path = str(Path(resolve_backbone(backbone)).absolute())
-    config, tokenizer = BackboneConfig.from_folder(path), load_tokenizer(path)
+    config = BackboneConfig.from_folder(path, options.backbone_format)
+    tokenizer = load_tokenizer(path)
     check_backbone(path)
     if jax.process_count() > 1:
         raise PlanningError("a server trains in one process; start it in one")
@@ -88,6 +89,8 @@ def tuning_server(
     admissions = server_admissions(options, config, own_options)
     with ExitStack() as stack:
         identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
+        if options.backbone_format:
+            identity["backbone_format"] = options.backbone_format
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
         model = load_on(options.deployment, path, dtype, config)
         first, *others = admissions or (None,)
@@ -113,7 +116,7 @@ def tuning_server(
                 config=config,
                 tokenizer=tokenizer,
                 base_fingerprint=fingerprint,
-                base=checkpoint_tensors(path, dtype),
+                base=checkpoint_tensors(path, dtype, options.backbone_format),
             ),
             store=store,
             saved=kept.saved,

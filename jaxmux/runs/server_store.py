@@ -65,7 +65,9 @@ class ServerStore:
           events_bytes: size in bytes at which events.jsonl is set aside.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
-        self._base = checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype)
+        self._base = checkpoint_tensors(
+            backbone.name_or_path, backbone.compute_dtype, backbone.config.backbone_format
+        )
         self._keep = keep
         self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
         self._journal = Journal(directory.journal)

@@ -90,7 +90,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
         s = checkpoint_name(s.astype(x.dtype), LOW_RANK)
         delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
-        outputs.append(_clear_empty(p.weight.at_layer(layer).matmul(x) + delta, routing))
+        outputs.append(_clear_empty(p.weight.matmul(x, layer=layer) + delta, routing))
         intermediates.append(s)
     residuals = (x, projections, routing, dropout, layer, tuple(intermediates))
     return (tuple(outputs), accumulators), residuals
@@ -115,7 +115,7 @@ def _backward(modules, residuals, cotangents):
         da = _matmul("clk,clr->ckr", dropped, ds)
         db = _matmul("clr,cln->crn", s, dy_chunks)
         dx_lora = jnp.einsum("clr,ckr->clk", ds, a).reshape(x.shape)
-        dx += p.weight.at_layer(layer).matmul_transposed(dy) + _drop(
+        dx += p.weight.matmul_transposed(dy, layer) + _drop(
             dx_lora, routing, dropout, layer, module
         )
         next_accumulators.append(

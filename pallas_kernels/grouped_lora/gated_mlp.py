@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from ..frozen_weight import plain_weights
 from . import mosaic_gpu
 from .base import GATE, LOW_RANK, UP
 from .column_products_sm90 import ColumnOperands, column_products
@@ -73,11 +74,14 @@ def _forward(x, projections, accumulators, routing, layer, residual):
     (lows,) = low_ranks((RowOperands(x, (a_gate, a_up)),), routing)
     s_gate, s_up = map(kept, lows)
     product = partial(matmul, routing=routing, layer=layer, transposed=False)
-    g = checkpoint_name(product((Term(x, gate.weight, s_gate, b_gate),)), GATE)
-    u = checkpoint_name(product((Term(x, up.weight, s_up, b_up),)), UP)
+    lhs, (w_gate,) = plain_weights(x, [gate.weight], layer)
+    g = checkpoint_name(product((Term(lhs, w_gate, s_gate, b_gate),)), GATE)
+    lhs, (w_up,) = plain_weights(x, [up.weight], layer)
+    u = checkpoint_name(product((Term(lhs, w_up, s_up, b_up),)), UP)
     h, partial_sums = gated_forward(g, u, a_down, routing.chunk_slot)
     (s_down,) = map(kept, _low_ranks(partial_sums[None], routing, x.dtype))
-    out = product((Term(h, down.weight, s_down, b_down),), residual=residual)
+    lhs, (w_down,) = plain_weights(h, [down.weight], layer)
+    out = product((Term(lhs, w_down, s_down, b_down),), residual=residual)
     added = None if residual is None else ()
     residuals = (x, projections, factors, routing, layer, g, u, (s_gate, s_up, s_down), added)
     return (out, accumulators), residuals
@@ -92,7 +96,8 @@ def _backward(residuals, cotangents):
     product = partial(matmul, routing=routing, layer=layer, transposed=True)
 
     ((ds_down,),) = low_ranks((RowOperands(d_out, (b_down,)),), routing)
-    dh = product((Term(d_out, down.weight, ds_down, a_down),))
+    lhs, (w_down,) = plain_weights(d_out, [down.weight], layer)
+    dh = product((Term(lhs, w_down, ds_down, a_down),))
 
     (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
         g,
@@ -105,7 +110,8 @@ def _backward(residuals, cotangents):
         chunk_place,
     )
     ds_gate, ds_up = _low_ranks(partial_sums, routing, x.dtype)
-    dx = product((Term(dg, gate.weight, ds_gate, a_gate), Term(du, up.weight, ds_up, a_up)))
+    lhs, (w_gate, w_up) = plain_weights(dg, [gate.weight, up.weight], layer)
+    dx = product((Term(lhs, w_gate, ds_gate, a_gate), Term(du, w_up, ds_up, a_up)))
     groups = (
         ColumnOperands(d_out, (s_down,), (of_down.b,), rank_major=True),
         ColumnOperands(x, (ds_gate, ds_up), (of_gate.a, of_up.a), rank_major=False),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from ..frozen_weight import plain_weights, unknown_format
 from .base import LOW_RANK, module_counters
 from .column_products_sm90 import ColumnOperands, column_products
 from .dropout_sm90 import Masks
@@ -29,9 +30,11 @@ def refusal(x, projections, routing, dropout) -> str | None:
         return "it needs a Hopper GPU"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, found {x.dtype}"
-    formats = [p.weight.format for p in projections]
-    if any(each != str(x.dtype) for each in formats):
-        return f"x is {x.dtype}, weights are stored as {', '.join(formats)}"
+    weights = [p.weight for p in projections]
+    if any(each.is_plain and each.format != str(x.dtype) for each in weights):
+        return f"x is {x.dtype}, weights are stored as {', '.join(w.format for w in weights)}"
+    if reasons := [r for each in weights if (r := unknown_format(each.format))]:
+        return reasons[0]
     rows, chunks = x.shape[0], routing.chunk_slot.shape[0]
     if rows % (chunks * TILE_M):
         return f"chunks of {rows // chunks} tokens; expected a multiple of {TILE_M}"
@@ -68,9 +71,10 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer, res
     rows = RowOperands(x, tuple(a for a, _ in factors), masks)
     (lows,) = low_ranks((rows,), routing)
     lows = tuple(checkpoint_name(low, LOW_RANK) for low in lows)
+    lhs, weights = plain_weights(x, [p.weight for p in projections], layer)
     outputs = tuple(
-        matmul((Term(x, p.weight, low, b),), routing, layer, transposed=False, residual=residual)
-        for p, low, (_, b) in zip(projections, lows, factors, strict=True)
+        matmul((Term(lhs, weight, low, b),), routing, layer, transposed=False, residual=residual)
+        for weight, low, (_, b) in zip(weights, lows, factors, strict=True)
     )
     added = None if residual is None else ()
     # With rematerialisation the factors are prepared again, once for all products of the backward
@@ -88,10 +92,13 @@ def _backward(modules, residuals, cotangents):
     rows = tuple(RowOperands(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
     d_lows = tuple(d_low for (d_low,) in low_ranks(rows, routing))
     masks = _masks(modules, x, routing, dropout, layer)
+    first, weights = plain_weights(gradients[0], [p.weight for p in projections], layer)
     dx = matmul(
         tuple(
-            Term(dy, p.weight, d_low, a)
-            for dy, p, d_low, (a, _) in zip(gradients, projections, d_lows, factors, strict=True)
+            Term(dy, weight, d_low, a)
+            for dy, weight, d_low, (a, _) in zip(
+                (first, *gradients[1:]), weights, d_lows, factors, strict=True
+            )
         ),
         routing,
         layer,

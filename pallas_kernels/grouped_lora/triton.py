@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout
-from ..frozen_weight import FrozenWeight
+from ..frozen_weight import FrozenWeight, plain_weights, unknown_format
 from .base import LOW_RANK, module_counters, with_residual
 
 _MAX_MODULES = 3
@@ -109,7 +109,9 @@ def _unsupported_stream(x, projections, routing) -> str | None:
 
 def _unsupported_projection(projection, x) -> str | None:
     weight = projection.weight
-    if weight.format != str(x.dtype):
+    if reason := unknown_format(weight.format):
+        return reason
+    if weight.is_plain and weight.format != str(x.dtype):
         return f"weight stored as {weight.format} for a stream of {x.dtype}"
     k, n = weight.shape[1:]
     if k % 64 or n % 64:
@@ -127,9 +129,10 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         checkpoint_name(s, LOW_RANK)
         for s in _low_rank(x, jnp.stack(down), routing, masks, transposed=False)
     )
+    lhs, weights = plain_weights(x, [p.weight for p in projections], layer)
     outputs = tuple(
-        _routed_matmul((_Term(x, p.weight, s, b),), layer, routing, None, transposed=False)
-        for p, s, b in zip(projections, intermediates, up, strict=True)
+        _routed_matmul((_Term(lhs, weight, s, b),), layer, routing, None, transposed=False)
+        for weight, s, b in zip(weights, intermediates, up, strict=True)
     )
     residuals = (x, projections, routing, dropout, layer, intermediates)
     return (outputs, accumulators), residuals
@@ -144,7 +147,8 @@ def _backward(modules, residuals, cotangents):
         _low_rank(dy, b[None], routing, None, transposed=True)[0]
         for dy, b in zip(dys, up, strict=True)
     )
-    terms = tuple(map(_Term, dys, (p.weight for p in projections), ds, down))
+    first, weights = plain_weights(dys[0], [p.weight for p in projections], layer)
+    terms = tuple(map(_Term, (first, *dys[1:]), weights, ds, down))
     dx = _routed_matmul(terms, layer, routing, masks, transposed=True)
     add_gradients = partial(_add_gradients, layer, _chunks_by_slot(routing))
     new_a = add_gradients(masks, x, ds, tuple(f.a for f in accumulators), transposed=False)

@@ -1,6 +1,7 @@
 """Backbones are read and written in Hugging Face's format; errors name the file or tensor at
 fault."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,10 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmux.models import (
+    BACKBONE_FORMATS,
     MODULES,
     Backbone,
     BackboneConfig,
     BackboneError,
+    checkpoint_tensors,
     linear_sizes,
     load_backbone,
     save_backbone,
@@ -322,3 +325,59 @@ def test_sizes_are_those_of_the_backbone():
         "up_proj": (16, 24),
         "down_proj": (24, 16),
     }
+
+
+@pytest.fixture
+def wide_folder(tmp_path) -> Path:
+    """A backbone whose linears have widths that every format can store."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "head_dim": 16}
+    config = dataclasses.replace(CONFIGS["llama"], **sizes)
+    save_backbone(random_backbone(config), tmp_path)
+    return tmp_path
+
+
+def linears(backbone: Backbone) -> dict[str, FrozenWeight]:
+    layers = backbone.weights["layers"]
+    return {n: own["kernel"] for block in ("self_attn", "mlp") for n, own in layers[block].items()}
+
+
+@pytest.mark.parametrize("backbone_format", BACKBONE_FORMATS)
+def test_linears_are_stored_in_the_format_asked_for(wide_folder, backbone_format, tmp_path):
+    plain = load_backbone(wide_folder)
+    backbone = load_backbone(wide_folder, backbone_format=backbone_format)
+    assert backbone.config.backbone_format == backbone_format
+    assert backbone.fingerprint == plain.fingerprint
+    assert_same_weights(backbone.weights | {"layers": None}, plain.weights | {"layers": None})
+    wanted = {
+        name: FrozenWeight.encoded(weight.values, backbone_format)
+        for name, weight in linears(plain).items()
+    }
+    assert_same_weights(linears(backbone), wanted)
+    abstract = abstract_weights(backbone.config, jnp.float32)
+    assert jax.tree.map(jnp.shape, backbone.weights) == jax.tree.map(jnp.shape, abstract)
+
+    # What reads tensors on the host sees the values with which the devices compute.
+    base = checkpoint_tensors(wide_folder, np.dtype(np.float32), backbone_format)
+    decoded = wanted["up_proj"].at_layer(1).decoded()
+    np.testing.assert_array_equal(base("model.layers.1.mlp.up_proj.weight"), decoded.T)
+    name = "model.embed_tokens.weight"
+    np.testing.assert_array_equal(base(name), plain.weights["embed_tokens"]["weight"])
+
+    save_backbone(backbone, tmp_path / "saved")
+    saved = linears(load_backbone(tmp_path / "saved"))
+    np.testing.assert_array_equal(saved["up_proj"].values[1], decoded)
+
+
+@pytest.mark.parametrize("backbone_format", BACKBONE_FORMATS)
+def test_a_random_backbone_in_a_format_decodes_to_normal_weights(backbone_format):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "head_dim": 16}
+    config = dataclasses.replace(CONFIGS["llama"], **sizes, backbone_format=backbone_format)
+    for weight in linears(Backbone.random(config)).values():
+        assert weight.format == backbone_format
+        assert 0.019 < np.std(weight.decoded()) < 0.021
+        assert np.any(weight.at_layer(0).decoded() != weight.at_layer(1).decoded())
+
+
+def test_a_linear_that_a_format_cannot_store_is_named(folder):
+    with pytest.raises(BackboneError, match="q_proj: .* 'nf4'; its rows have to be a multiple"):
+        load_backbone(folder, backbone_format="nf4")

@@ -1,16 +1,27 @@
 """A frozen weight multiplies in both directions, is a pytree, and names unknown formats."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_lora_cases import abstract, make_case, normals
+from grouped_lora_cases import (
+    abstract,
+    assert_same_bits,
+    differentiate,
+    interpreted_on_hopper,
+    make_case,
+    normals,
+)
 
-from jaxmux.pallas_kernels.frozen_weight import FORMATS, FrozenWeight
+from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS, FrozenWeight, plain_weights
 from jaxmux.pallas_kernels.grouped_lora import grouped_lora_linear, mosaic_gpu, triton
 
 LAYERS, K, N = 3, 12, 7
-KNOWN = "known: bfloat16, float16, float32"
+KNOWN = "known: bfloat16, float16, float32, float8, int8, nf4"
+ENCODED = ("int8", "nf4")
 
 
 def stack(dtype=jnp.float32) -> FrozenWeight:
@@ -22,7 +33,7 @@ def activation(width: int, dtype=jnp.float32):
 
 
 def in_unknown_format(weight: FrozenWeight) -> FrozenWeight:
-    return FrozenWeight(weight.values, jnp.ones(()), "nf4")
+    return FrozenWeight(weight.values, jnp.ones(()), "fp3")
 
 
 def assert_close(found, wanted):
@@ -30,7 +41,7 @@ def assert_close(found, wanted):
     np.testing.assert_allclose(np.float64(found), wanted, rtol=tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", PLAIN_FORMATS)
 def test_products_are_those_of_the_stored_values(dtype):
     weight, x, dy = stack(dtype).at_layer(1), activation(K, dtype), activation(N, dtype)
     values = np.float64(weight.values)
@@ -54,7 +65,7 @@ def test_the_transposed_product_is_the_gradient_of_the_product():
     np.testing.assert_allclose(vjp(dy)[0], weight.matmul_transposed(dy), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", PLAIN_FORMATS)
 def test_results_are_in_the_compute_dtype_whatever_the_format(dtype):
     weight = stack().at_layer(0)
     assert weight.matmul(activation(K, dtype)).dtype == dtype
@@ -113,7 +124,9 @@ def test_a_cast_changes_values_and_format():
 
 
 def test_values_of_an_unknown_dtype_are_refused_by_name():
-    with pytest.raises(ValueError, match=f"unknown weight format 'float8_e4m3fn'; {KNOWN}"):
+    with pytest.raises(
+        ValueError, match="stored as float8_e4m3fn; known: bfloat16, float16, float32"
+    ):
         FrozenWeight.of(stack().values.astype(jnp.float8_e4m3fn))
 
 
@@ -124,7 +137,7 @@ def test_values_of_an_unknown_dtype_are_refused_by_name():
 )
 def test_products_of_an_unknown_format_are_refused_by_name(product):
     weight = in_unknown_format(stack().at_layer(0))
-    with pytest.raises(ValueError, match=f"unknown weight format 'nf4'; {KNOWN}"):
+    with pytest.raises(ValueError, match=f"unknown weight format 'fp3'; {KNOWN}"):
         product(weight)
 
 
@@ -141,7 +154,7 @@ def in_unknown_projections(case):
 
 def test_no_implementation_serves_an_unknown_format():
     case = half_precision_case()
-    with pytest.raises(ValueError, match=f"xla cannot serve it: .*'nf4'; {KNOWN}"):
+    with pytest.raises(ValueError, match=f"unknown weight format 'fp3'; {KNOWN}"):
         grouped_lora_linear(case.x, in_unknown_projections(case), None, case.routing, None, 0, (0,))
 
 
@@ -159,3 +172,72 @@ def test_kernels_refuse_a_format_that_is_not_the_streams(dtype, h200, monkeypatc
     assert reason == f"x is bfloat16, weights are stored as {name}"
     reason = triton.refusal(case.x, other, case.routing, None)
     assert reason == f"weight stored as {name} for a stream of bfloat16"
+
+
+def encoded(format: str, layers: int = LAYERS) -> FrozenWeight:
+    values = normals(np.random.default_rng(0), layers, 64, 16, dtype=jnp.float32)
+    return FrozenWeight.encoded(values, format)
+
+
+@pytest.mark.parametrize("format", ENCODED)
+def test_products_with_encoded_weights_are_those_of_the_decoded_weights(format):
+    weight, x, dy = encoded(format).at_layer(1), activation(64), activation(16)
+    plain = FrozenWeight.of(weight.decoded())
+    assert weight.shape == plain.shape
+    np.testing.assert_array_equal(weight.matmul(x), plain.matmul(x))
+    np.testing.assert_array_equal(weight.matmul_transposed(dy), plain.matmul_transposed(dy))
+    y, vjp = jax.vjp(weight.matmul, x)
+    np.testing.assert_array_equal(y, plain.matmul(x))
+    np.testing.assert_array_equal(vjp(dy)[0], plain.matmul_transposed(dy))
+
+
+@pytest.mark.parametrize("format", ENCODED)
+def test_kernels_get_one_decoded_layer_in_the_dtype_of_the_stream(format):
+    weight, other = encoded(format), stack(jnp.bfloat16)
+    x = activation(64, jnp.bfloat16)
+    same, (found, kept) = plain_weights(x, (weight, other), 2)
+    np.testing.assert_array_equal(same, x)
+    assert kept is other
+    assert (found.format, found.shape) == ("bfloat16", (1, 64, 16))
+    np.testing.assert_array_equal(found.at_layer(2).values, weight.at_layer(2).decoded(x.dtype))
+
+
+@pytest.mark.parametrize("format", ENCODED)
+def test_decoded_weights_are_not_kept_from_the_forward_to_the_backward_pass(format):
+    def temporaries(layers: int) -> int:
+        def loss(x, weight):
+            for layer in range(layers):
+                x = jnp.tanh(weight.matmul(x, layer=layer))
+            return x.sum()
+
+        size = 512
+        weight = jax.eval_shape(
+            lambda: FrozenWeight.encoded(jnp.zeros((layers, size, size)), format)
+        )
+        compiled = jax.jit(jax.grad(loss)).lower(abstract(8, size), weight).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # A decoded layer has 1 MiB, an activation 16 KiB.
+    assert temporaries(6) - temporaries(3) < 2**19
+
+
+def test_weights_that_a_format_cannot_store_are_refused():
+    with pytest.raises(ValueError, match="'nf4'; its rows have to be a multiple of 64"):
+        FrozenWeight.encoded(stack().values, "nf4")
+    with pytest.raises(ValueError, match=f"unknown weight format 'fp3'; {KNOWN}"):
+        FrozenWeight.encoded(stack().values, "fp3")
+
+
+@pytest.mark.parametrize("format", ENCODED)
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_linear_with_adapters_is_that_of_the_decoded_weights(format, implementation):
+    case = half_precision_case()
+    (projection,) = case.projections
+    weight = FrozenWeight.encoded(projection.weight.values, format)
+    results = []
+    for own in (weight, weight.astype(jnp.bfloat16)):
+        changed = case._replace(projections=(projection._replace(weight=own),))
+        run = jax.jit(partial(differentiate, layer=1, implementation=implementation))
+        with interpreted_on_hopper() if implementation == "mosaic_gpu" else nullcontext():
+            results.append(jax.block_until_ready(run(changed)))
+    assert_same_bits(*results)

@@ -109,8 +109,8 @@ def test_a_weight_of_another_format_than_the_stream_is_refused(on_hopper):
 def test_a_weight_of_an_unknown_format_is_refused(on_hopper):
     case = triton_case(widths=(64,))
     (projection,) = case.projections
-    weight = FrozenWeight(projection.weight.values, None, "nf4")
-    assert "weight stored as nf4 for a stream of bfloat16" in refusal(
+    weight = FrozenWeight(projection.weight.values, None, "fp3")
+    assert "unknown weight format 'fp3'" in refusal(
         case._replace(projections=(projection._replace(weight=weight),))
     )
 
