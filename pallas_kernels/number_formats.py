@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
 
 FLOAT8_MAX = 448.0
-INT8_MAX = 127
+INT8_MAX = 127.0
 
 # Weights along k that share a scale in nf4, and such scales that share a scale of their own.
 NF4_BLOCK = 64
@@ -291,7 +291,7 @@ def _in_groups(flat: Float32[Array, "*L blocks"]) -> Float32[Array, "*L groups 2
 
 
 def _mean(numbers: Float32[Array, "*L N"]) -> Float32[Array, "*L"]:
-    """Mean along the last axis. Adding halves is accurate, and has the same bits on every device."""
+    """Mean along the last axis. Adding halves is accurate and gives the same bits everywhere."""
     count = numbers.shape[-1]
     while (length := numbers.shape[-1]) > 1:
         half = (length + 1) // 2
