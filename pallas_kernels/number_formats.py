@@ -1,0 +1,317 @@
+"""Number formats in which frozen weights are stored with scales: float8, int8 and nf4.
+
+The weight matrix W [k, n] of a linear, or a stack [L, k, n] of those of all layers, is encoded when
+it is loaded, as `values` of 4 or 8 bits and `scales`. Every layer of a stack gets the numbers that
+it would get alone. int8 and nf4 are those of bitsandbytes 0.50.2 on the CPU, bit for bit.
+
+- float8: e4m3, one scale for an output channel. Its products can be computed in float8
+  (`quantised_rows` encodes activations), and therefore the values lie with k last.
+- int8: one scale for an output channel (LLM.int8(), Dettmers et al. 2022, section 2.1).
+- nf4: 16 quantiles of the normal distribution, one scale for 64 values along k; the scales are
+  themselves stored in 8 bits (QLoRA, Dettmers et al. 2023, section 3).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
+
+FLOAT8_MAX = 448.0
+INT8_MAX = 127.0
+
+# Weights along k that share a scale in nf4, and such scales that share a scale of their own.
+NF4_BLOCK = 64
+ABSMAX_BLOCK = 256
+
+# The weight that a code of nf4 stands for, in a block whose largest weight is 1.
+NF4_TABLE = np.float32(
+    """
+    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
+    -0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725
+    0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941
+    0.7229568362236023 1.0
+    """.split()
+)
+
+# The positive numbers of the "dynamic map" of bitsandbytes but 1: for every power of ten from 1e-6
+# to 1, 2^i equally spaced ones below it, as torch rounds them.
+_DYNAMIC_MAGNITUDES = np.float32(
+    """
+    5.5000004e-07 3.2500002e-06 7.75e-06 2.1249998e-05 4.375e-05 6.625e-05 8.875e-05 0.00015625001
+    0.00026875004 0.00038125002 0.00049375003 0.0006062501 0.00071875006 0.00083125 0.0009437501
+    0.0012812499 0.00184375 0.00240625 0.00296875 0.0035312497 0.00409375 0.0046562497 0.0052187503
+    0.00578125 0.00634375 0.00690625 0.00746875 0.00803125 0.00859375 0.009156249 0.00971875
+    0.01140625 0.01421875 0.01703125 0.019843752 0.02265625 0.02546875 0.028281251 0.03109375
+    0.03390625 0.036718752 0.03953125 0.042343747 0.04515625 0.04796875 0.05078125 0.05359375
+    0.05640625 0.059218753 0.06203125 0.06484375 0.067656256 0.070468746 0.07328125 0.07609375
+    0.07890625 0.08171876 0.08453125 0.08734375 0.09015625 0.092968754 0.09578126 0.09859375
+    0.107031256 0.12109375 0.13515624 0.14921875 0.16328125 0.17734376 0.19140625 0.20546874
+    0.21953125 0.23359375 0.24765624 0.26171875 0.27578127 0.28984374 0.30390626 0.31796873
+    0.33203125 0.34609374 0.36015624 0.37421876 0.38828123 0.40234375 0.41640624 0.43046874
+    0.44453126 0.45859373 0.47265625 0.4867187 0.50078124 0.5148437 0.5289062 0.54296875 0.5570313
+    0.5710938 0.58515626 0.5992187 0.61328125 0.6273438 0.6414063 0.65546876 0.6695312 0.68359375
+    0.6976563 0.7117188 0.72578126 0.7398437 0.75390625 0.7679688 0.78203124 0.79609376 0.8101562
+    0.82421875 0.8382813 0.85234374 0.86640626 0.8804687 0.89453125 0.9085938 0.92265624 0.93671876
+    0.9507812 0.96484375 0.9789063 0.99296874
+    """.split()
+)
+# The number that an 8-bit code of an nf4 scale stands for, in a block whose largest is 1.
+DYNAMIC_MAP = np.float32([*-_DYNAMIC_MAGNITUDES[::-1], 0.0, *_DYNAMIC_MAGNITUDES, 1.0])
+
+# bitsandbytes looks up the 8-bit code of a number in [-1, 1] in a table with so many entries.
+_DYNAMIC_BINS = 65536
+
+_SMALLEST_NORMAL = np.finfo(np.float32).tiny
+
+
+class DoubleQuantised(NamedTuple):
+    """The scales of nf4, in 8 bits: `DYNAMIC_MAP[absmax] * nested + offset`.
+
+    Attributes:
+      absmax: codes of the largest magnitudes of all blocks of 64 weights, less their mean.
+      nested: the scale of 256 consecutive codes; those of a layer are counted row by row.
+      offset: mean of the largest magnitudes of all blocks of a layer.
+    """
+
+    absmax: UInt8[Array, "*L n blocks"]
+    nested: Float32[Array, "*L groups"]
+    offset: Float32[Array, "*L"]
+
+
+class NumberFormat(NamedTuple):
+    """How the weights W [k, n] of a linear, or of a stack [L, k, n], are stored.
+
+    Attributes:
+      encode: weights [*L, k, n] of any floating-point dtype to (values, scales).
+      decode: (values, scales) to float32 weights [*L, k, n], exactly those that are stored.
+      shape: the shape of `values` to that of the weights, (*L, k, n).
+      least_multiple: k has to be a multiple of it.
+    """
+
+    encode: Callable[[Float[Array, "*L k n"]], tuple[Array, Any]]
+    decode: Callable[[Array, Any], Float32[Array, "*L k n"]]
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    least_multiple: int = 1
+
+
+def quantised_rows(
+    x: Float[Array, "*N k"],
+) -> tuple[Float8e4m3fn[Array, "*N k"], Float32[Array, "*N"]]:
+    """Encodes every row of activations in float8 with a scale of its own.
+
+    A row that holds a NaN or an infinity becomes NaN, and no other row is changed by it.
+
+    Returns:
+      values: `x / scales`.
+      scales: `max(max |x| / 448, 1e-30)` of every row.
+    """
+    x = x.astype(jnp.float32)
+    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * _reciprocal(FLOAT8_MAX), 1e-30)
+    return _as_float8(x / scales[..., None]), scales
+
+
+def encode_float8(
+    weights: Float[Array, "*L k n"],
+) -> tuple[Float8e4m3fn[Array, "*L n k"], Float32[Array, "*L n"]]:
+    """Encodes weights in e4m3 with one scale for an output channel.
+
+    Returns:
+      values: `W^T / scales`.
+      scales: `max_k |W| / 448`; 1 for a channel that is zero.
+    """
+    channels = _channels(weights)
+    scales = jnp.max(jnp.abs(channels), axis=-1) * _reciprocal(FLOAT8_MAX)
+    # XLA flushes subnormal numbers to zero on some devices. No scale may be one, or 0 / 0 follows.
+    scales = jnp.where(scales < _SMALLEST_NORMAL, 1.0, scales)
+    return _as_float8(channels / scales[..., None]), scales
+
+
+def decode_float8(
+    values: Float8e4m3fn[Array, "*L n k"], scales: Float32[Array, "*L n"]
+) -> Float32[Array, "*L k n"]:
+    """The weights that `encode_float8` stored."""
+    return jnp.swapaxes(values.astype(jnp.float32) * scales[..., None], -1, -2)
+
+
+def encode_int8(
+    weights: Float[Array, "*L k n"],
+) -> tuple[Int8[Array, "*L k n"], Float32[Array, "*L n"]]:
+    """Encodes weights in int8 with one scale for an output channel.
+
+    Returns:
+      values: `W * 127 / scales`, rounded to nearest even.
+      scales: `max_k |W|`; 0 for a channel that is zero.
+    """
+    weights = weights.astype(jnp.float32)
+    absmax = jnp.max(jnp.abs(weights), axis=-2)
+    # bitsandbytes multiplies by the reciprocal, rounded, and its codes depend on that.
+    factor = (1.0 / absmax) * INT8_MAX
+    factor = jnp.where(jnp.isfinite(factor), factor, 0.0)
+    return jnp.rint(weights * factor[..., None, :]).astype(jnp.int8), absmax
+
+
+def decode_int8(
+    values: Int8[Array, "*L k n"], scales: Float32[Array, "*L n"]
+) -> Float32[Array, "*L k n"]:
+    """The weights that `encode_int8` stored: `values * scales / 127`."""
+    return values.astype(jnp.float32) * scales[..., None, :] * _reciprocal(INT8_MAX)
+
+
+def encode_nf4(
+    weights: Float[Array, "*L k n"],
+) -> tuple[UInt8[Array, "*L n bytes"], DoubleQuantised]:
+    """Encodes weights in nf4, blocks of 64 along k, with doubly quantised scales.
+
+    Returns:
+      values: two codes in a byte, the first of them in its upper half; [*L, n, k / 2].
+      scales: see `encode_absmax`.
+
+    Raises:
+      ValueError: k is not a multiple of 64.
+    """
+    values, absmax = encode_blocks(weights)
+    return values, encode_absmax(absmax)
+
+
+def decode_nf4(
+    values: UInt8[Array, "*L n bytes"], scales: DoubleQuantised | Float32[Array, "*L n blocks"]
+) -> Float32[Array, "*L k n"]:
+    """The weights that `encode_nf4` stored.
+
+    Args:
+      values: see `encode_nf4`.
+      scales: doubly quantised, or plain float32 as `encode_blocks` returns them.
+    """
+    absmax = decode_absmax(scales) if isinstance(scales, DoubleQuantised) else scales
+    blocks = values.reshape(*absmax.shape, NF4_BLOCK // 2, 1)
+    codes = (blocks >> jnp.array([4, 0], jnp.uint8)) & 15
+    numbers = jnp.asarray(NF4_TABLE).at[codes].get(mode="promise_in_bounds")
+    channels = numbers * absmax[..., None, None]
+    return jnp.swapaxes(channels.reshape(*values.shape[:-1], -1), -1, -2)
+
+
+def encode_blocks(
+    weights: Float[Array, "*L k n"],
+) -> tuple[UInt8[Array, "*L n bytes"], Float32[Array, "*L n blocks"]]:
+    """Encodes weights in nf4, blocks of 64 along k, with scales in float32.
+
+    Returns:
+      values: see `encode_nf4`.
+      absmax: the largest magnitude of every block, [*L, n, k / 64].
+
+    Raises:
+      ValueError: k is not a multiple of 64.
+    """
+    if weights.shape[-2] % NF4_BLOCK:
+        raise ValueError(
+            f"nf4 takes blocks of {NF4_BLOCK} weights along the input of a linear, "
+            f"which is {weights.shape[-2]} wide"
+        )
+    channels = _channels(weights)
+    blocks = channels.reshape(*channels.shape[:-1], -1, NF4_BLOCK)
+    absmax = jnp.max(jnp.abs(blocks), axis=-1)
+    scaled = blocks * (1.0 / jnp.maximum(absmax, _SMALLEST_NORMAL))[..., None]
+    codes = _nearest(jnp.clip(scaled, -1.0, 1.0), NF4_TABLE)
+    pairs = codes.reshape(*channels.shape[:-1], -1, 2)
+    return (pairs[..., 0] << 4) | pairs[..., 1], absmax
+
+
+def encode_absmax(
+    absmax: Float32[Array, "*L n blocks"], offset: Float32[Array, "*L"] | None = None
+) -> DoubleQuantised:
+    """Encodes the scales of nf4 in 8 bits.
+
+    Args:
+      absmax: the largest magnitudes of blocks of weights.
+      offset: what is subtracted from `absmax`; None for their mean. bitsandbytes takes the mean,
+        whose last bit depends on the order of the sum.
+    """
+    *stack, _, _ = absmax.shape
+    flat = absmax.reshape(*stack, -1)
+    if offset is None:
+        offset = _mean(flat)
+    groups = _in_groups(flat - offset[..., None])
+    nested = jnp.max(jnp.abs(groups), axis=-1)
+    scaled = groups * (1.0 / jnp.maximum(nested, _SMALLEST_NORMAL))[..., None]
+    # bitsandbytes divides [-1, 1] into bins, and all numbers of a bin get the code of its middle.
+    middle = (jnp.clip(scaled, -1.0, 1.0) + 1.0) * 0.5 * (_DYNAMIC_BINS - 1) + 0.5
+    codes = jnp.asarray(_codes_of_bins()).at[middle.astype(jnp.int32)].get(mode="clip")
+    codes = jnp.where(nested[..., None] == 0, 0, codes).reshape(*stack, -1)
+    return DoubleQuantised(codes[..., : flat.shape[-1]].reshape(absmax.shape), nested, offset)
+
+
+def decode_absmax(scales: DoubleQuantised) -> Float32[Array, "*L n blocks"]:
+    """The largest magnitudes of blocks of weights that `encode_absmax` stored."""
+    codes, nested, offset = scales
+    *stack, n, blocks = codes.shape
+    per_code = jnp.repeat(nested, ABSMAX_BLOCK, axis=-1)[..., : n * blocks]
+    numbers = jnp.asarray(DYNAMIC_MAP).at[codes].get(mode="promise_in_bounds")
+    product = numbers * per_code.reshape(codes.shape)
+    # The maximum changes nothing, but compilers may not join a product and a sum around it to one
+    # operation, which rounds once where bitsandbytes rounds twice.
+    return jnp.maximum(product, np.finfo(np.float32).min) + offset[..., None, None]
+
+
+def _channels(weights: Float[Array, "*L k n"]) -> Float32[Array, "*L n k"]:
+    return jnp.swapaxes(weights, -1, -2).astype(jnp.float32)
+
+
+def _reciprocal(number: float) -> np.float32:
+    """1 / number in float32. XLA turns division by a constant into a product with it, and code that
+    asks for the product has the same bits wherever it runs."""
+    return np.float32(1) / np.float32(number)
+
+
+def _as_float8(scaled: Float32[Array, "*N"]) -> Float8e4m3fn[Array, "*N"]:
+    # A cast alone makes a NaN of what is beyond the largest number.
+    return jnp.clip(scaled, -FLOAT8_MAX, FLOAT8_MAX).astype(jnp.float8_e4m3fn)
+
+
+def _nearest(numbers: Float32[Array, "*N"], table: np.ndarray) -> UInt8[Array, "*N"]:
+    """Index of the entry of a small ascending table that is nearest; the lower one of two."""
+    midpoints = (table[1:] + table[:-1]) / 2
+    return sum((numbers > midpoint).astype(jnp.uint8) for midpoint in midpoints)
+
+
+@functools.cache
+def _codes_of_bins() -> np.ndarray:
+    bins = np.arange(_DYNAMIC_BINS, dtype=np.float32)
+    middles = np.float32(-1) + np.float32(2) * bins / np.float32(_DYNAMIC_BINS - 1)
+    midpoints = (DYNAMIC_MAP[1:] + DYNAMIC_MAP[:-1]) * np.float32(0.5)
+    return np.searchsorted(midpoints, middles, side="left").astype(np.uint8)
+
+
+def _in_groups(flat: Float32[Array, "*L blocks"]) -> Float32[Array, "*L groups 256"]:
+    """Groups of 256 numbers, the last one filled up with zeros."""
+    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % ABSMAX_BLOCK)]
+    return jnp.pad(flat, padding).reshape(*flat.shape[:-1], -1, ABSMAX_BLOCK)
+
+
+def _mean(numbers: Float32[Array, "*L N"]) -> Float32[Array, "*L"]:
+    """Mean along the last axis. Adding halves is accurate and gives the same bits everywhere."""
+    count = numbers.shape[-1]
+    while (length := numbers.shape[-1]) > 1:
+        half = (length + 1) // 2
+        second = jnp.pad(numbers[..., half:], [(0, 0)] * (numbers.ndim - 1) + [(0, length % 2)])
+        numbers = numbers[..., :half] + second
+    total = numbers[..., 0]
+    # XLA would turn division by a constant into a product with its reciprocal, which rounds twice.
+    return total / (count + 0.0 * total)
+
+
+def _transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _unpacked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], 2 * shape[-1], shape[-2])
+
+
+FORMATS: dict[str, NumberFormat] = {
+    "float8": NumberFormat(encode_float8, decode_float8, _transposed_shape),
+    "int8": NumberFormat(encode_int8, decode_int8, lambda shape: shape),
+    "nf4": NumberFormat(encode_nf4, decode_nf4, _unpacked_shape, NF4_BLOCK),
+}
