@@ -8,8 +8,8 @@ functional = pytest.importorskip("bitsandbytes").functional
 
 LAYERS = 2
 # By case, the dtype and the shape [n, k] of the weights of a layer, and whether the sum of the
-# largest weights of all blocks is exact in float32. If it is not, their mean depends on the order in
-# which torch adds, which differs between machines; jaxmux is then given the mean of bitsandbytes.
+# largest weights of all blocks is exact in float32. If not, their mean depends on the order in which
+# torch adds, which differs between machines; jaxmux is then given the mean of bitsandbytes.
 CASES = {
     "float32": (torch.float32, (96, 448), True),
     "bfloat16": (torch.bfloat16, (32, 1024), True),
