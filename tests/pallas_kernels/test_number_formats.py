@@ -93,6 +93,13 @@ def test_the_first_code_of_a_byte_of_nf4_is_its_upper_half():
     assert values[0, :3].tolist() == [15 * 16 + 0, 15 * 16 + 7, 7 * 16 + 7] and absmax == 1
 
 
+def test_a_weight_between_two_numbers_of_nf4_gets_the_lower_one():
+    ties = np.float32([1, *(NF4_TABLE[1:] + NF4_TABLE[:-1]) / 2]).repeat(4)
+    values, absmax = jax.jit(encode_blocks)(ties[:, None])
+    found = DECODE["nf4"](values, absmax)[:, 0]
+    np.testing.assert_array_equal(found, np.roll(NF4_TABLE, 1).repeat(4))
+
+
 def test_scales_of_nf4_are_the_nearest_numbers_of_the_map_around_their_mean():
     absmax = np.abs(blocks_of(stack())).max(axis=-1)
     scales = ENCODE["nf4"](stack())[1]

@@ -8,25 +8,30 @@ functional = pytest.importorskip("bitsandbytes").functional
 
 LAYERS = 2
 # By case, the dtype and the shape [n, k] of the weights of a layer, and whether the sum of the
-# largest weights of all blocks is exact in float32. If not, their mean depends on the order in which
-# torch adds, which differs between machines; jaxmux is then given the mean of bitsandbytes.
+# largest weights of all blocks is exact in float32. Otherwise their mean depends on the order in
+# which torch adds, which differs between machines; jaxmux is given the mean of bitsandbytes.
 CASES = {
     "float32": (torch.float32, (96, 448), True),
     "bfloat16": (torch.bfloat16, (32, 1024), True),
     "float16": (torch.float16, (50, 192), True),
-    "one block": (torch.float32, (1, 64), True),
+    "ties": (torch.float32, (1, 64), True),
     "any sum": (torch.float32, (136, 1920), False),
 }
 
 
 def weights_of(case: str) -> torch.Tensor:
-    """Weights [L, n, k] with an outlier, a channel of zeros, and channels of other deviations."""
+    """Weights [L, n, k] with an outlier, a channel of zeros, and channels of other deviations. In the
+    case "ties", they lie between two numbers of nf4."""
     dtype, (n, k), exact = CASES[case]
+    if case == "ties":
+        code = functional.get_4bit_type("nf4", device="cpu")
+        ties = torch.cat([code[-1:], (code[1:] + code[:-1]) / 2]).repeat(4)
+        return torch.stack([ties, -ties])[:, None]
     generator = torch.Generator().manual_seed(len(case))
     weights = torch.randn(LAYERS, n, k, generator=generator)
     weights *= torch.randn(LAYERS, n, 1, generator=generator).exp()
     weights[:, n // 2, 3] = 30
-    weights[:, n // 3] = 0 if n > 1 else 0.5
+    weights[:, n // 3] = 0
     if exact:
         # Multiples of 2^-8 below 2^5: the sum of up to 2^11 of them is exact.
         blocks = weights.clamp(-31, 31).view(LAYERS, -1, 64)
@@ -104,7 +109,7 @@ def test_bitsandbytes_decodes_to_half_precision_by_rounding_the_float32_weights(
 
 
 def test_tables_are_those_of_bitsandbytes(encoded):
-    _, state = nf4_of(weights_of("one block")[0], double=True)
+    _, state = nf4_of(weights_of("ties")[0], double=True)
     np.testing.assert_array_equal(encoded["tables"]["nf4"], state.code)
     np.testing.assert_array_equal(encoded["tables"]["dynamic"], state.state2.code)
     assert (state.blocksize, state.state2.blocksize) == (64, 256)
