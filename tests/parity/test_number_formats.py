@@ -20,8 +20,10 @@ CASES = {
 
 
 def weights_of(case: str) -> torch.Tensor:
-    """Weights [L, n, k] with an outlier, a channel of zeros, and channels of other deviations. In the
-    case "ties", they lie between two numbers of nf4."""
+    """Weights [L, n, k] with an outlier, a channel of zeros, and channels of other deviations.
+
+    Those of the case "ties" lie between two numbers of nf4.
+    """
     dtype, (n, k), exact = CASES[case]
     if case == "ties":
         code = functional.get_4bit_type("nf4", device="cpu")
