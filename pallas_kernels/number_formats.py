@@ -124,8 +124,7 @@ def encode_float8(
     """
     channels = _channels(weights)
     scales = jnp.max(jnp.abs(channels), axis=-1) * _reciprocal(FLOAT8_MAX)
-    # XLA flushes subnormal numbers to zero on some devices. No scale may be one, or 0 / 0 follows.
-    scales = jnp.where(scales < _SMALLEST_NORMAL, 1.0, scales)
+    scales = jnp.where(scales == 0, 1.0, scales)
     return _as_float8(channels / scales[..., None]), scales
 
 
@@ -266,7 +265,7 @@ def _reciprocal(number: float) -> np.float32:
 
 
 def _as_float8(scaled: Float32[Array, "*N"]) -> Float8e4m3fn[Array, "*N"]:
-    # A cast alone makes a NaN of what is beyond the largest number.
+    # A scale rounded down leaves numbers beyond the largest, of which a cast alone makes NaN.
     return jnp.clip(scaled, -FLOAT8_MAX, FLOAT8_MAX).astype(jnp.float8_e4m3fn)
 
 

@@ -1,6 +1,6 @@
 """jaxmux's side of the comparison; the interpreter of the main environment runs it.
 
-    python jaxmux_side.py forward|train FOLDER
+    python jaxmux_side.py forward|train|encode FOLDER
 
 It reads FOLDER/request.json and writes adapter folders, .npz and .json files into FOLDER. The paths
 in a request are absolute or relative to FOLDER.
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from encoded_weights import encoded_weights, number_tables
 
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
@@ -124,6 +125,16 @@ def train(folder: Path, request: Request) -> None:
         first = i * SLOTS
         logits |= packed_logits(backbone, adapters[first : first + SLOTS], prompts, first)
     save_arrays(folder / "logits" / "final.npz", logits)
+
+
+def encode(folder: Path, request: Request) -> None:
+    """Writes `encoded/<case>.npz`, the weights of every case in number formats with scales, and
+    `encoded/tables.npz`, the numbers that codes stand for."""
+    for name, case in request["cases"].items():
+        offset = case["offset"] and np.float32(case["offset"])
+        found = encoded_weights(np.load(folder / case["weights"]), case["dtype"], offset)
+        save_arrays(folder / "encoded" / f"{name}.npz", found)
+    save_arrays(folder / "encoded" / "tables.npz", number_tables())
 
 
 def random_backbone(config: BackboneConfig) -> Backbone:
@@ -296,5 +307,5 @@ def save_json(path: Path, value: Any) -> None:
 
 if __name__ == "__main__":
     command, where = sys.argv[1], Path(sys.argv[2])
-    commands = {"forward": forward, "train": train}
+    commands = {"forward": forward, "train": train, "encode": encode}
     commands[command](where, json.loads((where / "request.json").read_text()))
