@@ -149,7 +149,12 @@ def measured_models(
             f"{path}: measured for another backbone, {name}={measured}, the config's has "
             f"{wanted}; measure it with python -m jaxmux.profile"
         )
-    backbone = dataclasses.replace(profile.backbone, layers=size.layers)
+    backbone = dataclasses.replace(
+        profile.backbone,
+        layers=size.layers,
+        layer_bytes=size.layer_bytes,
+        backbone_format=size.backbone_format,
+    )
     times = dataclasses.replace(fit_time_model(profile), backbone=backbone)
     times, estimated = with_estimated_collectives(times, replica)
     note = f"not in the profile, so estimated for H200s: {', '.join(estimated)} devices"

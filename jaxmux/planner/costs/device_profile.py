@@ -63,6 +63,8 @@ class BackboneSize:
       head_block_bytes: bytes of one block of float32 logits and of its gradient. The loss is
         computed in blocks of tokens, and only one block exists at a time.
       packed: additional bytes of attention in rows that may hold several sequences.
+      backbone_format: format in which the weights of the linears are stored, for example "nf4";
+        None for the dtype of the stream. Linears in a format are decoded before each product.
     """
 
     name: str
@@ -76,6 +78,15 @@ class BackboneSize:
     kept: Mapping[str, tuple[float, float]]
     head_block_bytes: int
     packed: PackedBytes
+    backbone_format: str | None = None
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of the largest decoded weights that exist at a time: those of two linears (gate and
+        up) of which one product takes the gradient."""
+        if self.backbone_format is None:
+            return 0
+        return 2 * self.stream_bytes * max(k * n for k, n in self.linears.values())
 
     @property
     def head_layers(self) -> float:
@@ -383,8 +394,13 @@ def _make(kind: type, raw: Mapping[str, Any], where: str) -> Any:
     """Returns a dataclass with these values; errors name the key that is missing, unknown or
     mistyped."""
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    optional = {
+        field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
+    }
     for name in (*fields, *raw):
         if name not in raw:
+            if name in optional:
+                continue
             raise ProfileError(f"{where}: {name} is missing")
         if name not in fields:
             raise ProfileError(f"{where}: unknown key {name}; known: {', '.join(fields)}")

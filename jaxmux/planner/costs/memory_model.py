@@ -90,7 +90,8 @@ class MemoryModel:
         This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
         tasks, divided over the S stages. Tensor parallelism divides it further, and fully sharded
         data parallelism divides the weights. It needs room for what is gathered: two layers (the
-        one that is computed and the next one), or the head.
+        one that is computed and the next one), or the head. Weights in a format that is no dtype
+        need room for those that are decoded.
 
         Args:
           pool: sizes of the pool that holds all tasks.
@@ -112,7 +113,7 @@ class MemoryModel:
             + own * pool.state_bytes(size) / size.layers
             for own, end in zip(layers, outside, strict=True)
         )
-        return (max(of_stages) + gathered) / replica.tp
+        return (max(of_stages) + gathered + size.decoded_bytes) / replica.tp
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one

@@ -18,6 +18,7 @@ from .adapter_times import AdapterLoad, AdapterTimes
 from .attention_times import AttentionTimes
 from .curve import Curve
 from .device_profile import BackboneSize, ProfileError
+from .h200 import DECODED_PER_SECOND
 from .kind_times import BACKWARD, share_of_linears
 from .pool_spec import PoolSpec
 
@@ -244,7 +245,23 @@ class TimeModel:
         # Tensor-parallel devices compute most kinds on the whole stream.
         kinds = share_of_linears(pool, self.backbone, shape.chunk_len) * self.base(total)
         backward = both - forward + self.recompute[remat] * base
-        return Passes(forward + kinds, backward + BACKWARD * kinds)
+        decoding = Passes(*(own / tp for own in self._decoding(remat)))
+        return Passes(
+            forward + kinds + decoding.forward, backward + BACKWARD * kinds + decoding.backward
+        )
+
+    def _decoding(self, remat: str) -> Passes:
+        """Returns the seconds in which the weights of one layer are decoded, at an H200's rates."""
+        if self.backbone.backbone_format is None:
+            return Passes(0.0, 0.0)
+        rate = DECODED_PER_SECOND[self.backbone.backbone_format]
+        sizes = {module: k * n for module, (k, n) in self.backbone.linears.items()}
+        again = {
+            "full": sum(sizes.values()),
+            "lean": sum(sizes.get(f"mlp.{name}_proj", 0) for name in ("gate", "up")),
+        }
+        once = sum(sizes.values()) / rate
+        return Passes(once, once + again.get(remat, 0) / rate)
 
     def _rows(self, times: AttentionTimes, shape: ShapeClass) -> float:
         """Returns the seconds per token that attention takes in these rows, minus those in the rows
