@@ -73,6 +73,8 @@ def main() -> None:
         baselines.append(baseline)
         print(one_line(baseline), flush=True)
     config = llama_config(args)
+    if args.kv_heads:
+        config = dataclasses.replace(config, num_kv_heads=args.kv_heads)
     for case in args.cases:
         tasks, length = (int(part) for part in case.split("x"))
         for remat, form in product(args.remat, args.formats):
@@ -299,6 +301,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--kv_heads", type=int, help="key heads; default: a quarter of the heads")
     baseline = parser.add_mutually_exclusive_group()
     baseline.add_argument(
         "--peft", nargs="*", default=["4x2048", "8x128", "8x64"], help="batch x length"
