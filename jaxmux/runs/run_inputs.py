@@ -109,13 +109,12 @@ def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> di
         "format": FORMAT,
         "backbone": backbone,
         "dtype": options.dtype,
+        "backbone_format": options.backbone_format,
         "tokens_per_microbatch": options.tokens_per_microbatch,
         "row_len": options.row_len,
         "chunk_len": options.chunk_len,
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
-        # Run directories from before there were formats have no such key.
-        **({"backbone_format": options.backbone_format} if options.backbone_format else {}),
     }
 
 

@@ -88,9 +88,12 @@ def tuning_server(
         own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
     admissions = server_admissions(options, config, own_options)
     with ExitStack() as stack:
-        identity = {"backbone": path, "fingerprint": fingerprint, "dtype": str(dtype)}
-        if options.backbone_format:
-            identity["backbone_format"] = options.backbone_format
+        identity = {
+            "backbone": path,
+            "fingerprint": fingerprint,
+            "dtype": str(dtype),
+            "backbone_format": options.backbone_format,
+        }
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
         model = load_on(options.deployment, path, dtype, config)
         first, *others = admissions or (None,)

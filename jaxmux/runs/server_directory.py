@@ -16,6 +16,8 @@ from .run_directory import RunDirectoryError
 FORMAT = 1
 # The key of the sizes in server.json.
 _SIZES = "sizes"
+# What is newer than some records, with the values that these stand for.
+_NEWER = {"backbone_format": None}
 # What a server writes: by name, True for a folder.
 _OWN = {
     "server.json": False,
@@ -136,7 +138,7 @@ class ServerDirectory:
                 raise self._error(f"{e.filename or record}: {e.strerror}") from None
 
     def _refuse_other(self, record: Path, identity: dict[str, Any]) -> None:
-        recorded = self._read(record)
+        recorded = _NEWER | self._read(record)
         missing = [key for key in identity if key not in recorded]
         if missing:
             raise self._damaged(f"it has no {missing[0]}")

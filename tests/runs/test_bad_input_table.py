@@ -59,7 +59,7 @@ CHOICES = {
     "tiny/LoRA": ("initialisation",),
     "tiny/Schedule": ("kind",),
     "tiny/Source": ("form", "loss_on", "overlong", "on_bad_record", "special_tokens"),
-    "fine_tune": ("dtype", "remat", "attention", "grouped_lora"),
+    "fine_tune": ("dtype", "backbone_format", "remat", "attention", "grouped_lora"),
 }
 TEXTS = {
     "tiny/Task": ("resume_from", "sample_prompt"),
