@@ -23,6 +23,8 @@ from .kinds import KINDS, kind_of
 SETTINGS = "adapter_config.json"
 # The key of the base model's fingerprint in the metadata of the weights.
 _BASE = "jaxmux.base_fingerprint"
+# The key there of the format in which the base model's linears were stored, if it was no dtype.
+_BASE_FORMAT = "jaxmux.base_format"
 # Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
 _DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
 
@@ -60,7 +62,8 @@ def export_adapter(
         within a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n] of all L layers, for
         input width k, output width n and the adapter's rank r.
       spec: the specification with which the adapter was trained, for example a `LoRA`.
-      config: configuration of the backbone (`Backbone.config`).
+      config: configuration of the backbone (`Backbone.config`). Its `backbone_format` is recorded
+        in the metadata of the weights.
       base_model: name or path of the backbone, recorded as `base_model_name_or_path`.
       serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
         multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank, no rsLoRA),
@@ -86,7 +89,8 @@ def export_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
     weights = folder / ".weights.partial"
-    metadata = {"format": "pt"} | ({_BASE: base_fingerprint} if base_fingerprint else {})
+    metadata = {"format": "pt", _BASE: base_fingerprint, _BASE_FORMAT: config.backbone_format}
+    metadata = {key: value for key, value in metadata.items() if value}
     try:
         save_file(tensors, weights, metadata=metadata)
     except SafetensorError as e:

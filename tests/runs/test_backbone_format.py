@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxmux import PlanningError, RunDirectoryError, RunOptions
@@ -38,6 +39,9 @@ def test_a_run_trains_what_it_trains_on_the_decoded_backbone(
         load_file(folder / "adapters" / "one" / "adapter_model.safetensors")
         for folder in (run_dir, tmp_path / "run", tmp_path / "plain")
     )
+    weights = run_dir / "adapters" / "one" / "adapter_model.safetensors"
+    with safe_open(weights, framework="numpy") as file:
+        assert file.metadata()["jaxmux.base_format"] == "int8"
     for name, tensor in found.items():
         np.testing.assert_array_equal(tensor, wanted[name])
     assert any(np.any(tensor != plain[name]) for name, tensor in found.items())
