@@ -26,7 +26,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-        "--xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_multi_thread_eigen=false "
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
         # `make test-devices` sets the number of devices into which JAX divides the CPU.
         f"--xla_force_host_platform_device_count={os.environ.get('JAXMUX_TEST_DEVICES', '1')}",
@@ -42,12 +42,12 @@ if find_spec("jax"):
 
     # Every annotated function of the kernels checks the shapes and dtypes of its arguments and
     # results. The hook must be installed before the package is imported. Triton compiles the source
-    # of its kernels, which the hook would wrap.
+    # of its kernels, which the hook would wrap. `compilation` visits every operation of a program.
     install_import_hook(
         [
             ".".join(("jaxmux", *path.relative_to(ROOT).with_suffix("").parts))
             for path in (ROOT / "pallas_kernels").rglob("*.py")
-            if path.stem not in ("__init__", "triton_kernels")
+            if path.stem not in ("__init__", "compilation", "triton_kernels")
         ],
         "beartype.beartype",
     )
