@@ -36,6 +36,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Programs are traced and compiled faster if their operations do not say where in Python they are.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 if find_spec("jax"):
     from jaxtyping import install_import_hook
@@ -58,7 +60,7 @@ def pytest_collection_finish() -> None:
     # JAX makes millions of small objects while it traces, and the collector's default settings take
     # a tenth of the time of tests that trace much. It need not look at what was imported.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(50_000, 20, 50)
     # Grain takes a millisecond to shuffle one index, which depends on the arguments only.
     if shuffling := sys.modules.get(SHUFFLING):
         shuffling.index_shuffle = functools.cache(shuffling.index_shuffle)
