@@ -34,7 +34,8 @@ endef
 
 MAIN = .venv/bin
 PEFT = .venv-peft/bin
-PIP_INSTALL = pip install -qq --disable-pip-version-check
+# Most of the installed files are never imported. The others are compiled when they are.
+PIP_INSTALL = pip install -qq --disable-pip-version-check --no-compile
 
 .venv/installed: pyproject.toml constraints.txt
 	$(call create-venv,.venv,12,$(PYTHONS),PYTHON)

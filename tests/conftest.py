@@ -26,7 +26,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-        "--xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_multi_thread_eigen=false "
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
         # `make test-devices` sets the number of devices into which JAX divides the CPU.
         f"--xla_force_host_platform_device_count={os.environ.get('JAXMUX_TEST_DEVICES', '1')}",
@@ -36,18 +36,20 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Programs are traced and compiled faster if their operations do not say where in Python they are.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 if find_spec("jax"):
     from jaxtyping import install_import_hook
 
     # Every annotated function of the kernels checks the shapes and dtypes of its arguments and
     # results. The hook must be installed before the package is imported. Triton compiles the source
-    # of its kernels, which the hook would wrap.
+    # of its kernels, which the hook would wrap. `compilation` visits every operation of a program.
     install_import_hook(
         [
             ".".join(("jaxmux", *path.relative_to(ROOT).with_suffix("").parts))
             for path in (ROOT / "pallas_kernels").rglob("*.py")
-            if path.stem not in ("__init__", "triton_kernels")
+            if path.stem not in ("__init__", "compilation", "triton_kernels")
         ],
         "beartype.beartype",
     )
@@ -58,7 +60,7 @@ def pytest_collection_finish() -> None:
     # JAX makes millions of small objects while it traces, and the collector's default settings take
     # a tenth of the time of tests that trace much. It need not look at what was imported.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(50_000, 20, 50)
     # Grain takes a millisecond to shuffle one index, which depends on the arguments only.
     if shuffling := sys.modules.get(SHUFFLING):
         shuffling.index_shuffle = functools.cache(shuffling.index_shuffle)

@@ -87,12 +87,18 @@ class TrainingStep(NamedTuple):
 
     Attributes:
       forward: the options of its forward pass.
-      scratch_bytes: bytes of device memory that it needs while it runs, besides its arguments and
-        results; 0 if unknown.
+      program: the program.
     """
 
     forward: ForwardOptions
-    scratch_bytes: int
+    program: jax.stages.Compiled
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of device memory that it needs while it runs, besides its arguments and results; 0
+        if unknown."""
+        stats = self.program.memory_analysis()
+        return int(stats.temp_size_in_bytes) if stats else 0
 
 
 def compile_accumulate(
@@ -132,5 +138,4 @@ def compile_accumulate(
             raise microbatch_too_large(options.shape.tokens)
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
-    stats = compiled(accumulate.lower(*arguments)).memory_analysis()
-    return TrainingStep(forward, int(stats.temp_size_in_bytes) if stats else 0)
+    return TrainingStep(forward, compiled(accumulate.lower(*arguments)))

@@ -83,6 +83,8 @@ def test_programs_for_another_size_are_compiled_beside_training(tasks, make_engi
         programs = engine.compile_ahead(size)
         while not programs.ready:
             engine.train_round()
+            # The compiler needs the processors more.
+            time.sleep(0.2)
         compiles.clear()
         engine.resize(size, programs)
         assert engine.size == size

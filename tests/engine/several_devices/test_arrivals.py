@@ -312,6 +312,8 @@ def test_programs_for_another_size_are_compiled_beside_training(
         programs = engine.compile_ahead(size)
         while not programs.ready:
             engine.train_round()
+            # The compiler needs the processors more.
+            time.sleep(0.2)
         before = len(compiles)
         engine.resize(size, programs)
         assert engine.size == size
