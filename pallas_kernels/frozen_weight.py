@@ -10,11 +10,15 @@ A weight whose format is not a dtype of activations is decoded right before each
 and backward, and the decoded layer is dropped behind it. Both decode the same array, so XLA would
 decode once and keep the result from the forward to the backward pass; an optimization barrier ties
 each decoding to the activation of its product.
+
+Weights in float8 are not decoded. Activations and gradients are encoded too, with one scale for
+each token, so that no token's numbers depend on another's. The scales of output channels leave the
+sum of `x W`, and are folded into `dy` before it is encoded for `dy W^T`.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -27,6 +31,8 @@ from . import number_formats
 # In these formats the stored values are the weights themselves, in the dtype of the same name.
 PLAIN_FORMATS = ("bfloat16", "float16", "float32")
 FORMATS = (*PLAIN_FORMATS, *number_formats.FORMATS)
+# Products with weights in this format are computed in it.
+FLOAT8 = "float8"
 
 
 @jax.tree_util.register_dataclass
@@ -152,19 +158,30 @@ class FrozenWeight:
         return _product(dtype, x, self, layer)
 
     def matmul_transposed(
-        self, dy: Float[Array, "*N n"], layer: Int[Array, ""] | int | None = None
+        self,
+        dy: Float[Array, "*N n"],
+        layer: Int[Array, ""] | int | None = None,
+        row_scales: Float[Array, "*N"] | None = None,
     ) -> Float[Array, "*N k"]:
         """`dy W^T`, in plain XLA: the gradient of `matmul` by `x`.
 
         Args:
           dy: gradients of outputs, in the compute dtype, which is also that of the result.
           layer: index of a layer, if this is a stack.
+          row_scales: of the rows of `dy` in float8, from `shared_row_scales`; None for their own.
 
         Raises:
           ValueError: the format is not one of `FORMATS`.
         """
+        if self.format == FLOAT8:
+            weight = self if layer is None else self.at_layer(layer)
+            return _float8_transposed(dy, weight, row_scales)
         dy, values = _tied_values(dy, self, layer)
         return jnp.einsum("...n,kn->...k", dy, values)
+
+    def folded(self, dy: Float[Array, "*N n"]) -> Float[Array, "*N n"]:
+        """`dy` times the scales of a single layer's output channels in float8, in float32."""
+        return dy.astype(jnp.float32) * self.scales
 
     def _format(self) -> number_formats.NumberFormat:
         if reason := unknown_format(self.format):
@@ -173,7 +190,10 @@ class FrozenWeight:
 
 
 def plain_weights(
-    x: Float[Array, "N _"], weights: Sequence[FrozenWeight], layer: Int[Array, ""] | int
+    x: Float[Array, "N _"],
+    weights: Sequence[FrozenWeight],
+    layer: Int[Array, ""] | int,
+    kept: str | None = None,
 ) -> tuple[Float[Array, "N _"], tuple[FrozenWeight, ...]]:
     """The weights of a layer for kernels that read values in the dtype of the activations.
 
@@ -182,14 +202,40 @@ def plain_weights(
         are not decoded before it is there.
       weights: stacks [L, k, n].
       layer: index of the layer.
+      kept: a format that the kernel reads, besides the plain ones.
 
     Returns:
-      `x`, and each weight as it is if its format is plain, else a stack of this one layer (see
-      `FrozenWeight.stack_index`) in the dtype of `x`.
+      `x`, and each weight as it is if its format is plain or `kept`, else a stack of this one layer
+      (see `FrozenWeight.stack_index`) in the dtype of `x`.
     """
-    x, encoded = _tied(x, tuple(each for each in weights if not each.is_plain))
+
+    def is_read(weight: FrozenWeight) -> bool:
+        return weight.is_plain or weight.format == kept
+
+    x, encoded = _tied(x, tuple(each for each in weights if not is_read(each)))
     decoded = (FrozenWeight.of(each.at_layer(layer).decoded(x.dtype)[None]) for each in encoded)
-    return x, tuple(each if each.is_plain else next(decoded) for each in weights)
+    return x, tuple(each if is_read(each) else next(decoded) for each in weights)
+
+
+def shared_row_scales(
+    dys: Sequence[Float[Array, "N _"]],
+    weights: Sequence[FrozenWeight],
+    layer: Int[Array, ""] | int,
+) -> Float[Array, " N"] | None:
+    """The scales of rows in float8 with which several products `dy W^T` can be added up.
+
+    Args:
+      dys: gradients of the outputs of linears that read the same input.
+      weights: stacks [L, k, n] of these linears.
+      layer: index of the layer.
+
+    Returns:
+      For each row the largest scale of all terms; None if the weights are in another format.
+    """
+    if weights[0].format != FLOAT8:
+        return None
+    folded = (weight.at_layer(layer).folded(dy) for dy, weight in zip(dys, weights, strict=True))
+    return reduce(jnp.maximum, map(number_formats.row_scales, folded))
 
 
 def unknown_format(name: str) -> str | None:
@@ -210,6 +256,9 @@ def _tied(x: Array, weights: tuple[FrozenWeight, ...]) -> tuple[Array, tuple[Fro
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(dtype, x, weight, layer):
     """`x W`, of which nothing decoded is kept for the backward pass."""
+    if weight.format == FLOAT8:
+        own = weight if layer is None else weight.at_layer(layer)
+        return _float8_product(x, own).astype(x.dtype if dtype is None else dtype)
     x, values = _tied_values(x, weight, layer)
     return jnp.matmul(x, values, preferred_element_type=dtype)
 
@@ -220,11 +269,29 @@ def _product_forward(dtype, x, weight, layer):
 
 def _product_backward(_, residuals, dy):
     like, weight, layer = residuals
-    dy, values = _tied_values(dy.astype(like.dtype), weight, layer)
-    return jnp.einsum("...n,kn->...k", dy, values), None, None
+    return weight.matmul_transposed(dy.astype(like.dtype), layer), None, None
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+def _float8_product(x, weight):
+    scales = number_formats.row_scales(x)
+    values = number_formats.quantised_rows(x, scales)
+    return _float8_matmul(values, weight.values, 1) * scales[..., None] * weight.scales
+
+
+def _float8_transposed(dy, weight, row_scales):
+    folded = weight.folded(dy)
+    scales = number_formats.row_scales(folded) if row_scales is None else row_scales
+    values = number_formats.quantised_rows(folded, scales)
+    return (_float8_matmul(values, weight.values, 0) * scales[..., None]).astype(dy.dtype)
+
+
+def _float8_matmul(x, values, axis: int):
+    """The product over the last axis of `x` and an axis of `values`, with float32 sums."""
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return lax.dot_general(x, values, dimensions, preferred_element_type=jnp.float32)
 
 
 def _tied_values(x, weight, layer):

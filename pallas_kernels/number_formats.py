@@ -97,20 +97,18 @@ class NumberFormat(NamedTuple):
     least_multiple: int = 1
 
 
+def row_scales(x: Float[Array, "*N k"]) -> Float32[Array, "*N"]:
+    """The scale of each row of activations in float8: `max(max |x| / 448, 1e-30)`."""
+    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
+    return jnp.maximum(largest * _reciprocal(FLOAT8_MAX), 1e-30)
+
+
 def quantised_rows(
-    x: Float[Array, "*N k"],
-) -> tuple[Float8e4m3fn[Array, "*N k"], Float32[Array, "*N"]]:
-    """Encodes every row of activations in float8 with a scale of its own.
-
-    A row that holds a NaN or an infinity becomes NaN, and no other row is changed by it.
-
-    Returns:
-      values: `x / scales`.
-      scales: `max(max |x| / 448, 1e-30)` of every row.
-    """
-    x = x.astype(jnp.float32)
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * _reciprocal(FLOAT8_MAX), 1e-30)
-    return _as_float8(x / scales[..., None]), scales
+    x: Float[Array, "*N k"], scales: Float32[Array, "*N"]
+) -> Float8e4m3fn[Array, "*N k"]:
+    """`x / scales` in float8. A row that holds a NaN or an infinity, and has the scale that
+    `row_scales` gives it, becomes NaN, and no other row is changed by it."""
+    return _as_float8(x.astype(jnp.float32) / scales[..., None])
 
 
 def encode_float8(

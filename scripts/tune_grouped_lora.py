@@ -90,7 +90,7 @@ def candidates(terms: int, rank: int) -> list[Tiling]:
         Tiling(stages=stages, borrowed=borrowed, spare=spare, group=group)
         for (stages, borrowed, spare), group in itertools.product(divisions, (8, 16))
     )
-    fitting = (tilings.fitted(one, terms=terms, rank=rank, masked=False) for one in wanted)
+    fitting = (tilings.fitted(one, terms=terms, rank=rank, keeps_low=False) for one in wanted)
     return list(dict.fromkeys(fitting))
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout, keep_mask, token_counters
-from ..frozen_weight import unknown_format
+from ..frozen_weight import shared_row_scales, unknown_format
 from ..slot_sum import add_to_slots
 
 # Checkpoint names, by which a rematerialisation policy can keep the rank-r intermediates and the
@@ -75,7 +75,7 @@ def with_residual(forward: Callable, backward: Callable) -> Callable:
             modules, x, projections, accumulators, routing, dropout, layer
         )
         if residual is not None:
-            outputs = (_clear_empty(residual, routing) + outputs[0],)
+            outputs = (clear_empty(residual, routing) + outputs[0],)
         return outputs, accumulators
 
     return grouped_lora_linear
@@ -90,7 +90,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
         s = scale * _matmul("clk,ckr->clr", _chunked(dropped, routing), a)
         s = checkpoint_name(s.astype(x.dtype), LOW_RANK)
         delta = jnp.einsum("clr,crn->cln", s, b).reshape(x.shape[0], -1)
-        outputs.append(_clear_empty(p.weight.matmul(x, layer=layer) + delta, routing))
+        outputs.append(clear_empty(p.weight.matmul(x, layer=layer) + delta, routing))
         intermediates.append(s)
     residuals = (x, projections, routing, dropout, layer, tuple(intermediates))
     return (tuple(outputs), accumulators), residuals
@@ -105,6 +105,7 @@ def _backward(modules, residuals, cotangents):
         return accumulator.at[layer].set(summed)
 
     dx, next_accumulators = 0.0, []
+    row_scales = shared_row_scales(cotangents[0], [p.weight for p in projections], layer)
     for module, p, s, dy, accumulators in zip(
         modules, projections, intermediates, *cotangents, strict=True
     ):
@@ -115,13 +116,13 @@ def _backward(modules, residuals, cotangents):
         da = _matmul("clk,clr->ckr", dropped, ds)
         db = _matmul("clr,cln->crn", s, dy_chunks)
         dx_lora = jnp.einsum("clr,ckr->clk", ds, a).reshape(x.shape)
-        dx += p.weight.matmul_transposed(dy, layer) + _drop(
+        dx += p.weight.matmul_transposed(dy, layer, row_scales) + _drop(
             dx_lora, routing, dropout, layer, module
         )
         next_accumulators.append(
             accumulators._replace(a=add(accumulators.a, da), b=add(accumulators.b, db))
         )
-    return _clear_empty(dx, routing), None, tuple(next_accumulators), None, None, None
+    return clear_empty(dx, routing), None, tuple(next_accumulators), None, None, None
 
 
 grouped_lora_linear_xla = with_residual(_forward, _backward)
@@ -146,7 +147,7 @@ def _factors(
     return a, b
 
 
-def _clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
+def clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
     """`x` with zeros on empty chunks."""
     owned = (routing.chunk_slot >= 0)[:, None, None]
     return jnp.where(owned, _chunked(x, routing), 0).reshape(x.shape)

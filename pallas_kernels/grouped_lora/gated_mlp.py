@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..frozen_weight import plain_weights
+from ..frozen_weight import FLOAT8, plain_weights
 from . import mosaic_gpu
 from .base import GATE, LOW_RANK, UP
 from .column_products_sm90 import ColumnOperands, column_products
@@ -74,13 +74,13 @@ def _forward(x, projections, accumulators, routing, layer, residual):
     (lows,) = low_ranks((RowOperands(x, (a_gate, a_up)),), routing)
     s_gate, s_up = map(kept, lows)
     product = partial(matmul, routing=routing, layer=layer, transposed=False)
-    lhs, (w_gate,) = plain_weights(x, [gate.weight], layer)
+    lhs, (w_gate,) = plain_weights(x, [gate.weight], layer, FLOAT8)
     g = checkpoint_name(product((Term(lhs, w_gate, s_gate, b_gate),)), GATE)
-    lhs, (w_up,) = plain_weights(x, [up.weight], layer)
+    lhs, (w_up,) = plain_weights(x, [up.weight], layer, FLOAT8)
     u = checkpoint_name(product((Term(lhs, w_up, s_up, b_up),)), UP)
     h, partial_sums = gated_forward(g, u, a_down, routing.chunk_slot)
     (s_down,) = map(kept, _low_ranks(partial_sums[None], routing, x.dtype))
-    lhs, (w_down,) = plain_weights(h, [down.weight], layer)
+    lhs, (w_down,) = plain_weights(h, [down.weight], layer, FLOAT8)
     out = product((Term(lhs, w_down, s_down, b_down),), residual=residual)
     added = None if residual is None else ()
     residuals = (x, projections, factors, routing, layer, g, u, (s_gate, s_up, s_down), added)
@@ -96,7 +96,7 @@ def _backward(residuals, cotangents):
     product = partial(matmul, routing=routing, layer=layer, transposed=True)
 
     ((ds_down,),) = low_ranks((RowOperands(d_out, (b_down,)),), routing)
-    lhs, (w_down,) = plain_weights(d_out, [down.weight], layer)
+    lhs, (w_down,) = plain_weights(d_out, [down.weight], layer, FLOAT8)
     dh = product((Term(lhs, w_down, ds_down, a_down),))
 
     (dg, du), partial_sums, (new_b_gate, new_b_up, new_a_down) = gated_backward(
@@ -110,7 +110,7 @@ def _backward(residuals, cotangents):
         chunk_place,
     )
     ds_gate, ds_up = _low_ranks(partial_sums, routing, x.dtype)
-    lhs, (w_gate, w_up) = plain_weights(dg, [gate.weight, up.weight], layer)
+    lhs, (w_gate, w_up) = plain_weights(dg, [gate.weight, up.weight], layer, FLOAT8)
     dx = product((Term(lhs, w_gate, ds_gate, a_gate), Term(du, w_up, ds_up, a_up)))
     groups = (
         ColumnOperands(d_out, (s_down,), (of_down.b,), rank_major=True),

@@ -14,12 +14,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..frozen_weight import plain_weights, unknown_format
-from .base import LOW_RANK, module_counters
+from ..frozen_weight import (
+    FLOAT8,
+    FrozenWeight,
+    plain_weights,
+    shared_row_scales,
+    unknown_format,
+)
+from ..number_formats import quantised_rows, row_scales
+from .base import LOW_RANK, clear_empty, module_counters
 from .column_products_sm90 import ColumnOperands, column_products
 from .dropout_sm90 import Masks
 from .factors_sm90 import rank_major_factors
-from .routed_matmul_sm90 import TILE_M, Term, Tiling, routed_matmul
+from .routed_matmul_sm90 import TILE_M, Scales, Term, Tiling, routed_matmul
 from .row_products_sm90 import RowOperands, row_products
 from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
 
@@ -42,7 +49,8 @@ def refusal(x, projections, routing, dropout) -> str | None:
     if len(set(ranks)) > 1 or ranks[0] % 8:
         return f"pool ranks {ranks}; expected one multiple of 8"
     terms, rank = len(projections), _padded_rank(ranks[0])
-    if fitted(Tiling(), terms=terms, rank=rank, masked=dropout is not None) is None:
+    keeps_low = dropout is not None or any(each.format == FLOAT8 for each in weights)
+    if fitted(Tiling(), terms=terms, rank=rank, keeps_low=keeps_low) is None:
         return f"with dropout, pool rank {rank} times {terms} projections exceeds shared memory"
     sizes = [size for p in projections for size in p.weight.shape[1:]]
     if any(size % 256 for size in sizes):
@@ -71,7 +79,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer, res
     rows = RowOperands(x, tuple(a for a, _ in factors), masks)
     (lows,) = low_ranks((rows,), routing)
     lows = tuple(checkpoint_name(low, LOW_RANK) for low in lows)
-    lhs, weights = plain_weights(x, [p.weight for p in projections], layer)
+    lhs, weights = plain_weights(x, [p.weight for p in projections], layer, FLOAT8)
     outputs = tuple(
         matmul((Term(lhs, weight, low, b),), routing, layer, transposed=False, residual=residual)
         for weight, low, (_, b) in zip(weights, lows, factors, strict=True)
@@ -92,7 +100,7 @@ def _backward(modules, residuals, cotangents):
     rows = tuple(RowOperands(dy, (b,)) for dy, (_, b) in zip(gradients, factors, strict=True))
     d_lows = tuple(d_low for (d_low,) in low_ranks(rows, routing))
     masks = _masks(modules, x, routing, dropout, layer)
-    first, weights = plain_weights(gradients[0], [p.weight for p in projections], layer)
+    first, weights = plain_weights(gradients[0], [p.weight for p in projections], layer, FLOAT8)
     dx = matmul(
         tuple(
             Term(dy, weight, d_low, a)
@@ -144,23 +152,57 @@ def matmul(
     residual: Float[Array, "N M"] | None = None,
     masks: Masks | None = None,
 ) -> Float[Array, "N M"]:
-    """`routed_matmul` with the tiling for its shape and device."""
-    return routed_matmul(
+    """`routed_matmul` with the tiling for its shape and device. Products with weights in float8
+    encode their left operands."""
+    weights, scales, added = [term.weight for term in terms], None, None
+    is_float8 = weights[0].format == FLOAT8
+    index = weights[0].stack_index(layer)
+    tiling = matmul_tiling(
+        weights[0].shape[1],
+        tuple(weight.shape[2] for weight in weights),
+        terms[0].low.shape[0],
+        transposed=transposed,
+        keeps_low=masks is not None or is_float8,
+    )
+    if is_float8:
+        # The kernel adds a residual in the accumulator, before sums are scaled.
+        added, residual = residual, None
+        terms, scales = _float8_terms(terms, layer, transposed)
+        index = 0 if transposed else index
+    out = routed_matmul(
         terms,
         routing.chunk_slot,
-        jnp.asarray(terms[0].weight.stack_index(layer)),
+        jnp.asarray(index),
         transposed=transposed,
-        tiling=matmul_tiling(
-            terms[0].weight.shape[1],
-            tuple(term.weight.shape[2] for term in terms),
-            terms[0].low.shape[0],
-            transposed=transposed,
-            masked=masks is not None,
-        ),
+        tiling=tiling,
         blocks=multiprocessors(),
         residual=residual,
         masks=masks,
+        scales=scales,
     )
+    return out if added is None else clear_empty(added, routing) + out
+
+
+def _float8_terms(
+    terms: tuple[Term, ...], layer: Int[Array, ""] | int, transposed: bool
+) -> tuple[tuple[Term, ...], Scales]:
+    """The terms with left operands in float8, and the scales of their sum."""
+    if not transposed:
+        (term,) = terms
+        rows = row_scales(term.lhs)
+        lhs = quantised_rows(term.lhs, rows)
+        return (term._replace(lhs=lhs),), Scales(rows, term.weight.scales)
+    rows = shared_row_scales([t.lhs for t in terms], [t.weight for t in terms], layer)
+
+    def turned(term: Term) -> Term:
+        # Products in float8 need the contraction last, so a layer is transposed for this product.
+        lhs, stack = jax.lax.optimization_barrier((term.lhs, term.weight))
+        weight = stack.at_layer(layer)
+        values = weight.values.T[None]
+        lhs = quantised_rows(weight.folded(lhs), rows)
+        return term._replace(lhs=lhs, weight=FrozenWeight(values, None, FLOAT8))
+
+    return tuple(map(turned, terms)), Scales(rows, None)
 
 
 def _padded_rank(rank: int) -> int:

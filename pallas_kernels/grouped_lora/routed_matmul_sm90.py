@@ -30,6 +30,7 @@ from .tiles_sm90 import (
     await_loaded,
     claim,
     flat,
+    load_unoptimized,
     owned_first,
     product,
     run_warpgroups,
@@ -41,8 +42,8 @@ from .tiles_sm90 import (
 
 TILE_M = 128
 TILE_N = 256
-# Depth of one pipeline step.
-TILE_K = 64
+# Bytes of the depth of one pipeline step: 64 numbers in half precision, 128 in float8.
+STEP_BYTES = 128
 # Rows and columns of a piece of the output that is stored at once. It is also the number of a
 # tile's rows that one warpgroup computes.
 PIECE = 64
@@ -82,8 +83,9 @@ class Term(NamedTuple):
     K is the depth of the product: k, or n with the transposed weight. M is the other width.
 
     Attributes:
-      lhs: half precision.
-      weight: [L, k, n], stored in the dtype of `lhs`.
+      lhs: half precision, or float8.
+      weight: [L, k, n], stored in the dtype of `lhs`. In float8 the contraction is the last axis of
+        the values: [L, n, k], or with the transposed weight [L, k, n].
       low: the rank-r intermediate, rank-major.
       factor: rank-major: B as it is, or A with its last two axes swapped.
     """
@@ -92,6 +94,18 @@ class Term(NamedTuple):
     weight: FrozenWeight
     low: Float[Array, "r N"]
     factor: Float[Array, "T r M"]
+
+
+class Scales(NamedTuple):
+    """The factors of products in float8.
+
+    Attributes:
+      rows: of the rows of all left operands.
+      columns: of the output columns in all layers; None where the left operands contain them.
+    """
+
+    rows: Float[Array, " N"]
+    columns: Float[Array, "L M"] | None
 
 
 @traced_once("transposed", "tiling", "blocks")
@@ -105,10 +119,12 @@ def routed_matmul(
     blocks: int,
     residual: Float[Array, "N M"] | None = None,
     masks: Masks | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "N M"]:
     """The sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
 
-    Sums are float32; the result has the dtype of `lhs`. Rows of empty chunks (slot -1) are zeros.
+    Sums are float32; the result has the dtype of `low`. Rows of empty chunks (slot -1) are zeros.
+    Products in float8 are scaled before the low-rank products are added.
 
     Args:
       terms: the products to add up, all with the same number of rows and columns. The columns M are
@@ -118,19 +134,20 @@ def routed_matmul(
       transposed: whether to multiply by the transpose of W.
       tiling: a tiling that fits into shared memory.
       blocks: number of thread blocks to launch, one for each multiprocessor.
-      residual: added to the result; only allowed if `transposed` is False.
+      residual: added to the result; only allowed if `transposed` is False and without `scales`.
       masks: dropout of each term's low-rank product, with counters for each term; None for none.
+      scales: factors of the products, if they are in float8.
     """
     first = terms[0]
-    dtype = first.lhs.dtype
-    rows, columns = first.lhs.shape[0], first.weight.shape[1 if transposed else 2]
-    layout = _Layout(
-        tiling, transposed, first.low.shape[0], tuple(t.weight.shape[1] for t in terms)
-    )
+    dtype = first.low.dtype
+    depth_last = transposed or scales is not None
+    rows, columns = first.lhs.shape[0], first.weight.values.shape[1 if depth_last else 2]
+    heights = tuple(t.weight.values.shape[1] for t in terms)
+    layout = _Layout(tiling, depth_last, first.low.shape[0], heights, first.lhs.dtype, dtype)
     kernel = plgpu.kernel(
         partial(_kernel, layout),
         out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
-        scratch_types=(_scratch(layout, dtype),),
+        scratch_types=(_scratch(layout),),
         grid=(blocks,),
         grid_names=("sm",),
         kernel_name="routed_matmul_transposed" if transposed else "routed_matmul",
@@ -142,16 +159,38 @@ def routed_matmul(
     # The residual enters the accumulator through the pipeline, as a product with the identity.
     added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
     order = owned_first(chunk_slot, rows // TILE_M)
-    return kernel(layer, order, terms, added, mask_operands(masks))
+    if scales is not None and scales.columns is not None:
+        scales = scales._replace(columns=scales.columns.reshape(-1))
+    return kernel(layer, order, terms, added, mask_operands(masks), scales)
 
 
 class _Layout(NamedTuple):
-    """Static properties of one call; `heights` are the numbers of rows k of each weight."""
+    """Static properties of one call.
+
+    Attributes:
+      tiling: how shared memory is divided.
+      depth_last: whether the contraction is the last axis of the weights' values.
+      rank: rank of the low-rank products.
+      heights: numbers of rows of the values of each weight.
+      dtype: of the left operands and weights.
+      out_dtype: of the low-rank products and the output.
+    """
 
     tiling: Tiling
-    transposed: bool
+    depth_last: bool
     rank: int
     heights: tuple[int, ...]
+    dtype: Any
+    out_dtype: Any
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of one pipeline step."""
+        return STEP_BYTES // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def is_float8(self) -> bool:
+        return self.dtype != self.out_dtype
 
     @property
     def low_steps(self) -> int:
@@ -185,13 +224,17 @@ class _Tile(NamedTuple):
     slot: Int[Array, ""]
 
 
-def _scratch(layout: _Layout, dtype) -> _Scratch:
+def _scratch(layout: _Layout) -> _Scratch:
     stages, low_stages = layout.tiling.stages, min(layout.tiling.low_stages, layout.low_steps)
-    weight = (TILE_N, TILE_K) if layout.transposed else (TILE_K, TILE_N)
-    tile_r = layout.tile_r
+    tile_k, tile_r, dtype = layout.tile_k, layout.tile_r, layout.out_dtype
+    weight = (TILE_N, tile_k) if layout.depth_last else (tile_k, TILE_N)
+    lhs = smem_tiles((stages, TILE_M, tile_k), layout.dtype)
+    if layout.is_float8:
+        # The output borrows the place of left operands, whose rows have as many bytes.
+        lhs = plgpu.RefUnion(lhs, smem_tiles((stages, TILE_M, PIECE), dtype))
     return _Scratch(
-        lhs=smem_tiles((stages, TILE_M, TILE_K), dtype),
-        weight=smem_tiles((stages, *weight), dtype),
+        lhs=lhs,
+        weight=smem_tiles((stages, *weight), layout.dtype),
         low=smem_tiles((low_stages, tile_r, TILE_M), dtype, tile_r),
         factor=smem_tiles((low_stages, tile_r, TILE_N), dtype, tile_r),
         out=smem_tiles((2, PIECE, PIECE), dtype) if layout.tiling.spare else None,
@@ -202,11 +245,16 @@ def _scratch(layout: _Layout, dtype) -> _Scratch:
     )
 
 
-def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, scratch):
-    tiling = layout.tiling
+def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, scales, out_gmem, scratch):
+    tiling, borrowed = layout.tiling, scratch.lhs
+    if layout.is_float8:
+        lhs, borrowed = scratch.lhs
+        scratch = scratch._replace(lhs=lhs)
+    # Low-rank products are added to the finished tile.
+    adds_last = masks is not None or layout.is_float8
     shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // TILE_N)
     depth = sum(term.lhs.shape[1] for term in terms) + (TILE_M if added else 0)
-    steps = depth // TILE_K
+    steps = depth // layout.tile_k
 
     def for_each_tile(body):
         """Calls `body(tile, owned)`, where `owned` is the number of this thread block's tiles so
@@ -243,21 +291,24 @@ def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, out_gmem, s
             out = out_gmem.at[tile.rows, tile.columns].at[part]
 
             def multiply_owned(acc):
-                tokens = load_counters(masks, pl.ds(tile.rows.start + thread * PIECE, PIECE))
-                if masks is None:
+                rows = pl.ds(tile.rows.start + thread * PIECE, PIECE)
+                tokens = load_counters(masks, rows)
+                scaled = _scaling(layout, scales, rows, tile, layer_gmem[0])
+                if not adds_last:
                     _multiply_low_rank(layout, acc, scratch, part, low_step)
                 _multiply_steps(acc, layout, scratch, part, step, steps)
                 places = [scratch.out.at[thread]] if tiling.spare else []
                 for stage in _borrowed(layout, scratch, step + steps):
-                    places.append(scratch.lhs.at[stage].at[part])
+                    places.append(borrowed.at[stage].at[part])
                 store = partial(_store, acc[...], out, places)
-                if masks is None:
+                if not adds_last:
                     store()
                 else:
                     at = tile, part, low_step
                     for i in range(layout.low_steps):
                         await_loaded(scratch.low_loaded, low_step + i)
-                    store(partial(_add_dropped, layout, scratch, masks, tokens, *at))
+                    add = partial(_add_low_rank, layout, scratch, masks, tokens, *at)
+                    store(lambda piece, column: add(scaled(piece, column), column))
                     _release_low_rank(layout, scratch, low_step)
 
             @pl.when(tile.slot >= 0)
@@ -288,24 +339,26 @@ def _load_low_rank(layout: _Layout, terms, scratch: _Scratch, tile: _Tile, step)
 
 def _load_steps(layout: _Layout, terms, added, scratch: _Scratch, tile: _Tile, layer, step):
     for term, height in zip(terms, layout.heights, strict=True):
-        count = term.lhs.shape[1] // TILE_K
+        count = term.lhs.shape[1] // layout.tile_k
 
         @pl.loop(0, count)
         def _step(i, term=term, height=height, step=step):
-            depth = pl.ds(i * TILE_K, TILE_K)
-            if layout.transposed:
+            depth = pl.ds(i * layout.tile_k, layout.tile_k)
+            if layout.depth_last:
                 weight = term.weight.at[pl.ds(layer * height + tile.columns.start, TILE_N), depth]
             else:
-                weight = term.weight.at[pl.ds(layer * height + i * TILE_K, TILE_K), tile.columns]
+                at = layer * height + i * layout.tile_k
+                weight = term.weight.at[pl.ds(at, layout.tile_k), tile.columns]
             _load_step(scratch, step + i, term.lhs.at[tile.rows, depth], weight)
 
         step += count
 
     if added:
         identity, residual = added
-        for i in range(TILE_M // TILE_K):
-            rows = pl.ds(tile.rows.start + i * TILE_K, TILE_K)
-            lhs, weight = identity.at[:, pl.ds(i * TILE_K, TILE_K)], residual.at[rows, tile.columns]
+        tile_k = layout.tile_k
+        for i in range(TILE_M // tile_k):
+            rows = pl.ds(tile.rows.start + i * tile_k, tile_k)
+            lhs, weight = identity.at[:, pl.ds(i * tile_k, tile_k)], residual.at[rows, tile.columns]
             _load_step(scratch, step + i, lhs, weight)
 
 
@@ -331,9 +384,33 @@ def _release_low_rank(layout: _Layout, scratch: _Scratch, step):
         plgpu.barrier_arrive(scratch.low_consumed.at[stage_of(scratch.low_loaded, step + i)])
 
 
-def _add_dropped(layout, scratch, masks, tokens, tile, part, step, total, column: int):
-    """`total`, the piece of a tile that starts at a column, plus the low-rank products with
-    dropout."""
+def _scaling(layout: _Layout, scales: Scales | None, rows, tile: _Tile, layer):
+    """A function of a piece of a tile and the column at which it starts, which scales products in
+    float8."""
+    if not layout.is_float8:
+        return lambda piece, column: piece
+
+    def across(values, shape, axis: int):
+        return jax.lax.broadcast_in_dim(values, shape, (axis,))
+
+    of_rows = load_unoptimized(scales.rows.at[rows], plgpu.Layout.WGMMA.reduce(1))
+
+    def scaled(piece, column: int):
+        piece = piece * across(of_rows, piece.shape, 0)
+        if scales.columns is None:
+            return piece
+        # The columns of one layer are those of a weight's rows.
+        first = layer * layout.heights[0] + tile.columns.start + column
+        own = scales.columns.at[pl.ds(first, PIECE)]
+        of_columns = load_unoptimized(own, plgpu.Layout.WGMMA.reduce(0))
+        return piece * across(of_columns, piece.shape, 1)
+
+    return scaled
+
+
+def _add_low_rank(layout, scratch, masks, tokens, tile, part, step, total, column: int):
+    """`total`, the piece of a tile that starts at a column, plus the low-rank products, if there
+    are masks with dropout."""
     columns = pl.ds(column, PIECE)
     per_term = layout.low_steps // len(layout.heights)
 
@@ -343,6 +420,9 @@ def _add_dropped(layout, scratch, masks, tokens, tile, part, step, total, column
             low = scratch.low.at[stage].at[:, part].transpose((1, 0))
             yield low, scratch.factor.at[stage].at[:, columns]
 
+    if masks is None:
+        every = (pair for term in range(len(layout.heights)) for pair in operands(term))
+        return total + product(total.shape, every)
     first = tile.columns.start + column
     products = (
         drop(product(total.shape, operands(term)), masks, tokens[term], tile.slot, first)
@@ -358,7 +438,7 @@ def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, s
     def multiply(i):
         stage = await_loaded(scratch.loaded, first_step + i)
         weight = scratch.weight.at[stage]
-        weight = weight.transpose((1, 0)) if layout.transposed else weight
+        weight = weight.transpose((1, 0)) if layout.depth_last else weight
         plgpu.wgmma(acc, scratch.lhs.at[stage].at[part], weight)
 
     multiply(0)

@@ -11,7 +11,7 @@ import jax
 from jax.extend import backend
 
 from ..collectives import TP, blocks_of_sums
-from .routed_matmul_sm90 import PIECE, TILE_K, TILE_M, TILE_N, Tiling
+from .routed_matmul_sm90 import PIECE, STEP_BYTES, TILE_M, TILE_N, Tiling
 from .row_products_sm90 import RowOperands, RowTiling
 from .tiles_sm90 import SHARED_MEMORY
 
@@ -41,7 +41,7 @@ def multiprocessors() -> int:
 
 
 def matmul_tiling(
-    k: int, widths: tuple[int, ...], rank: int, *, transposed: bool, masked: bool
+    k: int, widths: tuple[int, ...], rank: int, *, transposed: bool, keeps_low: bool
 ) -> Tiling | None:
     """The tiling of a `routed_matmul`, or None if no tiling fits into shared memory.
 
@@ -50,30 +50,32 @@ def matmul_tiling(
       widths: n of each weight; the products of several weights are added up.
       rank: rank of the low-rank products.
       transposed: whether the products are with the transposed weights.
-      masked: whether the low-rank products have dropout.
+      keeps_low: whether low-rank products are added to the finished tile, with dropout or in
+        float8.
     """
     entries = table()[_device().device_kind]
     tuned = entries.get(key(k, widths, transposed=transposed), {})
-    return fitted(Tiling(**tuned), terms=len(widths), rank=rank, masked=masked)
+    return fitted(Tiling(**tuned), terms=len(widths), rank=rank, keeps_low=keeps_low)
 
 
-def fitted(wanted: Tiling, *, terms: int, rank: int, masked: bool) -> Tiling | None:
+def fitted(wanted: Tiling, *, terms: int, rank: int, keeps_low: bool) -> Tiling | None:
     """The wanted tiling, reduced to fit into shared memory; None if two stages do not fit.
 
-    With dropout, the low-rank operands of all terms of a tile stay in shared memory at the same
+    If `keeps_low`, the low-rank operands of all terms of a tile stay in shared memory at the same
     time, in thin slices.
 
     Args:
       wanted: the tiling to start from.
       terms: number of products that are added up.
       rank: rank of the low-rank products.
-      masked: whether the low-rank products have dropout.
+      keeps_low: whether low-rank products are added to the finished tile, with dropout or in
+        float8.
     """
-    tile_r = 16 if masked else 64
+    tile_r = 16 if keeps_low else 64
     low_bytes = min(rank, tile_r) * (TILE_M + TILE_N) * 2
     low_steps = terms * -(-rank // tile_r)
-    least_low = low_bytes * (low_steps if masked else 1)
-    stage_bytes, spare_bytes = TILE_K * (TILE_M + TILE_N) * 2, 2 * PIECE * PIECE * 2
+    least_low = low_bytes * (low_steps if keeps_low else 1)
+    stage_bytes, spare_bytes = STEP_BYTES * (TILE_M + TILE_N), 2 * PIECE * PIECE * 2
 
     stages = min(wanted.stages, (SHARED_MEMORY - least_low) // stage_bytes)
     if stages < 2:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..counter_dropout import Dropout
-from ..frozen_weight import FrozenWeight, plain_weights, unknown_format
+from ..frozen_weight import FLOAT8, FrozenWeight, plain_weights, unknown_format
 from .base import LOW_RANK, module_counters, with_residual
 
 _MAX_MODULES = 3
@@ -111,6 +111,8 @@ def _unsupported_projection(projection, x) -> str | None:
     weight = projection.weight
     if reason := unknown_format(weight.format):
         return reason
+    if weight.format == FLOAT8:
+        return "it has no products in float8"
     if weight.is_plain and weight.format != str(x.dtype):
         return f"weight stored as {weight.format} for a stream of {x.dtype}"
     k, n = weight.shape[1:]
