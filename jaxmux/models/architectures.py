@@ -14,7 +14,7 @@ class BackboneError(InputError):
 
 
 # Formats, beside dtypes, in which a backbone can store the linears of its layers.
-BACKBONE_FORMATS = ("int8", "nf4")
+BACKBONE_FORMATS = ("float8", "int8", "nf4")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,9 @@ class _Magnitude(AdapterOp):
         scale = own[SCALE][:, None]
         # |w + s A b|² = |w|² + 2 s b·(Aᵀw) + s² b·(AᵀA b), for each column w of W and b of B.
         rows = a.swapaxes(1, 2).astype(weight.decoded().dtype)
-        products = total(weight.matmul(rows, jnp.float32))
+        # Not `weight.matmul`, which may encode its left operand.
+        columns = weight.decoded(rows.dtype)
+        products = total(jnp.matmul(rows, columns, preferred_element_type=jnp.float32))
         gram = total(jnp.einsum("skr,skq->srq", a, a))
         squares = total(jnp.square(weight.decoded(jnp.float32)).sum(axis=0))
         mixed = 2 * scale * (b * products).sum(axis=1)

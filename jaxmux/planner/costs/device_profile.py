@@ -64,7 +64,8 @@ class BackboneSize:
         computed in blocks of tokens, and only one block exists at a time.
       packed: additional bytes of attention in rows that may hold several sequences.
       backbone_format: format in which the weights of the linears are stored, for example "nf4";
-        None for the dtype of the stream. Linears in a format are decoded before each product.
+        None for the dtype of the stream. Linears in a format are decoded before each product, or
+        in "float8" transposed for gradients.
     """
 
     name: str
@@ -82,11 +83,12 @@ class BackboneSize:
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of the largest decoded weights that exist at a time: those of two linears (gate and
-        up) of which one product takes the gradient."""
+        """Bytes of the largest decoded or transposed weights that exist at a time: those of two
+        linears (gate and up) of which one product takes the gradient."""
         if self.backbone_format is None:
             return 0
-        return 2 * self.stream_bytes * max(k * n for k, n in self.linears.values())
+        of_weight = 1 if self.backbone_format == "float8" else self.stream_bytes
+        return 2 * of_weight * max(k * n for k, n in self.linears.values())
 
     @property
     def head_layers(self) -> float:

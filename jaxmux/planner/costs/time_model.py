@@ -18,7 +18,7 @@ from .adapter_times import AdapterLoad, AdapterTimes
 from .attention_times import AttentionTimes
 from .curve import Curve
 from .device_profile import BackboneSize, ProfileError
-from .h200 import DECODED_PER_SECOND
+from .h200 import DECODED_PER_SECOND, FLOAT8_SHARE
 from .kind_times import BACKWARD, share_of_linears
 from .pool_spec import PoolSpec
 
@@ -239,6 +239,8 @@ class TimeModel:
         total = owned if total is None else total
         load = AdapterLoad(tokens, pool.slots, pool.rank, shape.chunk_len, pool.dropout)
         base = self.base(owned + self.empty_share * (total - owned)) / tp
+        if self.backbone.backbone_format == "float8":
+            base *= FLOAT8_SHARE
         both = base + pool.share(self.backbone) * self.adapters.seconds(load)
         forward = self.forward_share * both + self._rows(self.attention_forward, shape) * total / tp
         both += self._rows(self.attention, shape) * total / tp
@@ -252,9 +254,9 @@ class TimeModel:
 
     def _decoding(self, remat: str) -> Passes:
         """Returns the seconds in which the weights of one layer are decoded, at an H200's rates."""
-        if self.backbone.backbone_format is None:
+        rate = DECODED_PER_SECOND.get(self.backbone.backbone_format)
+        if rate is None:
             return Passes(0.0, 0.0)
-        rate = DECODED_PER_SECOND[self.backbone.backbone_format]
         sizes = {module: k * n for module, (k, n) in self.backbone.linears.items()}
         again = {
             "full": sum(sizes.values()),
