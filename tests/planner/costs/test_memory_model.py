@@ -289,3 +289,11 @@ def test_chunks_have_copies_of_what_changes_logits(model):
     assert peaks[1] - peaks[0] == pytest.approx(2 * 8 * values * SHAPE.chunks)
     room = [sum(p == "dots" for p in model.policies(SHAPE, pool)) for pool in pools]
     assert room[1] <= room[0]
+
+
+@pytest.mark.parametrize(("backbone_format", "of_weight"), [("nf4", 2), ("int8", 2), ("float8", 1)])
+def test_formats_of_weights_need_room_for_two_decoded_linears(model, backbone_format, of_weight):
+    backbone = dataclasses.replace(model.backbone, backbone_format=backbone_format)
+    changed = dataclasses.replace(model, backbone=backbone)
+    largest = 256 * 512
+    assert changed.resident(POOL) == model.resident(POOL) + 2 * of_weight * largest

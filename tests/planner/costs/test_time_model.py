@@ -27,6 +27,7 @@ from jaxmux.planner.costs.device_profile import (
 from jaxmux.planner.costs.memory_model import MemoryModel
 from jaxmux.planner.costs.online_fit import OnlineFit
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.h200 import DECODED_PER_SECOND
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.costs.time_fit import fit_time_model
 from jaxmux.planner.devices import Replica
@@ -310,3 +311,21 @@ def test_adapters_of_some_modules_cost_their_share(model, frozen):
     all_of_them = layer(shape, pool=PoolSpec(1, 16)).total - bare
     some = layer(shape, pool=PoolSpec(1, 16, ("q_proj",))).total - bare
     assert some == pytest.approx(all_of_them * 8192 / (8192 + 18432))
+
+
+def test_formats_of_weights_take_time_to_decode_or_save_some(model):
+    shape, pool = ShapeClass(16, 512, 128, 1), PoolSpec(4, 16)
+
+    def seconds(backbone_format=None, remat="dots"):
+        backbone = dataclasses.replace(model.backbone, backbone_format=backbone_format)
+        changed = dataclasses.replace(model, backbone=backbone)
+        return changed.layer(shape, (2048,) * 4, pool, remat)
+
+    plain, nf4, whole = seconds(), seconds("nf4"), seconds("nf4", "full")
+    decoding = nf4.forward - plain.forward
+    # Every linear is decoded in both passes, and once more where its product is recomputed.
+    assert decoding == pytest.approx((4096 * 4096 + 4096 * 14336) / DECODED_PER_SECOND["nf4"])
+    assert nf4.backward - plain.backward == pytest.approx(decoding)
+    assert whole.backward - seconds(None, "full").backward == pytest.approx(2 * decoding)
+    assert seconds("int8").total < nf4.total
+    assert seconds("float8").total < plain.total
