@@ -162,7 +162,7 @@ OTHER_SETTINGS = {
     ),
     "tables and their tokens": (
         ["tiny/LoRA.target_modules=['lm_head']", "tiny/LoRA.trained_tokens=[3]"],
-        "lm_head is among the target_modules; train either",
+        "trained_tokens cannot be combined with 'lm_head' among the target_modules",
     ),
     "rank above every width": (["tiny/LoRA.rank=33"], "task 'tiny': rank is 33, but no linear"),
     "huge rank": (["tiny/LoRA.rank=10**30"], "10**30"),
