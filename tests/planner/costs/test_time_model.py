@@ -24,10 +24,10 @@ from jaxmux.planner.costs.device_profile import (
     RoundPoint,
     UpdatePoint,
 )
+from jaxmux.planner.costs.h200 import DECODED_PER_SECOND
 from jaxmux.planner.costs.memory_model import MemoryModel
 from jaxmux.planner.costs.online_fit import OnlineFit
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.costs.h200 import DECODED_PER_SECOND
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.costs.time_fit import fit_time_model
 from jaxmux.planner.devices import Replica
