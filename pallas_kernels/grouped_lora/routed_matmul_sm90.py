@@ -11,6 +11,10 @@ A finished output tile is stored through shared memory, nearly all of which hold
 pipeline. The tile therefore *borrows* the place of the last left operands, of which each warpgroup
 uses its own rows. The borrowed stages are released to the loading warpgroup only after the first
 product of the next tile; by then the stores have read them.
+
+Left operands and weights may be float8 (e4m3), which is twice as fast. Scales of rows and columns
+are then applied to the finished tile, and the low-rank products, which stay in half precision, are
+added to it piece by piece, as they are where they have dropout.
 """
 
 from functools import partial
