@@ -225,7 +225,8 @@ def test_a_full_disk_stops_neither_training_nor_the_next_checkpoint(
 ):
     disk, said, folder = SimulatedDisk(monkeypatch, tmp_path), [], tmp_path / "server"
     with serve(folder, said, checkpoint_every=2) as server:
-        server.register(task("a", steps=3))
+        # It ends while the disk is full, however soon it began.
+        server.register(task("a", steps=6))
         server.register(task("b", steps=9))
         step(server, 4)
         disk.full = "partly"
