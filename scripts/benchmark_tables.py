@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
 from cluster_records import replay_table
-from frozen_weight_records import frozen_weights_table
+from frozen_weight_records import frozen_weights_table, quality_table
 from kinds_records import kinds_table
 from live_records import live_table
 from planner_tables import PLANNER_BLOCKS
@@ -35,6 +35,7 @@ FILES = {
     "live": "live.json",
     "kinds": "kinds_h200.json",
     "frozen_weights": "frozen_weights_h200.json",
+    "format_quality": "format_quality.json",
 }
 # The comparison of predictions and measurements, which is not a list of records.
 CHECK = "profile_check_h200.json"
@@ -326,6 +327,7 @@ BLOCKS = {
     "live: arrivals and departures": live_table,
     "kinds": kinds_table,
     "frozen_weights": frozen_weights_table,
+    "format_quality": quality_table,
 }
 
 

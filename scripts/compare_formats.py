@@ -5,8 +5,8 @@
 Every task of the demo is trained on its really trained base model, with every format and several
 seeds, which draw the initial adapters and the order of samples. The figure of a task and a format
 is the mean logarithm of its held-out loss less that of the plain backbone, in standard errors of
-that difference; the seeds are paired. Within two standard errors the format cannot be told from
-the plain backbone. The divergence of a format is the mean over positions of held-out texts of
+that difference: above two, the format is worse than the plain backbone, and below it cannot be told
+from the plain backbone. The divergence of a format is the mean over positions of held-out texts of
 KL(p | q), for the next-token distributions p of the plain backbone and q of the backbone in the
 format, without adapters. The plot shows the training losses of all seeds.
 
@@ -16,6 +16,7 @@ A run takes about two minutes on two cores. Runs that are complete in `--runs` a
 import argparse
 import json
 import math
+import shlex
 import statistics
 import subprocess
 import sys
@@ -61,8 +62,6 @@ def held_out(args: argparse.Namespace, format: str, seed: int) -> dict[str, floa
         options = {"Task.seed": seed, "fine_tune.dtype": repr(args.dtype)}
         if format != PLAIN:
             options["fine_tune.backbone_format"] = repr(format)
-        if args.steps:
-            options["Task.steps"] = args.steps
         bindings = [f"--gin.{name}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", "jaxmux.train", "--gin_file=jaxmux:configs/demo.gin"]
         subprocess.run([*command, f"--run_dir={run_dir}", *bindings], check=True)
@@ -76,13 +75,13 @@ def quality(args: argparse.Namespace, losses: dict[str, list[dict[str, float]]])
     for format in args.formats:
         for task in losses[PLAIN][0]:
             own, plain = ([math.log(run[task]) for run in losses[f]] for f in (format, PLAIN))
-            differences = [x - y for x, y in zip(own, plain, strict=True)]
-            error = statistics.stdev(differences) / math.sqrt(len(differences))
-            value = abs(statistics.mean(differences)) / error
+            difference = statistics.mean(own) - statistics.mean(plain)
+            variances = (statistics.variance(each) / len(each) for each in (own, plain))
+            value = difference / math.sqrt(sum(variances))
             facts = {
                 "held-out losses": [run[task] for run in losses[format]],
                 "held-out losses, plain": [run[task] for run in losses[PLAIN]],
-                "mean difference of logarithms": statistics.mean(differences),
+                "difference of mean logarithms": difference,
             }
             bound = MOST_ERRORS if format != "nf4" else None
             name = f"{format}, {task}, difference of the held-out loss"
@@ -178,7 +177,7 @@ def _record(args, name, value, bound, unit, facts) -> Record:
         "bound": bound,
         "sense": "at most",
         "unit": unit,
-        "command": f"python scripts/compare_formats.py --out {args.out}",
+        "command": shlex.join(["python", *sys.argv]),
         "device": jax.devices()[0].device_kind,
         "versions": installed_versions("jax", "jaxlib"),
         "baselines": facts,
@@ -193,7 +192,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--formats", nargs="+", default=list(BACKBONE_FORMATS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--steps", type=int, help="of every task; None for those of the demo")
     return parser.parse_args(arguments)
 
 

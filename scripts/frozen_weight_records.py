@@ -99,6 +99,26 @@ def frozen_weights_table(records: Sequence[Record]) -> str:
     return f"{commands(records)}{device}, jax {versions['jax']}.\n\n{markdown(head, rows)}"
 
 
+def quality_table(records: Sequence[Record]) -> str:
+    """The figures of compare_formats.py."""
+    if not records:
+        return NOT_MEASURED
+    rows = []
+    for record in records:
+        format, what = record["name"].split(", ", 1)
+        bound = record["bound"]
+        limit = "none" if bound is None else f"{record['sense']} {bound:g}"
+        beside = "; ".join(
+            f"{name} {', '.join(f'{x:.3g}' for x in value)}"
+            for name, value in record["baselines"].items()
+            if isinstance(value, list)
+        )
+        rows.append([format, what, f"**{record['value']:.2g}** {record['unit']}", limit, beside])
+    device, versions = records[0]["device"], records[0]["versions"]
+    head = ["format", "figure", "measured", "bound", "made from"]
+    return f"{commands(records)}{device}, jax {versions['jax']}.\n\n{markdown(head, rows)}"
+
+
 def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
