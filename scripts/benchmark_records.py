@@ -46,6 +46,51 @@ def make_record(**values: Any) -> Record:
     return {field: values.pop(field, None) for field in FIELDS} | values
 
 
+def make_figure(
+    name: str,
+    value: float,
+    bound: float | None,
+    unit: str,
+    baselines: dict[str, Any],
+    *,
+    device: str,
+    versions: dict[str, str],
+    sense: str = "at most",
+    command: str | None = None,
+) -> Record:
+    """The record of one figure with its bound, and what it was made from.
+
+    The default of `command` is the command line of this process.
+    """
+    return {
+        "name": name,
+        "value": value,
+        "bound": bound,
+        "sense": sense,
+        "unit": unit,
+        "command": command or shlex.join(["python", *sys.argv]),
+        "device": device,
+        "versions": versions,
+        "baselines": baselines,
+    }
+
+
+def limit(figure: Record, form: str = "g") -> str:
+    """The bound of a figure in words."""
+    bound = figure["bound"]
+    return "none" if bound is None else f"{figure['sense']} {bound:{form}}"
+
+
+def figures_table(
+    figures: Sequence[Record], head: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> str:
+    """A Markdown table of figures, below their commands, devices and versions."""
+    devices = dict.fromkeys(figure["device"] for figure in figures)
+    versions = dict.fromkeys(f"jax {figure['versions']['jax']}" for figure in figures)
+    made_on = ", ".join([*devices, *versions])
+    return f"{commands(figures)}{made_on}.\n\n{markdown(head, rows)}"
+
+
 def read_records(path: Path) -> list[Record]:
     return json.loads(path.read_text())
 

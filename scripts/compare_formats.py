@@ -16,7 +16,6 @@ A run takes about two minutes on two cores. Runs that are complete in `--runs` a
 import argparse
 import json
 import math
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_records import Record, replace_records
+from benchmark_records import Record, make_figure, replace_records
 from matplotlib.figure import Figure
 
 from jaxmux.data import load_tokenizer
@@ -85,7 +84,7 @@ def quality(args: argparse.Namespace, losses: dict[str, list[dict[str, float]]])
             }
             bound = MOST_ERRORS if format != "nf4" else None
             name = f"{format}, {task}, difference of the held-out loss"
-            records.append(_record(args, name, value, bound, "standard errors", facts))
+            records.append(_record(name, value, bound, "standard errors", facts))
     return records
 
 
@@ -100,7 +99,7 @@ def divergences(args: argparse.Namespace) -> list[Record]:
         divergence = (np.exp(plain) * (plain - other)).sum(axis=-1)[labelled].mean()
         facts = {"positions": int(labelled.sum())}
         name = f"{format}, KL divergence from the plain backbone"
-        records.append(_record(args, name, float(divergence), None, "nats", facts))
+        records.append(_record(name, float(divergence), None, "nats", facts))
     return records
 
 
@@ -170,18 +169,16 @@ def _run_dir(args: argparse.Namespace, format: str, seed: int) -> Path:
     return args.runs / f"{format}-{seed}"
 
 
-def _record(args, name, value, bound, unit, facts) -> Record:
-    return {
-        "name": name,
-        "value": value,
-        "bound": bound,
-        "sense": "at most",
-        "unit": unit,
-        "command": shlex.join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "versions": installed_versions("jax", "jaxlib"),
-        "baselines": facts,
-    }
+def _record(name, value, bound, unit, facts) -> Record:
+    return make_figure(
+        name,
+        value,
+        bound,
+        unit,
+        facts,
+        device=jax.devices()[0].device_kind,
+        versions=installed_versions("jax", "jaxlib"),
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -20,8 +20,9 @@ from pathlib import Path
 from benchmark_records import (
     NOT_MEASURED,
     Record,
-    commands,
-    markdown,
+    figures_table,
+    limit,
+    make_figure,
     read_records,
     replace_records,
 )
@@ -69,10 +70,8 @@ def figures(steps: Sequence[Record]) -> Iterator[Record]:
             ratio = step["ms_median"] / plain["ms_median"]
             bound = MOST_TIME.get(shape) if is_nf4 else None
             yield _figure(step, f"{name}, time over bfloat16", ratio, bound, "ratio", facts)
-        speed, bound = (
-            step["tokens_per_second"],
-            LEAST_SPEED.get(shape) if name == "float8" else None,
-        )
+        speed = step["tokens_per_second"]
+        bound = LEAST_SPEED.get(shape) if name == "float8" else None
         if bound or not plain:
             yield _figure(step, f"{name}, speed", speed, bound, "tokens/s", facts, "at least")
         if step["peak_bytes"]:
@@ -87,16 +86,13 @@ def frozen_weights_table(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         format, what, shape = record["name"].split(", ", 2)
-        bound = record["bound"]
-        limit = "none" if bound is None else f"{record['sense']} {bound:g}"
         beside = ", ".join(
             f"{name} {_shown(value)}" for name, value in record["baselines"].items() if value
         )
         value = f"**{_shown(record['value'])}** {record['unit']}"
-        rows.append([format, what, shape, value, limit, beside])
-    device, versions = records[0]["device"], records[0]["versions"]
+        rows.append([format, what, shape, value, limit(record), beside])
     head = ["format", "figure", "microbatch", "measured", "bound", "of the same run"]
-    return f"{commands(records)}{device}, jax {versions['jax']}.\n\n{markdown(head, rows)}"
+    return figures_table(records, head, rows)
 
 
 def quality_table(records: Sequence[Record]) -> str:
@@ -106,17 +102,15 @@ def quality_table(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         format, what = record["name"].split(", ", 1)
-        bound = record["bound"]
-        limit = "none" if bound is None else f"{record['sense']} {bound:g}"
         beside = "; ".join(
             f"{name} {', '.join(f'{x:.3g}' for x in value)}"
             for name, value in record["baselines"].items()
             if isinstance(value, list)
         )
-        rows.append([format, what, f"**{record['value']:.2g}** {record['unit']}", limit, beside])
-    device, versions = records[0]["device"], records[0]["versions"]
+        value = f"**{record['value']:.2g}** {record['unit']}"
+        rows.append([format, what, value, limit(record), beside])
     head = ["format", "figure", "measured", "bound", "made from"]
-    return f"{commands(records)}{device}, jax {versions['jax']}.\n\n{markdown(head, rows)}"
+    return figures_table(records, head, rows)
 
 
 def _shown(value: float) -> str:
@@ -129,17 +123,8 @@ def _format(step: Record) -> str | None:
 
 
 def _figure(step, name, value, bound, unit, facts, sense="at most") -> Record:
-    return {
-        "name": f"{name}, {step['shape']}",
-        "value": value,
-        "bound": bound,
-        "sense": sense,
-        "unit": unit,
-        "command": step["command"],
-        "device": step["device"],
-        "versions": step["versions"],
-        "baselines": facts,
-    }
+    own = {key: step[key] for key in ("command", "device", "versions")}
+    return make_figure(f"{name}, {step['shape']}", value, bound, unit, facts, sense=sense, **own)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmark_records import NOT_MEASURED, Record, commands, markdown
+from benchmark_records import NOT_MEASURED, Record, figures_table, limit
 
 # By part, how its figures are written; ratios of times have no entry.
 FORMS = {"memory": ".1%", "peak": ".1%", "programs": ".0f"}
@@ -16,13 +16,9 @@ def kinds_table(records: Sequence[Record]) -> str:
     for record in records:
         part, name = record["name"].split(", ", 1)
         form = FORMS.get(part, ".3f")
-        bound = record["bound"]
-        limit = "none" if bound is None else f"{record['sense']} {bound:{form}}"
-        rows.append([part, name, f"**{record['value']:{form}}**", limit, _sources(record)])
-    devices = dict.fromkeys(record["device"] for record in records)
-    versions = dict.fromkeys(f"jax {record['versions']['jax']}" for record in records)
-    head = ["part", "figure", "measured", "bound", "made from"]
-    return f"{commands(records)}{', '.join([*devices, *versions])}.\n\n{markdown(head, rows)}"
+        value = f"**{record['value']:{form}}**"
+        rows.append([part, name, value, limit(record, form), _sources(record)])
+    return figures_table(records, ["part", "figure", "measured", "bound", "made from"], rows)
 
 
 def _sources(record: Record) -> str:

@@ -1,16 +1,14 @@
 """Turns of two engines, and records of what was measured, for benchmark_kinds.py."""
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from benchmark_records import Record, replace_records
+from benchmark_records import make_figure, replace_records
 from benchmark_step import round_size
 
 from jaxmux.installed_versions import installed_versions
@@ -73,17 +71,15 @@ def write(
     unit: str = "ratio",
 ) -> None:
     """Writes a record in place of the one of its name."""
-    record: Record = {
-        "name": name,
-        "value": value,
-        "bound": bound,
-        "sense": "at most",
-        "unit": unit,
-        "command": shlex.join(["python", *sys.argv]),
-        "device": device or jax.devices()[0].device_kind,
-        "versions": versions or installed_versions("jax", "jaxlib"),
-        "baselines": baselines,
-    }
+    record = make_figure(
+        name,
+        value,
+        bound,
+        unit,
+        baselines,
+        device=device or jax.devices()[0].device_kind,
+        versions=versions or installed_versions("jax", "jaxlib"),
+    )
     replace_records(args.out, name, [record])
     say(f"{name}: {value:.4f}, {baselines}")
 
