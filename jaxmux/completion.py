@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from .data import DataError, Microbatch
 from .models import (
@@ -149,7 +150,7 @@ def _complete(
 
     def next_token(state):
         tokens, lengths, live, key = state
-        microbatch = _microbatch(tokens, lengths)
+        microbatch = prompts_in_rows(tokens, lengths)
         at_head, _ = head_adapters(options.adapter_ops, adapters, None, microbatch.chunk_slot)
         hidden, _, _ = hidden_states(
             config, weights, adapters, None, microbatch, slots, options, at_head
@@ -174,8 +175,13 @@ def _virtual_tokens(request: Request) -> list[int]:
     return [-1 - i for i in range(number)]
 
 
-def _microbatch(tokens, lengths) -> Microbatch:
-    """One sequence and one chunk a row; row i belongs to slot i."""
+def prompts_in_rows(tokens: Int[Array, "rows row_len"], lengths: Int[Array, " rows"]) -> Microbatch:
+    """A microbatch without labels, with one sequence and one chunk a row; row i belongs to slot i.
+
+    Args:
+      tokens: int32 [rows, row_len], the tokens of each sequence, and padding behind them.
+      lengths: int32 [rows], the tokens of each sequence.
+    """
     rows, row_len = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(row_len, dtype=jnp.int32), tokens.shape)
     return Microbatch(

@@ -28,8 +28,8 @@ import numpy as np
 from benchmark_records import Record, make_figure, replace_records
 from matplotlib.figure import Figure
 
+from jaxmux.completion import prompts_in_rows
 from jaxmux.data import load_tokenizer
-from jaxmux.data.microbatch import Microbatch
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import BACKBONE_FORMATS, Backbone, ForwardOptions, SlotTable, load_backbone
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
@@ -90,12 +90,13 @@ def quality(args: argparse.Namespace, losses: dict[str, list[dict[str, float]]])
 
 def divergences(args: argparse.Namespace) -> list[Record]:
     """A record for each format: the divergence of next-token distributions."""
-    tokens, labelled = held_out_tokens()
-    plain = log_probabilities(load_backbone(resolve_path(BASE), args.dtype), tokens)
+    tokens, lengths = held_out_tokens()
+    labelled = np.arange(TEXT_TOKENS) < lengths[:, None]
+    plain = log_probabilities(load_backbone(resolve_path(BASE), args.dtype), tokens, lengths)
     records = []
     for format in args.formats:
         backbone = load_backbone(resolve_path(BASE), args.dtype, format)
-        other = log_probabilities(backbone, tokens)
+        other = log_probabilities(backbone, tokens, lengths)
         divergence = (np.exp(plain) * (plain - other)).sum(axis=-1)[labelled].mean()
         facts = {"positions": int(labelled.sum())}
         name = f"{format}, KL divergence from the plain backbone"
@@ -104,7 +105,7 @@ def divergences(args: argparse.Namespace) -> list[Record]:
 
 
 def held_out_tokens() -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [texts, TEXT_TOKENS] of held-out texts, and which positions belong to them."""
+    """Tokens [texts, TEXT_TOKENS] of held-out texts, and how many of each row belong to one."""
     tokenizer, rows = load_tokenizer(resolve_path(BASE)), []
     for path in sorted(Path(resolve_path(TASKS)).glob("*.eval.jsonl")):
         for line in path.read_text().splitlines()[:TEXTS]:
@@ -113,23 +114,14 @@ def held_out_tokens() -> tuple[np.ndarray, np.ndarray]:
     tokens = np.zeros((len(rows), TEXT_TOKENS), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    lengths = np.array([len(ids) for ids in rows])
-    return tokens, np.arange(TEXT_TOKENS) < lengths[:, None]
+    return tokens, np.array([len(ids) for ids in rows])
 
 
-def log_probabilities(backbone: Backbone, tokens: np.ndarray) -> np.ndarray:
+def log_probabilities(backbone: Backbone, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Logarithms of the next-token distributions at all positions, [texts, tokens, vocabulary]."""
     rows, length = tokens.shape
-    microbatch = Microbatch(
-        tokens=jnp.asarray(tokens),
-        targets=jnp.asarray(tokens),
-        loss_weight=jnp.zeros(tokens.shape),
-        positions=jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape),
-        segment_ids=jnp.zeros(tokens.shape, jnp.int32),
-        sample_id=jnp.zeros(tokens.shape, jnp.uint32),
-        chunk_slot=jnp.zeros(rows, jnp.int32),
-    )
-    slots = SlotTable(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1, jnp.uint32))
+    microbatch = prompts_in_rows(tokens, lengths)
+    slots = SlotTable(jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.uint32))
     options = ForwardOptions("xla", remat="none", max_sequences=1)
 
     @jax.jit

@@ -72,8 +72,8 @@ def load_backbone(
         model.safetensors.index.json.
       dtype: dtype to which all parameters are converted: bfloat16, float16 or float32. "auto" is
         bfloat16 on an accelerator and float32 on CPU.
-      backbone_format: format in which the linears of the layers are stored, "int8" or "nf4"; None
-        for `dtype`.
+      backbone_format: format in which the linears of the layers are stored, one of
+        `BACKBONE_FORMATS`; None for `dtype`.
 
     Returns:
       The backbone.

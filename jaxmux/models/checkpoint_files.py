@@ -67,7 +67,7 @@ def checkpoint_tensors(
             with safe_open(path, framework="numpy") as file:
                 if name in file.keys():
                     values = file.get_tensor(name)
-                    if backbone_format and is_linear(name):
+                    if backbone_format and _is_linear(name):
                         values = on_host(_stored, values, backbone_format)
                     return np.asarray(values).astype(dtype).astype(np.float32)
         raise BackboneError(f"{folder}: tensor {name} is missing")
@@ -75,12 +75,8 @@ def checkpoint_tensors(
     return read
 
 
-def is_linear(name: str) -> bool:
-    """Whether a tensor is the weight matrix of a linear of a decoder layer.
-
-    Args:
-      name: name of the tensor in a checkpoint.
-    """
+def _is_linear(name: str) -> bool:
+    """Whether a tensor is the weight matrix of a linear of a decoder layer."""
     return ".layers." in name and name.endswith("_proj.weight")
 
 

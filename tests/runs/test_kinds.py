@@ -34,7 +34,7 @@ from jaxmux import (
     tuning_server,
 )
 from jaxmux.cli.main import run_command
-from jaxmux.completion import Request, _microbatch, _stack, complete
+from jaxmux.completion import Request, _stack, complete, prompts_in_rows
 from jaxmux.data import load_tokenizer
 from jaxmux.live.states import ENDED
 from jaxmux.models import (
@@ -154,7 +154,7 @@ def logits():
 
     @partial(jax.jit, static_argnums=(0, 1))
     def run(config, options, weights, pools, slots, tokens):
-        microbatch = _microbatch(tokens, np.array([32]))
+        microbatch = prompts_in_rows(tokens, np.array([32]))
         at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
         given = weights, pools, None, microbatch, slots, options, at_head
         states, _, _ = hidden_states(config, *given)
