@@ -81,9 +81,9 @@ def test_a_few_are_read_at_once_in_the_order_in_which_they_came(prepare, sources
 
 
 def test_slow_sources_hold_up_others_only_for_a_short_time(prepare, sources):
+    began = time.monotonic()
     preparation, _ = prepare(*"abcde", at_once=2, slow_seconds=0.1)
     sources.let_go(*"cde")
-    began = time.monotonic()
     assert preparation.seconds_left <= 0.1
     assert sorted(ended(preparation, 3)) == ["c 0", "d 0", "e 0"]
     assert 0.1 <= time.monotonic() - began < 5
