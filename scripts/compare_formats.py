@@ -1,26 +1,32 @@
 """What formats of the backbone do to the quality of adapters: the demo's tasks in every format.
 
-  python scripts/compare_formats.py --out benchmarks/format_quality.json
+  make .venv/installed .venv-peft/installed
+  .venv/bin/python scripts/compare_formats.py --out benchmarks/format_quality.json
 
-Every task of the demo is trained on its really trained base model, with every format and several
-seeds, which draw the initial adapters and the order of samples. The figure of a task and a format
-is the mean logarithm of its held-out loss less that of the plain backbone, in standard errors of
-that difference: above two, the format is worse than the plain backbone, and below it cannot be told
-from the plain backbone. The divergence of a format is the mean over positions of held-out texts of
+Every task of the demo is trained with every format and several seeds, which draw the initial
+adapters and the order of samples, on two really trained models: the demo's base, and stories260k
+below `--shared`, if it is there. The figure of a task and a format is the mean logarithm of its
+held-out loss less that of the plain backbone, in standard errors of that difference: above two, the
+format is worse than the plain backbone, and below it cannot be told from the plain backbone. nf4 is
+compared in the same way with PEFT on a base in the nf4 of bitsandbytes, which peft_on_nf4.py trains
+on the same batches. The divergence of a format is the mean over positions of held-out texts of
 KL(p | q), for the next-token distributions p of the plain backbone and q of the backbone in the
-format, without adapters. The plot shows the training losses of all seeds.
+format, without adapters. The plot shows the training losses on the demo's base.
 
-A run takes about two minutes on two cores. Runs that are complete in `--runs` are not repeated.
+A run takes one to two minutes, all of them about an hour on two cores. Runs that are complete in
+`--runs` are not repeated.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,83 +37,167 @@ from matplotlib.figure import Figure
 from jaxmux.completion import prompts_in_rows
 from jaxmux.data import load_tokenizer
 from jaxmux.installed_versions import installed_versions
-from jaxmux.models import BACKBONE_FORMATS, Backbone, ForwardOptions, SlotTable, load_backbone
+from jaxmux.models import (
+    BACKBONE_FORMATS,
+    Backbone,
+    BackboneError,
+    ForwardOptions,
+    SlotTable,
+    load_backbone,
+)
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.models.forward import hidden_states, logits_of
 from jaxmux.package_files import resolve_path
 
-PLAIN = "plain"
+ROOT = Path(__file__).resolve().parent.parent
+# The plain backbone, and nf4 in PEFT, beside the formats of jaxmux.
+PLAIN, PEFT = "plain", "PEFT-nf4"
 BASE, TASKS = "jaxmux:demo/base", "jaxmux:demo/tasks"
-# Tokens of a held-out text that are compared, and the number of texts of each task.
+# Tokens of a held-out text that are compared, and the number of texts of each file.
 TEXT_TOKENS, TEXTS = 128, 16
 MOST_ERRORS = 2.0
+# The tokens of stories260k are shorter than those of the demo's base.
+STORIES_LENGTHS = {"mood": 64, "pirate": 128, "record": 256, "telegram": 512}
+
+# By format, the held-out losses of all seeds by task.
+Losses = dict[str, list[dict[str, float]]]
+
+
+class Model(NamedTuple):
+    """A backbone on which the demo's tasks are trained.
+
+    Attributes:
+      name: name of the folder of its runs.
+      suffix: end of the names of formats in records of this model.
+      backbone: folder of the model.
+      texts: files with held-out texts, JSON objects in lines.
+      bindings: what the demo's config sets otherwise.
+    """
+
+    name: str
+    suffix: str
+    backbone: str
+    texts: list[Path]
+    bindings: tuple[str, ...] = ()
 
 
 def main() -> None:
     args = parse_arguments()
-    losses = {
-        format: [held_out(args, format, seed) for seed in range(args.seeds)]
-        for format in (PLAIN, *args.formats)
-    }
-    replace_records(args.out, "", [*quality(args, losses), *divergences(args)])
-    plot(args)
+    if "nf4" in args.formats and not args.peft_python.exists():
+        raise SystemExit(f"{args.peft_python} does not exist; run make .venv-peft/installed")
+    records = []
+    for model in models(args.shared):
+        formats = list(storable(model, args))
+        losses = {
+            format: [held_out(args, model, format, seed) for seed in range(args.seeds)]
+            for format in (PLAIN, *formats)
+        }
+        if model.backbone == BASE:
+            if "nf4" in formats:
+                losses[PEFT] = [held_out(args, model, PEFT, seed) for seed in range(args.seeds)]
+            plot(args, model, list(losses))
+        records += [*quality(args, model, losses), *divergences(args, model, formats)]
+    replace_records(args.out, "", records)
 
 
-def held_out(args: argparse.Namespace, format: str, seed: int) -> dict[str, float]:
+def models(shared: Path) -> Iterator[Model]:
+    demo_texts = sorted(Path(resolve_path(TASKS)).glob("*.eval.jsonl"))
+    yield Model("demo", "", BASE, demo_texts)
+    stories = shared / "models" / "stories260k"
+    if not stories.exists():
+        print(f"{stories} does not exist; only the demo's base is compared")
+        return
+    bindings = [f"{task}/Task.max_length={length}" for task, length in STORIES_LENGTHS.items()]
+    bindings.append(f"fine_tune.backbone={str(stories)!r}")
+    texts = sorted((shared / "data").glob("*/test.jsonl"))
+    yield Model("stories260k", " on stories260k", str(stories), texts, tuple(bindings))
+
+
+def storable(model: Model, args: argparse.Namespace) -> Iterator[str]:
+    """The formats that can store the model; says why another cannot."""
+    for format in args.formats:
+        try:
+            load_backbone(resolve_path(model.backbone), args.dtype, format)
+        except BackboneError as e:
+            print(f"{format}{model.suffix} is left out: {e}")
+        else:
+            yield format
+
+
+def held_out(args: argparse.Namespace, model: Model, format: str, seed: int) -> dict[str, float]:
     """By task, the held-out loss of a run after training."""
-    run_dir = _run_dir(args, format, seed)
-    summary = run_dir / "summary.json"
-    if not summary.exists():
-        options = {"Task.seed": seed, "fine_tune.dtype": repr(args.dtype)}
-        if format != PLAIN:
-            options["fine_tune.backbone_format"] = repr(format)
-        bindings = [f"--gin.{name}={value}" for name, value in options.items()]
-        command = [sys.executable, "-m", "jaxmux.train", "--gin_file=jaxmux:configs/demo.gin"]
-        subprocess.run([*command, f"--run_dir={run_dir}", *bindings], check=True)
-    tasks = json.loads(summary.read_text())["tasks"]
+    run_dir = _run_dir(args, model, format, seed)
+    if not (run_dir / "summary.json").exists():
+        if format == PEFT:
+            script = [args.peft_python, ROOT / "scripts" / "peft_on_nf4.py"]
+            command = [*script, _run_dir(args, model, "nf4", seed), run_dir]
+        else:
+            options = {"Task.seed": seed, "fine_tune.dtype": repr(args.dtype)}
+            if format != PLAIN:
+                options["fine_tune.backbone_format"] = repr(format)
+            bindings = [*model.bindings, *(f"{name}={value}" for name, value in options.items())]
+            command = [sys.executable, "-m", "jaxmux.train", "--gin_file=jaxmux:configs/demo.gin"]
+            command += [f"--run_dir={run_dir}", *(f"--gin.{binding}" for binding in bindings)]
+        subprocess.run(command, check=True, env=os.environ | {"JAXMUX_PYTHON": sys.executable})
+    tasks = _summary(run_dir)["tasks"]
     return {name: task["eval_loss"] for name, task in tasks.items()}
 
 
-def quality(args: argparse.Namespace, losses: dict[str, list[dict[str, float]]]) -> list[Record]:
-    """A record for each format and task."""
-    records = []
-    for format in args.formats:
-        for task in losses[PLAIN][0]:
-            own, plain = ([math.log(run[task]) for run in losses[f]] for f in (format, PLAIN))
-            difference = statistics.mean(own) - statistics.mean(plain)
-            variances = (statistics.variance(each) / len(each) for each in (own, plain))
-            value = difference / math.sqrt(sum(variances))
-            facts = {
-                "held-out losses": [run[task] for run in losses[format]],
-                "held-out losses, plain": [run[task] for run in losses[PLAIN]],
-                "difference of mean logarithms": difference,
-            }
-            bound = MOST_ERRORS if format != "nf4" else None
-            name = f"{format}, {task}, difference of the held-out loss"
-            records.append(_record(name, value, bound, "standard errors", facts))
-    return records
+def quality(args: argparse.Namespace, model: Model, losses: Losses) -> Iterator[Record]:
+    """A record for each format and task, and one for each task of nf4 beside PEFT."""
+    versions = installed_versions("jax", "jaxlib")
+    for format in (each for each in losses if each not in (PLAIN, PEFT)):
+        bound = MOST_ERRORS if format != "nf4" else None
+        yield from differences(losses, format, PLAIN, bound, model.suffix, versions)
+    if PEFT in losses:
+        versions |= _summary(_run_dir(args, model, PEFT, 0))["versions"]
+        yield from differences(losses, "nf4", PEFT, MOST_ERRORS, model.suffix, versions)
 
 
-def divergences(args: argparse.Namespace) -> list[Record]:
+def differences(
+    losses: Losses,
+    format: str,
+    other: str,
+    bound: float | None,
+    suffix: str,
+    versions: dict[str, str],
+) -> Iterator[Record]:
+    """By task, how much larger the mean logarithm of the held-out loss of `format` is than that of
+    `other`, in standard errors."""
+    for task in losses[format][0]:
+        of_format, of_other = ([run[task] for run in losses[each]] for each in (format, other))
+        logs = [list(map(math.log, each)) for each in (of_format, of_other)]
+        difference = statistics.mean(logs[0]) - statistics.mean(logs[1])
+        value = difference / math.sqrt(sum(statistics.variance(x) / len(x) for x in logs))
+        facts = {
+            "held-out losses": of_format,
+            f"held-out losses, {other}": of_other,
+            "difference of mean logarithms": difference,
+        }
+        whose = "" if other == PLAIN else " from PEFT's"
+        name = f"{format}{suffix}, {task}, difference of the held-out loss{whose}"
+        yield _record(name, value, bound, "standard errors", facts, versions)
+
+
+def divergences(args: argparse.Namespace, model: Model, formats: Sequence[str]) -> Iterator[Record]:
     """A record for each format: the divergence of next-token distributions."""
-    tokens, lengths = held_out_tokens()
+    folder = resolve_path(model.backbone)
+    tokens, lengths = held_out_tokens(folder, model.texts)
     labelled = np.arange(TEXT_TOKENS) < lengths[:, None]
-    plain = log_probabilities(load_backbone(resolve_path(BASE), args.dtype), tokens, lengths)
-    records = []
-    for format in args.formats:
-        backbone = load_backbone(resolve_path(BASE), args.dtype, format)
-        other = log_probabilities(backbone, tokens, lengths)
+    plain = log_probabilities(load_backbone(folder, args.dtype), tokens, lengths)
+    for format in formats:
+        other = log_probabilities(load_backbone(folder, args.dtype, format), tokens, lengths)
         divergence = (np.exp(plain) * (plain - other)).sum(axis=-1)[labelled].mean()
         facts = {"positions": int(labelled.sum())}
-        name = f"{format}, KL divergence from the plain backbone"
-        records.append(_record(name, float(divergence), None, "nats", facts))
-    return records
+        name = f"{format}{model.suffix}, KL divergence from the plain backbone"
+        versions = installed_versions("jax", "jaxlib")
+        yield _record(name, float(divergence), None, "nats", facts, versions)
 
 
-def held_out_tokens() -> tuple[np.ndarray, np.ndarray]:
+def held_out_tokens(backbone: str, files: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [texts, TEXT_TOKENS] of held-out texts, and how many of each row belong to one."""
-    tokenizer, rows = load_tokenizer(resolve_path(BASE)), []
-    for path in sorted(Path(resolve_path(TASKS)).glob("*.eval.jsonl")):
+    tokenizer, rows = load_tokenizer(backbone), []
+    for path in files:
         for line in path.read_text().splitlines()[:TEXTS]:
             text = " ".join(value for value in json.loads(line).values() if isinstance(value, str))
             rows.append(tokenizer(text)["input_ids"][:TEXT_TOKENS])
@@ -133,44 +223,45 @@ def log_probabilities(backbone: Backbone, tokens: np.ndarray, lengths: np.ndarra
     return np.asarray(run(backbone.weights)).reshape(rows, length, -1)
 
 
-def plot(args: argparse.Namespace) -> None:
-    """Writes the training losses of all runs, a panel for each task."""
+def plot(args: argparse.Namespace, model: Model, formats: Sequence[str]) -> None:
+    """Writes the training losses by step, a panel for each task: a line for the geometric mean of
+    all seeds, and their range."""
     curves: dict[str, dict[str, list[list[float]]]] = {}
-    for format in (PLAIN, *args.formats):
+    for format in formats:
         for seed in range(args.seeds):
             of_run: dict[str, list[float]] = {}
-            for line in (_run_dir(args, format, seed) / "metrics.jsonl").read_text().splitlines():
+            metrics = _run_dir(args, model, format, seed) / "metrics.jsonl"
+            for line in metrics.read_text().splitlines():
                 record = json.loads(line)
                 of_run.setdefault(record["task"], []).append(record["loss"])
             for task, losses in of_run.items():
                 curves.setdefault(task, {}).setdefault(format, []).append(losses)
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure = Figure(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, math.ceil(len(curves) / 2), squeeze=False).flat
-    for ax, (task, formats) in zip(axes, curves.items(), strict=False):
-        for i, (format, runs) in enumerate(formats.items()):
-            for j, losses in enumerate(runs):
-                label = format if j == 0 else None
-                ax.plot(range(1, len(losses) + 1), losses, color=f"C{i}", alpha=0.5, label=label)
+    for ax, (task, of_task) in zip(axes, curves.items(), strict=False):
+        for i, (format, runs) in enumerate(of_task.items()):
+            losses = np.array(runs)
+            steps = np.arange(1, losses.shape[1] + 1)
+            ax.fill_between(steps, *np.quantile(losses, [0, 1], axis=0), color=f"C{i}", alpha=0.12)
+            mean = np.exp(np.log(losses).mean(axis=0))
+            ax.plot(steps, mean, color=f"C{i}", linewidth=1.2, label=format)
         ax.set(title=task, xlabel="step", ylabel="training loss", yscale="log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.plot, dpi=100)
 
 
-def _run_dir(args: argparse.Namespace, format: str, seed: int) -> Path:
-    return args.runs / f"{format}-{seed}"
+def _run_dir(args: argparse.Namespace, model: Model, format: str, seed: int) -> Path:
+    return args.runs / model.name / f"{format}-{seed}"
 
 
-def _record(name, value, bound, unit, facts) -> Record:
-    return make_figure(
-        name,
-        value,
-        bound,
-        unit,
-        facts,
-        device=jax.devices()[0].device_kind,
-        versions=installed_versions("jax", "jaxlib"),
-    )
+def _summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def _record(name, value, bound, unit, facts, versions) -> Record:
+    device = jax.devices()[0].device_kind
+    return make_figure(name, value, bound, unit, facts, device=device, versions=versions)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -181,6 +272,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--formats", nargs="+", default=list(BACKBONE_FORMATS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=Path(os.environ.get("JAXMUX_SHARED", "../shared")),
+        help="folder with models/stories260k and texts in data/",
+    )
+    parser.add_argument(
+        "--peft_python",
+        type=Path,
+        default=ROOT / ".venv-peft" / "bin" / "python",
+        help="Python of the environment with PEFT, for nf4",
+    )
     return parser.parse_args(arguments)
 
 

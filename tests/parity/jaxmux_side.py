@@ -1,6 +1,6 @@
 """jaxmux's side of the comparison; the interpreter of the main environment runs it.
 
-    python jaxmux_side.py forward|train|encode FOLDER
+    python jaxmux_side.py forward|train|prepare|encode FOLDER
 
 It reads FOLDER/request.json and writes adapter folders, .npz and .json files into FOLDER. The paths
 in a request are absolute or relative to FOLDER.
@@ -26,6 +26,7 @@ from jaxmux.models import (
     BackboneConfig,
     ForwardOptions,
     SlotTable,
+    backbone_dtype,
     checkpoint_tensors,
     hidden_states,
     load_backbone,
@@ -52,6 +53,7 @@ from jaxmux.peft import (
 )
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import ShapeClass, pack_round
+from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import Task
 
 # Two short rows, so that a global batch of the test tasks does not fit into one microbatch.
@@ -125,6 +127,34 @@ def train(folder: Path, request: Request) -> None:
         first = i * SLOTS
         logits |= packed_logits(backbone, adapters[first : first + SLOTS], prompts, first)
     save_arrays(folder / "logits" / "final.npz", logits)
+
+
+def prepare(folder: Path, request: Request) -> None:
+    """Writes what training the tasks of a run directory begins with, without training them.
+
+    Writes:
+      tasks.json: for every task, its specification, as in run.json.
+      batches.json: as `train` does.
+      held_out.json: for every task and held-out sample, the token ids and the target mask.
+      initial/<task>: the adapters.
+    """
+    run = json.loads((folder / request["run_dir"] / "run.json").read_text())
+    backbone, base_format = run["backbone"], run["backbone_format"]
+    config = BackboneConfig.from_folder(backbone, base_format)
+    base = checkpoint_tensors(backbone, backbone_dtype(run["dtype"]), base_format)
+    tokenizer = load_tokenizer(backbone)
+    tasks = [
+        prepare_task(from_json({"name": name, **fields}), config, tokenizer, base=base)
+        for name, fields in run["tasks"].items()
+    ]
+    for prepared in tasks:
+        task = prepared.task
+        where = folder / "initial" / task.name
+        export_adapter(where, prepared.make_adapter(), task.adapter, config, backbone, base=base)
+    save_json(folder / "tasks.json", run["tasks"])
+    save_json(folder / "batches.json", {p.task.name: dump_batches(p) for p in tasks})
+    held_out = {p.task.name: dump_samples(p.eval_samples) for p in tasks}
+    save_json(folder / "held_out.json", held_out)
 
 
 def encode(folder: Path, request: Request) -> None:
@@ -277,10 +307,11 @@ def export(
 
 
 def dump_batches(prepared: PreparedTask) -> list[list[dict[str, list]]]:
-    return [
-        [{"ids": s.input_ids.tolist(), "target": s.target_mask.tolist()} for s in batch]
-        for batch in (prepared.batches[step] for step in range(prepared.steps))
-    ]
+    return [dump_samples(prepared.batches[step]) for step in range(prepared.steps)]
+
+
+def dump_samples(samples: Sequence[Sample]) -> list[dict[str, list]]:
+    return [{"ids": s.input_ids.tolist(), "target": s.target_mask.tolist()} for s in samples]
 
 
 def tasks_by_microbatch(tasks: Sequence[PreparedTask]) -> list[list[list[str]]]:
@@ -307,5 +338,5 @@ def save_json(path: Path, value: Any) -> None:
 
 if __name__ == "__main__":
     command, where = sys.argv[1], Path(sys.argv[2])
-    commands = {"forward": forward, "train": train, "encode": encode}
+    commands = {"forward": forward, "train": train, "prepare": prepare, "encode": encode}
     commands[command](where, json.loads((where / "request.json").read_text()))

@@ -1,11 +1,11 @@
 """Trains one task alone with PEFT and torch, in the way that their documentation describes."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from backbones import load_model
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
 from scenarios import FROM_WEIGHTS
@@ -27,6 +27,7 @@ class PeftTraining(NamedTuple):
       rates: by update, the learning rate.
       initial: the tensors of the adapter before training.
       final: the tensors of the adapter after training.
+      model: the base with the trained adapter.
     """
 
     scaling: set[float]
@@ -35,30 +36,32 @@ class PeftTraining(NamedTuple):
     rates: list[float]
     initial: Tensors
     final: Tensors
+    model: PeftModel
 
 
 def train_alone(
-    backbone: Path, adapter: Path, task: dict[str, Any], batches: Sequence[Sequence[dict]]
+    base: PreTrainedModel, adapter: Path, task: dict[str, Any], batches: Sequence[Sequence[dict]]
 ) -> PeftTraining:
     """Trains the adapter in the folder `adapter` on the given global batches.
 
     Args:
-      backbone: folder of the frozen model.
+      base: the frozen model. The adapter's layers are put into it.
       adapter: folder of the initial adapter; not read if PEFT makes it from the backbone.
       task: the task's specification for jaxmux; torch's optimizer is created from it.
       batches: by update, samples with their token `ids` and the mask `target`.
     """
-    base = load_model(backbone)
     begun_by_peft = task["adapter"].get("initialisation") in FROM_WEIGHTS
     model = begin(base, task) if begun_by_peft else load(base, adapter)
     initial = adapter_tensors(model)
     optimizer = make_optimizer(model, task)
-    schedule = task["optimizer"]["schedule"]
+    schedule, steps = task["optimizer"]["schedule"], task["steps"]
+    # As in the Trainer of transformers.
+    warmup = schedule["warmup_steps"] or math.ceil(schedule.get("warmup_ratio", 0) * steps)
     scheduler = get_scheduler(
         "constant_with_warmup" if schedule["kind"] == "constant" else schedule["kind"],
         optimizer,
-        num_warmup_steps=schedule["warmup_steps"],
-        num_training_steps=task["steps"],
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
     )
     trainable = [p for p in model.parameters() if p.requires_grad]
     losses, grad_norms, rates = [], [], []
@@ -71,7 +74,7 @@ def train_alone(
         scheduler.step()
         optimizer.zero_grad()
     scaling = {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
-    return PeftTraining(scaling, losses, grad_norms, rates, initial, adapter_tensors(model))
+    return PeftTraining(scaling, losses, grad_norms, rates, initial, adapter_tensors(model), model)
 
 
 def load(base: PreTrainedModel, adapter: Path) -> PeftModel:
@@ -118,8 +121,22 @@ def make_optimizer(model: PeftModel, task: dict[str, Any]) -> torch.optim.Optimi
 
 def accumulate_gradients(model: PeftModel, batch: Sequence[dict]) -> float:
     """Adds the gradients of the batch's mean loss per target token, and returns this loss."""
-    targets = sum(sum(sample["target"]) for sample in batch)
     total = 0.0
+    for loss in losses_of_passes(model, batch):
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def held_out_loss(model: PeftModel, samples: Sequence[dict]) -> float:
+    """The mean loss per target token, without dropout."""
+    with torch.no_grad():
+        return sum(loss.item() for loss in losses_of_passes(model.eval(), samples))
+
+
+def losses_of_passes(model: PeftModel, batch: Sequence[dict]) -> Iterator[torch.Tensor]:
+    """The summands of the batch's mean loss per target token, one for each forward pass."""
+    targets = sum(sum(sample["target"]) for sample in batch)
     for start in range(0, len(batch), SAMPLES_PER_PASS):
         samples = batch[start : start + SAMPLES_PER_PASS]
         ids, attention, target = (
@@ -133,10 +150,7 @@ def accumulate_gradients(model: PeftModel, batch: Sequence[dict]) -> float:
         # A trained prompt has logits, too.
         logits = model(input_ids=ids, attention_mask=attention).logits[:, -ids.shape[1] : -1]
         counted = target[:, 1:]
-        loss = cross_entropy(logits[counted], ids[:, 1:][counted], reduction="sum") / targets
-        loss.backward()
-        total += loss.item()
-    return total
+        yield cross_entropy(logits[counted], ids[:, 1:][counted], reduction="sum") / targets
 
 
 def adapter_tensors(model: PeftModel) -> Tensors:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from backbones import load_model
 from peft_training import PeftTraining, train_alone
 from safetensors.torch import load_file
 from scenarios import FROM_PEFT, FROM_WEIGHTS, KIND_TASKS, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
@@ -26,7 +27,8 @@ class Pair(NamedTuple):
 
 def pair(trained, name: str) -> Pair:
     task, folder = trained.tasks[name], trained.folder
-    peft = train_alone(folder / "backbone", folder / "initial" / name, task, trained.batches[name])
+    base = load_model(folder / "backbone")
+    peft = train_alone(base, folder / "initial" / name, task, trained.batches[name])
     begun, final = (
         load_file(folder / when / name / "adapter_model.safetensors")
         for when in ("initial", "final")
