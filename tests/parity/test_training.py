@@ -3,6 +3,7 @@
 Both sides start from the same initial adapter and train on the same batches without dropout.
 """
 
+import json
 from typing import NamedTuple
 
 import pytest
@@ -150,3 +151,24 @@ def check_rates_and_norms(pair: Pair, at_most) -> None:
     for update, rate, norm in zip(pair.updates, peft.rates, peft.grad_norms, strict=True):
         assert update["lr"] == pytest.approx(rate, rel=1e-12)
         at_most("gradient norms, relative", abs(update["grad_norm"] - norm) / norm, 1e-4)
+
+
+def test_prepare_gives_the_batches_and_initial_adapters_of_training(
+    trained_kinds, jaxmux, tmp_path
+):
+    folder, tasks = trained_kinds.folder, {}
+    for name, fields in trained_kinds.tasks.items():
+        adapter = {"kind": "lora", **fields["adapter"]}
+        tasks[name] = {**fields, "adapter": adapter, "data": str(folder / fields["data"])}
+        del tasks[name]["name"]
+    run = {"backbone": str(folder / "backbone"), "dtype": "float32", "backbone_format": None}
+    (tmp_path / "run.json").write_text(json.dumps(run | {"tasks": tasks}))
+    jaxmux("prepare", tmp_path, {"run_dir": "."})
+    assert json.loads((tmp_path / "batches.json").read_text()) == trained_kinds.batches
+    for name in tasks:
+        begun, prepared = (
+            load_file(where / "initial" / name / "adapter_model.safetensors")
+            for where in (folder, tmp_path)
+        )
+        assert begun.keys() == prepared.keys()
+        assert all(torch.equal(begun[key], prepared[key]) for key in begun), name
