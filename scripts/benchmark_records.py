@@ -133,13 +133,13 @@ class RecordFile:
         self._path.write_text(_dump(self._records))
 
 
-def replace_records(path: Path, prefix: str, records: Sequence[Record]) -> None:
+def replace_records(path: Path, prefix: str | tuple[str, ...], records: Sequence[Record]) -> None:
     """Writes records into a file that several benchmarks share.
 
     Args:
       path: a JSON file with a list of records; it and its folder are created.
-      prefix: the beginning of the names of all records of this benchmark. Records of the file with
-        such names are removed; the others are kept.
+      prefix: the beginning of the names of all records of this benchmark, or several. Records of
+        the file with such names are removed; the others are kept.
       records: the new records.
     """
     found = read_records(path) if path.exists() else []

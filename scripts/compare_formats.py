@@ -13,8 +13,8 @@ on the same batches. The divergence of a format is the mean over positions of he
 KL(p | q), for the next-token distributions p of the plain backbone and q of the backbone in the
 format, without adapters. The plot shows the training losses on the demo's base.
 
-A run takes one to two minutes, all of them about an hour on two cores. Runs that are complete in
-`--runs` are not repeated.
+A run takes one to three minutes, all 40 of them more than an hour on two cores. Runs that are
+complete in `--runs` are not repeated. `--models` chooses a model; records of the other are kept.
 """
 
 import argparse
@@ -53,6 +53,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The plain backbone, and nf4 in PEFT, beside the formats of jaxmux.
 PLAIN, PEFT = "plain", "PEFT-nf4"
 BASE, TASKS = "jaxmux:demo/base", "jaxmux:demo/tasks"
+# What --models can name.
+MODELS = DEMO, STORIES = "demo", "stories260k"
 # Tokens of a held-out text that are compared, and the number of texts of each file.
 TEXT_TOKENS, TEXTS = 128, 16
 MOST_ERRORS = 2.0
@@ -85,32 +87,34 @@ def main() -> None:
     args = parse_arguments()
     if "nf4" in args.formats and not args.peft_python.exists():
         raise SystemExit(f"{args.peft_python} does not exist; run make .venv-peft/installed")
-    records = []
     for model in models(args.shared):
+        if model.name not in args.models:
+            continue
         formats = list(storable(model, args))
         losses = {
             format: [held_out(args, model, format, seed) for seed in range(args.seeds)]
             for format in (PLAIN, *formats)
         }
-        if model.backbone == BASE:
+        if model.name == DEMO:
             if "nf4" in formats:
                 losses[PEFT] = [held_out(args, model, PEFT, seed) for seed in range(args.seeds)]
             plot(args, model, list(losses))
-        records += [*quality(args, model, losses), *divergences(args, model, formats)]
-    replace_records(args.out, "", records)
+        records = [*quality(args, model, losses), *divergences(args, model, formats)]
+        earlier = tuple(f"{format}{model.suffix}, " for format in args.formats)
+        replace_records(args.out, earlier, records)
 
 
 def models(shared: Path) -> Iterator[Model]:
     demo_texts = sorted(Path(resolve_path(TASKS)).glob("*.eval.jsonl"))
-    yield Model("demo", "", BASE, demo_texts)
-    stories = shared / "models" / "stories260k"
+    yield Model(DEMO, "", BASE, demo_texts)
+    stories = shared / "models" / STORIES
     if not stories.exists():
         print(f"{stories} does not exist; only the demo's base is compared")
         return
     bindings = [f"{task}/Task.max_length={length}" for task, length in STORIES_LENGTHS.items()]
     bindings.append(f"fine_tune.backbone={str(stories)!r}")
     texts = sorted((shared / "data").glob("*/test.jsonl"))
-    yield Model("stories260k", " on stories260k", str(stories), texts, tuple(bindings))
+    yield Model(STORIES, f" on {STORIES}", str(stories), texts, tuple(bindings))
 
 
 def storable(model: Model, args: argparse.Namespace) -> Iterator[str]:
@@ -269,6 +273,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("/tmp/format_runs"))
     parser.add_argument("--plot", type=Path, default=Path("docs/figures/formats.png"))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--formats", nargs="+", default=list(BACKBONE_FORMATS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
