@@ -36,7 +36,7 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
         kept={},
         head_block_bytes=block_bytes(config.vocab_size),
         packed=PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize),
-        backbone_format=config.backbone_format,
+        backbone_format=config.linear_format,
     )
 
 

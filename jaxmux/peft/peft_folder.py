@@ -89,7 +89,7 @@ def export_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
     weights = folder / ".weights.partial"
-    metadata = {"format": "pt", _BASE: base_fingerprint, _BASE_FORMAT: config.backbone_format}
+    metadata = {"format": "pt", _BASE: base_fingerprint, _BASE_FORMAT: config.linear_format}
     metadata = {key: value for key, value in metadata.items() if value}
     try:
         save_file(tensors, weights, metadata=metadata)

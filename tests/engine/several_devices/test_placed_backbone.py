@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmux.models import Backbone, load_backbone, save_backbone
-from jaxmux.models.backbone import CheckpointReader
+from jaxmux.models.checkpoint_reader import CheckpointReader
 from jaxmux.planner.devices import Replica
 from jaxmux.sharding import (
     consecutive_parts,
