@@ -62,9 +62,11 @@ def _task(fits: "Fits") -> str:
 def _memory(fits: "Fits") -> Table:
     columns = [numbered(tasks, "task") for tasks in _tasks(fits)]
     table = number_table("linears,\nweights", "tokens", *columns)
+    # With these, a fifth number of tasks fits into 80 columns.
+    table.pad_edge, table.columns[0].no_wrap = False, True
     for name, cells in fits.cells.items():
         table.add_section()
-        labels = iter((name, size_text(fits.weights[name])))
+        labels = iter((name, f"{fits.weights[name] / 2**30:.3g} GiB"))
         for tokens, row in groupby(cells, key=lambda cell: cell.tokens):
             table.add_row(next(labels, ""), f"{tokens:,}", *map(_need, row))
     return table
@@ -75,11 +77,11 @@ def _tasks(fits: "Fits") -> list[int]:
 
 
 def _need(cell: FitCell) -> str:
-    """`20.1 lean`, or `no (31.2)` if the cell does not fit."""
+    """`20.1 lean`, or `no 31.2` if the cell does not fit."""
     gib = cell.peak_bytes / 2**30
-    digits = 2 if gib < 1 else 1 if gib < 1000 else 0
+    digits = 2 if gib < 1 else 1 if gib < 100 else 0
     size = f"{gib:.{digits}f}"
-    return f"{size} {next(iter(cell.remat))}" if cell.fits else f"no ({size})"
+    return f"{size} {next(iter(cell.remat))}" if cell.fits else f"no {size}"
 
 
 def _speeds(fits: "Fits") -> Table:
