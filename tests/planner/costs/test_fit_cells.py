@@ -1,4 +1,4 @@
-"""The cells of a table of what fits are those of the memory model, and `Admission` decides alike."""
+"""What fits is what the memory model predicts, and what `Admission` admits."""
 
 import itertools
 
