@@ -1,5 +1,6 @@
 """`python -m jaxmux.plan --fits=GIB` shows what fits on a device, from a config.json alone."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import gin
+import jax.numpy as jnp
 import pytest
 
 from jaxmux.cli.main import run_command
+from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import BACKBONE_FORMATS
+from jaxmux.models.architectures import parse_config
+from jaxmux.planner.costs.device_profile import LayerPoint, write_profile
+from jaxmux.planner.costs.estimates import estimated_memory
 from jaxmux.planner.costs.layer_policies import USABLE
 
 main = partial(run_command, "plan", prog="jaxmux plan")
@@ -175,6 +181,26 @@ def test_a_format_that_the_backbone_cannot_have_is_shown_with_the_reason(folder,
     reason = "down_proj: a weight of 14300 rows and 4096 columns cannot be stored in the format"
     assert list(written["refused"]) == ["nf4"] and written["refused"]["nf4"].startswith(reason)
     assert f"nf4: {reason}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_profile_in_a_format_speaks_for_this_format_only(folder, fits, tmp_path, small_profile):
+    """A layer takes 1 µs per token, and other points nothing."""
+    config = dataclasses.replace(parse_config(LLAMA_8B, "test"), backbone_format="int8")
+    size = estimated_memory(size_of(config, jnp.dtype("bfloat16"))).backbone
+
+    def price(point) -> float:
+        return 1e-6 * point.tokens if isinstance(point, LayerPoint) else 0.0
+
+    profile = tmp_path / "profile.json"
+    made = {"row_lens": (1024,), "tokens": (1024, 16384), "sequences": (1,)}
+    write_profile(small_profile(size, price, peak=lambda _: 1000, **made), profile)
+    options = (f"--profile={profile}", "--gin.fine_tune.remat='dots'")
+    written, cells = fits("--fits=80", f"--backbone={folder()}", *options)
+    assert list(written["cells"]) == ["int8"]
+    assert list(written["refused"]) == ["bfloat16", "float8", "nf4"]
+    assert "was measured with linears in int8" in written["refused"]["nf4"]
+    assert written["source"]["device"] == "Abacus"
+    assert cells["int8", 4096, 4]["tokens_per_second"] == pytest.approx(1e6 / 32)
 
 
 def test_it_says_so_if_nothing_fits(folder, fits, capsys):

@@ -17,9 +17,16 @@ from jaxmux.models.device_memory import memory_for_training
 from jaxmux.optimizers import AdamW
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import LoRA
-from jaxmux.planner.costs import CostModels, CostSource, PoolSpec, ReplicaCosts, merge_pool_specs
+from jaxmux.planner.costs import (
+    CostModels,
+    CostSource,
+    FitCell,
+    PoolSpec,
+    ReplicaCosts,
+    fit_cells,
+    merge_pool_specs,
+)
 from jaxmux.planner.costs.device_profile import read_profile
-from jaxmux.planner.costs.fit_cells import FitCell, fit_cells
 from jaxmux.planner.devices import ONE_DEVICE
 from jaxmux.planner.numbers import power_of_two
 from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
@@ -118,6 +125,37 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
     alone = [pool_alone(task, plain) for task in run.tasks]
     pool = merge_pool_specs(alone, reserved)._replace(slots=reserved.slots)
     tasks = sorted({*_TASKS, len(run.tasks)})
+    models, refused = _models(run, plain, profile)
+    first, *_ = models.values()
+    shapes = _shapes(run, first.least_chunk_len)
+    remat = planned_remat(run.remat)
+    cells = {
+        name: fit_cells(ReplicaCosts(own.times, own.memory, pool, ONE_DEVICE, remat), shapes, tasks)
+        for name, own in models.items()
+    }
+    sizes = {name: own.memory.backbone for name, own in models.items()}
+    notes = dict.fromkeys(note for own in models.values() for note in own.source.notes)
+    return Fits(
+        backbone=plain.architecture,
+        layers=plain.num_layers,
+        device_gib=device_gib,
+        memory_bytes=first.memory.memory,
+        source=first.source._replace(notes=tuple(notes)),
+        pool=pool,
+        row_len=shapes[0].row_len,
+        max_sequences=shapes[0].max_sequences,
+        weights={
+            name: own.layers * own.layer_bytes + own.outside_bytes for name, own in sizes.items()
+        },
+        cells=cells,
+        refused=refused,
+    )
+
+
+def _models(
+    run: RunConfig, plain: BackboneConfig, profile: Path | None
+) -> tuple[dict[str, CostModels], dict[str, str]]:
+    """By format, the cost models, or the reason why there are none."""
     dtype = dtype_of(run, profile)
     measured = profile and read_profile(profile).backbone.backbone_format
     models: dict[str, CostModels] = {}
@@ -134,31 +172,7 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
             if measured:
                 raise
             refused[name] = str(e)
-    first, *_ = models.values()
-    shapes = _shapes(run, first.least_chunk_len)
-    remat = planned_remat(run.remat)
-    costs = {
-        name: ReplicaCosts(own.times, own.memory, pool, ONE_DEVICE, remat)
-        for name, own in models.items()
-    }
-    notes = dict.fromkeys(note for own in models.values() for note in own.source.notes)
-    return Fits(
-        backbone=plain.architecture,
-        layers=plain.num_layers,
-        device_gib=device_gib,
-        memory_bytes=first.memory.memory,
-        source=first.source._replace(notes=tuple(notes)),
-        pool=pool,
-        row_len=shapes[0].row_len,
-        max_sequences=shapes[0].max_sequences,
-        weights={
-            name: own.memory.backbone.layers * own.memory.backbone.layer_bytes
-            + own.memory.backbone.outside_bytes
-            for name, own in models.items()
-        },
-        cells={name: fit_cells(own, shapes, tasks) for name, own in costs.items()},
-        refused=refused,
-    )
+    return models, refused
 
 
 def _shapes(run: RunConfig, least_chunk_len: int) -> list[ShapeClass]:
