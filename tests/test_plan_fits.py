@@ -199,7 +199,7 @@ def test_a_profile_in_a_format_speaks_for_this_format_only(folder, fits, tmp_pat
     assert list(written["cells"]) == ["int8"]
     assert list(written["refused"]) == ["bfloat16", "float8", "nf4"]
     assert "was measured with linears in int8" in written["refused"]["nf4"]
-    assert written["source"]["device"] == "Abacus"
+    assert written["sources"]["int8"]["device"] == "Abacus"
     assert cells["int8", 4096, 4]["tokens_per_second"] == pytest.approx(1e6 / 32)
 
 

@@ -22,7 +22,6 @@ def fit_tables(fits: "Fits") -> Iterator[Table | str]:
     Args:
       fits: what fits.
     """
-    source = fits.source
     yield (
         f"{fits.backbone} ({numbered(fits.layers, 'layer')}) on one device of "
         f"{fits.device_gib:g} GiB,\nof which training may use "
@@ -31,8 +30,7 @@ def fit_tables(fits: "Fits") -> Iterator[Table | str]:
     yield f"each task: {_task(fits)}"
     samples = numbered(fits.max_sequences, "sample")
     yield f"rows of {fits.row_len:,} tokens, at most {samples} in each"
-    yield f"costs are {source.kind}: {source.text}"
-    yield from source.notes
+    yield from _sources(fits)
     yield "\npeak memory in GiB by tokens of a microbatch, with the leanest layers' policy:"
     yield _memory(fits)
     for name, reason in fits.refused.items():
@@ -44,7 +42,8 @@ def fit_tables(fits: "Fits") -> Iterator[Table | str]:
     if not any(cell.fits for own in fits.cells.values() for cell in own):
         yield "nothing fits"
         return
-    yield f"the largest and the fastest microbatch, with the speed on {source.device}:"
+    device = next(iter(fits.sources.values())).device
+    yield f"the largest and the fastest microbatch, with the speed on {device}:"
     yield _speeds(fits)
     yield "tokens/s leave updates out; --profile=FILE gives those of a device that was measured"
 
@@ -57,6 +56,17 @@ def _task(fits: "Fits") -> str:
         linears = numbered(len(pool.modules), "linear")
         adapters = [f"LoRA of rank {pool.rank} on {linears}", *adapters]
     return f"{', '.join(adapters)}, with {pool.optimizer}"
+
+
+def _sources(fits: "Fits") -> Iterator[str]:
+    """Where the costs come from, and which formats they are for if there are several sources."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, own in fits.sources.items():
+        names.setdefault((own.kind, own.text), []).append(name)
+    for (kind, text), formats in names.items():
+        which = f" of {', '.join(formats)}" if len(names) > 1 else ""
+        yield f"costs{which} are {kind}: {text}"
+    yield from dict.fromkeys(note for own in fits.sources.values() for note in own.notes)
 
 
 def _memory(fits: "Fits") -> Table:

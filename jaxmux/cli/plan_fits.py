@@ -56,7 +56,7 @@ class Fits(NamedTuple):
       layers: number of layers of the backbone.
       device_gib: memory of the device in GiB.
       memory_bytes: bytes of it that training may use.
-      source: origin of the predictions.
+      sources: for each format, the origin of the predictions; all hold for the same device.
       pool: what each slot holds.
       row_len: tokens of a row, which holds `max_sequences` samples.
       max_sequences: the most samples of a row.
@@ -70,7 +70,7 @@ class Fits(NamedTuple):
     layers: int
     device_gib: float
     memory_bytes: int
-    source: CostSource
+    sources: Mapping[str, CostSource]
     pool: PoolSpec
     row_len: int
     max_sequences: int
@@ -83,8 +83,8 @@ class Fits(NamedTuple):
         cells = {name: [cell._asdict() for cell in own] for name, own in self.cells.items()}
         others = [own.kind for own in self.pool.others]
         pool = self.pool._asdict() | {"others": others}
-        source = self.source._asdict()
-        return self._asdict() | {"cells": cells, "pool": pool, "source": source}
+        sources = {name: own._asdict() for name, own in self.sources.items()}
+        return self._asdict() | {"cells": cells, "pool": pool, "sources": sources}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -134,13 +134,12 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
         for name, own in models.items()
     }
     sizes = {name: own.memory.backbone for name, own in models.items()}
-    notes = dict.fromkeys(note for own in models.values() for note in own.source.notes)
     return Fits(
         backbone=plain.architecture,
         layers=plain.num_layers,
         device_gib=device_gib,
         memory_bytes=first.memory.memory,
-        source=first.source._replace(notes=tuple(notes)),
+        sources={name: own.source for name, own in models.items()},
         pool=pool,
         row_len=shapes[0].row_len,
         max_sequences=shapes[0].max_sequences,
