@@ -362,6 +362,8 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
         if not isinstance(point, LayerPoint) or not (point.rank and point.backward and peak):
             continue
         beyond = peak - point.layers * model.kept(point.tokens, point.rank, point.remat)
+        # The measured peak includes decoded weights, which `resident` counts.
+        beyond -= profile.backbone.decoded_bytes
         needed = max(beyond, heads.get(point.tokens, 0), 0)
         features = working_features(point.tokens, point.row_len)
         working = working.observe(features, needed, _PROFILE_WEIGHT)
