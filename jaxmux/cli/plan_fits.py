@@ -120,12 +120,12 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
     """
     usable = memory_for_training(int(device_gib * MEMORY_SHARE * 2**30)) / 2**30
     run = dataclasses.replace(run, memory_gib=min(usable, run.memory_gib or usable))
-    plain = BackboneConfig.from_folder(resolve_backbone(run.backbone))
-    reserved = run.reserved(plain)
-    alone = [pool_alone(task, plain) for task in run.tasks]
+    config = BackboneConfig.from_folder(resolve_backbone(run.backbone))
+    reserved = run.reserved(config)
+    alone = [pool_alone(task, config) for task in run.tasks]
     pool = merge_pool_specs(alone, reserved)._replace(slots=reserved.slots)
     tasks = sorted({*_TASKS, len(run.tasks)})
-    models, refused = _models(run, plain, profile)
+    models, refused = _models(run, profile)
     first, *_ = models.values()
     shapes = _shapes(run, first.least_chunk_len)
     remat = planned_remat(run.remat)
@@ -135,8 +135,8 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
     }
     sizes = {name: own.memory.backbone for name, own in models.items()}
     return Fits(
-        backbone=plain.architecture,
-        layers=plain.num_layers,
+        backbone=config.architecture,
+        layers=config.num_layers,
         device_gib=device_gib,
         memory_bytes=first.memory.memory,
         sources={name: own.source for name, own in models.items()},
@@ -151,20 +151,22 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
     )
 
 
-def _models(
-    run: RunConfig, plain: BackboneConfig, profile: Path | None
-) -> tuple[dict[str, CostModels], dict[str, str]]:
-    """By format, the cost models, or the reason why there are none."""
+def _models(run: RunConfig, profile: Path | None) -> tuple[dict[str, CostModels], dict[str, str]]:
+    """By format, the cost models, or the reason why there are none. The first format is that of the
+    checkpoint."""
+    folder = resolve_backbone(run.backbone)
     dtype = dtype_of(run, profile)
     measured = profile and read_profile(profile).backbone.backbone_format
     models: dict[str, CostModels] = {}
     refused: dict[str, str] = {}
     for form in (None, *BACKBONE_FORMATS):
-        name = form or dtype
+        config = BackboneConfig.from_folder(folder, form)
+        name = config.linear_format or dtype
+        if name in models:
+            continue
         if measured and form != measured:
             refused[name] = f"{profile} was measured with linears in {measured}"
             continue
-        config = dataclasses.replace(plain, backbone_format=form)
         try:
             models[name] = cost_models(run, config, ONE_DEVICE, profile)
         except BackboneError as e:

@@ -112,7 +112,8 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
 
 def _config(options: argparse.Namespace) -> BackboneConfig:
     if options.backbone:
-        return BackboneConfig.from_folder(resolve_backbone(options.backbone))
+        # Profiles are measured with random weights.
+        return BackboneConfig.from_folder(resolve_backbone(options.backbone)).plain
     path = resolve_path(options.config)
     try:
         settings = json.loads(Path(path).read_text())

@@ -27,6 +27,8 @@ from .stored_linears import (
 )
 
 _HEAD = "lm_head"
+# Dtypes, as safetensors names them, of tensors that are the weights themselves.
+_FLOATING = ("BF16", "F16", "F32", "F64")
 # Scales of activations and of what is kept for inference; training needs none of them.
 _UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 
@@ -69,6 +71,11 @@ class CheckpointReader:
                 raise BackboneError(
                     f"{folder}: tensor {name} has shape {list(found)}, "
                     f"config.json implies {list(shape)}"
+                )
+            if (dtype := self._files.dtype(name)) not in _FLOATING:
+                raise BackboneError(
+                    f"{folder}: tensor {name} has the dtype {dtype}, which needs scales; none of "
+                    "the forms in which quantised checkpoints have them was found"
                 )
         # Old checkpoints have this constant; those with a tied head may have it a second time.
         ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
