@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from safetensors.flax import save_file
 
 from .architectures import BackboneConfig, to_hf_config
-from .checkpoint_reader import CheckpointReader, hf_name, is_weight, module_path
+from .checkpoint_reader import CheckpointReader, hf_name, module_path
 from .fingerprint import backbone_fingerprint
-from .modules import Weights, abstract_weights, compute_dtype, random_weights
+from .modules import Weights, abstract_weights, compute_dtype, is_weight, random_weights
 
 
 @dataclasses.dataclass(frozen=True)

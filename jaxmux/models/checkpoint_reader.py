@@ -17,7 +17,7 @@ from .architectures import MODULES, BackboneConfig, linear_sizes
 from .checkpoint_files import CheckpointTensors
 from .errors import BackboneError
 from .host import on_host
-from .modules import Weights, abstract_weights
+from .modules import Weights, abstract_weights, is_weight
 from .stored_linears import (
     StoredLinear,
     abstract_weights_of,
@@ -244,11 +244,6 @@ def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
       config: configuration of the backbone.
     """
     return tuple(_hf_shapes(config))
-
-
-def is_weight(node: Any) -> bool:
-    """Whether a node of the weights is a `FrozenWeight`."""
-    return isinstance(node, FrozenWeight)
 
 
 def module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:

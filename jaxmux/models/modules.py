@@ -152,6 +152,21 @@ def compute_dtype(weights: Weights) -> jnp.dtype:
     return weights["embed_tokens"]["weight"].dtype
 
 
+def is_weight(node: Any) -> bool:
+    """Whether a node of the weights is a `FrozenWeight`."""
+    return isinstance(node, FrozenWeight)
+
+
+def divisible_weights(weights: Weights) -> Weights:
+    """The weights in formats of which each device of a mesh can have a part (see
+    `FrozenWeight.divisible`)."""
+
+    def own(node: Any) -> Any:
+        return node.divisible() if is_weight(node) else node
+
+    return jax.tree.map(own, weights, is_leaf=is_weight)
+
+
 def split(decoder: Decoder) -> Weights:
     """The nested dict of a module's parameters."""
     return nnx.to_pure_dict(nnx.split(decoder)[1])

@@ -262,7 +262,8 @@ def load_on(
     for replica in deployment.replicas:
         parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
         homes = stage_meshes(replica, [next(devices) for _ in range(replica.devices)], config)
-        loaded.append(load_placed_backbone(folder, dtype, parts, homes))
+        form = config.backbone_format
+        loaded.append(load_placed_backbone(folder, dtype, parts, homes, form))
     return loaded
 
 

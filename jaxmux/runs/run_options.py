@@ -38,7 +38,8 @@ class RunOptions:
         token, and multiplies in float8: on Hopper GPUs a step takes three quarters of the time, and
         products are exact to about 3%. "int8" (one byte) and "nf4" (half a byte, in blocks of 64 as
         in QLoRA) are decoded to `dtype` right before each product, so that memory shrinks and every
-        step takes a little longer. None stores weights in `dtype`. A format needs one device.
+        step takes a little longer. None stores weights as the checkpoint does: in `dtype`, or,
+        if it is quantised already, in its own format if that is decoded for products.
       mesh: the devices to train on, as sizes of axes: "pp4", or "dp2,pp2,tp2" for eight devices.
         "pp" (pipeline parallelism) divides the layers among stages. "dp" (data parallelism) trains
         different samples on copies of the weights. "fsdp" (fully sharded data parallelism) also
@@ -132,11 +133,6 @@ class RunOptions:
                 )
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
-        if self.backbone_format and self.mesh is not None:
-            raise PlanningError(
-                f"backbone_format={self.backbone_format!r} needs one device, and mesh is "
-                f"{self.mesh!r}; leave one of them out"
-            )
         # A mesh that cannot be read is refused here, before anything is loaded.
         if self.mesh != AUTO_MESH:
             _ = self.deployment
