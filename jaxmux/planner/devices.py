@@ -22,7 +22,7 @@ _REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
 
 # Keys of sizes: blocks of weights that share a scale, along what tensor parallelism and what fully
 # sharded data parallelism divide.
-TP_BLOCKS, FSDP_BLOCKS = "blocks_with_a_scale_by_tp", "blocks_with_a_scale_by_fsdp"
+TP_BLOCKS, FSDP_BLOCKS = "scale_blocks_for_tp", "scale_blocks_for_fsdp"
 
 
 class Stage(NamedTuple):
