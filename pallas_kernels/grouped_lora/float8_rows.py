@@ -33,9 +33,8 @@ def float8_rows(
 
     `scales = max(max |x fold| / 448, 1e-30)`, with the maximum over the columns of all arrays, and
     the codes are `x fold / scales`, all in float32 (see `number_formats.row_scales` and
-    `quantised_rows`). Both implementations give the same bits on the same device, except that the
-    codes and the scale of a row that holds a NaN may differ in which of them are NaN. A NaN or an
-    infinity changes no other row. The function is not differentiable.
+    `quantised_rows`). Implementations give the same bits. A row that holds a NaN or an infinity
+    becomes NaN, and no other row is changed by it. The function is not differentiable.
 
     Args:
       xs: arrays with the same rows, [N, k_i].
@@ -80,8 +79,6 @@ def refusal(xs, folds) -> str | None:
     dtypes = sorted({str(x.dtype) for x in xs})
     if dtypes not in (["bfloat16"], ["float16"]):
         return f"it reads bfloat16 or float16, found {', '.join(dtypes)}"
-    if folds is not None and any(fold.dtype != jnp.float32 for fold in folds):
-        return f"folds are {', '.join(str(fold.dtype) for fold in folds)}; expected float32"
     widths = _widths(xs)
     if any(width % _LEAST_COLUMNS for width in widths):
         return f"rows of {widths} columns; expected multiples of {_LEAST_COLUMNS}"

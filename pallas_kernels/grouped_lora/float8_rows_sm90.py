@@ -1,13 +1,13 @@
 """Rows of one or several arrays encoded in float8 with one scale for each row, for Hopper GPUs.
 
-The kernel is bound by memory bandwidth: it reads every array once and writes one byte for every
-two that it reads. Thread blocks take rows in turns. A row passes through shared memory, where it
-is read twice: for its largest magnitude, and to be encoded. Each warpgroup of a thread block has
-its own share of the columns of every array, its own stages for them and its own loads and stores.
-Warpgroups, and their warps, only exchange the largest magnitudes that they find.
+The kernel is bound by memory bandwidth. It reads the arrays once, 2 bytes a number, and writes a
+byte for each number and 4 for each row. Thread blocks take rows in turns. A row stays in shared
+memory while it is read from there twice: for its largest magnitude, and to be encoded. Each
+warpgroup of a thread block has its own share of the columns of every array, with its own stages,
+loads and stores. Warpgroups, and their warps, only exchange the largest magnitudes that they find.
 
-Folds are read once by each thread block and stay in registers, unless rows are so wide that each
-row has to read them again, twice, mostly from the L2 cache.
+Every thread block reads the folds once and keeps them in registers. If rows are too wide for that,
+it reads them twice for each row: 8 bytes a number more, mostly from the L2 cache.
 """
 
 from functools import partial, reduce
@@ -51,7 +51,7 @@ def encode_rows(
     *,
     tiling: Tiling,
 ) -> tuple[tuple[Float8e4m3fn[Array, "N _"], ...], Float32[Array, " N"]]:
-    """see `float8_rows`.
+    """See `float8_rows.float8_rows`.
 
     Args:
       xs: half precision; columns are multiples of 256 for each warpgroup.
@@ -176,7 +176,8 @@ def _kernel(tiling: Tiling, arrays, folds, codes, scales, scratch: _Scratch):
             out = scratch.codes[i].at[thread]
             # The store of the previous row's codes has read their place.
             plgpu.wait_smem_to_gmem(len(arrays) - 1, wait_read_only=True)
-            # The clip of `quantised_rows` would change nothing: the scale is that of the row.
+            # Not clipped as in `quantised_rows`: no number is larger than 448 of its row's scales,
+            # up to rounding.
             out[...] = (values(i, step).astype(jnp.float32) / scale).astype(out.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out, codes[i].at[lines(step)])

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ..frozen_weight import FLOAT8, FrozenWeight, plain_weights, unknown_format
-from .base import LOW_RANK, clear_empty, module_counters
+from .base import LOW_RANK, module_counters
 from .column_products_sm90 import ColumnOperands, column_products
 from .dropout_sm90 import Masks
 from .factors_sm90 import rank_major_factors
@@ -148,7 +148,7 @@ def matmul(
 ) -> Float[Array, "N M"]:
     """`routed_matmul` with the tiling for its shape and device. Products with weights in float8
     encode their left operands."""
-    weights, scales, added = [term.weight for term in terms], None, None
+    weights, scales = [term.weight for term in terms], None
     is_float8 = weights[0].format == FLOAT8
     index = weights[0].stack_index(layer)
     tiling = matmul_tiling(
@@ -159,11 +159,9 @@ def matmul(
         keeps_low=masks is not None or is_float8,
     )
     if is_float8:
-        # The kernel adds a residual in the accumulator, before sums are scaled.
-        added, residual = residual, None
         terms, scales = _float8_terms(terms, layer, transposed)
         index = 0 if transposed else index
-    out = routed_matmul(
+    return routed_matmul(
         terms,
         routing.chunk_slot,
         jnp.asarray(index),
@@ -174,7 +172,6 @@ def matmul(
         masks=masks,
         scales=scales,
     )
-    return out if added is None else clear_empty(added, routing) + out
 
 
 def _float8_terms(
