@@ -21,11 +21,11 @@ ROWS = 8
 NAN, INFINITE, ZERO, TINY = 1, 2, 4, 5
 
 
-def operands(widths, folded, dtype=jnp.bfloat16):
+def operands(widths, folded, dtype=jnp.bfloat16, rows=ROWS):
     """Arrays whose rows differ in size, with special rows in the last one, and folds."""
     rng = np.random.default_rng(sum(widths))
-    size = np.logspace(-3, 3, ROWS)[:, None]
-    xs = [jnp.asarray(size * rng.standard_normal((ROWS, w)), dtype) for w in widths]
+    size = np.logspace(-3, 3, rows)[:, None]
+    xs = [jnp.asarray(size * rng.standard_normal((rows, w)), dtype) for w in widths]
     last = xs[-1].at[NAN, 3].set(jnp.nan).at[INFINITE, -1].set(-jnp.inf)
     xs = [x.at[ZERO].set(0).at[TINY].set(1e-37) for x in (*xs[:-1], last)]
     folds = [jnp.asarray(rng.uniform(0.01, 1, w), jnp.float32) for w in widths]
@@ -35,8 +35,8 @@ def operands(widths, folded, dtype=jnp.bfloat16):
 def assert_same_rows(found, wanted):
     """Equal bits but in the row with a NaN. There the code of the NaN is one; others are too if the
     maximum is, which may lose a NaN on CPU."""
-    others = np.arange(ROWS) != NAN
     (codes, scales), (wanted_codes, wanted_scales) = jax.tree.map(np.asarray, (found, wanted))
+    others = np.arange(len(scales)) != NAN
     np.testing.assert_array_equal(scales[others], wanted_scales[others])
     for one, other in zip(codes, wanted_codes, strict=True):
         assert one.dtype == jnp.float8_e4m3fn
@@ -124,16 +124,31 @@ BACKWARD = [
 ]
 
 
-@pytest.mark.parametrize(
+REAL = pytest.mark.parametrize(
     ("widths", "folded"),
     [*((widths, False) for widths in FORWARD), *((widths, True) for widths in BACKWARD)],
     ids=str,
 )
+
+
+@REAL
 def test_real_shapes_lower(widths, folded, lowered):
     xs = [abstract(8192, width) for width in widths]
     folds = [abstract(width, dtype=jnp.float32) for width in widths] if folded else None
     encode = partial(float8_rows, implementation="mosaic_gpu")
     assert lowered(encode, xs, folds).count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@REAL
+def test_real_shapes_on_the_gpu(widths, folded):
+    # Thread blocks have unequal numbers of rows.
+    arguments = operands(widths, folded, rows=1001)
+    found, wanted = (
+        jax.jit(partial(float8_rows, implementation=name))(*arguments)
+        for name in ("mosaic_gpu", "xla")
+    )
+    assert_same_rows(found, wanted)
 
 
 @pytest.mark.parametrize("widths", [*FORWARD, *BACKWARD], ids=str)
