@@ -118,7 +118,11 @@ class NumberFormat(NamedTuple):
 
 def row_scales(x: Float[Array, "*N k"]) -> Float32[Array, "*N"]:
     """The scale of each row of activations in float8: `max(max |x| / 448, 1e-30)`."""
-    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
+    return scales_of_largest(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1))
+
+
+def scales_of_largest(largest: Float32[Array, "*N"]) -> Float32[Array, "*N"]:
+    """The scales in float8 of rows with these largest magnitudes: see `row_scales`."""
     return jnp.maximum(largest * _reciprocal(FLOAT8_MAX), 1e-30)
 
 
