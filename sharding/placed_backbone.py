@@ -16,6 +16,7 @@ from jaxmux.models import (
     Weights,
     backbone_dtype,
     backbone_fingerprint,
+    cached_checkpoint,
     compute_dtype,
 )
 from jaxmux.models.modules import abstract_weights, random_weights
@@ -89,6 +90,7 @@ def load_placed_backbone(
     parts: Sequence[Part],
     homes: Sequence[StageMesh],
     backbone_format: str | None = None,
+    cache: str | Path | None = None,
 ) -> PlacedBackbone:
     """Loads a Hugging Face checkpoint folder, each part onto its devices.
 
@@ -102,15 +104,18 @@ def load_placed_backbone(
       parts: the parts, together all layers.
       homes: the mesh of each part.
       backbone_format: as for `load_backbone`.
+      cache: as for `load_backbone`.
 
     Raises:
-      BackboneError: as `load_backbone`.
+      BackboneError, ValueError, OSError: as `load_backbone`.
     """
-    config = BackboneConfig.from_folder(folder, backbone_format)
-    with CheckpointReader(Path(folder), config) as reader:
+    folder, dtype = Path(folder), backbone_dtype(dtype)
+    source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
+    config = BackboneConfig.from_folder(source, backbone_format)
+    with CheckpointReader(source, config) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
-            own = _own_weights(config, part, backbone_dtype(dtype), home)
+            own = _own_weights(config, part, dtype, home)
             shardings = home.shardings(home.weight_specs(own))
             read = partial(reader.read, own, part.first_layer, shardings)
             weights.append(read() if home.is_local else own)

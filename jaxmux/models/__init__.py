@@ -29,6 +29,7 @@ from .forward import (
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
+from .quantised_checkpoint import cached_checkpoint, write_quantised
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "backbone_dtype",
     "backbone_fingerprint",
     "block_bytes",
+    "cached_checkpoint",
     "calibration_of",
     "check_backbone",
     "checkpoint_tensors",
@@ -71,4 +73,5 @@ __all__ = [
     "pick_implementation",
     "planned_remat",
     "save_backbone",
+    "write_quantised",
 ]

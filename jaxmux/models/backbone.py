@@ -14,6 +14,7 @@ from .architectures import BackboneConfig, to_hf_config
 from .checkpoint_reader import CheckpointReader, hf_name, module_path
 from .fingerprint import backbone_fingerprint
 from .modules import Weights, abstract_weights, compute_dtype, is_weight, random_weights
+from .quantised_checkpoint import cached_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Backbone:
 
 
 def load_backbone(
-    folder: str | Path, dtype: jnp.dtype | str = "auto", backbone_format: str | None = None
+    folder: str | Path,
+    dtype: jnp.dtype | str = "auto",
+    backbone_format: str | None = None,
+    cache: str | Path | None = None,
 ) -> Backbone:
     """Loads a Hugging Face checkpoint folder onto the default device.
 
@@ -66,6 +70,8 @@ def load_backbone(
         bfloat16 on an accelerator and float32 on CPU.
       backbone_format: format in which the linears of the layers are stored, one of
         `BACKBONE_FORMATS`; None for that of the checkpoint.
+      cache: folder in which checkpoints in a format are kept (see `cached_checkpoint`); None for
+        none. It needs a `backbone_format`.
 
     Returns:
       The backbone.
@@ -73,12 +79,14 @@ def load_backbone(
     Raises:
       BackboneError: an unknown architecture, a missing, extra or misshapen tensor, or an unreadable
         file; the message names it.
-      ValueError: weights cannot be stored in `dtype`.
+      ValueError: weights cannot be stored in `dtype`, or there is a `cache` without a format.
+      OSError: the cache cannot be written.
     """
-    folder = Path(folder)
-    config = BackboneConfig.from_folder(folder, backbone_format)
-    with CheckpointReader(folder, config) as reader:
-        weights = reader.read(abstract_weights(config, backbone_dtype(dtype)))
+    folder, dtype = Path(folder), backbone_dtype(dtype)
+    source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
+    config = BackboneConfig.from_folder(source, backbone_format)
+    with CheckpointReader(source, config) as reader:
+        weights = reader.read(abstract_weights(config, dtype))
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
 
 

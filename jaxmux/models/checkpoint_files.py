@@ -1,21 +1,27 @@
 """The files of a checkpoint folder of Hugging Face."""
 
 import json
+import shutil
 import struct
 from bisect import bisect_left
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
 
 from .errors import BackboneError
 
 # The limit of the safetensors format.
 _LONGEST_HEADER = 100_000_000
+# Bytes of a file of weights.
+_SHARD_BYTES = 4 * 10**9
 # Dtypes as safetensors names them. It has no numpy arrays of those of 8 bits.
 _DTYPES = {
     "F64": jnp.float64,
@@ -47,9 +53,10 @@ def shards(folder: Path) -> list[Path]:
     if whole.exists():
         return [whole]
     if not index.exists():
-        raise BackboneError(
-            f"{folder}: neither {whole.name} nor {index.name} found (only safetensors are read)"
-        )
+        hint = "only safetensors are read"
+        if any(folder.glob("*.gguf")):
+            hint += "; for a GGUF file, take the checkpoint from which it was made"
+        raise BackboneError(f"{folder}: neither {whole.name} nor {index.name} found ({hint})")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
@@ -164,3 +171,59 @@ class CheckpointTensors:
         if name not in self._owner:
             raise BackboneError(f"{self.folder}: tensor {name} is missing")
         return self._owner[name][0].get_slice(name)
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Writes tensors into safetensors files of about 4 GB, with an index if there are several.
+
+    Args:
+      folder: folder of the files.
+      tensors: names and arrays, which are held in memory until their file is written.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    weight_map: dict[str, int] = {}
+    held: dict[str, jax.Array] = {}
+    size = total = files = 0
+
+    def write() -> None:
+        nonlocal held, size, files
+        files += 1
+        save_file(held, folder / str(files), metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(held, files))
+        held, size = {}, 0
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for name, array in tensors:
+            if held and size + array.nbytes > _SHARD_BYTES:
+                write()
+            held[name] = jnp.asarray(array)
+            size, total = size + array.nbytes, total + array.nbytes
+        write()
+    names = [f"model-{i:05}-of-{files:05}.safetensors" for i in range(1, files + 1)]
+    if files == 1:
+        names = ["model.safetensors"]
+    else:
+        owners = {name: names[number - 1] for name, number in weight_map.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": owners}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    for number, name in enumerate(names, start=1):
+        (folder / str(number)).rename(folder / name)
+
+
+def copy_other_files(folder: Path, target: Path) -> None:
+    """Copies what a checkpoint folder holds besides weights and their index: configurations,
+    tokenizers and chat templates.
+
+    Args:
+      folder: the checkpoint folder.
+      target: another folder.
+
+    Raises:
+      OSError: a file cannot be copied.
+    """
+    for path in folder.iterdir():
+        is_index = path.name.endswith(".index.json")
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.is_file() and not is_index:
+            shutil.copyfile(path, target / path.name)

@@ -1,7 +1,7 @@
 """Reads the weights of a backbone from a Hugging Face checkpoint folder, whole or in parts."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,18 @@ class CheckpointReader:
             _warn_of_decoded(self._files.folder, tuple(sorted(decoded)))
         return weights
 
+    def tensor(self, name: str, dtype: jnp.dtype) -> np.ndarray | FrozenWeight:
+        """A tensor, or, for the weight of a linear in a format that is no dtype, the weight [k, n]
+        in this format.
+
+        Args:
+          name: name of the tensor in a checkpoint that is not quantised.
+          dtype: dtype of all other weights.
+        """
+        stored = self._stored.get(name.removesuffix(".weight"))
+        linears = _linears_of_layer(self._config, dtype)
+        return _tensor(self._files, name, stored, linears, dtype)
+
     def _array(
         self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, first_layer: int, sharding: Any
     ) -> jax.Array:
@@ -187,28 +199,20 @@ def checkpoint_tensors(
 
     @cache
     def backbone() -> tuple[BackboneConfig, dict[str, FrozenWeight]]:
-        """The configuration, and each linear in a layer."""
         config = BackboneConfig.from_folder(folder, backbone_format)
-        layers = abstract_weights(config, dtype)["layers"]
-        paths = {module: module.split(".") for module in MODULES}
-        stacks = {module: layers[block][name]["kernel"] for module, (block, name) in paths.items()}
-        return config, {module: _in_one_layer(stack) for module, stack in stacks.items()}
+        return config, _linears_of_layer(config, dtype)
 
     def read(name: str) -> np.ndarray:
         config, linears = backbone()
-        module = next((m for m in MODULES if name.endswith(f".{m}.weight")), None)
-        wanted = linears.get(module, FrozenWeight(None, None, str(np.dtype(dtype))))
         with CheckpointTensors(folder) as files:
+            stored, module = None, _module_of(name)
             linear = name.removesuffix(".weight")
-            stored = None
             if config.quantisation and (module or linear == _HEAD):
                 stored = stored_linear(files, linear, _size(config, module), config.quantisation)
-            if stored is None and wanted.is_plain:
-                values = files.read(name)
-            else:
-                weight = on_host(_linear_weight, files, linear, stored, wanted)
-                values = np.asarray(on_host(_decoded, weight)).T
-            return values.astype(dtype).astype(np.float32)
+            found = on_host(_tensor, files, name, stored, linears, dtype)
+            if is_weight(found):
+                found = np.asarray(on_host(_decoded, found)).T.astype(dtype)
+            return found.astype(np.float32)
 
     return read
 
@@ -294,6 +298,36 @@ def _stored_linears(
         stored = stored_linear(files, name, _size(config, module), config.quantisation)
         if stored is not None:
             yield name, stored
+
+
+def _module_of(name: str) -> str | None:
+    """The linear of a layer to which a weight belongs, by the tensor's name; None for others."""
+    return next((module for module in MODULES if name.endswith(f".{module}.weight")), None)
+
+
+def _linears_of_layer(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, FrozenWeight]:
+    """Shapes, dtypes and formats of the weights of a layer's linears."""
+    layers, found = abstract_weights(config, dtype)["layers"], {}
+    for module in MODULES:
+        block, name = module.split(".")
+        found[module] = _in_one_layer(layers[block][name]["kernel"])
+    return found
+
+
+def _tensor(
+    files: CheckpointTensors,
+    name: str,
+    stored: StoredLinear | None,
+    linears: Mapping[str, FrozenWeight],
+    dtype: jnp.dtype,
+) -> np.ndarray | FrozenWeight:
+    """See `CheckpointReader.tensor`; `linears` comes from `_linears_of_layer`."""
+    plain = FrozenWeight(None, None, np.dtype(dtype).name)
+    wanted = linears.get(_module_of(name), plain)
+    if stored is None and wanted.is_plain:
+        return files.read(name).astype(dtype)
+    weight = _linear_weight(files, name.removesuffix(".weight"), stored, wanted)
+    return np.asarray(weight.values).T if wanted.is_plain else weight
 
 
 def _linear_weight(

@@ -1,6 +1,7 @@
 """Quantised checkpoints: what stays as it is stored, and what is refused. tests/parity compares the
 weights with those that the libraries decode."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -11,18 +12,23 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file, save_file
 
+from jaxmux import PlanningError, RunOptions
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
     BackboneError,
     backbone_fingerprint,
     check_backbone,
+    checkpoint_files,
     checkpoint_tensors,
     load_backbone,
+    quantised_checkpoint,
     save_backbone,
 )
 from jaxmux.pallas_kernels import number_formats
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+from jaxmux.peft import LoRA, initial_adapter, resolve_targets
+from jaxmux.peft.merged_checkpoint import write_merged
 
 CONFIG = BackboneConfig(
     "LlamaForCausalLM",
@@ -186,3 +192,65 @@ def test_damaged_tensors_are_named(plain, tmp_path, change, message):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(BackboneError, match=message):
         check_backbone(folder)
+
+
+@pytest.mark.parametrize("form", ["float8", "int8", "nf4"])
+def test_a_cache_is_written_once_and_gives_the_same_numbers(plain, tmp_path, form, monkeypatch):
+    wanted = load_backbone(plain, backbone_format=form)
+    first = load_backbone(plain, "auto", form, tmp_path)
+    monkeypatch.setattr(quantised_checkpoint, "write_quantised", None)
+    second = load_backbone(plain, "auto", form, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    assert entry.name == f"{wanted.fingerprint}-{form}-float32"
+    for found in (first, second):
+        assert (found.name_or_path, found.fingerprint) == (str(plain), wanted.fingerprint)
+        for one, other in zip(*map(jax.tree.leaves, (found.weights, wanted.weights)), strict=True):
+            np.testing.assert_array_equal(one, other)
+    # It is a checkpoint of its own, which needs no format to be named.
+    own = load_backbone(entry)
+    assert own.config.linear_format == {"float8": "scaled"}.get(form, form)
+    decoded = linear(wanted, "mlp", "down_proj").decoded()
+    np.testing.assert_array_equal(linear(own, "mlp", "down_proj").decoded(), decoded)
+
+
+def test_a_cache_of_large_weights_has_several_files(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_SHARD_BYTES", 50_000)
+    found = load_backbone(plain, "auto", "int8", tmp_path)
+    (entry,) = tmp_path.iterdir()
+    assert len(list(entry.glob("model-*-of-*.safetensors"))) > 2
+    wanted = load_backbone(plain, backbone_format="int8")
+    jax.tree.map(np.testing.assert_array_equal, found.weights, wanted.weights)
+
+
+def test_a_cache_needs_a_format_and_leaves_nothing_when_it_fails(plain, tmp_path):
+    with pytest.raises(ValueError, match="needs a backbone_format"):
+        load_backbone(plain, cache=tmp_path)
+    with pytest.raises(PlanningError, match="backbone_cache needs a backbone_format"):
+        RunOptions(backbone_cache="cache")
+    narrow = tmp_path / "narrow"
+    config = dataclasses.replace(CONFIG, hidden_size=48)
+    save_backbone(Backbone.random(config), narrow)
+    with pytest.raises(BackboneError, match="q_proj: .* multiple of 64"):
+        load_backbone(narrow, "auto", "nf4", tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_an_adapter_is_merged_into_the_decoded_weights(plain, tmp_path):
+    folder = quantised(plain, tmp_path / "int8", INT8, of_int8)
+    backbone, decoded = load_backbone(folder), tmp_path / "decoded"
+    save_backbone(backbone, decoded)
+    spec = LoRA(rank=2, target_modules=("up_proj",))
+    targets = resolve_targets(spec.target_modules, CONFIG)
+    adapter = initial_adapter(spec, targets, CONFIG, seed=1)
+    adapter = jax.tree.map(lambda leaf: np.asarray(leaf) + 0.1, adapter)
+    merged = []
+    for base in (folder, decoded):
+        out = tmp_path / f"merged-{base.name}"
+        write_merged(out, base, adapter, spec, BackboneConfig.from_folder(base))
+        merged.append(load_backbone(out))
+    assert merged[0].config.quantisation is None
+    jax.tree.map(np.testing.assert_array_equal, *(each.weights for each in merged))
+    moved = (
+        linear(merged[0], "mlp", "up_proj").values - linear(backbone, "mlp", "up_proj").decoded()
+    )
+    assert 0.01 < np.abs(moved).max()

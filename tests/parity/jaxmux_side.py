@@ -32,6 +32,7 @@ from jaxmux.models import (
     load_backbone,
     logits_of,
     save_backbone,
+    write_quantised,
 )
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
@@ -300,8 +301,12 @@ def tasks_by_microbatch(tasks: Sequence[PreparedTask]) -> list[list[list[str]]]:
 
 def decode(folder: Path, request: Request) -> None:
     """Writes `decoded/<backbone>.npz`, the weights of linears of every backbone in float32, as they
-    are loaded and as they are read one by one; and in a .json file the formats of linears."""
+    are loaded and as they are read one by one; and in a .json file the formats of linears.
+
+    A backbone in `written` is first made from a folder, in a format and with a dtype."""
     (folder / "decoded").mkdir()
+    for name, (source, backbone_format, dtype) in request["written"].items():
+        write_quantised(folder / source, folder / name, np.dtype(dtype), backbone_format)
     for name in request["backbones"]:
         backbone = load_backbone(folder / name, "float32")
         read = checkpoint_tensors(folder / name, np.dtype(np.float32))

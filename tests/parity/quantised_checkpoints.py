@@ -10,7 +10,7 @@ import torch
 from backbones import VOCABULARY, random_model
 from bitsandbytes import functional, nn
 from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
-from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors import BaseCompressor, decompress_module
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
@@ -48,12 +48,20 @@ def with_bitsandbytes(
     for file in folder.iterdir():
         file.unlink()
     model.save_pretrained(folder)
+    return decoded_linears(model)
+
+
+def decoded_linears(model: torch.nn.Module) -> Decoded:
+    """The weights that the library decodes, of a model that transformers has loaded."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear4bit):
             found[name] = decoded_4_bits(module.weight.data, module.weight.quant_state)
         elif isinstance(module, nn.Linear8bitLt):
             found[name] = functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB)
+        elif hasattr(module, "quantization_scheme"):
+            decompress_module(module)
+            found[name] = module.weight.data
     return {name: weight.float() for name, weight in found.items()}
 
 

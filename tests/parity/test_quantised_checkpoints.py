@@ -5,13 +5,22 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from backbones import VOCABULARY, logits, random_prompts
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("compressed_tensors")
-from quantised_checkpoints import CASES, decoded_model  # noqa: E402
+from quantised_checkpoints import (  # noqa: E402
+    CASES,
+    decoded_linears,
+    decoded_model,
+    make_model,
+)
 
 PROMPTS = random_prompts(VOCABULARY)
+# By format, the dtype of the other weights in checkpoints that jaxmux writes.
+WRITTEN = {"nf4": "float32", "int8": "float16", "float8": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +33,10 @@ def checkpoints(tmp_path_factory, jaxmux):
     names = {case: path.name for case, (path, _) in made.items()}
     requests = {name: {"backbone": name, "prompts": PROMPTS} for name in names.values()}
     jaxmux("forward", folder, {"cases": requests})
-    jaxmux("decode", folder, {"backbones": list(names.values())})
+    make_model(folder / "model", torch.float32)
+    written = {form: ("model", form, dtype) for form, dtype in WRITTEN.items()}
+    backbones = [*names.values(), *written]
+    jaxmux("decode", folder, {"backbones": backbones, "written": written})
     return made
 
 
@@ -56,3 +68,14 @@ def test_logits_are_those_of_the_decoded_weights(case, checkpoints, at_most):
             wanted = logits(model, prompt).numpy()
             error = np.abs(found[f"{slot}-{i}"] - wanted).max() / np.abs(wanted).max()
             at_most("logits of quantised backbones, relative", error, 1e-5)
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_a_checkpoint_that_jaxmux_writes_has_the_same_weights_in_the_library(form, checkpoints):
+    folder = checkpoints["nf4"][0].parent
+    model = AutoModelForCausalLM.from_pretrained(folder / form, device_map="cpu")
+    found = np.load(folder / "decoded" / f"{form}.npz")
+    decoded = decoded_linears(model)
+    assert len(decoded) == 14
+    for name, weight in decoded.items():
+        np.testing.assert_array_equal(found[f"read/{name}"], weight.numpy(), err_msg=name)
