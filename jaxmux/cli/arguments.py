@@ -227,6 +227,11 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
     )
+    parser.add_argument(
+        "--backbone_format",
+        choices=("float8", "int8", "nf4"),
+        help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
+    )
     return _parse(parser, arguments)
 
 

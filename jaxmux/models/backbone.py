@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from safetensors.flax import save_file
 
+from jaxmux.atomic_files import share_like_folder
+
 from .architectures import BackboneConfig, to_hf_config
 from .checkpoint_reader import CheckpointReader, hf_name, module_path
 from .fingerprint import backbone_fingerprint
@@ -134,6 +136,8 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
             tensors |= {hf_name(path, layer): tensor[layer] for layer in range(config.num_layers)}
         else:
             tensors[hf_name(path)] = tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    share_like_folder(path)
     text = json.dumps(to_hf_config(config, str(backbone.compute_dtype)), indent=2)
     (folder / "config.json").write_text(text + "\n")

@@ -16,6 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
+from jaxmux.atomic_files import share_like_folder
+
 from .errors import BackboneError
 
 # The limit of the safetensors format.
@@ -209,7 +211,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> No
         index = {"metadata": {"total_size": total}, "weight_map": owners}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     for number, name in enumerate(names, start=1):
-        (folder / str(number)).rename(folder / name)
+        share_like_folder((folder / str(number)).rename(folder / name))
 
 
 def copy_other_files(folder: Path, target: Path) -> None:

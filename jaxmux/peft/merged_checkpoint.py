@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from jaxmux.atomic_files import share_like_folder
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.models.checkpoint_files import copy_other_files, shards, write_tensors
 from jaxmux.models.checkpoint_reader import tensor_names
@@ -72,6 +73,7 @@ def _write_files(
             merged = changes.pop(name)(weight.astype(np.float32))
             tensors[name] = np.ascontiguousarray(merged.astype(weight.dtype))
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
+        share_like_folder(folder / path.name)
     copy_other_files(backbone, folder)
     for path in backbone.glob("*.index.json"):
         shutil.copyfile(path, folder / path.name)
