@@ -48,7 +48,7 @@ ifdef TORCH_INDEX
 	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt --no-deps --index-url $(TORCH_INDEX) torch
 endif
 	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt torch transformers peft bitsandbytes \
-		safetensors numpy pytest
+		compressed-tensors safetensors numpy pytest
 	@touch $@
 
 WORKERS = 2
@@ -70,7 +70,7 @@ test-meshes: .venv/installed ## the same on more meshes and backbones (about 9 m
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 600 -m "not gpu" \
 		tests/engine/several_devices tests/runs/several_devices
 
-test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PEFT and bitsandbytes
+test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PEFT and others
 	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
 
 lint: .venv/installed ## check style and formatting

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and the check that they can be written."""
+"""Files that are replaced as a whole, whether they can be written, and who can read them."""
 
 import os
 from pathlib import Path
@@ -67,3 +67,16 @@ def sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def share_like_folder(path: Path) -> None:
+    """Gives a file the permissions of its folder, but none to execute it. safetensors makes files
+    that only their owner can read.
+
+    Args:
+      path: the file.
+
+    Raises:
+      OSError: it belongs to another user.
+    """
+    path.chmod(path.parent.stat().st_mode & 0o666)

@@ -17,7 +17,7 @@ sum of `x W`, and are folded into `dy` before it is encoded for `dy W^T`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -49,11 +49,14 @@ class FrozenWeight:
         that is said there; a `jax.ShapeDtypeStruct` in abstract weights.
       scales: what the format needs beside the values to decode them; None in formats without it.
       format: name of the number format, one of `FORMATS`.
+      rounding: dtype to which decoded weights are rounded before any other conversion, as it is
+        done by the library that has encoded them; None for none.
     """
 
     values: Any
     scales: Any
     format: str = dataclasses.field(metadata={"static": True})
+    rounding: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, values: Float[Array, "*L k n"]) -> "FrozenWeight":
@@ -79,6 +82,8 @@ class FrozenWeight:
         if format not in number_formats.FORMATS:
             raise ValueError(unknown_format(format) or f"{format} is the name of a dtype")
         form = number_formats.FORMATS[format]
+        if form.encode is None:
+            raise ValueError(f"weights are read in the format {format!r}, but never encoded in it")
         if values.shape[-2] % form.least_multiple:
             raise ValueError(
                 f"a weight of {values.shape[-2]} rows and {values.shape[-1]} columns cannot be "
@@ -97,7 +102,7 @@ class FrozenWeight:
         """(k, n), or (L, k, n) for a stack."""
         if self.is_plain:
             return self.values.shape
-        return self._format().shape(self.values.shape)
+        return self._format().shape(self.values)
 
     @property
     def input_size(self) -> int:
@@ -133,7 +138,33 @@ class FrozenWeight:
         weights = self.values
         if not self.is_plain:
             weights = self._format().decode(self.values, self.scales)
+        if self.rounding:
+            # Without the barrier, XLA may leave out a conversion to a dtype and back.
+            rounded = lax.optimization_barrier(weights.astype(self.rounding))
+            weights = rounded.astype(weights.dtype)
         return weights if dtype is None else weights.astype(dtype)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether each part of the linear's input or output has its own values and scales."""
+        return not isinstance(self.scales, number_formats.DoubleQuantised)
+
+    def divisible(self) -> "FrozenWeight":
+        """The same weights, stored so that they can be divided (see `is_divisible`). In nf4 the
+        scales are then in float32, which takes 9% more memory."""
+        if self.is_divisible:
+            return self
+        return dataclasses.replace(self, scales=number_formats.decode_absmax(self.scales))
+
+    def map_axes(self, function: Callable[[Any, tuple[str | None, ...]], Any]) -> "FrozenWeight":
+        """A weight with the results of a function of each array and the names of its axes but L:
+        "input" or "output" if it is divided together with the linear's input or output, else
+        None."""
+        if self.is_plain:
+            return dataclasses.replace(self, values=function(self.values, ("input", "output")))
+        arrays = (self.values, self.scales)
+        values, scales = jax.tree.map(function, arrays, self._format().axes(*arrays))
+        return dataclasses.replace(self, values=values, scales=scales)
 
     def matmul(
         self,

@@ -1,4 +1,4 @@
-"""Number formats in which frozen weights are stored with scales: float8, int8 and nf4.
+"""Number formats in which frozen weights are stored with scales: float8, int8, nf4 and scaled.
 
 The weight matrix W [k, n] of a linear, or a stack [L, k, n] of those of all layers, is encoded when
 it is loaded, as `values` of 4 or 8 bits and `scales`. Every layer of a stack gets the numbers that
@@ -9,6 +9,8 @@ it would get alone. int8 and nf4 are those of bitsandbytes 0.50.2 on the CPU, bi
 - int8: one scale for an output channel (LLM.int8(), Dettmers et al. 2022, section 2.1).
 - nf4: 16 quantiles of the normal distribution, one scale for 64 values along k; the scales are
   themselves stored in 8 bits (QLoRA, Dettmers et al. 2023, section 3).
+- scaled: integers of 4 or 8 bits or e4m3, one scale for a block of any size. It holds the weights
+  of checkpoints that are quantised already, and nothing is encoded in it.
 """
 
 import functools
@@ -81,25 +83,46 @@ class DoubleQuantised(NamedTuple):
     offset: Float32[Array, "*L"]
 
 
+class Scaled(NamedTuple):
+    """The scales of blocks: a weight is `(code - zero) * scale`, with those of its block.
+
+    Attributes:
+      scale: of the blocks, in any floating-point dtype. n and k are multiples of the numbers of
+        blocks.
+      zero: the code that stands for 0; None if it is 0.
+    """
+
+    scale: Float[Array, "*L blocks_n blocks_k"]
+    zero: Int8[Array, "*L blocks_n blocks_k"] | None
+
+
 class NumberFormat(NamedTuple):
     """How the weights W [k, n] of a linear, or of a stack [L, k, n], are stored.
 
     Attributes:
-      encode: weights [*L, k, n] of any floating-point dtype to (values, scales).
+      encode: weights [*L, k, n] of any floating-point dtype to (values, scales); None if weights
+        are only read in this format.
       decode: (values, scales) to float32 weights [*L, k, n], exactly those that are stored.
-      shape: the shape of `values` to that of the weights, (*L, k, n).
+      shape: `values` to the shape of the weights, (*L, k, n).
+      axes: (values, scales) to a tree like it, which names the axes of each array but L: "input" or
+        "output" if the array is divided together with the linear's input or output, else None.
       least_multiple: k has to be a multiple of it.
     """
 
-    encode: Callable[[Float[Array, "*L k n"]], tuple[Array, Any]]
+    encode: Callable[[Float[Array, "*L k n"]], tuple[Array, Any]] | None
     decode: Callable[[Array, Any], Float32[Array, "*L k n"]]
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    shape: Callable[[Any], tuple[int, ...]]
+    axes: Callable[[Any, Any], tuple[Any, Any]]
     least_multiple: int = 1
 
 
 def row_scales(x: Float[Array, "*N k"]) -> Float32[Array, "*N"]:
     """The scale of each row of activations in float8: `max(max |x| / 448, 1e-30)`."""
-    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
+    return scales_of_largest(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1))
+
+
+def scales_of_largest(largest: Float32[Array, "*N"]) -> Float32[Array, "*N"]:
+    """The scales in float8 of rows with these largest magnitudes: see `row_scales`."""
     return jnp.maximum(largest * _reciprocal(FLOAT8_MAX), 1e-30)
 
 
@@ -183,10 +206,9 @@ def decode_nf4(
       scales: doubly quantised, or plain float32 as `encode_blocks` returns them.
     """
     absmax = decode_absmax(scales) if isinstance(scales, DoubleQuantised) else scales
-    blocks = values.reshape(*absmax.shape, NF4_BLOCK // 2, 1)
-    codes = (blocks >> jnp.array([4, 0], jnp.uint8)) & 15
+    codes = unpacked(values).reshape(*absmax.shape, NF4_BLOCK)
     numbers = jnp.asarray(NF4_TABLE).at[codes].get(mode="promise_in_bounds")
-    channels = numbers * absmax[..., None, None]
+    channels = numbers * absmax[..., None]
     return jnp.swapaxes(channels.reshape(*values.shape[:-1], -1), -1, -2)
 
 
@@ -212,8 +234,7 @@ def encode_blocks(
     absmax = jnp.max(jnp.abs(blocks), axis=-1)
     scaled = blocks * (1.0 / jnp.maximum(absmax, _SMALLEST_NORMAL))[..., None]
     codes = _nearest(jnp.clip(scaled, -1.0, 1.0), NF4_TABLE)
-    pairs = codes.reshape(*channels.shape[:-1], -1, 2)
-    return (pairs[..., 0] << 4) | pairs[..., 1], absmax
+    return packed(codes.reshape(channels.shape)), absmax
 
 
 def encode_absmax(
@@ -250,6 +271,43 @@ def decode_absmax(scales: DoubleQuantised) -> Float32[Array, "*L n blocks"]:
     # The maximum changes nothing, but compilers may not join a product and a sum around it to one
     # operation, which rounds once where bitsandbytes rounds twice.
     return jnp.maximum(product, np.finfo(np.float32).min) + offset[..., None, None]
+
+
+def decode_scaled(values: Array, scales: Scaled) -> Float32[Array, "*L k n"]:
+    """The weights that are stored in blocks.
+
+    Args:
+      values: codes [*L, n, k] in int8 or e4m3; or in uint8 [*L, n, k / 2] two codes in a byte, the
+        first of them in its upper half and 8 larger than it is.
+      scales: those of the blocks.
+    """
+    if values.dtype == jnp.uint8:
+        codes = unpacked(values).astype(jnp.float32) - 8
+    else:
+        codes = values.astype(jnp.float32)
+    *stack, n, k = codes.shape
+    *_, rows, columns = scales.scale.shape
+    blocks = codes.reshape(*stack, rows, n // rows, columns, k // columns)
+
+    def of_blocks(array: Array) -> Float32[Array, "*L rows 1 columns 1"]:
+        return array.astype(jnp.float32)[..., :, None, :, None]
+
+    if scales.zero is not None:
+        blocks = blocks - of_blocks(scales.zero)
+    channels = (blocks * of_blocks(scales.scale)).reshape(*stack, n, k)
+    return jnp.swapaxes(channels, -1, -2)
+
+
+def packed(codes: UInt8[Array, "*N codes"]) -> UInt8[Array, "*N bytes"]:
+    """Bytes of two codes of 4 bits each, the first of them in the upper half."""
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+    return (pairs[..., 0] << 4) | pairs[..., 1]
+
+
+def unpacked(values: UInt8[Array, "*N bytes"]) -> UInt8[Array, "*N codes"]:
+    """The codes of 4 bits that `packed` has put into bytes."""
+    halves = (values[..., None] >> jnp.array([4, 0], jnp.uint8)) & 15
+    return halves.reshape(*values.shape[:-1], -1)
 
 
 def _channels(weights: Float[Array, "*L k n"]) -> Float32[Array, "*L n k"]:
@@ -299,16 +357,46 @@ def _mean(numbers: Float32[Array, "*L N"]) -> Float32[Array, "*L"]:
     return total / (count + 0.0 * total)
 
 
-def _transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
+def _transposed_shape(values: Any) -> tuple[int, ...]:
+    *stack, n, k = values.shape
+    return (*stack, k, n)
 
 
-def _unpacked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], 2 * shape[-1], shape[-2])
+def _unpacked_shape(values: Any) -> tuple[int, ...]:
+    *stack, n, packed = values.shape
+    return (*stack, 2 * packed, n)
+
+
+def _shape_of_codes(values: Any) -> tuple[int, ...]:
+    return _unpacked_shape(values) if values.dtype == jnp.uint8 else _transposed_shape(values)
+
+
+_TRANSPOSED = ("output", "input")
+
+
+def _axes_of_nf4(values: Any, scales: Any) -> tuple[Any, Any]:
+    if isinstance(scales, DoubleQuantised):
+        # The groups of 256 scales lie across rows, so that no part of a weight has its own.
+        return (None, None), DoubleQuantised((None, None), (None,), ())
+    return _TRANSPOSED, _TRANSPOSED
+
+
+def _axes_of_blocks(values: Any, scales: Scaled) -> tuple[Any, Any]:
+    sizes = scales.scale.shape[-2:]
+    own = tuple(axis if size > 1 else None for axis, size in zip(_TRANSPOSED, sizes, strict=True))
+    return _TRANSPOSED, Scaled(own, None if scales.zero is None else own)
 
 
 FORMATS: dict[str, NumberFormat] = {
-    "float8": NumberFormat(encode_float8, decode_float8, _transposed_shape),
-    "int8": NumberFormat(encode_int8, decode_int8, lambda shape: shape),
-    "nf4": NumberFormat(encode_nf4, decode_nf4, _unpacked_shape, NF4_BLOCK),
+    "float8": NumberFormat(
+        encode_float8, decode_float8, _transposed_shape, lambda *_: (_TRANSPOSED, ("output",))
+    ),
+    "int8": NumberFormat(
+        encode_int8,
+        decode_int8,
+        lambda values: values.shape,
+        lambda *_: (("input", "output"), ("output",)),
+    ),
+    "nf4": NumberFormat(encode_nf4, decode_nf4, _unpacked_shape, _axes_of_nf4, NF4_BLOCK),
+    "scaled": NumberFormat(None, decode_scaled, _shape_of_codes, _axes_of_blocks),
 }

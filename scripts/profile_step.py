@@ -29,6 +29,7 @@ PURPOSES = (
     ("gated_", "activation of the MLP, its low-rank products"),
     ("column_products", "gradients of the factors"),
     ("row_products", "rank-r intermediates"),
+    ("float8_rows", "rows in float8"),
     ("rank_major_factors", "factors in the compute dtype"),
     ("normalize|stream_gradient", "norms"),
     ("input_concatenate", "rotary embedding"),

@@ -16,6 +16,7 @@ from jaxmux.models import (
     Weights,
     backbone_dtype,
     backbone_fingerprint,
+    cached_checkpoint,
     compute_dtype,
 )
 from jaxmux.models.modules import abstract_weights, random_weights
@@ -88,26 +89,33 @@ def load_placed_backbone(
     dtype: jnp.dtype | str,
     parts: Sequence[Part],
     homes: Sequence[StageMesh],
+    backbone_format: str | None = None,
+    cache: str | Path | None = None,
 ) -> PlacedBackbone:
     """Loads a Hugging Face checkpoint folder, each part onto its devices.
 
     Only what this process's devices keep is read, and of that only one parameter, stacked over the
-    layers of a part, is in the host's memory at a time.
+    layers of a part, is in the host's memory at a time. A linear in a format that is no dtype is
+    read as a whole, one layer at a time, encoded on the default device, and then divided.
 
     Args:
       folder: the folder, as for `load_backbone`.
       dtype: dtype to which all parameters are converted, as for `load_backbone`.
       parts: the parts, together all layers.
       homes: the mesh of each part.
+      backbone_format: as for `load_backbone`.
+      cache: as for `load_backbone`.
 
     Raises:
-      BackboneError: as `load_backbone`.
+      BackboneError, ValueError, OSError: as `load_backbone`.
     """
-    config = BackboneConfig.from_folder(folder)
-    with CheckpointReader(Path(folder), config) as reader:
+    folder, dtype = Path(folder), backbone_dtype(dtype)
+    source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
+    config = BackboneConfig.from_folder(source, backbone_format)
+    with CheckpointReader(source, config) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
-            own = _own_weights(config, part, backbone_dtype(dtype))
+            own = _own_weights(config, part, dtype, home)
             shardings = home.shardings(home.weight_specs(own))
             read = partial(reader.read, own, part.first_layer, shardings)
             weights.append(read() if home.is_local else own)
@@ -129,7 +137,7 @@ def place_backbone(
     """
     weights = []
     for part, home in zip(parts, homes, strict=True):
-        own = _part_of(backbone.weights, part)
+        own = home.divisible_weights(_part_of(backbone.weights, part))
         weights.append(home.put(own, home.weight_specs(own)))
     return PlacedBackbone(
         backbone.config,
@@ -159,11 +167,11 @@ def random_placed_backbone(
     """
     weights = []
     for part, home in zip(parts, homes, strict=True):
-        shardings = home.shardings(home.weight_specs(_own_weights(config, part, dtype)))
+        shardings = home.shardings(home.weight_specs(_own_weights(config, part, dtype, home)))
         own_config = dataclasses.replace(config, num_layers=part.layers)
 
-        def make(key: int, own_config=own_config, part=part) -> Weights:
-            whole = random_weights(own_config, key, dtype)
+        def make(key: int, own_config=own_config, part=part, home=home) -> Weights:
+            whole = home.divisible_weights(random_weights(own_config, key, dtype))
             return {name: whole[name] for name in _names(whole, part)}
 
         program = jax.jit(make, out_shardings=shardings)
@@ -172,9 +180,10 @@ def random_placed_backbone(
     return PlacedBackbone(config, tuple(parts), tuple(homes), tuple(weights), name)
 
 
-def _own_weights(config: BackboneConfig, part: Part, dtype: jnp.dtype) -> Weights:
-    """Shapes and dtypes of a part's weights."""
+def _own_weights(config: BackboneConfig, part: Part, dtype: jnp.dtype, home: StageMesh) -> Weights:
+    """Shapes, dtypes and formats of a part's weights."""
     own = abstract_weights(dataclasses.replace(config, num_layers=part.layers), dtype)
+    own = jax.eval_shape(home.divisible_weights, own)
     return {name: own[name] for name in _names(own, part)}
 
 

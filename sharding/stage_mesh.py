@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,8 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.models import MODULES, BackboneConfig, Weights, linear_sizes
+from jaxmux.models.modules import divisible_weights, is_weight
 from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
 from jaxmux.pallas_kernels.collectives import blocks_of_sums
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.peft import LeafSpec
 
 from .compiling import compiled_results, compiles_only, shapes_of
@@ -185,23 +188,36 @@ class StageMesh:
 
         Tensor parallelism divides a linear by its output or its input (see `WeightSharding`), and
         fully sharded data parallelism by the other one, which is the model width.
+
+        Args:
+          weights: the weights, from `divisible_weights` if the mesh divides them.
         """
 
-        def spec(path: tuple[Any, ...], _: Any) -> P:
-            *_, module, leaf = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-            divided = self.weights.divided_axis(module) and TP
-            vocabulary = TP if self.weights.split_vocabulary else None
+        vocabulary = TP if self.weights.split_vocabulary else None
+
+        def spec(path: tuple[Any, ...], leaf: Any) -> P | FrozenWeight:
+            *_, module, name = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+            axes = self.weights.mesh_axes(module)
             if module == "embed_tokens":
                 return P(vocabulary, FSDP)
             if module == "lm_head":
-                return P(FSDP, vocabulary)
-            if leaf == "kernel":
-                return P(None, divided, FSDP) if module in ROW_PARALLEL else P(None, FSDP, divided)
-            if leaf == "bias" and module not in ROW_PARALLEL:
-                return P(None, divided)
+                axes = {"input": FSDP, "output": vocabulary}
+            if name == "kernel":
+                return leaf.map_axes(partial(of_kernel, axes))
+            if name == "bias" and module not in ROW_PARALLEL:
+                return P(None, axes["output"])
             return P()
 
-        return jax.tree.map_with_path(spec, weights)
+        def of_kernel(axes: dict[str, str | None], leaf: Any, names: tuple[str | None, ...]) -> P:
+            layers = (None,) * (leaf.ndim - len(names))
+            return P(*layers, *(axes.get(name) for name in names))
+
+        return jax.tree.map_with_path(spec, weights, is_leaf=is_weight)
+
+    def divisible_weights(self, weights: Weights) -> Weights:
+        """The weights in formats of which each device can have a part, if the mesh divides any."""
+        is_whole = self.weights.tp == self.weights.fsdp == 1
+        return weights if is_whole else divisible_weights(weights)
 
     def leaf_specs(self, leaves: Any) -> Any:
         """A tree with the `PartitionSpec` of every array of the adapters or their training state.

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmux.cli import profile_command
+from jaxmux.cli.arguments import profile_options
 from jaxmux.cli.main import run_command
-from jaxmux.models import Backbone
+from jaxmux.models import BACKBONE_FORMATS, Backbone
 from jaxmux.models.architectures import parse_config
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.device_profile import CollectivePoint, LayerPoint, read_profile
@@ -24,6 +25,7 @@ from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import Case, Grid, profiler
 from jaxmux.profiling.grid import points
 from jaxmux.profiling.timed_programs import make_program
+from jaxmux.profiling.timing import measure
 
 main = partial(run_command, "profile", prog="jaxmux profile")
 
@@ -84,6 +86,43 @@ def test_command_says_that_it_compiles_and_shows_every_number_on_80_columns(
             assert "remat=full" in row
         if not point.backward:
             assert "backward=False" in row
+
+
+def test_a_profile_records_the_format_of_the_linears(
+    profile_path, config, tmp_path, monkeypatch, capsys
+):
+    """A profile in a format is not completed with measurements in another."""
+    new, plain = tmp_path / "profile.json", read_profile(profile_path)
+    measured: list[str | None] = []
+
+    def measure_nothing(backbone, missing, seconds):
+        measured.append(backbone.weights["layers"]["mlp"]["up_proj"]["kernel"].format)
+        return iter(plain.measurements)
+
+    monkeypatch.setattr(profiler, "_measure", measure_nothing)
+    monkeypatch.setattr(profiler, "kept_by_policy", lambda *arguments: plain.backbone.kept)
+    command = ["--config", str(config), "--out", str(new), *SIZES]
+    assert main([*command, "--backbone_format", "int8"]) == 0
+    assert measured == ["int8"] and "linears in int8" in capsys.readouterr().out
+    backbone = read_profile(new).backbone
+    assert backbone.backbone_format == "int8"
+    assert backbone.layer_bytes < plain.backbone.layer_bytes
+    assert main(command) == 2
+    assert f"{new}: backbone is" in capsys.readouterr().err
+
+
+def test_layers_are_measured_in_the_format_of_their_linears():
+    tiny = dataclasses.replace(parse_config(TINY, "tiny"), num_layers=1, backbone_format="int8")
+    backbone = Backbone.random(tiny, dtype=jnp.float32)
+    point = LayerPoint(1, 128, 128, 64, 1, 1, 4, 1, "full", False, True)
+    (found,) = measure([(point, make_program(backbone, point))], 0.01)
+    assert found.point == point and found.seconds > 0 and found.peak_bytes > 0
+
+
+def test_profiles_are_measured_in_the_formats_of_backbones():
+    for form in BACKBONE_FORMATS:
+        options = profile_options(["--config=c", "--out=o", f"--backbone_format={form}"], "")
+        assert options.backbone_format == form
 
 
 def test_chunks_of_padding_have_no_owner():

@@ -11,84 +11,17 @@ from typing import NoReturn
 
 from jaxmux.similar_names import did_you_mean
 
+from . import help_texts
+
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
 # Rounds of a plan if --rounds is not given and no global batch is large.
 DEFAULT_ROUNDS = 8
 
-_TRAIN = """\
-Trains the tasks of a gin config together on one frozen backbone, and exports a
-Hugging Face PEFT adapter for each task. Without a config it runs the bundled
-demo.
-
-If training is interrupted, the same command continues it.
-
-With --watch=DIR it serves tenants instead: it trains the tasks of JSON files
-DIR/TENANT/NAME.json as they come, change and go, until a signal stops it.
-NAME.status.json beside each file tells what has become of the task. The config
-sets serve.backbone and other options of the server, but no tasks.
-
-Exit codes:
-  0         every task succeeded
-  1         a task failed, and the others are finished
-  2         the config or the data was refused; nothing was trained
-  3         the run broke, for example on a full disk; the same command
-            continues from the last checkpoint
-  130, 143  stopped by Ctrl-C or SIGTERM; the same command continues
-"""
-_CONFIG = """\
-a config:
-  fine_tune.backbone = "/models/Llama-3.2-1B"
-  fine_tune.tasks = [@billing/Task(), @support/Task()]
-
-  billing/Task.name = "billing"
-  billing/Task.data = "billing.jsonl"
-  billing/Task.epochs = 3
-  billing/Task.adapter = @billing/LoRA()
-  billing/LoRA.rank = 8
-  ...
-
-Paths are relative to the working directory. `python -c "import jaxmux;
-help(jaxmux.Task)"` shows the parameters of a task and their defaults; likewise
-jaxmux.fine_tune, RunOptions, LoRA, AdamW, SGD, Lion, Schedule and Source.
-
-a config for --watch:
-  serve.backbone = "/models/Llama-3.2-1B"
-  serve.reserved_slots = 16
-  serve.reserved_rank = 32
-  TenantLimits.steps = 20000
-
-`python -c "import jaxmux.runs; help(jaxmux.runs.ServerOptions)"` shows all
-options of a server; likewise TenantLimits, the most that a tenant may ask for.
-"""
-_PLAN = """\
-Plans the training of a gin config's tasks without training anything, and shows
-which tasks share microbatches, the shape of the microbatches, and the predicted
-time of a round. The devices need not exist. It reads and tokenizes the data; of
-the backbone it reads config.json and the tokenizer. Without a config it plans
-the bundled demo.
-
-Exit code 2: the config, the data or an option was refused.
-"""
-_PROFILE = """\
-Measures the time and the memory of layers, attention, head, optimizer updates,
-rounds and collectives on this machine's devices, for one backbone with random
-weights, and writes the profile to which the planner's cost models are fitted.
-If it is interrupted, the same command continues it.
-
-With --check it measures training steps that are not in a profile and compares
-them with the predictions of the cost models.
-"""
-_GENERATE = """\
-Completes prompts with a backbone and a Hugging Face PEFT adapter. A prompt is
-passed as it is, without the chat template: for an adapter that was trained on
-chats, write the prompt as the template renders it.
-"""
-
 
 def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the training command; `bindings` has the config's parameters as NAME=VALUE."""
-    parser = _parser(prog, _TRAIN, epilog=_CONFIG)
+    parser = _parser(prog, help_texts.TRAIN, epilog=help_texts.CONFIG)
     _add_config(parser)
     parser.add_argument("--run_dir", metavar="DIR", help="default: runs/NAME of the last config")
     parser.add_argument(
@@ -158,7 +91,7 @@ def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the planning command; `bindings` has the config's parameters as NAME=VALUE."""
-    parser = _parser(prog, _PLAN)
+    parser = _parser(prog, help_texts.PLAN)
     _add_config(parser)
     parser.add_argument(
         "--mesh",
@@ -181,16 +114,34 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help=f"rounds to plan; default: {DEFAULT_ROUNDS}, or fewer for large global batches",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write plan.json, schedule.png and trace.json here"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write plan.json, schedule.png and trace.json here, or with --fits fits.json",
+    )
+    fits = parser.add_argument_group("what fits")
+    fits.add_argument(
+        "--fits",
+        type=_device_gib,
+        metavar="GIB",
+        help="show what fits on one device with this memory, as nvidia-smi tells it, e.g. 24",
+    )
+    fits.add_argument(
+        "--backbone", metavar="DIR", help="folder with a config.json; default: the config's"
     )
     options = _parse_with_bindings(parser, arguments)
-    options.gin_file = options.gin_file or [DEMO_CONFIG]
+    if options.fits and (options.mesh != "pp1" or options.rounds):
+        parser.error("--fits is for one device and plans no rounds; leave --mesh and --rounds out")
+    if options.backbone and not options.fits:
+        parser.error("--backbone is for --fits; a plan takes the backbone of its config")
+    if not options.backbone:
+        options.gin_file = options.gin_file or [DEMO_CONFIG]
     return options
 
 
 def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the profiling command."""
-    parser = _parser(prog, _PROFILE)
+    parser = _parser(prog, help_texts.PROFILE)
     backbone = parser.add_mutually_exclusive_group(required=True)
     backbone.add_argument(
         "--backbone", metavar="DIR", help="checkpoint folder; only its config.json is read"
@@ -215,6 +166,12 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--dtype",
         choices=("bfloat16", "float32"),
         help="default: bfloat16 on an accelerator, float32 on a CPU",
+    )
+    parser.add_argument(
+        "--backbone_format",
+        choices=("float8", "int8", "nf4"),
+        help="format of the linears' weights, as fine_tune.backbone_format; plans use the profile "
+        "for backbones in this format only; default: the dtype",
     )
     grid = parser.add_argument_group("values to measure", "The default depends on the device.")
     for name, meaning in (
@@ -242,7 +199,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that completes prompts."""
-    parser = _parser(prog, _GENERATE)
+    parser = _parser(prog, help_texts.GENERATE)
     parser.add_argument(
         "--backbone",
         required=True,
@@ -269,6 +226,11 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--seed", type=_seed, default=0, help="seed of the sampling; default: 0")
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
+    )
+    parser.add_argument(
+        "--backbone_format",
+        choices=("float8", "int8", "nf4"),
+        help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
     )
     return _parse(parser, arguments)
 
@@ -336,6 +298,8 @@ def _in_range(kind: type, least: float, most: float, expected: str) -> Callable[
 _count = _in_range(int, 1, 2**31, "an integer of at least 1")
 _seed = _in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
 _not_negative = _in_range(float, 0, 1e9, "a number of at least 0")
+# What JAX and the engine take beside training would be all of a smaller device.
+_device_gib = _in_range(float, 2, 1e6, "a size in GiB of at least 2")
 
 
 def _parser(prog: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

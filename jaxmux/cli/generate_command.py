@@ -14,7 +14,8 @@ from jaxmux.runs import RunDirectoryError
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     folder = resolve_backbone(options.backbone)
-    backbone, tokenizer = load_backbone(folder, options.dtype), load_tokenizer(folder)
+    backbone = load_backbone(folder, options.dtype, options.backbone_format)
+    tokenizer = load_tokenizer(folder)
     adapter = ()
     if options.adapter:
         _refuse_run_directory(Path(options.adapter))
@@ -22,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
             options.adapter,
             backbone.config,
             backbone.fingerprint,
-            checkpoint_tensors(backbone.name_or_path, backbone.compute_dtype),
+            checkpoint_tensors(folder, backbone.compute_dtype, options.backbone_format),
         )
     texts = complete(
         backbone,

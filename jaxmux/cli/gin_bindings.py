@@ -97,14 +97,20 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
         raise ConfigError(_without_postscript(e)) from None
 
 
-def run_config() -> RunConfig:
+def run_config(backbone: str | None = None, tasks: Sequence[Task] = ()) -> RunConfig:
     """The training run of the config, with its tasks and their parts built.
+
+    Args:
+      backbone: the backbone in place of the config's; None for that of the config.
+      tasks: the tasks if the config sets none; empty if it has to.
 
     Raises:
       ConfigError: a parameter without a default is not given, or a value is refused.
       PlanningError: an option is outside its range.
     """
-    arguments = _bindings("fine_tune")
+    arguments = ({"tasks": tasks} if tasks else {}) | _bindings("fine_tune")
+    if backbone is not None:
+        arguments["backbone"] = backbone
     if missing := {"backbone", "tasks"} - arguments.keys():
         hint = "; it is one for --watch=DIR" if _bindings("serve") else ""
         raise ConfigError(f"the config does not set fine_tune.{min(missing)}{hint}")

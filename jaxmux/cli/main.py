@@ -20,6 +20,8 @@ _MEMORY_SETTINGS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 }
+# The part of a GPU's memory that JAX may use unless the user decides about it.
+MEMORY_SHARE = 0.92
 # New objects after which the garbage collector looks at them.
 _NEW_OBJECTS = 20_000
 
@@ -54,7 +56,7 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     # JAX reserves three quarters of a GPU's memory unless told otherwise, and reads this when it
     # first uses the device.
     if not _MEMORY_SETTINGS & os.environ.keys():
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
     code = exit_code_of(lambda: _imported(command).run(options))
     if code not in (0, TASK_FAILED) and is_one_of_several(options):
         # Otherwise JAX would wait for the other processes, which may wait for this one.

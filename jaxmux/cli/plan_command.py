@@ -8,27 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.numpy as jnp
 from rich.console import Console
 
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine.backbone_size import mesh_sizes, size_of
+from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.prepared_task import pool_of_task, read_data
+from jaxmux.engine.prepared_task import read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import kind_of, size_of_adapter
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs import (
-    CostModels,
-    CostSource,
-    ReplicaCosts,
-    device_models,
-    measured_models,
-)
-from jaxmux.planner.costs.device_profile import ProfileError, read_profile
+from jaxmux.planner.costs import CostSource, ReplicaCosts
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.packing import PartOfBatches, ShapeRequest
 from jaxmux.planner.pipeline import (
@@ -43,9 +34,10 @@ from jaxmux.runs import check_names
 from jaxmux.runs.run_options import AUTO_MESH
 from jaxmux.tasks import Task, TaskError
 
-from . import gin_bindings
+from . import gin_bindings, plan_fits
 from .arguments import DEFAULT_ROUNDS
 from .gin_bindings import RunConfig
+from .plan_inputs import cost_models, pool_alone
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, deployment_tables, plan_tables
 from .plan_trace import chrome_trace
@@ -64,6 +56,8 @@ _PLAN = "plan.json"
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    if options.fits:
+        return plan_fits.run(options)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     if options.out:
         require_writable(options.out / _PLAN)
@@ -152,7 +146,7 @@ def _read_inputs(
     config = BackboneConfig.from_folder(folder, run.backbone_format)
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
-    models = {replica: _cost_models(run, config, replica, profile) for replica in deployment.counts}
+    models = {replica: cost_models(run, config, replica, profile) for replica in deployment.counts}
     tokenizer = load_tokenizer(folder)
     tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
     pool, remat = shared_pool(tasks), planned_remat(run.remat)
@@ -196,32 +190,16 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
     return rounds
 
 
-def _cost_models(
-    run: RunConfig, config: BackboneConfig, replica: Replica, profile: Path | None
-) -> CostModels:
-    measured = read_profile(profile).dtype if profile else "bfloat16"
-    dtype = measured if run.dtype == "auto" else run.dtype
-    size = size_of(config, jnp.dtype(dtype))
-    if not profile:
-        return device_models(size, run.memory, replica, dtype=dtype)
-    if dtype != measured:
-        raise ProfileError(
-            f"{profile}: was measured in {measured}, and the plan is for {dtype}; set "
-            f"fine_tune.dtype={measured!r}, or measure a profile with --dtype={dtype}"
-        )
-    return measured_models(profile, size, run.memory, replica)
-
-
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
     """Reads and tokenizes the task's data."""
+    pool = pool_alone(task, config)
     try:
-        targets = kind_of(task.adapter).targets(task.adapter, config)
         data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     return TaskLoad(
         name=task.name,
-        pool=pool_of_task(task, targets, size_of_adapter(task.adapter, config)),
+        pool=pool,
         batch_size=task.batch_size,
         steps=data.steps,
         lengths=[sample.stream_length for sample in data.samples.samples],

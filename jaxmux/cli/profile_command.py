@@ -58,7 +58,7 @@ def _profile(options: argparse.Namespace, config: BackboneConfig, console: Conso
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     profile = complete_profile(
         options.out,
-        config,
+        dataclasses.replace(config, backbone_format=options.backbone_format),
         jnp.dtype(dtype),
         _grid(options),
         options.seconds,
@@ -74,7 +74,11 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
     profile = read_profile(options.check)
     grid = _grid(options)
     cases = [Case.parse(text) for text in options.cases] or default_cases(grid)
-    config = dataclasses.replace(config, num_layers=options.layers or config.num_layers)
+    config = dataclasses.replace(
+        config,
+        num_layers=options.layers or config.num_layers,
+        backbone_format=profile.backbone.backbone_format,
+    )
     backbone = Backbone.random(config, dtype=jnp.dtype(profile.dtype))
     found: list[Comparison] = []
     for one in compare(backbone, profile, cases, grid.chunk_lens[0], options.seconds):
@@ -108,7 +112,8 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
 
 def _config(options: argparse.Namespace) -> BackboneConfig:
     if options.backbone:
-        return BackboneConfig.from_folder(resolve_backbone(options.backbone))
+        # Profiles are measured with random weights.
+        return BackboneConfig.from_folder(resolve_backbone(options.backbone)).plain
     path = resolve_path(options.config)
     try:
         settings = json.loads(Path(path).read_text())
@@ -138,9 +143,10 @@ def _layer_times(profile: Profile) -> Iterator[Table | str]:
     measured = profile.of(LayerPoint)
     fields = [dataclasses.asdict(point) for point, _ in measured]
     usual = {name: statistics.mode(row[name] for row in fields) for name in fields[0]}
+    stored = profile.backbone.backbone_format or profile.dtype
     yield (
-        f"\na layer of {profile.backbone.name} on {profile.device}, {profile.dtype}; each row of "
-        f"the table names what differs from {_assignments(usual)}"
+        f"\na layer of {profile.backbone.name} on {profile.device}, {profile.dtype}, linears in "
+        f"{stored}; each row of the table names what differs from {_assignments(usual)}"
     )
     table = number_table("differs in", "measured", "model", "error")
     for row, (point, seconds) in zip(fields, measured, strict=True):

@@ -1,15 +1,22 @@
 """A backbone's sizes for the planner, from its configuration alone."""
 
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from jaxmux.models import MODULES, BackboneConfig, linear_sizes
+from jaxmux.models import MODULES, BackboneConfig, Weights, linear_sizes
 from jaxmux.models.loss import block_bytes
-from jaxmux.models.modules import abstract_weights
+from jaxmux.models.modules import abstract_weights, divisible_weights
+from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import BackboneSize
+from jaxmux.planner.devices import FSDP_BLOCKS, TP_BLOCKS
+
+# Any mesh that divides linears by both axes.
+_DIVIDED = WeightSharding(tp=2, fsdp=2)
 
 
 def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
@@ -23,6 +30,7 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
       The sizes. The field `kept` is empty.
     """
     weights = abstract_weights(config, dtype)
+    divided = jax.eval_shape(divisible_weights, weights)
     itemsize = jnp.dtype(dtype).itemsize
     return BackboneSize(
         name=config.architecture,
@@ -31,12 +39,13 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
         vocab_size=config.vocab_size,
         linears={module: linear_sizes(config, module) for module in MODULES},
         layer_bytes=_nbytes(weights["layers"]) // config.num_layers,
+        divided_layer_bytes=_nbytes(divided["layers"]) // config.num_layers,
         outside_bytes=_nbytes({name: w for name, w in weights.items() if name != "layers"}),
         stream_bytes=itemsize,
         kept={},
         head_block_bytes=block_bytes(config.vocab_size),
         packed=PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize),
-        backbone_format=config.backbone_format,
+        backbone_format=config.linear_format,
     )
 
 
@@ -52,7 +61,36 @@ def mesh_sizes(config: BackboneConfig) -> dict[str, int]:
         "num_key_value_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
         "hidden_size": config.hidden_size,
+        **_scale_blocks(config),
     }
+
+
+def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
+    """The largest numbers that divide all blocks with a scale along the axes of a mesh."""
+    found: dict[str, list[int]] = {}
+    for module, weight in _linears(jax.eval_shape(divisible_weights, abstract_weights(config))):
+        axes = {
+            role: {TP: TP_BLOCKS, FSDP: FSDP_BLOCKS}[axis]
+            for role, axis in _DIVIDED.mesh_axes(module).items()
+        }
+        if weight.format != "scaled" and module.endswith(("k_proj", "v_proj")):
+            # Heads are divided, each of which has whole blocks.
+            del axes["output"]
+
+        def note(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...], axes=axes) -> None:
+            for name, size in zip(names, leaf.shape[leaf.ndim - len(names) :], strict=True):
+                if name in axes:
+                    found.setdefault(axes[name], []).append(size)
+
+        if not weight.is_plain:
+            weight.map_axes(note)
+    return {key: math.gcd(*sizes) for key, sizes in found.items()}
+
+
+def _linears(weights: Weights) -> Iterator[tuple[str, FrozenWeight]]:
+    for module in MODULES:
+        block, linear = module.split(".")
+        yield module, weights["layers"][block][linear]["kernel"]
 
 
 def _nbytes(tree) -> int:

@@ -2,21 +2,21 @@
 checkpoints.
 """
 
-from .adapted_linears import MODULES, Adapters
+from .adapted_linears import Adapters
 from .adapter_ops import AdapterOp, matmul_of_chunks
-from .architectures import BACKBONE_FORMATS, BackboneConfig, BackboneError
+from .architectures import BACKBONE_FORMATS, MODULES, BackboneConfig, has_bias, linear_sizes
 from .attention import pick_implementation
 from .backbone import (
     Backbone,
-    CheckpointReader,
     backbone_dtype,
     check_backbone,
     load_backbone,
     save_backbone,
 )
 from .calibration import FIRST_READERS, Calibration, calibration_of
-from .checkpoint_files import checkpoint_tensors
+from .checkpoint_reader import CheckpointReader, checkpoint_tensors
 from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
+from .errors import BackboneError
 from .fingerprint import backbone_fingerprint
 from .forward import (
     ForwardOptions,
@@ -28,7 +28,8 @@ from .forward import (
 )
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
-from .modules import Weights, compute_dtype, has_bias, linear_sizes
+from .modules import Weights, compute_dtype
+from .quantised_checkpoint import cached_checkpoint, write_quantised
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "backbone_dtype",
     "backbone_fingerprint",
     "block_bytes",
+    "cached_checkpoint",
     "calibration_of",
     "check_backbone",
     "checkpoint_tensors",
@@ -71,4 +73,5 @@ __all__ = [
     "pick_implementation",
     "planned_remat",
     "save_backbone",
+    "write_quantised",
 ]

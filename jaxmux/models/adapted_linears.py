@@ -23,21 +23,10 @@ from jaxmux.pallas_kernels.grouped_lora import (
 from jaxmux.pallas_kernels.implementations import choose
 
 from .adapter_ops import LayerAdapters
+from .architectures import MODULES
 from .modules import Weights
 from .remat_policies import GATE, SCALED, UP, checkpoint_name
 from .weight_sharding import UNDIVIDED, WeightSharding, first_column, leave
-
-# Paths of the linears that can carry an adapter, as Hugging Face names them within a layer. The
-# dropout hash identifies a linear by its index in this tuple: append to it, never reorder it.
-MODULES = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
 
 # The names of products that a layer may keep.
 _KEPT = {"mlp.gate_proj": GATE, "mlp.up_proj": UP}

@@ -5,16 +5,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxmux.errors import InputError
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-
-class BackboneError(InputError):
-    """A checkpoint folder of a backbone (the frozen model), or its config.json, cannot be used. The
-    message names the file or folder, and the key or tensor at fault."""
-
+from .checkpoint_files import CheckpointTensors
+from .errors import BackboneError
+from .stored_linears import Quantisation, kept_linears, quantisation_of
 
 # Formats, beside dtypes, in which a backbone can store the linears of its layers.
 BACKBONE_FORMATS = ("float8", "int8", "nf4")
+
+
+# Paths of the linears that can carry an adapter, as Hugging Face names them within a layer. The
+# dropout hash identifies a linear by its index in this tuple: append to it, never reorder it.
+MODULES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +65,11 @@ class BackboneConfig:
       qk_norm: whether queries and keys have an RMSNorm over the head dimension (Qwen3).
       tie_word_embeddings: whether the language-model head is the transposed embedding.
       backbone_format: format of `number_formats` in which the weights of the layers' linears are
-        stored, for example "int8"; None for the dtype of the other weights.
+        stored, for example "int8"; None for that of the checkpoint: the dtype of the other weights,
+        unless it is quantised.
+      quantisation: what config.json says of a checkpoint that is quantised; None for others.
+      kept: of a checkpoint that is quantised, those linears that stay as they are stored: name, as
+        in `MODULES`, and shapes, dtypes and format of the weight in one layer.
     """
 
     architecture: str
@@ -76,20 +91,22 @@ class BackboneConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     backbone_format: str | None = None
+    quantisation: Quantisation | None = None
+    kept: tuple[tuple[str, FrozenWeight], ...] = ()
 
     @classmethod
     def from_folder(
         cls, folder: str | Path, backbone_format: str | None = None
     ) -> "BackboneConfig":
-        """Reads `folder/config.json`.
+        """Reads `folder/config.json`, and of a quantised checkpoint how its linears are stored.
 
         Args:
           folder: the folder.
           backbone_format: see the attribute.
 
         Raises:
-          BackboneError: the file is missing or not JSON, the architecture is unknown, or a value is
-            missing or not supported.
+          BackboneError: the file is missing or not JSON, the architecture is unknown, a value is
+            missing or not supported, or the checkpoint is quantised in a way that is not supported.
         """
         path = Path(folder) / "config.json"
         try:
@@ -101,8 +118,25 @@ class BackboneConfig:
             raise BackboneError(f"{path}: not found; {hint}") from None
         except ValueError as e:  # malformed JSON, or no text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
-        config = parse_config(raw, str(path))
-        return dataclasses.replace(config, backbone_format=backbone_format)
+        config = dataclasses.replace(parse_config(raw, str(path)), backbone_format=backbone_format)
+        quantisation = quantisation_of(raw, str(path))
+        if quantisation is None:
+            return config
+        sizes = {module: linear_sizes(config, module)[::-1] for module in MODULES}
+        with CheckpointTensors(path.parent) as files:
+            kept = kept_linears(files, quantisation, sizes, config.num_layers, backbone_format)
+        return dataclasses.replace(config, quantisation=quantisation, kept=tuple(kept.items()))
+
+    @property
+    def plain(self) -> "BackboneConfig":
+        """The same model with all weights in one dtype."""
+        return dataclasses.replace(self, backbone_format=None, quantisation=None, kept=())
+
+    @property
+    def linear_format(self) -> str | None:
+        """The format in which linears of the layers are stored; None if it is the dtype of the
+        other weights. If linears of a quantised checkpoint differ, it is that of the first ones."""
+        return self.backbone_format or next((weight.format for _, weight in self.kept), None)
 
     @property
     def query_size(self) -> int:
@@ -113,6 +147,42 @@ class BackboneConfig:
     def kv_size(self) -> int:
         """Output width of k_proj and of v_proj."""
         return self.num_kv_heads * self.head_dim
+
+
+def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
+    """Input and output width (k, n) of a linear of a decoder layer.
+
+    Args:
+      config: configuration of the backbone.
+      module: path of the linear within a layer, for example "self_attn.q_proj", or the last
+        component of the path.
+
+    Raises:
+      KeyError: there is no such linear.
+    """
+    d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
+    return {
+        "q_proj": (d, q),
+        "k_proj": (d, kv),
+        "v_proj": (d, kv),
+        "o_proj": (q, d),
+        "gate_proj": (d, wide),
+        "up_proj": (d, wide),
+        "down_proj": (wide, d),
+    }[module.split(".")[-1]]
+
+
+def has_bias(config: BackboneConfig, module: str) -> bool:
+    """Whether a linear of a decoder layer has a bias.
+
+    Args:
+      config: configuration of the backbone.
+      module: path of the linear within a layer, or its last component.
+    """
+    name = module.split(".")[-1]
+    if name in ("q_proj", "k_proj", "v_proj"):
+        return config.attention_bias
+    return config.output_bias if name == "o_proj" else config.mlp_bias
 
 
 # Values that an architecture implies, whatever its config.json says.

@@ -19,13 +19,12 @@ from jaxtyping import Array, Bool, Float
 from jaxmux.data.microbatch import Microbatch, fill_microbatch
 from jaxmux.data.samples import Sample
 
-from .adapted_linears import MODULES
 from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp
-from .architectures import BackboneConfig
-from .backbone import tensor_names, weights_of_tensors
+from .architectures import MODULES, BackboneConfig, linear_sizes
+from .checkpoint_reader import tensor_names, weights_of_tensors
 from .forward import ForwardOptions, SlotTable, finish, microbatch_losses, run_layers
 from .host import on_host
-from .modules import abstract_weights, linear_sizes
+from .modules import abstract_weights
 
 # By linear, the first linear of its layer that reads the same input.
 FIRST_READERS: Mapping[str, str] = {module: module for module in MODULES} | {
@@ -210,7 +209,7 @@ def _run_layer(
     microbatch: Microbatch,
     seen: Mapping[str, Any] | None = None,
 ) -> Float[Array, "N d"]:
-    one = dataclasses.replace(config, num_layers=1, backbone_format=None)
+    one = dataclasses.replace(config.plain, num_layers=1)
     wanted = {"layers": abstract_weights(one)["layers"]}
     weights = weights_of_tensors(wanted, tensors.__getitem__)
     rows, row_len = microbatch.tokens.shape

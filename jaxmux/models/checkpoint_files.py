@@ -1,19 +1,45 @@
 """The files of a checkpoint folder of Hugging Face."""
 
 import json
-from collections.abc import Callable
-from functools import partial
+import shutil
+import struct
+from bisect import bisect_left
+from collections.abc import Iterable
+from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
 
-from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+from jaxmux.atomic_files import share_like_folder
 
-from .architectures import BackboneError
-from .host import on_host
+from .errors import BackboneError
+
+# The limit of the safetensors format.
+_LONGEST_HEADER = 100_000_000
+# Bytes of a file of weights.
+_SHARD_BYTES = 4 * 10**9
+# Dtypes as safetensors names them. It has no numpy arrays of those of 8 bits.
+_DTYPES = {
+    "F64": jnp.float64,
+    "F32": jnp.float32,
+    "F16": jnp.float16,
+    "BF16": jnp.bfloat16,
+    "I64": jnp.int64,
+    "I32": jnp.int32,
+    "I16": jnp.int16,
+    "I8": jnp.int8,
+    "U8": jnp.uint8,
+    "BOOL": jnp.bool_,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+}
 
 
 def shards(folder: Path) -> list[Path]:
@@ -29,9 +55,10 @@ def shards(folder: Path) -> list[Path]:
     if whole.exists():
         return [whole]
     if not index.exists():
-        raise BackboneError(
-            f"{folder}: neither {whole.name} nor {index.name} found (only safetensors are read)"
-        )
+        hint = "only safetensors are read"
+        if any(folder.glob("*.gguf")):
+            hint += "; for a GGUF file, take the checkpoint from which it was made"
+        raise BackboneError(f"{folder}: neither {whole.name} nor {index.name} found ({hint})")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
@@ -45,42 +72,160 @@ def shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def checkpoint_tensors(
-    folder: str | Path, dtype: np.dtype, backbone_format: str | None = None
-) -> Callable[[str], np.ndarray]:
-    """A function that reads a tensor of a checkpoint folder by its name, with the values that the
-    backbone computes with.
+def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """The header of a safetensors file.
 
     Args:
-      folder: the folder, as for `shards`; it is read when the function is called.
-      dtype: dtype of the backbone, to which values are rounded.
-      backbone_format: format in which the backbone stores the linears of its layers; None for
-        `dtype`.
+      path: the file. It begins with the length of its header (8 bytes) and the header (JSON).
 
     Returns:
-      A function of a name. It returns float32 values, and raises BackboneError if there is no such
-      tensor.
+      The offset of the data in the file, and for each tensor its dtype, shape and data_offsets.
+
+    Raises:
+      OSError, ValueError, KeyError, TypeError, AttributeError, struct.error: the file cannot be
+        read, or its data is incomplete.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+    header.pop("__metadata__", None)
+    for name, tensor in header.items():
+        if 8 + length + tensor["data_offsets"][1] > size:
+            raise ValueError(f"the data of tensor {name} is incomplete")
+    return 8 + length, header
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint folder, by name. A context manager.
+
+    Attributes:
+      folder: the folder.
+      names: the names of all tensors, in order. They are known within the context.
     """
 
-    def read(name: str) -> np.ndarray:
-        for path in shards(Path(folder)):
-            with safe_open(path, framework="numpy") as file:
-                if name in file.keys():
-                    values = file.get_tensor(name)
-                    if backbone_format and _is_linear(name):
-                        values = on_host(_stored, values, backbone_format)
-                    return np.asarray(values).astype(dtype).astype(np.float32)
-        raise BackboneError(f"{folder}: tensor {name} is missing")
+    def __init__(self, folder: Path):
+        """Names the folder; its files are opened on entering the context."""
+        self.folder, self.names = folder, []
+        # By name of the tensor, the open file that holds it, and the file's path.
+        self._owner: dict[str, tuple[Any, Path]] = {}
+        self._stack = ExitStack()
 
-    return read
+    def __enter__(self) -> "CheckpointTensors":
+        """Opens the files. BackboneError if one is missing or cannot be read."""
+        with ExitStack() as stack:
+            for path in shards(self.folder):
+                try:
+                    file = stack.enter_context(safe_open(path, framework="numpy"))
+                except (SafetensorError, OSError) as e:
+                    raise BackboneError(
+                        f"{path}: cannot be read as safetensors ({e}); truncated download?"
+                    ) from None
+                self._owner |= dict.fromkeys(file.keys(), (file, path))
+            self._stack = stack.pop_all()
+        self.names = sorted(self._owner)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owner
+
+    def of_module(self, module: str) -> list[str]:
+        """The names of the tensors that begin with this name and a dot."""
+        first, prefix = bisect_left(self.names, f"{module}."), f"{module}."
+        return list(takewhile(lambda name: name.startswith(prefix), self.names[first:]))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor as safetensors names it, for example "BF16"."""
+        return self._slice(name).get_dtype()
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or the part of it that an index selects.
+
+        Raises:
+          BackboneError: its dtype is unknown.
+        """
+        dtype = self.array_dtype(name)
+        if not dtype.name.startswith("float8"):
+            return self._slice(name)[index or ...]
+        path = self._owner[name][1]
+        start, header = safetensors_header(path)
+        shape, (first, _) = self.shape(name), header[name]["data_offsets"]
+        return np.memmap(path, dtype, "r", start + first, shape)[index or ...]
+
+    def array_dtype(self, name: str) -> np.dtype:
+        """The dtype of the array that `read` returns.
+
+        Raises:
+          BackboneError: it is unknown.
+        """
+        if (dtype := self.dtype(name)) not in _DTYPES:
+            raise BackboneError(f"{self.folder}: tensor {name} has the unknown dtype {dtype}")
+        return np.dtype(_DTYPES[dtype])
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._owner:
+            raise BackboneError(f"{self.folder}: tensor {name} is missing")
+        return self._owner[name][0].get_slice(name)
 
 
-def _is_linear(name: str) -> bool:
-    """Whether a tensor is the weight matrix of a linear of a decoder layer."""
-    return ".layers." in name and name.endswith("_proj.weight")
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Writes tensors into safetensors files of about 4 GB, with an index if there are several.
+
+    Args:
+      folder: folder of the files.
+      tensors: names and arrays, which are held in memory until their file is written.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    weight_map: dict[str, int] = {}
+    held: dict[str, jax.Array] = {}
+    size = total = files = 0
+
+    def write() -> None:
+        nonlocal held, size, files
+        files += 1
+        save_file(held, folder / str(files), metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(held, files))
+        held, size = {}, 0
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for name, array in tensors:
+            if held and size + array.nbytes > _SHARD_BYTES:
+                write()
+            held[name] = jnp.asarray(array)
+            size, total = size + array.nbytes, total + array.nbytes
+        write()
+    names = [f"model-{i:05}-of-{files:05}.safetensors" for i in range(1, files + 1)]
+    if files == 1:
+        names = ["model.safetensors"]
+    else:
+        owners = {name: names[number - 1] for name, number in weight_map.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": owners}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    for number, name in enumerate(names, start=1):
+        share_like_folder((folder / str(number)).rename(folder / name))
 
 
-@partial(jax.jit, static_argnames="backbone_format")
-def _stored(tensor: Float[Array, "n k"], backbone_format: str) -> Float[Array, "n k"]:
-    """The float32 values that a weight matrix has in a format."""
-    return FrozenWeight.encoded(tensor.T, backbone_format).decoded().T
+def copy_other_files(folder: Path, target: Path) -> None:
+    """Copies what a checkpoint folder holds besides weights and their index: configurations,
+    tokenizers and chat templates.
+
+    Args:
+      folder: the checkpoint folder.
+      target: another folder.
+
+    Raises:
+      OSError: a file cannot be copied.
+    """
+    for path in folder.iterdir():
+        is_index = path.name.endswith(".index.json")
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.is_file() and not is_index:
+            shutil.copyfile(path, target / path.name)

@@ -15,11 +15,20 @@ def device_memory() -> int | None:
     """Bytes of the first local device's memory that the arrays of training may use; None where JAX
     does not report it, for example on CPU.
 
-    It is what JAX may use, without the bytes that `keep_small_arrays_together` sets apart and those
-    that are lost between arrays.
+    It is what JAX may use, less what `memory_for_training` leaves out.
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return limit and limit - _HOLE - _GUARD - _FRAGMENTED
+    return limit and memory_for_training(limit)
+
+
+def memory_for_training(limit: int) -> int:
+    """Bytes that the arrays of training may use: without those that `keep_small_arrays_together`
+    sets apart and those that are lost between arrays.
+
+    Args:
+      limit: bytes of a device's memory that JAX may use.
+    """
+    return limit - _HOLE - _GUARD - _FRAGMENTED
 
 
 def free_memory() -> int | None:

@@ -6,13 +6,12 @@ import json
 import struct
 from pathlib import Path
 
-from .architectures import BackboneConfig, BackboneError
-from .checkpoint_files import shards
+from .architectures import BackboneConfig
+from .checkpoint_files import safetensors_header, shards
+from .errors import BackboneError
 
 # Bytes that are read at the start, in the middle and at the end of each tensor.
 _SAMPLE_BYTES = 1024
-# The limit of the safetensors format.
-_LONGEST_HEADER = 100_000_000
 
 
 def backbone_fingerprint(folder: str | Path) -> str:
@@ -32,9 +31,10 @@ def backbone_fingerprint(folder: str | Path) -> str:
       BackboneError: a file is missing or cannot be read; the message names it.
     """
     folder = Path(folder)
-    config = dataclasses.asdict(BackboneConfig.from_folder(folder))
-    # It is no property of the folder.
-    del config["backbone_format"]
+    config = dataclasses.asdict(BackboneConfig.from_folder(folder).plain)
+    for key in ("backbone_format", "quantisation", "kept"):
+        # The tensors tell how linears are stored.
+        del config[key]
     tensors = dict(tensor for path in shards(folder) for tensor in _tensors(path))
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, (description, sample) in sorted(tensors.items()):
@@ -44,21 +44,16 @@ def backbone_fingerprint(folder: str | Path) -> str:
 
 def _tensors(path: Path) -> list[tuple[str, tuple[str, bytes]]]:
     """By name, the dtype and shape of each tensor of a safetensors file, and a sample of its
-    bytes. The file begins with the length of its header (8 bytes) and the header (JSON)."""
+    bytes."""
     found = []
     try:
-        size = path.stat().st_size
+        data, header = safetensors_header(path)
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
-            header.pop("__metadata__", None)
             for name, tensor in header.items():
                 start, end = tensor["data_offsets"]
-                if 8 + length + end > size:
-                    raise ValueError(f"the data of tensor {name} is incomplete")
                 sample = b""
                 for offset in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
-                    file.seek(8 + length + offset)
+                    file.seek(data + offset)
                     sample += file.read(min(_SAMPLE_BYTES, end - offset))
                 found.append((name, (f"{tensor['dtype']} {tensor['shape']}", sample)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as e:

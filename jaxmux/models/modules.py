@@ -14,46 +14,11 @@ from flax import nnx
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-from .architectures import BackboneConfig, BackboneError
+from .architectures import BackboneConfig, has_bias, linear_sizes
+from .errors import BackboneError
 
 # Arrays, and a `FrozenWeight` under every key "kernel".
 Weights = dict[str, Any]
-
-
-def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear of a decoder layer.
-
-    Args:
-      config: configuration of the backbone.
-      module: path of the linear within a layer, for example "self_attn.q_proj", or the last
-        component of the path.
-
-    Raises:
-      KeyError: there is no such linear.
-    """
-    d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
-    return {
-        "q_proj": (d, q),
-        "k_proj": (d, kv),
-        "v_proj": (d, kv),
-        "o_proj": (q, d),
-        "gate_proj": (d, wide),
-        "up_proj": (d, wide),
-        "down_proj": (wide, d),
-    }[module.split(".")[-1]]
-
-
-def has_bias(config: BackboneConfig, module: str) -> bool:
-    """Whether a linear of a decoder layer has a bias.
-
-    Args:
-      config: configuration of the backbone.
-      module: path of the linear within a layer, or its last component.
-    """
-    name = module.split(".")[-1]
-    if name in ("q_proj", "k_proj", "v_proj"):
-        return config.attention_bias
-    return config.output_bias if name == "o_proj" else config.mlp_bias
 
 
 class Linear(nnx.Module):
@@ -162,12 +127,19 @@ def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> 
 
     Args:
       config: configuration of the backbone.
-      dtype: dtype of all parameters but those of linears with a `config.backbone_format`.
+      dtype: dtype of all parameters but those of linears with a `config.backbone_format`, and of
+        those in `config.kept`.
 
     Raises:
       BackboneError: a linear cannot be stored in `config.backbone_format`.
     """
-    return jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
+    weights = jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
+    for module, kept in config.kept:
+        block, linear = module.split(".")
+        weights["layers"][block][linear]["kernel"] = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((config.num_layers, *leaf.shape), leaf.dtype), kept
+        )
+    return weights
 
 
 def compute_dtype(weights: Weights) -> jnp.dtype:
@@ -178,6 +150,21 @@ def compute_dtype(weights: Weights) -> jnp.dtype:
       weights: weights of the backbone (`Backbone.weights`).
     """
     return weights["embed_tokens"]["weight"].dtype
+
+
+def is_weight(node: Any) -> bool:
+    """Whether a node of the weights is a `FrozenWeight`."""
+    return isinstance(node, FrozenWeight)
+
+
+def divisible_weights(weights: Weights) -> Weights:
+    """The weights in formats of which each device of a mesh can have a part (see
+    `FrozenWeight.divisible`)."""
+
+    def own(node: Any) -> Any:
+        return node.divisible() if is_weight(node) else node
+
+    return jax.tree.map(own, weights, is_leaf=is_weight)
 
 
 def split(decoder: Decoder) -> Weights:

@@ -64,7 +64,21 @@ class WeightSharding(NamedTuple):
         name = module.split(".")[-1]
         if self.tp == 1 or (self.whole_keys and name in _KEYS):
             return None
-        return "input" if name in ROW_PARALLEL else "output"
+        return "input" if _is_row_parallel(name) else "output"
+
+    def mesh_axes(self, module: str) -> dict[str, str | None]:
+        """The mesh axes that divide the "input" and the "output" of a linear: "tp" one of them, and
+        "fsdp" the other one, which is the model width.
+
+        Args:
+          module: path of the linear, or its last component.
+        """
+        width, other = ("output", "input") if _is_row_parallel(module) else ("input", "output")
+        return {width: FSDP, other: TP if self.divided_axis(module) else None}
+
+
+def _is_row_parallel(module: str) -> bool:
+    return module.split(".")[-1] in ROW_PARALLEL
 
 
 # Every device has all weights.
@@ -148,10 +162,13 @@ def layer_weights(
     def whole_linear(name: str, linear: Weights) -> Weights:
         if "kernel" not in linear:
             return linear
-        axis = 1 if name in ROW_PARALLEL else 0
-        own = linear["kernel"].at_layer(layer)
-        whole = gathered(own, axis, sharding)
-        return linear | {"kernel": jax.tree.map(lambda leaf: leaf[None], whole)}
+        axes = sharding.mesh_axes(name)
+
+        def whole(leaf: Array, names: tuple[str | None, ...]) -> Array:
+            divided = [i for i, own in enumerate(names) if axes.get(own) == FSDP]
+            return _gather(leaf, *divided)[None] if divided else leaf[None]
+
+        return linear | {"kernel": linear["kernel"].at_layer(layer).map_axes(whole)}
 
     return {
         name: {linear: whole_linear(linear, weights) for linear, weights in block.items()}

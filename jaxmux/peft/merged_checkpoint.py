@@ -1,21 +1,26 @@
 """Checkpoints of backbones into which an adapter is merged, for programs that know no adapters."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jaxmux.models import BackboneConfig
-from jaxmux.models.checkpoint_files import shards
+from jaxmux.atomic_files import share_like_folder
+from jaxmux.models import BackboneConfig, checkpoint_tensors
+from jaxmux.models.checkpoint_files import copy_other_files, shards, write_tensors
+from jaxmux.models.checkpoint_reader import tensor_names
 
 from .kinds import kind_of
 from .peft_folder import AdapterError
 
-# Files of a checkpoint besides the weights: configurations, tokenizers and chat templates.
-_OTHERS = (".json", ".model", ".txt", ".jinja")
+# From a weight in float32 to the merged one.
+Change = Callable[[np.ndarray], np.ndarray]
 
 
 def write_merged(
@@ -25,7 +30,8 @@ def write_merged(
 
     Weights are merged in float32 and rounded to the dtype that they have in the checkpoint. Changes
     that are small beside a weight are lost by that in bfloat16, which has 8 bits. The files are
-    divided like those of the backbone; host memory holds one of them.
+    divided like those of the backbone; host memory holds one of them. A quantised backbone is
+    decoded.
 
     Args:
       folder: folder to write; it must not exist.
@@ -49,6 +55,16 @@ def write_merged(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    write = _write_decoded if config.quantisation else _write_files
+    write(partial, backbone, changes, config)
+    if changes:
+        raise AdapterError(f"{backbone}: tensor {min(changes)} is missing")
+    partial.rename(folder)
+
+
+def _write_files(
+    folder: Path, backbone: Path, changes: dict[str, Change], config: BackboneConfig
+) -> None:
     for path in shards(backbone):
         with safe_open(path, framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -56,10 +72,27 @@ def write_merged(
             weight = tensors[name]
             merged = changes.pop(name)(weight.astype(np.float32))
             tensors[name] = np.ascontiguousarray(merged.astype(weight.dtype))
-        save_file(tensors, partial / path.name, metadata={"format": "pt"})
-    if changes:
-        raise AdapterError(f"{backbone}: tensor {min(changes)} is missing")
-    for path in backbone.iterdir():
-        if path.suffix in _OTHERS and path.is_file():
-            shutil.copyfile(path, partial / path.name)
-    partial.rename(folder)
+        save_file(tensors, folder / path.name, metadata={"format": "pt"})
+        share_like_folder(folder / path.name)
+    copy_other_files(backbone, folder)
+    for path in backbone.glob("*.index.json"):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _write_decoded(
+    folder: Path, backbone: Path, changes: dict[str, Change], config: BackboneConfig
+) -> None:
+    copy_other_files(backbone, folder)
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    dtype = np.dtype(jnp.dtype(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"))
+    for key in ("quantization_config", "compression_config"):
+        raw.pop(key, None)
+    path.write_text(json.dumps(raw, indent=2) + "\n")
+    read = checkpoint_tensors(backbone, np.dtype(np.float32))
+
+    def merged(name: str) -> np.ndarray:
+        weight = read(name)
+        return (changes.pop(name)(weight) if name in changes else weight).astype(dtype)
+
+    write_tensors(folder, ((name, merged(name)) for name in tensor_names(config)))

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxmux.atomic_files import write_atomically
+from jaxmux.atomic_files import share_like_folder, write_atomically
 from jaxmux.errors import InputError
 from jaxmux.models import BackboneConfig
 
@@ -89,10 +89,11 @@ def export_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
     weights = folder / ".weights.partial"
-    metadata = {"format": "pt", _BASE: base_fingerprint, _BASE_FORMAT: config.backbone_format}
+    metadata = {"format": "pt", _BASE: base_fingerprint, _BASE_FORMAT: config.linear_format}
     metadata = {key: value for key, value in metadata.items() if value}
     try:
         save_file(tensors, weights, metadata=metadata)
+        share_like_folder(weights)
     except SafetensorError as e:
         raise OSError(errno.EIO, str(e), str(weights)) from None
     _sort_metadata(weights)

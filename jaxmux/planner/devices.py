@@ -20,6 +20,11 @@ _AXIS = r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]{1,5})\s*"
 _REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
 
 
+# Keys of sizes: blocks of weights that share a scale, along what tensor parallelism and what fully
+# sharded data parallelism divide.
+TP_BLOCKS, FSDP_BLOCKS = "scale_blocks_for_tp", "scale_blocks_for_fsdp"
+
+
 class Stage(NamedTuple):
     """The devices of one pipeline stage, given as the size of each axis of their mesh.
 
@@ -176,7 +181,8 @@ class Replica(NamedTuple):
         Args:
           layers: L, number of layers of the backbone. Every stage needs at least one.
           sizes: num_attention_heads, num_key_value_heads, intermediate_size and hidden_size, by
-            their key in the backbone's config.json.
+            their key in the backbone's config.json; and where weights have scales, the numbers
+            `TP_BLOCKS` and `FSDP_BLOCKS` of blocks that the axes have to divide.
 
         Raises:
           PlanningError: there are more stages than layers, or an axis does not suit a size. The
@@ -239,8 +245,8 @@ def _stage_layers(stages: int, layers: int, head_layers: float) -> tuple[int, ..
 
 def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
     """The name of a size that tensor parallelism cannot divide; None if there is none."""
-    for name in ("num_attention_heads", "intermediate_size"):
-        if sizes[name] % tp:
+    for name in ("num_attention_heads", "intermediate_size", TP_BLOCKS):
+        if sizes.get(name, 0) % tp:
             return name
     keys = sizes["num_key_value_heads"]
     return "num_key_value_heads" if keys % tp and tp % keys else None
@@ -249,7 +255,8 @@ def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
 def _fsdp_misfit(fsdp: int, sizes: Mapping[str, int]) -> str | None:
     """The name of a size that fully sharded data parallelism cannot divide; None if there is
     none."""
-    return "hidden_size" if sizes["hidden_size"] % fsdp else None
+    names = ("hidden_size", FSDP_BLOCKS)
+    return next((name for name in names if sizes.get(name, 0) % fsdp), None)
 
 
 # The replica of one stage with one device.

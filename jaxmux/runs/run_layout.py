@@ -243,7 +243,11 @@ def engine_options(
 
 
 def load_on(
-    deployment: Deployment, folder: str, dtype: jnp.dtype, config: BackboneConfig
+    deployment: Deployment,
+    folder: str,
+    dtype: jnp.dtype,
+    config: BackboneConfig,
+    cache: str | None,
 ) -> Backbone | list[PlacedBackbone]:
     """Loads a backbone onto the default device, or onto each replica's devices.
 
@@ -252,17 +256,20 @@ def load_on(
       folder: the backbone's folder.
       dtype: dtype of the weights.
       config: configuration of the backbone.
+      cache: as for `load_backbone`.
 
     Raises:
       BackboneError: as `load_backbone`.
+      OSError: the cache cannot be written.
     """
+    form = config.backbone_format
     if deployment.devices == 1:
-        return load_backbone(folder, dtype, config.backbone_format)
+        return load_backbone(folder, dtype, form, cache)
     devices, loaded = iter(jax.devices()), []
     for replica in deployment.replicas:
         parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
         homes = stage_meshes(replica, [next(devices) for _ in range(replica.devices)], config)
-        loaded.append(load_placed_backbone(folder, dtype, parts, homes))
+        loaded.append(load_placed_backbone(folder, dtype, parts, homes, form, cache))
     return loaded
 
 

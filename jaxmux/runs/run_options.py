@@ -38,7 +38,11 @@ class RunOptions:
         token, and multiplies in float8: on Hopper GPUs a step takes three quarters of the time, and
         products are exact to about 3%. "int8" (one byte) and "nf4" (half a byte, in blocks of 64 as
         in QLoRA) are decoded to `dtype` right before each product, so that memory shrinks and every
-        step takes a little longer. None stores weights in `dtype`. A format needs one device.
+        step takes a little longer. None stores weights as the checkpoint does: in `dtype`, or,
+        if it is quantised already, in its own format if that is decoded for products.
+      backbone_cache: folder in which the backbone is kept in its `backbone_format`, so that later
+        training runs read less and encode nothing. Its entries are named after the backbone's
+        fingerprint; transformers and vLLM can load them too. None keeps nothing.
       mesh: the devices to train on, as sizes of axes: "pp4", or "dp2,pp2,tp2" for eight devices.
         "pp" (pipeline parallelism) divides the layers among stages. "dp" (data parallelism) trains
         different samples on copies of the weights. "fsdp" (fully sharded data parallelism) also
@@ -100,6 +104,7 @@ class RunOptions:
 
     dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
     backbone_format: str | None = choice(None, (None, *BACKBONE_FORMATS))
+    backbone_cache: str | None = text(None, optional=True)
     mesh: str | None = text(None, optional=True)
     tokens_per_microbatch: int = _count(8192)
     row_len: int | None = _count(None, optional=True)
@@ -132,11 +137,8 @@ class RunOptions:
                 )
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
-        if self.backbone_format and self.mesh is not None:
-            raise PlanningError(
-                f"backbone_format={self.backbone_format!r} needs one device, and mesh is "
-                f"{self.mesh!r}; leave one of them out"
-            )
+        if self.backbone_cache and not self.backbone_format:
+            raise PlanningError("backbone_cache needs a backbone_format beside it")
         # A mesh that cannot be read is refused here, before anything is loaded.
         if self.mesh != AUTO_MESH:
             _ = self.deployment

@@ -14,18 +14,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..frozen_weight import (
-    FLOAT8,
-    FrozenWeight,
-    plain_weights,
-    shared_row_scales,
-    unknown_format,
-)
-from ..number_formats import quantised_rows, row_scales
-from .base import LOW_RANK, clear_empty, module_counters
+from ..frozen_weight import FLOAT8, FrozenWeight, plain_weights, unknown_format
+from .base import LOW_RANK, module_counters
 from .column_products_sm90 import ColumnOperands, column_products
 from .dropout_sm90 import Masks
 from .factors_sm90 import rank_major_factors
+from .float8_rows import float8_rows
 from .routed_matmul_sm90 import TILE_M, Scales, Term, Tiling, routed_matmul
 from .row_products_sm90 import RowOperands, row_products
 from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
@@ -154,7 +148,7 @@ def matmul(
 ) -> Float[Array, "N M"]:
     """`routed_matmul` with the tiling for its shape and device. Products with weights in float8
     encode their left operands."""
-    weights, scales, added = [term.weight for term in terms], None, None
+    weights, scales = [term.weight for term in terms], None
     is_float8 = weights[0].format == FLOAT8
     index = weights[0].stack_index(layer)
     tiling = matmul_tiling(
@@ -165,11 +159,9 @@ def matmul(
         keeps_low=masks is not None or is_float8,
     )
     if is_float8:
-        # The kernel adds a residual in the accumulator, before sums are scaled.
-        added, residual = residual, None
         terms, scales = _float8_terms(terms, layer, transposed)
         index = 0 if transposed else index
-    out = routed_matmul(
+    return routed_matmul(
         terms,
         routing.chunk_slot,
         jnp.asarray(index),
@@ -180,7 +172,6 @@ def matmul(
         masks=masks,
         scales=scales,
     )
-    return out if added is None else clear_empty(added, routing) + out
 
 
 def _float8_terms(
@@ -189,20 +180,16 @@ def _float8_terms(
     """The terms with left operands in float8, and the scales of their sum."""
     if not transposed:
         (term,) = terms
-        rows = row_scales(term.lhs)
-        lhs = quantised_rows(term.lhs, rows)
+        (lhs,), rows = float8_rows((term.lhs,))
         return (term._replace(lhs=lhs),), Scales(rows, term.weight.scales)
-    rows = shared_row_scales([t.lhs for t in terms], [t.weight for t in terms], layer)
-
-    def turned(term: Term) -> Term:
-        # Products in float8 need the contraction last, so a layer is transposed for this product.
-        lhs, stack = jax.lax.optimization_barrier((term.lhs, term.weight))
-        weight = stack.at_layer(layer)
-        values = weight.values.T[None]
-        lhs = quantised_rows(weight.folded(lhs), rows)
-        return term._replace(lhs=lhs, weight=FrozenWeight(values, None, FLOAT8))
-
-    return tuple(map(turned, terms)), Scales(rows, None)
+    # Products in float8 need the contraction last, so a layer is transposed for this product.
+    operands = [(term.lhs, term.weight) for term in terms]
+    lhs, stacks = zip(*jax.lax.optimization_barrier(operands), strict=True)
+    own = [stack.at_layer(layer) for stack in stacks]
+    lhs, rows = float8_rows(lhs, [weight.scales for weight in own])
+    turned = (FrozenWeight(weight.values.T[None], None, FLOAT8) for weight in own)
+    terms = (t._replace(lhs=x, weight=w) for t, x, w in zip(terms, lhs, turned, strict=True))
+    return tuple(terms), Scales(rows, None)
 
 
 def _padded_rank(rank: int) -> int:

@@ -14,7 +14,7 @@ product of the next tile; by then the stores have read them.
 
 Left operands and weights may be float8 (e4m3), which is twice as fast. Scales of rows and columns
 are then applied to the finished tile, and the low-rank products, which stay in half precision, are
-added to it piece by piece, as they are where they have dropout.
+added to it piece by piece, as they are where they have dropout; so is a residual.
 """
 
 from functools import partial
@@ -128,7 +128,7 @@ def routed_matmul(
     """The sum over the terms of `lhs @ W[layer] + low^T @ factor[t]`, or with the transpose of W.
 
     Sums are float32; the result has the dtype of `low`. Rows of empty chunks (slot -1) are zeros.
-    Products in float8 are scaled before the low-rank products are added.
+    Products in float8 are scaled before the low-rank products and the residual are added.
 
     Args:
       terms: the products to add up, all with the same number of rows and columns. The columns M are
@@ -138,7 +138,7 @@ def routed_matmul(
       transposed: whether to multiply by the transpose of W.
       tiling: a tiling that fits into shared memory.
       blocks: number of thread blocks to launch, one for each multiprocessor.
-      residual: added to the result; only allowed if `transposed` is False and without `scales`.
+      residual: added to the result; only allowed if `transposed` is False.
       masks: dropout of each term's low-rank product, with counters for each term; None for none.
       scales: factors of the products, if they are in float8.
     """
@@ -160,12 +160,14 @@ def routed_matmul(
     # The kernel is given terms whose layers and slots are stacked along the rows.
     terms = [t._replace(weight=flat(t.weight.values), factor=flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
-    # The residual enters the accumulator through the pipeline, as a product with the identity.
-    added = None if residual is None else (jnp.eye(TILE_M, dtype=dtype), residual)
+    added = None
+    if residual is not None and not layout.is_float8:
+        # It enters the accumulator through the pipeline, as a product with the identity.
+        added, residual = (jnp.eye(TILE_M, dtype=dtype), residual), None
     order = owned_first(chunk_slot, rows // TILE_M)
     if scales is not None and scales.columns is not None:
         scales = scales._replace(columns=scales.columns.reshape(-1))
-    return kernel(layer, order, terms, added, mask_operands(masks), scales)
+    return kernel(layer, order, terms, added, residual, mask_operands(masks), scales)
 
 
 class _Layout(NamedTuple):
@@ -249,7 +251,9 @@ def _scratch(layout: _Layout) -> _Scratch:
     )
 
 
-def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, scales, out_gmem, scratch):
+def _kernel(
+    layout: _Layout, layer_gmem, order, terms, added, residual, masks, scales, out_gmem, scratch
+):
     tiling, borrowed = layout.tiling, scratch.lhs
     if layout.is_float8:
         lhs, borrowed = scratch.lhs
@@ -312,7 +316,16 @@ def _kernel(layout: _Layout, layer_gmem, order, terms, added, masks, scales, out
                     for i in range(layout.low_steps):
                         await_loaded(scratch.low_loaded, low_step + i)
                     add = partial(_add_low_rank, layout, scratch, masks, tokens, *at)
-                    store(lambda piece, column: add(scaled(piece, column), column))
+
+                    def finished(piece, column: int):
+                        if residual is None:
+                            return add(scaled(piece, column), column)
+                        own = residual.at[rows, pl.ds(tile.columns.start + column, PIECE)]
+                        # Loaded first, because it takes longest.
+                        own = load_unoptimized(own, plgpu.Layout.WGMMA)
+                        return add(scaled(piece, column), column) + own.astype(jnp.float32)
+
+                    store(finished)
                     _release_low_rank(layout, scratch, low_step)
 
             @pl.when(tile.slot >= 0)

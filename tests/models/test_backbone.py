@@ -151,6 +151,13 @@ def test_auto_dtype_is_float32_on_cpu(folder):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(weights))
 
 
+def test_weights_can_be_read_by_whom_their_folder_can(tmp_path):
+    # pytest's folders are private.
+    tmp_path.chmod(0o755)
+    save_backbone(random_backbone(CONFIGS["tied"]), tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_constants_of_old_checkpoints_and_a_repeated_tied_head_are_ignored(tmp_path):
     backbone = random_backbone(CONFIGS["tied"])
     save_backbone(backbone, tmp_path)

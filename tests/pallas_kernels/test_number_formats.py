@@ -21,12 +21,13 @@ from jaxmux.pallas_kernels.number_formats import (
 
 # A layer has 7 blocks of nf4 in a row and 336 together, so that rows end within groups of 256.
 LAYERS, K, N = 2, 448, 48
-ENCODE = {name: jax.jit(number_format.encode) for name, number_format in FORMATS.items()}
-DECODE = {name: jax.jit(number_format.decode) for name, number_format in FORMATS.items()}
+NAMES = [name for name, number_format in FORMATS.items() if number_format.encode]
+ENCODE = {name: jax.jit(FORMATS[name].encode) for name in NAMES}
+DECODE = {name: jax.jit(FORMATS[name].decode) for name in NAMES}
 
 ENCODE_ABSMAX, DECODE_ABSMAX = jax.jit(encode_absmax), jax.jit(decode_absmax)
 
-every_format = pytest.mark.parametrize("name", FORMATS)
+every_format = pytest.mark.parametrize("name", NAMES)
 
 
 @jax.jit
@@ -153,8 +154,10 @@ def test_the_map_of_scales_has_more_numbers_in_higher_powers_of_ten():
 @every_format
 def test_shapes_and_bytes_are_those_of_the_format(name):
     values, scales = encoded = jax.eval_shape(FORMATS[name].encode, stack(jnp.bfloat16))
-    assert FORMATS[name].shape(values.shape) == (LAYERS, K, N)
-    assert FORMATS[name].shape(values.shape[1:]) == (K, N)
+    assert FORMATS[name].shape(values) == (LAYERS, K, N)
+    assert FORMATS[name].shape(
+        jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), values)
+    ) == (K, N)
     decoded = jax.eval_shape(FORMATS[name].decode, values, scales)
     assert (decoded.shape, decoded.dtype) == ((LAYERS, K, N), jnp.float32)
     bits = sum(leaf.size * leaf.dtype.itemsize * 8 for leaf in jax.tree.leaves(encoded))

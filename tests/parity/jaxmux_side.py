@@ -1,6 +1,6 @@
 """jaxmux's side of the comparison; the interpreter of the main environment runs it.
 
-    python jaxmux_side.py forward|train|prepare|encode FOLDER
+    python jaxmux_side.py forward|train|prepare|encode|decode FOLDER
 
 It reads FOLDER/request.json and writes adapter folders, .npz and .json files into FOLDER. The paths
 in a request are absolute or relative to FOLDER.
@@ -22,6 +22,7 @@ from jaxmux.data import Sample, fill_microbatch, load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.prepared_task import with_virtual_tokens
 from jaxmux.models import (
+    MODULES,
     Backbone,
     BackboneConfig,
     ForwardOptions,
@@ -32,9 +33,11 @@ from jaxmux.models import (
     load_backbone,
     logits_of,
     save_backbone,
+    write_quantised,
 )
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import (
     KINDS,
@@ -327,6 +330,30 @@ def tasks_by_microbatch(tasks: Sequence[PreparedTask]) -> list[list[list[str]]]:
     return rounds
 
 
+def decode(folder: Path, request: Request) -> None:
+    """Writes `decoded/<backbone>.npz`, the weights of linears of every backbone in float32, as they
+    are loaded and as they are read one by one; and in a .json file the formats of linears.
+
+    A backbone in `written` is first made from a folder, in a format and with a dtype."""
+    (folder / "decoded").mkdir()
+    for name, (source, backbone_format, dtype) in request["written"].items():
+        write_quantised(folder / source, folder / name, np.dtype(dtype), backbone_format)
+    for name in request["backbones"]:
+        backbone = load_backbone(folder / name, "float32")
+        read = checkpoint_tensors(folder / name, np.dtype(np.float32))
+        arrays, formats = {}, {}
+        for module in MODULES:
+            block, linear = module.split(".")
+            weight = backbone.weights["layers"][block][linear]["kernel"]
+            formats[module] = weight.format
+            for layer in range(backbone.config.num_layers):
+                own = full_name(module, layer)
+                arrays[f"loaded/{own}"] = np.asarray(jax.jit(FrozenWeight.decoded)(weight)[layer]).T
+                arrays[f"read/{own}"] = read(f"{own}.weight")
+        save_arrays(folder / "decoded" / f"{name}.npz", arrays)
+        save_json(folder / "decoded" / f"{name}.json", formats)
+
+
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.parent.mkdir(exist_ok=True)
     np.savez(path, **arrays)
@@ -338,5 +365,5 @@ def save_json(path: Path, value: Any) -> None:
 
 if __name__ == "__main__":
     command, where = sys.argv[1], Path(sys.argv[2])
-    commands = {"forward": forward, "train": train, "prepare": prepare, "encode": encode}
+    commands = {f.__name__: f for f in (forward, train, prepare, encode, decode)}
     commands[command](where, json.loads((where / "request.json").read_text()))

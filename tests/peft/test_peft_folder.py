@@ -86,7 +86,10 @@ def test_an_exported_adapter_reads_back_the_same(spec, config, tmp_path):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_tensors_have_pefts_names_and_layouts_and_no_others(spec, config, tmp_path):
     adapter = trained(spec, config)
+    tmp_path.chmod(0o755)
     export_adapter(tmp_path, adapter, spec, config, "base")
+    # Whoever can read the folder can load the adapter.
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
     expected = {}
     for module, mask in resolve_targets(spec.target_modules, config).items():
         for layer in np.flatnonzero(mask):

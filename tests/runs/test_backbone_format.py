@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxmux import PlanningError, RunDirectoryError, RunOptions
+from jaxmux import RunDirectoryError
 from jaxmux.models import BackboneError, load_backbone, save_backbone
 
 
@@ -57,8 +57,3 @@ def test_a_run_directory_belongs_to_a_format(summary, run_dir, train, task):
 def test_a_linear_that_the_format_cannot_store_is_named(train, task, tmp_path):
     with pytest.raises(BackboneError, match="q_proj: .* multiple of 64"):
         train(tmp_path / "run", task, backbone_format="nf4")
-
-
-def test_several_devices_are_refused():
-    with pytest.raises(PlanningError, match="backbone_format='nf4' needs one device, .* 'tp2'"):
-        RunOptions(backbone_format="nf4", mesh="tp2")

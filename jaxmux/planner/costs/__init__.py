@@ -4,7 +4,8 @@
 to a profile that `jaxmux.profiling` measured or estimated without one. `TimeModel` predicts the
 seconds of a layer, a microbatch or a round. `MemoryModel` predicts the peak bytes of a round.
 `ReplicaCosts` combines both for the devices of a replica: the seconds and bytes of a microbatch on
-each pipeline stage. `Admission` checks whether tasks fit into memory together.
+each pipeline stage. `Admission` checks whether tasks fit into memory together. `fit_cells` shows
+which microbatches and numbers of tasks do.
 
 The models take the sizes of a backbone (`BackboneSize`, from
 `jaxmux.engine.backbone_size.size_of`), the sizes of the pool that holds the tasks' adapters
@@ -20,6 +21,7 @@ projections; "full" keeps only the input of each layer.
 from .admission import Admission
 from .cost_models import PROFILES, CostModels, CostSource, device_models, measured_models
 from .device_profile import BackboneSize, Profile, ProfileError
+from .fit_cells import FitCell, fastest_fitting, fit_cells, largest_fitting
 from .memory_model import MemoryModel
 from .pool_spec import PoolSpec, merge_pool_specs
 from .replica_costs import ReplicaCosts
@@ -31,6 +33,7 @@ __all__ = [
     "BackboneSize",
     "CostModels",
     "CostSource",
+    "FitCell",
     "MemoryModel",
     "PoolSpec",
     "Profile",
@@ -38,6 +41,9 @@ __all__ = [
     "ReplicaCosts",
     "TimeModel",
     "device_models",
+    "fastest_fitting",
+    "fit_cells",
+    "largest_fitting",
     "measured_models",
     "merge_pool_specs",
 ]

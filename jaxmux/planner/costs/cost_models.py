@@ -75,7 +75,9 @@ def device_models(
     not.
 
     A profile is a JSON file of measurements. The function looks in `profiles` for one of this
-    device, dtype and backbone. If there is one, the models are fitted to it (`measured_models`).
+    device, dtype and backbone. If there is one, the models are fitted to it (`measured_models`). A
+    profile that was measured with the linears in a format serves only backbones in this format. One
+    that was measured without serves backbones in any format that has no profile of its own.
     Otherwise they are estimates for an H200, whatever the device is, except that attention on a CPU
     is the one in plain XLA. `source.kind` of the result tells which.
 
@@ -96,10 +98,15 @@ def device_models(
         or the memory of the device while `memory` is None.
       PlanningError: the stages of the replica differ.
     """
-    for path in sorted(Path(resolve_path(profiles)).glob("*.json")):
-        profile = read_profile(path)
-        if (profile.device, profile.dtype) == (device, dtype) and not _differs(profile, size):
-            return measured_models(path, size, memory, replica)
+    found = {p: read_profile(p) for p in sorted(Path(resolve_path(profiles)).glob("*.json"))}
+    serving = {
+        path: own.backbone.backbone_format == size.backbone_format
+        for path, own in found.items()
+        if (own.device, own.dtype) == (device, dtype) and not _differs(own, size)
+    }
+    if serving:
+        # The first one in the backbone's own format; otherwise the first one.
+        return measured_models(max(serving, key=serving.__getitem__), size, memory, replica)
     models = estimated_models(size, memory, replica, on_cpu=device == "cpu")
     if dtype == "bfloat16":
         return models
@@ -132,7 +139,8 @@ def measured_models(
     Args:
       path: the profile's file, written by `python -m jaxmux.profile`.
       size: sizes of the backbone. The number of layers may differ from the profiled backbone's;
-        width, vocabulary, linears and attention heads may not.
+        width, vocabulary, linears and attention heads may not, nor the format of the linears if the
+        profile was measured with one.
       memory: bytes of one device that may be used; None for the memory in the profile.
       replica: the devices whose collectives are needed: pipeline stages and tensor-parallel devices
         of each stage.
@@ -157,14 +165,22 @@ def measured_models(
     )
     times = dataclasses.replace(fit_time_model(profile), backbone=backbone)
     times, estimated = with_estimated_collectives(times, replica)
-    note = f"not in the profile, so estimated for H200s: {', '.join(estimated)} devices"
+    notes = []
+    if estimated:
+        names = ", ".join(estimated)
+        notes.append(f"not in the profile, so estimated for H200s: {names} devices")
+    if size.backbone_format != profile.backbone.backbone_format:
+        notes.append(
+            f"the profile has linears in {profile.dtype}; what another format changes is predicted "
+            "at an H200's rates"
+        )
     model = dataclasses.replace(fit_memory_model(profile, memory), backbone=backbone)
     source = CostSource(
         kind="measured",
         text=f"{path}, {profile.dtype}",
         device=profile.device,
         memory_bytes=model.memory,
-        notes=(note,) if estimated else (),
+        notes=tuple(notes),
     )
     least_chunk_len = min(point.chunk_len for point, _ in profile.of(LayerPoint))
     return CostModels(times, model, source, least_chunk_len)
@@ -172,10 +188,13 @@ def measured_models(
 
 def _differs(profile: Profile, size: BackboneSize) -> tuple[str, Any, Any] | None:
     """The name of a size in which the profiled backbone differs from the wanted one, with both
-    values; None if there is none. Numbers of layers may differ."""
+    values; None if there is none. Numbers of layers may differ, and a profile of linears in the
+    dtype of the stream serves those in any format."""
 
     def facts(backbone: BackboneSize) -> dict[str, Any]:
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
+        if profile.backbone.backbone_format:
+            sizes |= {"backbone_format": backbone.backbone_format}
         return sizes | dict(backbone.linears) | {"packed": tuple(backbone.packed)}
 
     measured, wanted = facts(profile.backbone), facts(size)

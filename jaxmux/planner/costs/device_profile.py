@@ -66,6 +66,8 @@ class BackboneSize:
       backbone_format: format in which the weights of the linears are stored, for example "nf4";
         None for the dtype of the stream. Linears in a format are decoded before each product, or
         in "float8" transposed for gradients.
+      divided_layer_bytes: like `layer_bytes`, for the weights that several devices divide, whose
+        scales may take more; None for the same.
     """
 
     name: str
@@ -80,6 +82,7 @@ class BackboneSize:
     head_block_bytes: int
     packed: PackedBytes
     backbone_format: str | None = None
+    divided_layer_bytes: int | None = None
 
     @property
     def decoded_bytes(self) -> int:

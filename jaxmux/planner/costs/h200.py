@@ -33,7 +33,7 @@ SEQUENCE_BYTES_PER_SECOND = 1e13
 # Time of a layer's operators but adapters in float8, over that in bfloat16.
 FLOAT8_SHARE = 1 - 29.3 / 104
 # Weights that are decoded in a second, by format.
-DECODED_PER_SECOND = {"int8": 1.04e12, "nf4": 7.1e11}
+DECODED_PER_SECOND = {"int8": 1.04e12, "scaled": 1.04e12, "nf4": 7.1e11}
 
 _GEMMS = ((8192, 735e12), (1024, 563e12))
 _ATTENTION_TOKENS, _ATTENTION_WIDTH = 8192, 32 * 128

@@ -102,15 +102,17 @@ class MemoryModel:
         """
         size = self.backbone
         head = size.vocab_size * size.hidden_size * size.stream_bytes
-        gathered = max(2 * size.layer_bytes, head) if replica.fsdp > 1 else 0
+        layer = size.layer_bytes
+        if replica.tp * replica.fsdp > 1:
+            layer = size.divided_layer_bytes or layer
+        gathered = max(2 * layer, head) if replica.fsdp > 1 else 0
         layers = size.stage_layers(replica)
         # The embedding is on the first stage, and the head, which is as large, on the last one.
         outside = (
             [head] + [0] * (replica.pp - 2) + [head] if replica.pp > 1 else [size.outside_bytes]
         )
         of_stages = (
-            (own * size.layer_bytes + end) / replica.fsdp
-            + own * pool.state_bytes(size) / size.layers
+            (own * layer + end) / replica.fsdp + own * pool.state_bytes(size) / size.layers
             for own, end in zip(layers, outside, strict=True)
         )
         return (max(of_stages) + gathered + size.decoded_bytes) / replica.tp
@@ -362,6 +364,8 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
         if not isinstance(point, LayerPoint) or not (point.rank and point.backward and peak):
             continue
         beyond = peak - point.layers * model.kept(point.tokens, point.rank, point.remat)
+        # The measured peak includes decoded weights, which `resident` counts.
+        beyond -= profile.backbone.decoded_bytes
         needed = max(beyond, heads.get(point.tokens, 0), 0)
         features = working_features(point.tokens, point.row_len)
         working = working.observe(features, needed, _PROFILE_WEIGHT)

@@ -61,6 +61,7 @@ def fit_time_model(profile: Profile) -> TimeModel:
         },
         round_overhead=0.0,
         collectives=_collectives(profile),
+        base_format=profile.backbone.backbone_format,
     )
     adapted = [point for point in trained if point.rank]
     loads = [

@@ -85,6 +85,9 @@ class TimeModel:
         of its microbatches and update.
       collectives: for each (collective, axis, devices), the seconds of the collective as a function
         of the bytes that each device puts in. The method `collective` explains the key.
+      base_format: format of the weights with which `base` was measured, as
+        `BackboneSize.backbone_format`. The times of a backbone in this format are those of `base`;
+        those of another format are predicted for it from `base` without a format.
     """
 
     backbone: BackboneSize
@@ -100,6 +103,7 @@ class TimeModel:
     update: Mapping[str, Curve]
     round_overhead: float
     collectives: Mapping[tuple[str, str, int], Curve]
+    base_format: str | None = None
 
     def predict(
         self, shape: ShapeClass, tasks: int, rank: int, microbatches: int = 1, remat: Remat = "dots"
@@ -239,7 +243,7 @@ class TimeModel:
         total = owned if total is None else total
         load = AdapterLoad(tokens, pool.slots, pool.rank, shape.chunk_len, pool.dropout)
         base = self.base(owned + self.empty_share * (total - owned)) / tp
-        if self.backbone.backbone_format == "float8":
+        if self._predicted_format == "float8":
             base *= FLOAT8_SHARE
         both = base + pool.share(self.backbone) * self.adapters.seconds(load)
         forward = self.forward_share * both + self._rows(self.attention_forward, shape) * total / tp
@@ -252,9 +256,16 @@ class TimeModel:
             forward + kinds + decoding.forward, backward + BACKWARD * kinds + decoding.backward
         )
 
+    @property
+    def _predicted_format(self) -> str | None:
+        """The format of the weights if `base` was measured without it."""
+        own = self.backbone.backbone_format
+        return None if own == self.base_format else own
+
     def _decoding(self, remat: str) -> Passes:
-        """Returns the seconds in which the weights of one layer are decoded, at an H200's rates."""
-        rate = DECODED_PER_SECOND.get(self.backbone.backbone_format)
+        """Returns the seconds in which the weights of one layer are decoded, at an H200's rates,
+        unless they are part of `base`."""
+        rate = DECODED_PER_SECOND.get(self._predicted_format)
         if rate is None:
             return Passes(0.0, 0.0)
         sizes = {module: k * n for module, (k, n) in self.backbone.linears.items()}

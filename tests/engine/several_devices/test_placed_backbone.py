@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmux.models import Backbone, load_backbone, save_backbone
-from jaxmux.models.backbone import CheckpointReader
+from jaxmux.models.checkpoint_reader import CheckpointReader
 from jaxmux.planner.devices import Replica
 from jaxmux.sharding import (
     consecutive_parts,
@@ -43,6 +43,22 @@ def test_a_folder_is_loaded_like_a_whole_backbone_that_is_divided(folder):
     for one, other in zip(*map(jax.tree.leaves, (found.weights, expected.weights)), strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("backbone_format", ["nf4", "float8"])
+def test_linears_are_encoded_before_they_are_divided(config, tmp_path, backbone_format):
+    sizes = dict(hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
+    config = dataclasses.replace(config, **sizes)
+    save_backbone(Backbone.random(config, seed=9), tmp_path)
+    whole = load_backbone(tmp_path, backbone_format=backbone_format)
+    expected = place_backbone(whole, *places(whole.config))
+    found = load_placed_backbone(tmp_path, "auto", *places(whole.config), backbone_format)
+    assert jax.tree.structure(found.weights) == jax.tree.structure(expected.weights)
+    for one, other in zip(*map(jax.tree.leaves, (found.weights, expected.weights)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        np.testing.assert_array_equal(one, other)
+    random = random_placed_backbone(whole.config, np.dtype("float32"), *places(whole.config))
+    assert jax.tree.structure(random.weights) == jax.tree.structure(expected.weights)
 
 
 def test_no_read_is_larger_than_what_a_device_keeps(folder, monkeypatch):

@@ -4,11 +4,10 @@ import dataclasses
 import re
 
 import pytest
+from backbone_sizes import llama_8b
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.device_profile import BackboneSize
 from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
@@ -17,22 +16,6 @@ from jaxmux.planner.packing import ShapeClass
 
 GIB = 2**30
 SHAPE = ShapeClass(rows=8, row_len=1024, chunk_len=128, max_sequences=1)
-
-
-def llama_8b() -> BackboneSize:
-    d, kv, f = 4096, 1024, 14336
-    linears = {
-        "q_proj": (d, d),
-        "k_proj": (d, kv),
-        "v_proj": (d, kv),
-        "o_proj": (d, d),
-        "gate_proj": (d, f),
-        "up_proj": (d, f),
-        "down_proj": (f, d),
-    }
-    weights = 2 * sum(k * n for k, n in linears.values())
-    outside, packed = 4 * 128256 * d, PackedBytes.of(32, 8, 128, itemsize=2)
-    return BackboneSize("Llama", 32, d, 128256, linears, weights, outside, 2, {}, 2**29, packed)
 
 
 def admission(memory: int, replica: Replica = ONE_DEVICE, **given) -> Admission:

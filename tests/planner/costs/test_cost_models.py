@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.cost_models import PROFILES, device_models
+from jaxmux.planner.costs.cost_models import PROFILES, device_models, measured_models
 from jaxmux.planner.costs.device_profile import (
     BackboneSize,
     LayerPoint,
@@ -40,12 +40,12 @@ def price(point) -> float:
 
 @pytest.fixture
 def ship(tmp_path, small_profile):
-    def write(*without: type, **changed) -> None:
-        size = estimated_memory(SIZE).backbone
+    def write(*without: type, name: str = "shipped", stored: str | None = None, **changed) -> None:
+        size = dataclasses.replace(estimated_memory(SIZE).backbone, backbone_format=stored)
         whole = small_profile(size, price, peak=lambda _: 1000, row_lens=(256,), sequences=(1,))
         found = tuple(m for m in whole.measurements if not isinstance(m.point, without))
         profile = dataclasses.replace(whole, measurements=found, **changed)
-        write_profile(profile, tmp_path / "shipped.json")
+        write_profile(profile, tmp_path / f"{name}.json")
 
     return write
 
@@ -85,6 +85,42 @@ def test_the_profile_of_device_and_backbone_is_taken(ship, models, tmp_path):
 def test_the_profile_of_another_device_or_backbone_is_not_taken(profile, asked, ship, models):
     ship(**profile)
     assert models(**asked).source.kind == "estimated"
+
+
+def in_format(backbone_format: str | None) -> BackboneSize:
+    return dataclasses.replace(SIZE, backbone_format=backbone_format)
+
+
+def test_a_profile_measured_in_a_format_serves_this_format_only(ship, models, tmp_path):
+    ship(stored="nf4")
+    assert models(in_format("nf4")).source.kind == "measured"
+    assert models(in_format("nf4")).source.notes == ()
+    for other in (None, "int8", "float8"):
+        assert models(in_format(other)).source.kind == "estimated"
+    with pytest.raises(ProfileError, match="backbone_format=nf4, the config's has int8"):
+        measured_models(tmp_path / "shipped.json", in_format("int8"), None, Replica())
+
+
+def test_a_format_has_its_own_profile_before_that_of_plain_weights(ship, models, tmp_path):
+    ship(name="a")
+    for form in (None, "nf4"):
+        assert str(tmp_path / "a.json") in models(in_format(form)).source.text
+    assert "what another format changes" in models(in_format("nf4")).source.notes[0]
+    ship(name="b", stored="nf4")
+    found = {form: models(in_format(form)).source.text for form in (None, "int8", "nf4")}
+    named = {form: Path(text.split(",")[0]).stem for form, text in found.items()}
+    assert named == {None: "a", "int8": "a", "nf4": "b"}
+
+
+@pytest.mark.parametrize("form", ["float8", "int8", "nf4"])
+def test_what_was_measured_in_a_format_is_not_changed_for_it_again(ship, models, form):
+    def seconds(size: BackboneSize) -> float:
+        return models(size).times.layer(SHAPE, (512,), PoolSpec(1, 8)).total
+
+    ship(stored=form)
+    assert seconds(in_format(form)) == pytest.approx(0.512)
+    ship()
+    assert seconds(in_format(form)) != seconds(SIZE) == pytest.approx(0.512)
 
 
 def test_an_incomplete_profile_is_refused(ship, models):

@@ -297,3 +297,16 @@ def test_formats_of_weights_need_room_for_two_decoded_linears(model, backbone_fo
     changed = dataclasses.replace(model, backbone=backbone)
     largest = 256 * 512
     assert changed.resident(POOL) == model.resident(POOL) + 2 * of_weight * largest
+
+
+def test_decoded_weights_in_a_measured_peak_are_counted_once(model):
+    """The same backbone, measured in nf4: peaks are higher by two decoded linears."""
+    backbone = dataclasses.replace(BACKBONE, backbone_format="nf4")
+    decoded = backbone.decoded_bytes
+    measured = [
+        m._replace(peak_bytes=m.peak_bytes + decoded)
+        for m in (layer(1, 512), layer(4, 512), layer(16, 512), layer(2, 4096), layer(8, 256))
+    ]
+    nf4 = fit_memory_model(Profile("test", 4 * GIB, "bfloat16", {}, backbone, tuple(measured)))
+    expected = model.peak(SHAPE, POOL, "dots") + decoded
+    assert nf4.peak(SHAPE, POOL, "dots") == pytest.approx(expected, rel=1e-5)

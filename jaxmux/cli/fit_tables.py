@@ -1,0 +1,111 @@
+"""What fits on a device as tables and lines of text for a terminal of 80 columns."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from jaxmux.planner.costs import FitCell, fastest_fitting, largest_fitting
+from jaxmux.planner.costs.layer_policies import USABLE
+from jaxmux.planner.numbers import numbered, size_text
+
+from .plan_tables import number_table
+
+if TYPE_CHECKING:
+    from .plan_fits import Fits
+
+
+def fit_tables(fits: "Fits") -> Iterator[Table | str]:
+    """The tables and lines that describe what fits, in the order in which to show them.
+
+    Args:
+      fits: what fits.
+    """
+    yield (
+        f"{fits.backbone} ({numbered(fits.layers, 'layer')}) on one device of "
+        f"{fits.device_gib:g} GiB,\nof which training may use "
+        f"{size_text(USABLE * fits.memory_bytes)}"
+    )
+    yield f"each task: {_task(fits)}"
+    samples = numbered(fits.max_sequences, "sample")
+    yield f"rows of {fits.row_len:,} tokens, at most {samples} in each"
+    yield from _sources(fits)
+    yield "\npeak memory in GiB by tokens of a microbatch, with the leanest layers' policy:"
+    yield _memory(fits)
+    for name, reason in fits.refused.items():
+        yield f"{name}: {reason}"
+    yield (
+        "norms, dots, lean, full: what layers keep (fine_tune.remat), from most to least\n"
+        "no: does not fit, with the memory that it would take\n"
+    )
+    if not any(cell.fits for own in fits.cells.values() for cell in own):
+        yield "nothing fits"
+        return
+    device = next(iter(fits.sources.values())).device
+    yield f"the largest and the fastest microbatch, with the speed on {device}:"
+    yield _speeds(fits)
+    yield "tokens/s leave updates out; --profile=FILE gives those of a device that was measured"
+
+
+def _task(fits: "Fits") -> str:
+    """What a slot holds: `LoRA of rank 16 on 7 linears, with adamw`."""
+    pool = fits.pool
+    adapters = [own.kind for own in pool.others]
+    if pool.modules:
+        linears = numbered(len(pool.modules), "linear")
+        adapters = [f"LoRA of rank {pool.rank} on {linears}", *adapters]
+    return f"{', '.join(adapters)}, with {pool.optimizer}"
+
+
+def _sources(fits: "Fits") -> Iterator[str]:
+    """Where the costs come from, and which formats they are for if there are several sources."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, own in fits.sources.items():
+        names.setdefault((own.kind, own.text), []).append(name)
+    for (kind, text), formats in names.items():
+        which = f" of {', '.join(formats)}" if len(names) > 1 else ""
+        yield f"costs{which} are {kind}: {text}"
+    yield from dict.fromkeys(note for own in fits.sources.values() for note in own.notes)
+
+
+def _memory(fits: "Fits") -> Table:
+    columns = [numbered(tasks, "task") for tasks in _tasks(fits)]
+    table = number_table("linears,\nweights", "tokens", *columns)
+    # With these, a fifth number of tasks fits into 80 columns.
+    table.pad_edge, table.columns[0].no_wrap = False, True
+    for name, cells in fits.cells.items():
+        table.add_section()
+        labels = iter((name, f"{fits.weights[name] / 2**30:.3g} GiB"))
+        for tokens, row in groupby(cells, key=lambda cell: cell.tokens):
+            table.add_row(next(labels, ""), f"{tokens:,}", *map(_need, row))
+    return table
+
+
+def _tasks(fits: "Fits") -> list[int]:
+    return sorted({cell.tasks for own in fits.cells.values() for cell in own})
+
+
+def _need(cell: FitCell) -> str:
+    """`20.1 lean`, or `no 31.2` if the cell does not fit."""
+    gib = cell.peak_bytes / 2**30
+    digits = 2 if gib < 1 else 1 if gib < 100 else 0
+    size = f"{gib:.{digits}f}"
+    return f"{size} {next(iter(cell.remat))}" if cell.fits else f"no {size}"
+
+
+def _speeds(fits: "Fits") -> Table:
+    table = number_table("", "linears in", "largest", "tokens/s", "fastest", "tokens/s", texts=2)
+    for tasks in _tasks(fits):
+        table.add_section()
+        label = numbered(tasks, "task")
+        for name, cells in fits.cells.items():
+            largest, fastest = largest_fitting(cells, tasks), fastest_fitting(cells, tasks)
+            if largest and fastest:
+                table.add_row(label, name, *_speed(largest), *_speed(fastest))
+                label = ""
+    return table
+
+
+def _speed(cell: FitCell) -> tuple[str, str]:
+    return f"{cell.tokens:,}", f"{cell.tokens_per_second:,.0f}"

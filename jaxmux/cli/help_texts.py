@@ -1,0 +1,76 @@
+"""The descriptions that `--help` shows of the commands."""
+
+TRAIN = """\
+Trains the tasks of a gin config together on one frozen backbone, and exports a
+Hugging Face PEFT adapter for each task. Without a config it runs the bundled
+demo.
+
+If training is interrupted, the same command continues it.
+
+With --watch=DIR it serves tenants instead: it trains the tasks of JSON files
+DIR/TENANT/NAME.json as they come, change and go, until a signal stops it.
+NAME.status.json beside each file tells what has become of the task. The config
+sets serve.backbone and other options of the server, but no tasks.
+
+Exit codes:
+  0         every task succeeded
+  1         a task failed, and the others are finished
+  2         the config or the data was refused; nothing was trained
+  3         the run broke, for example on a full disk; the same command
+            continues from the last checkpoint
+  130, 143  stopped by Ctrl-C or SIGTERM; the same command continues
+"""
+CONFIG = """\
+a config:
+  fine_tune.backbone = "/models/Llama-3.2-1B"
+  fine_tune.tasks = [@billing/Task(), @support/Task()]
+
+  billing/Task.name = "billing"
+  billing/Task.data = "billing.jsonl"
+  billing/Task.epochs = 3
+  billing/Task.adapter = @billing/LoRA()
+  billing/LoRA.rank = 8
+  ...
+
+Paths are relative to the working directory. `python -c "import jaxmux;
+help(jaxmux.Task)"` shows the parameters of a task and their defaults; likewise
+jaxmux.fine_tune, RunOptions, LoRA, AdamW, SGD, Lion, Schedule and Source.
+
+a config for --watch:
+  serve.backbone = "/models/Llama-3.2-1B"
+  serve.reserved_slots = 16
+  serve.reserved_rank = 32
+  TenantLimits.steps = 20000
+
+`python -c "import jaxmux.runs; help(jaxmux.runs.ServerOptions)"` shows all
+options of a server; likewise TenantLimits, the most that a tenant may ask for.
+"""
+PLAN = """\
+Plans the training of a gin config's tasks without training anything, and shows
+which tasks share microbatches, the shape of the microbatches, and the predicted
+time of a round. The devices need not exist. It reads and tokenizes the data; of
+the backbone it reads config.json and the tokenizer. Without a config it plans
+the bundled demo.
+
+With --fits=GIB it shows instead what fits on one device with so much memory:
+formats of the backbone, tokens of a microbatch and numbers of tasks. It reads
+no data, and of the backbone only config.json. Each task is as large as the
+largest of the config, and without tasks a LoRA of rank 16 on all linears with
+AdamW.
+
+Exit code 2: the config, the data or an option was refused.
+"""
+PROFILE = """\
+Measures the time and the memory of layers, attention, head, optimizer updates,
+rounds and collectives on this machine's devices, for one backbone with random
+weights, and writes the profile to which the planner's cost models are fitted.
+If it is interrupted, the same command continues it.
+
+With --check it measures training steps that are not in a profile and compares
+them with the predictions of the cost models.
+"""
+GENERATE = """\
+Completes prompts with a backbone and a Hugging Face PEFT adapter. A prompt is
+passed as it is, without the chat template: for an adapter that was trained on
+chats, write the prompt as the template renders it.
+"""

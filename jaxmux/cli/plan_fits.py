@@ -1,0 +1,190 @@
+"""The option `--fits` of `jaxmux plan`: what fits on one device."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxmux.atomic_files import require_writable
+from jaxmux.backbone_folder import resolve_backbone
+from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError, planned_remat
+from jaxmux.models.device_memory import memory_for_training
+from jaxmux.optimizers import AdamW
+from jaxmux.package_files import resolve_path
+from jaxmux.peft import LoRA
+from jaxmux.planner.costs import (
+    CostModels,
+    CostSource,
+    FitCell,
+    PoolSpec,
+    ReplicaCosts,
+    fit_cells,
+    merge_pool_specs,
+)
+from jaxmux.planner.costs.device_profile import read_profile
+from jaxmux.planner.devices import ONE_DEVICE
+from jaxmux.planner.numbers import power_of_two
+from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+from jaxmux.tasks import Task
+
+from . import gin_bindings
+from .fit_tables import fit_tables
+from .gin_bindings import RunConfig
+from .main import MEMORY_SHARE
+from .plan_inputs import cost_models, dtype_of, pool_alone
+
+# The table has these microbatches and numbers of tasks, and those of the config.
+_TOKENS = (1024, 2048, 4096, 8192, 16384)
+_TASKS = (1, 4, 16, 64)
+# A task for configs without tasks. Its data is not read.
+_TASK = Task("task", "none.jsonl", LoRA(rank=16), AdamW(), steps=1)
+# Columns of the output where there is no terminal.
+_PLAIN_WIDTH = 80
+_FITS = "fits.json"
+
+
+class Fits(NamedTuple):
+    """What fits on one device.
+
+    Attributes:
+      backbone: name of the architecture.
+      layers: number of layers of the backbone.
+      device_gib: memory of the device in GiB.
+      memory_bytes: bytes of it that training may use.
+      sources: for each format, the origin of the predictions; all hold for the same device.
+      pool: what each slot holds.
+      row_len: tokens of a row, which holds `max_sequences` samples.
+      max_sequences: the most samples of a row.
+      weights: for each format, the bytes of the backbone's weights.
+      cells: for each format, the cells of the table.
+      refused: for each format in which the backbone cannot be stored, or for which there are no
+        costs, the reason.
+    """
+
+    backbone: str
+    layers: int
+    device_gib: float
+    memory_bytes: int
+    sources: Mapping[str, CostSource]
+    pool: PoolSpec
+    row_len: int
+    max_sequences: int
+    weights: Mapping[str, int]
+    cells: Mapping[str, Sequence[FitCell]]
+    refused: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        cells = {name: [cell._asdict() for cell in own] for name, own in self.cells.items()}
+        others = [own.kind for own in self.pool.others]
+        pool = self.pool._asdict() | {"others": others}
+        sources = {name: own._asdict() for name, own in self.sources.items()}
+        return self._asdict() | {"cells": cells, "pool": pool, "sources": sources}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command with `--fits`; returns its exit code, 0. Raises `InputError` for unusable
+    input."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    if options.out:
+        require_writable(options.out / _FITS)
+    files = [resolve_path(file) for file in options.gin_file or ()]
+    gin_bindings.parse(files, options.bindings)
+    config = gin_bindings.run_config(options.backbone, [_TASK])
+    fits = find_fits(config, options.fits, options.profile)
+    for part in fit_tables(fits):
+        console.print(part, markup=False)
+    if options.out:
+        path = options.out / _FITS
+        path.write_text(json.dumps(fits.to_json()) + "\n")
+        console.print(str(path), markup=False, soft_wrap=True)
+    return 0
+
+
+def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
+    """Predicts what fits on one device. No weights and no data are read.
+
+    Args:
+      run: the config. Each slot of the table's tasks holds the largest of its tasks.
+      device_gib: memory of the device in GiB. JAX and the engine leave a part of it unused, as they
+        do in training; `run.memory_gib` is a further limit.
+      profile: file of the device's profile; None for the one that ships, or estimates.
+
+    Raises:
+      InputError: the backbone's config.json, a task or the profile cannot be used.
+    """
+    usable = memory_for_training(int(device_gib * MEMORY_SHARE * 2**30)) / 2**30
+    run = dataclasses.replace(run, memory_gib=min(usable, run.memory_gib or usable))
+    config = BackboneConfig.from_folder(resolve_backbone(run.backbone))
+    reserved = run.reserved(config)
+    alone = [pool_alone(task, config) for task in run.tasks]
+    pool = merge_pool_specs(alone, reserved)._replace(slots=reserved.slots)
+    tasks = sorted({*_TASKS, len(run.tasks)})
+    models, refused = _models(run, profile)
+    first, *_ = models.values()
+    shapes = _shapes(run, first.least_chunk_len)
+    remat = planned_remat(run.remat)
+    cells = {
+        name: fit_cells(ReplicaCosts(own.times, own.memory, pool, ONE_DEVICE, remat), shapes, tasks)
+        for name, own in models.items()
+    }
+    sizes = {name: own.memory.backbone for name, own in models.items()}
+    return Fits(
+        backbone=config.architecture,
+        layers=config.num_layers,
+        device_gib=device_gib,
+        memory_bytes=first.memory.memory,
+        sources={name: own.source for name, own in models.items()},
+        pool=pool,
+        row_len=shapes[0].row_len,
+        max_sequences=shapes[0].max_sequences,
+        weights={
+            name: own.layers * own.layer_bytes + own.outside_bytes for name, own in sizes.items()
+        },
+        cells=cells,
+        refused=refused,
+    )
+
+
+def _models(run: RunConfig, profile: Path | None) -> tuple[dict[str, CostModels], dict[str, str]]:
+    """By format, the cost models, or the reason why there are none. The first format is that of the
+    checkpoint."""
+    folder = resolve_backbone(run.backbone)
+    dtype = dtype_of(run, profile)
+    measured = profile and read_profile(profile).backbone.backbone_format
+    models: dict[str, CostModels] = {}
+    refused: dict[str, str] = {}
+    for form in (None, *BACKBONE_FORMATS):
+        config = BackboneConfig.from_folder(folder, form)
+        name = config.linear_format or dtype
+        if name in models:
+            continue
+        if measured and form != measured:
+            refused[name] = f"{profile} was measured with linears in {measured}"
+            continue
+        try:
+            models[name] = cost_models(run, config, ONE_DEVICE, profile)
+        except BackboneError as e:
+            if measured:
+                raise
+            refused[name] = str(e)
+    return models, refused
+
+
+def _shapes(run: RunConfig, least_chunk_len: int) -> list[ShapeClass]:
+    """The microbatches of the table, in rows for the longest sample that a task may have."""
+    longest = max(task.max_length for task in run.tasks) - 1
+    row_len = run.row_len or power_of_two(max(longest, MIN_CHUNK_LEN))
+    chunk_len = run.chunk_len or least_chunk_len
+    found = [
+        smallest_shape_class([row_len], tokens, chunk_len, row_len)
+        for tokens in sorted({*_TOKENS, run.tokens_per_microbatch})
+    ]
+    sequences = run.max_sequences or 1
+    # Microbatches shorter than a row are rounded up to the same shape.
+    return list(dict.fromkeys(dataclasses.replace(s, max_sequences=sequences) for s in found))

@@ -1,0 +1,417 @@
+"""Reads the weights of a backbone from a Hugging Face checkpoint folder, whole or in parts."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS, FrozenWeight
+
+from .architectures import MODULES, BackboneConfig, linear_sizes
+from .checkpoint_files import CheckpointTensors
+from .errors import BackboneError
+from .host import on_host
+from .modules import Weights, abstract_weights, is_weight
+from .stored_linears import (
+    StoredLinear,
+    abstract_weights_of,
+    layer_name,
+    read_weights,
+    stored_linear,
+)
+
+_HEAD = "lm_head"
+# Dtypes, as safetensors names them, of tensors that are the weights themselves.
+_FLOATING = ("BF16", "F16", "F32", "F64")
+# Scales of activations and of what is kept for inference; training needs none of them.
+_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+
+
+class CheckpointReader:
+    """Reads weights from a Hugging Face checkpoint folder, whole or in parts. A context manager."""
+
+    def __init__(self, folder: Path, config: BackboneConfig):
+        """Creates a reader; its files are opened on entering the context.
+
+        Args:
+          folder: the folder.
+          config: the configuration in the folder.
+        """
+        self._files, self._config = CheckpointTensors(folder), config
+        # By name, the linears that are stored in other ways than as floating-point numbers.
+        self._stored: dict[str, StoredLinear] = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        """Opens the files. BackboneError if one cannot be read, or if a tensor is missing, has
+        another shape than config.json implies, or belongs to no parameter."""
+        with self._files:
+            self._stored = dict(_stored_linears(self._files, self._config))
+            self._check()
+        self._files.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._files.__exit__()
+
+    def _check(self) -> None:
+        folder, names = self._files.folder, set(self._files.names)
+        shapes = _hf_shapes(self._config)
+        for name, stored in self._stored.items():
+            abstract_weights_of(self._files, name, stored)
+            names -= set(self._files.of_module(name)) - {f"{name}.bias"}
+            del shapes[f"{name}.weight"]
+        for name, shape in shapes.items():
+            if (found := self._files.shape(name)) != shape:
+                raise BackboneError(
+                    f"{folder}: tensor {name} has shape {list(found)}, "
+                    f"config.json implies {list(shape)}"
+                )
+            if (dtype := self._files.dtype(name)) not in _FLOATING:
+                raise BackboneError(
+                    f"{folder}: tensor {name} has the dtype {dtype}, which needs scales; none of "
+                    "the forms in which quantised checkpoints have them was found"
+                )
+        # Old checkpoints have this constant; those with a tied head may have it a second time.
+        ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
+        if self._config.quantisation:
+            ignored |= {name for name in names if name.endswith(_UNUSED)}
+        if extra := sorted(names - shapes.keys() - ignored - {"lm_head.weight"}):
+            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+            raise BackboneError(f"{folder}: tensors that config.json does not account for: {shown}")
+
+    def read(
+        self, wanted: Weights, first_layer: int = 0, shardings: Weights | None = None
+    ) -> Weights:
+        """Reads weights, one parameter after the other, and of each only what devices keep.
+
+        Linears that are encoded or decoded when they are read are read as a whole, one layer at a
+        time.
+
+        Args:
+          wanted: shapes, dtypes and formats of the weights; its layers are consecutive layers of
+            the model.
+          first_layer: index in the model of the first of these layers.
+          shardings: a tree like `wanted` with the sharding of every array; None puts all weights on
+            the default device.
+        """
+
+        decoded = set()
+
+        def load(
+            key_path: jax.tree_util.KeyPath, leaf: Any, sharding: Any = None
+        ) -> jax.Array | FrozenWeight:
+            path = module_path(key_path)
+            if not is_weight(leaf):
+                return self._array(path, leaf, first_layer, sharding)
+            is_stack = path[0] == "layers"
+            layers = range(first_layer, first_layer + leaf.shape[0]) if is_stack else (None,)
+            names = [hf_name(path, layer).removesuffix(".weight") for layer in layers]
+            if leaf.is_plain and self._stored.keys().isdisjoint(names):
+                own = None if sharding is None else sharding.values
+                return FrozenWeight.of(self._array(path, leaf.values, first_layer, own))
+            if leaf.is_plain and is_stack:
+                decoded.add(".".join(path[1:-1]))
+            one = _in_one_layer(leaf) if is_stack else leaf
+            found = (_linear_weight(self._files, n, self._stored.get(n), one) for n in names)
+            return _stacked(found, sharding) if is_stack else _placed(next(found), sharding)
+
+        trees = (wanted,) if shardings is None else (wanted, shardings)
+        weights = jax.tree.map_with_path(load, *trees, is_leaf=is_weight)
+        if decoded:
+            _warn_of_decoded(self._files.folder, tuple(sorted(decoded)))
+        return weights
+
+    def tensor(self, name: str, dtype: jnp.dtype) -> np.ndarray | FrozenWeight:
+        """A tensor, or, for the weight of a linear in a format that is no dtype, the weight [k, n]
+        in this format.
+
+        Args:
+          name: name of the tensor in a checkpoint that is not quantised.
+          dtype: dtype of all other weights.
+        """
+        stored = self._stored.get(name.removesuffix(".weight"))
+        linears = _linears_of_layer(self._config, dtype)
+        return _tensor(self._files, name, stored, linears, dtype)
+
+    def _array(
+        self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, first_layer: int, sharding: Any
+    ) -> jax.Array:
+        """A parameter that is stored as it is."""
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            if path[0] != "layers":
+                return self._parameter(path, leaf, index)
+            layers, *sizes = map(_selected, leaf.shape, index)
+            value = np.empty((len(layers), *map(len, sizes)), leaf.dtype)
+            for i, layer in enumerate(layers):
+                value[i] = self._parameter(path, leaf, index[1:], first_layer + layer)
+            return value
+
+        if sharding is None:
+            return jax.device_put(part((slice(None),) * len(leaf.shape)))
+        # Devices that keep the same part share what was read.
+        by_index = {}
+        for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+            selected = tuple(map(_selected, leaf.shape, index))
+            by_index.setdefault(selected, []).append((device, index))
+        shards = []
+        for places in by_index.values():
+            value = part(places[0][1])
+            shards += [jax.device_put(value, device) for device, _ in places]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+    def _parameter(
+        self,
+        path: tuple[str, ...],
+        wanted: jax.ShapeDtypeStruct,
+        index: tuple[slice, ...],
+        layer: int | None = None,
+    ) -> np.ndarray:
+        """A part of a parameter of one layer, or of one that belongs to no layer."""
+        name, transposed = hf_name(path, layer), path[-1] == "kernel"
+        values = self._files.read(name, index[::-1] if transposed else index)
+        return (values.T if transposed else values).astype(wanted.dtype)
+
+
+def checkpoint_tensors(
+    folder: str | Path, dtype: np.dtype, backbone_format: str | None = None
+) -> Callable[[str], np.ndarray]:
+    """A function that reads a tensor of a checkpoint folder by its name, with the values that the
+    backbone computes with.
+
+    Args:
+      folder: the folder, as for `load_backbone`; it is read when the function is called.
+      dtype: dtype of the backbone, to which values are rounded.
+      backbone_format: format in which the backbone stores the linears of its layers; None for that
+        of the checkpoint.
+
+    Returns:
+      A function of a name. It returns float32 values, and raises BackboneError if there is no such
+      tensor.
+    """
+    folder = Path(folder)
+
+    @cache
+    def backbone() -> tuple[BackboneConfig, dict[str, FrozenWeight]]:
+        config = BackboneConfig.from_folder(folder, backbone_format)
+        return config, _linears_of_layer(config, dtype)
+
+    def read(name: str) -> np.ndarray:
+        config, linears = backbone()
+        with CheckpointTensors(folder) as files:
+            stored, module = None, _module_of(name)
+            linear = name.removesuffix(".weight")
+            if config.quantisation and (module or linear == _HEAD):
+                stored = stored_linear(files, linear, _size(config, module), config.quantisation)
+            found = on_host(_tensor, files, name, stored, linears, dtype)
+            if is_weight(found):
+                found = np.asarray(on_host(_decoded, found)).T.astype(dtype)
+            return found.astype(np.float32)
+
+    return read
+
+
+def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weights:
+    """Weights made of the tensors of a Hugging Face checkpoint.
+
+    Args:
+      wanted: shapes and dtypes of the weights, from `abstract_weights` or some of its parameters;
+        its layers are those from the first one on.
+      tensors: function of a tensor's name that returns its values.
+    """
+
+    def parameter(path: tuple[str, ...], layer: int | None = None) -> Array:
+        tensor = jnp.asarray(tensors(hf_name(path, layer)))
+        return tensor.T if path[-1] == "kernel" else tensor
+
+    def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> Array:
+        path = module_path(key_path)
+        if path[0] != "layers":
+            return parameter(path).astype(leaf.dtype)
+        layers = [parameter(path, layer) for layer in range(leaf.shape[0])]
+        return jnp.stack(layers).astype(leaf.dtype)
+
+    return jax.tree.map_with_path(load, wanted)
+
+
+@cache
+def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
+    """The names of the tensors of a Hugging Face checkpoint that is not quantised.
+
+    Args:
+      config: configuration of the backbone.
+    """
+    return tuple(_hf_shapes(config))
+
+
+def module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
+    """The keys of the nested dict that lead to a leaf; "values" of a `FrozenWeight` is left out."""
+    return tuple(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
+
+
+def hf_name(path: tuple[str, ...], layer: int | None = None) -> str:
+    """`("layers", "self_attn", "q_proj", "kernel")`, 3 →
+    `model.layers.3.self_attn.q_proj.weight`."""
+    *modules, leaf = path
+    if modules[0] == "layers":
+        modules = ["layers", str(layer), *modules[1:]]
+    prefix = [] if modules[0] == _HEAD else ["model"]
+    return ".".join([*prefix, *modules, "weight" if leaf == "kernel" else leaf])
+
+
+def _hf_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
+    """By name, the shapes of the tensors of a checkpoint."""
+    shapes = {}
+    for key_path, leaf in jax.tree.leaves_with_path(abstract_weights(config.plain, jnp.float32)):
+        path = module_path(key_path)
+        layers = range(config.num_layers) if path[0] == "layers" else [None]
+        shape = leaf.shape if layers == [None] else leaf.shape[1:]
+        shape = shape[::-1] if path[-1] == "kernel" else shape
+        shapes |= {hf_name(path, layer): shape for layer in layers}
+    return shapes
+
+
+def _selected(size: int, index: slice) -> range:
+    return range(size)[index]
+
+
+def _size(config: BackboneConfig, module: str | None) -> tuple[int, int]:
+    """Output and input width of a linear of a layer, or of the head."""
+    if module is None:
+        return config.vocab_size, config.hidden_size
+    return linear_sizes(config, module)[::-1]
+
+
+def _stored_linears(
+    files: CheckpointTensors, config: BackboneConfig
+) -> Iterator[tuple[str, StoredLinear]]:
+    if config.quantisation is None:
+        return
+    names = {layer_name(m, layer): m for m in MODULES for layer in range(config.num_layers)}
+    for name, module in (names | ({} if config.tie_word_embeddings else {_HEAD: None})).items():
+        stored = stored_linear(files, name, _size(config, module), config.quantisation)
+        if stored is not None:
+            yield name, stored
+
+
+def _module_of(name: str) -> str | None:
+    """The linear of a layer to which a weight belongs, by the tensor's name; None for others."""
+    return next((module for module in MODULES if name.endswith(f".{module}.weight")), None)
+
+
+def _linears_of_layer(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, FrozenWeight]:
+    """Shapes, dtypes and formats of the weights of a layer's linears."""
+    layers, found = abstract_weights(config, dtype)["layers"], {}
+    for module in MODULES:
+        block, name = module.split(".")
+        found[module] = _in_one_layer(layers[block][name]["kernel"])
+    return found
+
+
+def _tensor(
+    files: CheckpointTensors,
+    name: str,
+    stored: StoredLinear | None,
+    linears: Mapping[str, FrozenWeight],
+    dtype: jnp.dtype,
+) -> np.ndarray | FrozenWeight:
+    """See `CheckpointReader.tensor`; `linears` comes from `_linears_of_layer`."""
+    plain = FrozenWeight(None, None, np.dtype(dtype).name)
+    wanted = linears.get(_module_of(name), plain)
+    if stored is None and wanted.is_plain:
+        return files.read(name).astype(dtype)
+    weight = _linear_weight(files, name.removesuffix(".weight"), stored, wanted)
+    return np.asarray(weight.values).T if wanted.is_plain else weight
+
+
+def _linear_weight(
+    files: CheckpointTensors, name: str, stored: StoredLinear | None, wanted: FrozenWeight
+) -> FrozenWeight:
+    """The weight of one linear, as it is stored if that is what is wanted.
+
+    Args:
+      files: the tensors of the checkpoint.
+      name: name of the linear.
+      stored: how it is stored; None for a tensor of floating-point numbers.
+      wanted: shapes, dtypes and format.
+    """
+    if stored is None:
+        found = (FrozenWeight.of(jnp.asarray(files.read(f"{name}.weight")).T),)
+    else:
+        found = read_weights(files, name, stored)
+    for weight in found:
+        for same in (weight, weight.divisible()):
+            if jax.tree.structure(same) == jax.tree.structure(wanted):
+                return same
+    return _converted(found[0], wanted.format, wanted.is_divisible)
+
+
+@partial(jax.jit, static_argnames=("format", "divisible"))
+def _converted(weight: FrozenWeight, format: str, divisible: bool) -> FrozenWeight:
+    if format in PLAIN_FORMATS:
+        return weight.astype(format)
+    encoded = FrozenWeight.encoded(weight.decoded(), format)
+    return encoded.divisible() if divisible else encoded
+
+
+@jax.jit
+def _decoded(weight: FrozenWeight) -> Array:
+    return weight.decoded()
+
+
+def _in_one_layer(stack: FrozenWeight) -> FrozenWeight:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
+
+
+def _placed(weight: FrozenWeight, shardings: FrozenWeight | None) -> FrozenWeight:
+    if shardings is None:
+        return weight
+    return jax.tree.map(
+        lambda leaf, own: jax.make_array_from_callback(leaf.shape, own, leaf.__getitem__),
+        weight,
+        shardings,
+    )
+
+
+def _stacked(layers: Iterator[FrozenWeight], shardings: FrozenWeight | None) -> FrozenWeight:
+    """The stack of the weights of layers. Each layer is divided among the devices before the next
+    one is read."""
+    if shardings is None:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    shapes, parts = None, []
+    for weight in layers:
+        leaves, tree = jax.tree.flatten(weight)
+        shapes = [leaf.shape for leaf in leaves]
+        parts.append(
+            [_parts(*each) for each in zip(leaves, jax.tree.leaves(shardings), strict=True)]
+        )
+    stacks = []
+    for shape, sharding, *of_layers in zip(shapes, jax.tree.leaves(shardings), *parts, strict=True):
+        arrays = [jnp.stack(of_device) for of_device in zip(*of_layers, strict=True)]
+        whole = (len(parts), *shape)
+        stacks.append(jax.make_array_from_single_device_arrays(whole, sharding, arrays))
+    return jax.tree.unflatten(tree, stacks)
+
+
+def _parts(leaf: Array, sharding: jax.sharding.Sharding) -> list[Array]:
+    """What each device of this process keeps of one layer of a stack."""
+    indices = sharding.addressable_devices_indices_map((1, *leaf.shape))
+    return [jax.device_put(leaf[index[1:]], device) for device, index in indices.items()]
+
+
+@cache
+def _warn_of_decoded(folder: Path, modules: tuple[str, ...]) -> None:
+    logging.getLogger(__name__).warning(
+        "%s: %s: quantised in ways that cannot stay as they are, or not alike in all layers; "
+        "decoded when loaded, to 2 or 4 bytes for a weight; fine_tune.backbone_format would "
+        "store them in less",
+        folder,
+        ", ".join(modules),
+    )

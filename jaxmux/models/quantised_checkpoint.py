@@ -1,0 +1,166 @@
+"""Writes checkpoints whose linears are quantised, as other libraries write and read them.
+
+float8 is written as compressed-tensors has it (channels of weights, tokens of activations), int8
+and nf4 as bitsandbytes has them. `load_backbone` gives such a checkpoint the same numbers as the
+one from which it was made.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+from jaxmux.pallas_kernels.number_formats import (
+    ABSMAX_BLOCK,
+    DYNAMIC_MAP,
+    NF4_BLOCK,
+    NF4_TABLE,
+    DoubleQuantised,
+)
+
+from .architectures import BackboneConfig
+from .checkpoint_files import copy_other_files, write_tensors
+from .checkpoint_reader import CheckpointReader, tensor_names
+from .fingerprint import backbone_fingerprint
+
+_CHANNELS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_TOKENS = _CHANNELS | {"strategy": "token", "dynamic": True}
+_FLOAT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": _CHANNELS | {"dynamic": False},
+            "input_activations": _TOKENS,
+        }
+    },
+}
+_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 0.0}
+_NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+}
+# By format, what config.json says.
+_SETTINGS: dict[str, dict[str, Any]] = {"float8": _FLOAT8, "int8": _INT8, "nf4": _NF4}
+
+
+def cached_checkpoint(
+    folder: str | Path, dtype: jnp.dtype, backbone_format: str | None, cache: str | Path
+) -> Path:
+    """The checkpoint of a backbone in a format, which is made when it is first asked for.
+
+    Args:
+      folder: the backbone's checkpoint folder.
+      dtype: dtype of all weights but those of the layers' linears.
+      backbone_format: format of these, one of `BACKBONE_FORMATS`.
+      cache: folder of such checkpoints. Their names hold the fingerprint of the backbone.
+
+    Returns:
+      The folder of the quantised checkpoint.
+
+    Raises:
+      BackboneError: as `load_backbone`.
+      ValueError: there is no format.
+      OSError: it cannot be written.
+    """
+    if backbone_format is None:
+        raise ValueError(f"a cache of backbones, {cache}, needs a backbone_format")
+    name = f"{backbone_fingerprint(folder)}-{backbone_format}-{np.dtype(dtype).name}"
+    found = Path(cache) / name
+    if not found.exists():
+        write_quantised(folder, found, dtype, backbone_format)
+    return found
+
+
+def write_quantised(
+    folder: str | Path, target: str | Path, dtype: jnp.dtype, backbone_format: str
+) -> None:
+    """Writes the checkpoint of a backbone whose linears are in a format.
+
+    Linears are encoded on the default device, one after the other; host memory holds one file.
+
+    Args:
+      folder: the backbone's checkpoint folder.
+      target: folder to write. It appears when it is complete.
+      dtype: dtype of all other weights.
+      backbone_format: the format, one of `BACKBONE_FORMATS`.
+
+    Raises:
+      BackboneError: as `load_backbone`.
+      OSError: it cannot be written.
+    """
+    folder, target = Path(folder), Path(target)
+    config = BackboneConfig.from_folder(folder, backbone_format)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with CheckpointReader(folder, config) as reader:
+            write_tensors(partial, _tensors(reader, config, np.dtype(dtype)))
+        copy_other_files(folder, partial)
+        path = partial / "config.json"
+        raw = json.loads(path.read_text()) | {"dtype": np.dtype(dtype).name}
+        raw["quantization_config"] = _SETTINGS[backbone_format]
+        path.write_text(json.dumps(raw, indent=2) + "\n")
+        partial.rename(target)
+    except OSError:
+        # Another process may have been faster.
+        if not target.exists():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _tensors(
+    reader: CheckpointReader, config: BackboneConfig, dtype: np.dtype
+) -> Iterator[tuple[str, Any]]:
+    for name in tensor_names(config):
+        weight = reader.tensor(name, dtype)
+        if not isinstance(weight, FrozenWeight):
+            yield name, weight
+            continue
+        linear = name.removesuffix(".weight")
+        for part, array in _parts(jax.device_get(weight), dtype).items():
+            yield f"{linear}.{part}", array
+
+
+def _parts(weight: FrozenWeight, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """The tensors of one linear, by the part of their names behind that of the linear."""
+    match weight.format:
+        case "float8":
+            return {"weight": weight.values, "weight_scale": weight.scales[:, None]}
+        case "int8":
+            rows = np.zeros((), np.uint8)
+            return {"weight": weight.values.T, "SCB": weight.scales, "weight_format": rows}
+    state = {
+        "quant_type": "nf4",
+        "blocksize": NF4_BLOCK,
+        "dtype": weight.rounding or dtype.name,
+        "shape": weight.shape[::-1],
+    }
+    parts = {"weight": weight.values.reshape(-1, 1), "weight.quant_map": NF4_TABLE}
+    scales = weight.scales
+    if isinstance(scales, DoubleQuantised):
+        state |= {
+            "nested_blocksize": ABSMAX_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": float(scales.offset),
+        }
+        parts |= {"weight.nested_absmax": scales.nested, "weight.nested_quant_map": DYNAMIC_MAP}
+        scales = scales.absmax
+    state_bytes = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    own = {"weight.absmax": scales.reshape(-1)}
+    return parts | own | {"weight.quant_state.bitsandbytes__nf4": state_bytes}

@@ -1,0 +1,103 @@
+"""Weights in formats with scales, divided among devices, train like those of one device."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux.engine import PreparedTask
+from jaxmux.engine.backbone_size import mesh_sizes
+from jaxmux.models import Backbone
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+from jaxmux.pallas_kernels.number_formats import Scaled
+from jaxmux.peft import initial_adapter
+from jaxmux.planner import PlanningError
+from jaxmux.planner.devices import Replica, Stage
+from tests.engine.several_devices.test_meshes import (
+    assert_gradients_are_close,
+    gradients,
+    norm_of_difference,
+)
+from tests.engine.test_backbone_formats import with_linears
+
+# Half of a width still has whole blocks of nf4.
+SIZES = dict(hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
+# Each format is divided by the input and by the output.
+FORMAT_OF = {
+    "q_proj": "int8",
+    "k_proj": "nf4",
+    "v_proj": "scaled",
+    "o_proj": "nf4",
+    "gate_proj": "scaled",
+    "up_proj": "nf4",
+    "down_proj": "int8",
+}
+MESH = {"layers": (1, 3), "stage": Stage(fsdp=2, tp=2)}
+
+
+def in_blocks(values: jax.Array) -> FrozenWeight:
+    """int8 with a scale for blocks of 16 rows and 32 columns of W^T."""
+    layers, k, n = values.shape
+    blocks = values.swapaxes(1, 2).reshape(layers, n // 16, 16, k // 32, 32)
+    scale = jnp.abs(blocks).max((2, 4)) / 127
+    codes = jnp.rint(blocks / scale[:, :, None, :, None]).astype(jnp.int8)
+    return FrozenWeight(codes.reshape(layers, n, k), Scaled(scale, None), "scaled")
+
+
+@pytest.fixture(scope="module")
+def plain(config) -> Backbone:
+    config = dataclasses.replace(config, **SIZES, vocab_size=104)
+    random = Backbone.random(config, seed=5)
+    weights = jax.tree.map(lambda w: w if w.ndim == 1 else 2 * w, random.weights)
+    return dataclasses.replace(random, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def tasks(make_narrow_task, plain):
+    def make(name: str, **fields) -> PreparedTask:
+        task = make_narrow_task(name, **fields)
+        given = task.task.adapter, task.targets, plain.config, task.task.seed
+        return dataclasses.replace(task, make_adapter=partial(initial_adapter, *given))
+
+    return make("one"), make("dropped", rank=8, dropout=0.2)
+
+
+def test_divided_formats_have_the_gradients_of_one_device(plain, tasks, make_engine):
+    def encoded(name: str, weight: FrozenWeight) -> FrozenWeight:
+        if FORMAT_OF[name] == "scaled":
+            return in_blocks(weight.values)
+        return FrozenWeight.encoded(weight.values, FORMAT_OF[name])
+
+    model = with_linears(plain, encoded)
+    expected = gradients(make_engine(*tasks, model=model))
+    assert_gradients_are_close(gradients(make_engine(*tasks, model=model, **MESH)), expected)
+
+
+@pytest.mark.slow
+def test_float8_on_tensor_parallel_devices_rounds_each_part_by_itself(plain, tasks, make_engine):
+    """Activations of a device have scales of their own, which are finer, so that gradients are no
+    farther from those of the plain backbone."""
+    model = with_linears(plain, lambda _, w: FrozenWeight.encoded(w.values, "float8"))
+    exact = gradients(make_engine(*tasks, model=plain))
+    expected = gradients(make_engine(*tasks, model=model))
+    alike = gradients(make_engine(*tasks, model=model, layers=(2, 2)))
+    found = gradients(make_engine(*tasks, model=model, **MESH))
+    for name, arrays in expected.items():
+        jax.tree.map(np.testing.assert_array_equal, alike[name], arrays)
+        error, own = (
+            norm_of_difference(each[name], exact[name], "accumulators")
+            for each in (found, expected)
+        )
+        assert 0 < error < 1.1 * own, (name, error, own)
+
+
+def test_a_mesh_that_would_cut_blocks_is_refused(plain):
+    config = dataclasses.replace(plain.config, backbone_format="nf4")
+    sizes = mesh_sizes(config)
+    Replica.uniform(tp=2, fsdp=2).require(config.num_layers, sizes)
+    for axis in ("tp", "fsdp"):
+        with pytest.raises(PlanningError, match=f"{axis}4 does not divide .*=2; .*{axis}2"):
+            Replica.uniform(**{axis: 4}).require(config.num_layers, sizes)
