@@ -138,7 +138,7 @@ class FrozenWeight:
         weights = self.values
         if not self.is_plain:
             weights = self._format().decode(self.values, self.scales)
-        if self.rounding:
+        if self.rounding and dtype != self.rounding:
             # Without the barrier, XLA may leave out a conversion to a dtype and back.
             rounded = lax.optimization_barrier(weights.astype(self.rounding))
             weights = rounded.astype(weights.dtype)

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
-    CheckpointReader,
     Weights,
     backbone_dtype,
     backbone_fingerprint,
-    cached_checkpoint,
     compute_dtype,
 )
 from jaxmux.models.modules import abstract_weights, random_weights
+from jaxmux.models.quantised.writing import reader_of
 
 from .stage_mesh import StageMesh
 
@@ -110,9 +109,8 @@ def load_placed_backbone(
       BackboneError, ValueError, OSError: as `load_backbone`.
     """
     folder, dtype = Path(folder), backbone_dtype(dtype)
-    source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
-    config = BackboneConfig.from_folder(source, backbone_format)
-    with CheckpointReader(source, config) as reader:
+    config = BackboneConfig.from_folder(folder, backbone_format)
+    with reader_of(folder, dtype, backbone_format, cache) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
             own = _own_weights(config, part, dtype, home)

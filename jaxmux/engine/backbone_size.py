@@ -13,7 +13,8 @@ from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import BackboneSize
-from jaxmux.planner.devices import FSDP_BLOCKS, TP_BLOCKS
+from jaxmux.planner.devices import FSDP_BLOCKS, KEY_BLOCKS, TP_BLOCKS
+from jaxmux.sharding.stage_mesh import KEY_MODULES
 
 # Any mesh that divides linears by both axes.
 _DIVIDED = WeightSharding(tp=2, fsdp=2)
@@ -69,13 +70,8 @@ def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
     """The largest numbers that divide all blocks with a scale along the axes of a mesh."""
     found: dict[str, list[int]] = {}
     for module, weight in _linears(jax.eval_shape(divisible_weights, abstract_weights(config))):
-        axes = {
-            role: {TP: TP_BLOCKS, FSDP: FSDP_BLOCKS}[axis]
-            for role, axis in _DIVIDED.mesh_axes(module).items()
-        }
-        if weight.format != "scaled" and module.endswith(("k_proj", "v_proj")):
-            # Heads are divided, each of which has whole blocks.
-            del axes["output"]
+        keys = {TP: KEY_BLOCKS if module in KEY_MODULES else TP_BLOCKS, FSDP: FSDP_BLOCKS}
+        axes = {role: keys[axis] for role, axis in _DIVIDED.mesh_axes(module).items()}
 
         def note(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...], axes=axes) -> None:
             for name, size in zip(names, leaf.shape[leaf.ndim - len(names) :], strict=True):

@@ -29,7 +29,7 @@ from .forward import (
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
-from .quantised_checkpoint import cached_checkpoint, write_quantised
+from .quantised.writing import cached_checkpoint, write_quantised
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
 
 __all__ = [

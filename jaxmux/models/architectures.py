@@ -9,7 +9,8 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .checkpoint_files import CheckpointTensors
 from .errors import BackboneError
-from .stored_linears import Quantisation, kept_linears, quantisation_of
+from .quantised.linears import kept_linears
+from .quantised.settings import Quantisation, quantisation_of
 
 # Formats, beside dtypes, in which a backbone can store the linears of its layers.
 BACKBONE_FORMATS = ("float8", "int8", "nf4")

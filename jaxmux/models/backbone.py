@@ -16,7 +16,7 @@ from .architectures import BackboneConfig, to_hf_config
 from .checkpoint_reader import CheckpointReader, hf_name, module_path
 from .fingerprint import backbone_fingerprint
 from .modules import Weights, abstract_weights, compute_dtype, is_weight, random_weights
-from .quantised_checkpoint import cached_checkpoint
+from .quantised.writing import reader_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def load_backbone(
     Tensors are loaded one at a time: host memory stays below the model's size in `dtype` plus the
     size of the largest parameter stacked over all layers. Linears that are stored in another format
     are encoded on the device, tensor by tensor. Those of a quantised checkpoint stay as they are
-    (see `stored_linears`).
+    (see `models.quantised`).
 
     Args:
       folder: contains config.json and model.safetensors, or shards with
@@ -85,9 +85,8 @@ def load_backbone(
       OSError: the cache cannot be written.
     """
     folder, dtype = Path(folder), backbone_dtype(dtype)
-    source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
-    config = BackboneConfig.from_folder(source, backbone_format)
-    with CheckpointReader(source, config) as reader:
+    config = BackboneConfig.from_folder(folder, backbone_format)
+    with reader_of(folder, dtype, backbone_format, cache) as reader:
         weights = reader.read(abstract_weights(config, dtype))
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
 

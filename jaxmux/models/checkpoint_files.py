@@ -1,5 +1,6 @@
 """The files of a checkpoint folder of Hugging Face."""
 
+import errno
 import json
 import shutil
 import struct
@@ -192,7 +193,10 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> No
     def write() -> None:
         nonlocal held, size, files
         files += 1
-        save_file(held, folder / str(files), metadata={"format": "pt"})
+        try:
+            save_file(held, folder / str(files), metadata={"format": "pt"})
+        except SafetensorError as e:
+            raise OSError(errno.EIO, str(e), str(folder)) from None
         weight_map.update(dict.fromkeys(held, files))
         held, size = {}, 0
 

@@ -1,5 +1,6 @@
 """Reads the weights of a backbone from a Hugging Face checkpoint folder, whole or in parts."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -18,19 +19,12 @@ from .checkpoint_files import CheckpointTensors
 from .errors import BackboneError
 from .host import on_host
 from .modules import Weights, abstract_weights, is_weight
-from .stored_linears import (
-    StoredLinear,
-    abstract_weights_of,
-    layer_name,
-    read_weights,
-    stored_linear,
-)
+from .quantised.linears import layer_name, stored_linear, weights_of
+from .quantised.stored_linear import StoredLinear
 
 _HEAD = "lm_head"
-# Dtypes, as safetensors names them, of tensors that are the weights themselves.
-_FLOATING = ("BF16", "F16", "F32", "F64")
 # Scales of activations and of what is kept for inference; training needs none of them.
-_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+_UNUSED = ("_scale", "_scale_ub", "_zero_point")
 
 
 class CheckpointReader:
@@ -62,8 +56,7 @@ class CheckpointReader:
     def _check(self) -> None:
         folder, names = self._files.folder, set(self._files.names)
         shapes = _hf_shapes(self._config)
-        for name, stored in self._stored.items():
-            abstract_weights_of(self._files, name, stored)
+        for name in self._stored:
             names -= set(self._files.of_module(name)) - {f"{name}.bias"}
             del shapes[f"{name}.weight"]
         for name, shape in shapes.items():
@@ -72,15 +65,12 @@ class CheckpointReader:
                     f"{folder}: tensor {name} has shape {list(found)}, "
                     f"config.json implies {list(shape)}"
                 )
-            if (dtype := self._files.dtype(name)) not in _FLOATING:
-                raise BackboneError(
-                    f"{folder}: tensor {name} has the dtype {dtype}, which needs scales; none of "
-                    "the forms in which quantised checkpoints have them was found"
-                )
         # Old checkpoints have this constant; those with a tied head may have it a second time.
         ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
         if self._config.quantisation:
             ignored |= {name for name in names if name.endswith(_UNUSED)}
+            if self._config.tie_word_embeddings:
+                ignored |= {name for name in names if name.startswith(f"{_HEAD}.")}
         if extra := sorted(names - shapes.keys() - ignored - {"lm_head.weight"}):
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise BackboneError(f"{folder}: tensors that config.json does not account for: {shown}")
@@ -344,9 +334,12 @@ def _linear_weight(
     if stored is None:
         found = (FrozenWeight.of(jnp.asarray(files.read(f"{name}.weight")).T),)
     else:
-        found = read_weights(files, name, stored)
+        found = weights_of(files, name, stored)
     for weight in found:
         for same in (weight, weight.divisible()):
+            if wanted.rounding is None and wanted.format == same.format:
+                # The codes of the format that the user asks for, without what decodes them there.
+                same = dataclasses.replace(same, rounding=None)
             if jax.tree.structure(same) == jax.tree.structure(wanted):
                 return same
     return _converted(found[0], wanted.format, wanted.is_divisible)

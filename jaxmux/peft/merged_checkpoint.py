@@ -15,6 +15,8 @@ from jaxmux.atomic_files import share_like_folder
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.models.checkpoint_files import copy_other_files, shards, write_tensors
 from jaxmux.models.checkpoint_reader import tensor_names
+from jaxmux.models.quantised.settings import SETTINGS
+from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS
 
 from .kinds import kind_of
 from .peft_folder import AdapterError
@@ -85,8 +87,9 @@ def _write_decoded(
     copy_other_files(backbone, folder)
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    dtype = np.dtype(jnp.dtype(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"))
-    for key in ("quantization_config", "compression_config"):
+    name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+    dtype = np.dtype(jnp.dtype(name if name in PLAIN_FORMATS else "bfloat16"))
+    for key in SETTINGS:
         raw.pop(key, None)
     path.write_text(json.dumps(raw, indent=2) + "\n")
     read = checkpoint_tensors(backbone, np.dtype(np.float32))

@@ -21,8 +21,9 @@ _REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
 
 
 # Keys of sizes: blocks of weights that share a scale, along what tensor parallelism and what fully
-# sharded data parallelism divide.
-TP_BLOCKS, FSDP_BLOCKS = "scale_blocks_for_tp", "scale_blocks_for_fsdp"
+# sharded data parallelism divide; those of the key heads are divided if there are enough heads.
+TP_BLOCKS, FSDP_BLOCKS = "weight_blocks_for_tp", "weight_blocks_for_fsdp"
+KEY_BLOCKS = "weight_blocks_of_keys_for_tp"
 
 
 class Stage(NamedTuple):
@@ -182,7 +183,7 @@ class Replica(NamedTuple):
           layers: L, number of layers of the backbone. Every stage needs at least one.
           sizes: num_attention_heads, num_key_value_heads, intermediate_size and hidden_size, by
             their key in the backbone's config.json; and where weights have scales, the numbers
-            `TP_BLOCKS` and `FSDP_BLOCKS` of blocks that the axes have to divide.
+            `TP_BLOCKS`, `KEY_BLOCKS` and `FSDP_BLOCKS` of blocks that the axes have to divide.
 
         Raises:
           PlanningError: there are more stages than layers, or an axis does not suit a size. The
@@ -249,7 +250,9 @@ def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
         if sizes.get(name, 0) % tp:
             return name
     keys = sizes["num_key_value_heads"]
-    return "num_key_value_heads" if keys % tp and tp % keys else None
+    if keys % tp == 0:
+        return KEY_BLOCKS if sizes.get(KEY_BLOCKS, 0) % tp else None
+    return "num_key_value_heads" if tp % keys else None
 
 
 def _fsdp_misfit(fsdp: int, sizes: Mapping[str, int]) -> str | None:

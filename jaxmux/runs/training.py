@@ -11,13 +11,7 @@ from typing import NamedTuple
 from jaxmux.engine import Engine, PreparedTask
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
-from jaxmux.models import (
-    Backbone,
-    backbone_dtype,
-    cached_checkpoint,
-    device_memory,
-    planned_remat,
-)
+from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.sharding import PlacedBackbone
@@ -112,10 +106,7 @@ def train_tasks(
         if layout.deployment.devices == 1:
             programs = ProgramsAhead(config, dtype, own_options, prepared)
             stack.enter_context(closing(programs))
-        if cache := options.backbone_cache:
-            form = options.backbone_format
-            processes.on_first(lambda: cached_checkpoint(backbone, dtype, form, cache))
-        given = layout.deployment, backbone, dtype, config, cache
+        given = layout.deployment, backbone, dtype, config, options.backbone_cache
         model = processes.together(lambda: load_on(*given))
         admission, *others = layout.admissions or (None,)
         engine = Engine(model, own_options, admission, programs, others)

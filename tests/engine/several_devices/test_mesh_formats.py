@@ -10,7 +10,7 @@ import pytest
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes
-from jaxmux.models import Backbone
+from jaxmux.models import MODULES, Backbone, linear_sizes
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.number_formats import Scaled
 from jaxmux.peft import initial_adapter
@@ -35,7 +35,7 @@ FORMAT_OF = {
     "up_proj": "nf4",
     "down_proj": "int8",
 }
-MESH = {"layers": (1, 3), "stage": Stage(fsdp=2, tp=2)}
+MESH = {"layers": (4,), "stage": Stage(fsdp=2, tp=2)}
 
 
 def in_blocks(values: jax.Array) -> FrozenWeight:
@@ -101,3 +101,17 @@ def test_a_mesh_that_would_cut_blocks_is_refused(plain):
     for axis in ("tp", "fsdp"):
         with pytest.raises(PlanningError, match=f"{axis}4 does not divide .*=2; .*{axis}2"):
             Replica.uniform(**{axis: 4}).require(config.num_layers, sizes)
+
+
+def test_keys_that_every_device_has_are_not_cut(plain):
+    """Two key heads of 48, with a scale for 32 of their columns."""
+    config, kept = dataclasses.replace(plain.config, head_dim=48), {}
+    for module, (k, n) in ((m, linear_sizes(config, m)) for m in MODULES):
+        scale = jax.ShapeDtypeStruct((n // 32 if "k_proj" in module else n, 1), "float32")
+        codes = jax.ShapeDtypeStruct((n, k), "int8")
+        kept[module] = FrozenWeight(codes, Scaled(scale, None), "scaled")
+    config = dataclasses.replace(config, kept=tuple(kept.items()))
+    sizes = mesh_sizes(config)
+    Replica.uniform(tp=4).require(config.num_layers, sizes)
+    with pytest.raises(PlanningError, match="tp2 does not divide weight_blocks_of_keys_for_tp=3"):
+        Replica.uniform(tp=2).require(config.num_layers, sizes)

@@ -1,12 +1,12 @@
 """Writes checkpoints whose linears are quantised, as other libraries write and read them.
 
 float8 is written as compressed-tensors has it (channels of weights, tokens of activations), int8
-and nf4 as bitsandbytes has them. `load_backbone` gives such a checkpoint the same numbers as the
-one from which it was made.
+and nf4 as bitsandbytes has them. In the dtype for which it was written, such a checkpoint gives the
+same numbers as the one from which it was made.
 """
 
+import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
-from jaxmux.pallas_kernels.number_formats import (
-    ABSMAX_BLOCK,
-    DYNAMIC_MAP,
-    NF4_BLOCK,
-    NF4_TABLE,
-    DoubleQuantised,
-)
+from jaxmux.pallas_kernels.number_formats import DYNAMIC_MAP, NF4_TABLE, DoubleQuantised
 
-from .architectures import BackboneConfig
-from .checkpoint_files import copy_other_files, write_tensors
-from .checkpoint_reader import CheckpointReader, tensor_names
-from .fingerprint import backbone_fingerprint
+from ..architectures import BackboneConfig
+from ..checkpoint_files import copy_other_files, write_tensors
+from ..checkpoint_reader import CheckpointReader, tensor_names
+from ..fingerprint import backbone_fingerprint
+from .bitsandbytes import STATE, state_of
+from .settings import SETTINGS
+
+# To be raised when an encoder gives other numbers than before.
+_VERSION = 1
 
 _CHANNELS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 _TOKENS = _CHANNELS | {"strategy": "token", "dynamic": True}
@@ -78,11 +77,34 @@ def cached_checkpoint(
     """
     if backbone_format is None:
         raise ValueError(f"a cache of backbones, {cache}, needs a backbone_format")
-    name = f"{backbone_fingerprint(folder)}-{backbone_format}-{np.dtype(dtype).name}"
-    found = Path(cache) / name
-    if not found.exists():
-        write_quantised(folder, found, dtype, backbone_format)
+    cache = Path(cache)
+    cache.mkdir(parents=True, exist_ok=True)
+    fingerprint, name = backbone_fingerprint(folder), np.dtype(dtype).name
+    found = cache / f"{fingerprint}-{backbone_format}-{name}-v{_VERSION}"
+    # Other processes wait here until the first one has written the checkpoint.
+    with (cache / f".{found.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            write_quantised(folder, found, dtype, backbone_format)
     return found
+
+
+def reader_of(
+    folder: Path, dtype: jnp.dtype, backbone_format: str | None, cache: str | Path | None
+) -> CheckpointReader:
+    """The reader of a backbone's checkpoint, or of the one that a cache holds in its place.
+
+    Args:
+      folder: the backbone's checkpoint folder.
+      dtype: as for `cached_checkpoint`.
+      backbone_format: as for `cached_checkpoint`; None for that of the checkpoint.
+      cache: as for `cached_checkpoint`; None for none.
+
+    Raises:
+      BackboneError, ValueError, OSError: as `cached_checkpoint`.
+    """
+    source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
+    return CheckpointReader(source, BackboneConfig.from_folder(source, backbone_format))
 
 
 def write_quantised(
@@ -94,7 +116,7 @@ def write_quantised(
 
     Args:
       folder: the backbone's checkpoint folder.
-      target: folder to write. It appears when it is complete.
+      target: folder to write, by one process at a time. It appears when it is complete.
       dtype: dtype of all other weights.
       backbone_format: the format, one of `BACKBONE_FORMATS`.
 
@@ -104,7 +126,8 @@ def write_quantised(
     """
     folder, target = Path(folder), Path(target)
     config = BackboneConfig.from_folder(folder, backbone_format)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.partial")
+    # A process that was killed has left it.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -112,14 +135,12 @@ def write_quantised(
             write_tensors(partial, _tensors(reader, config, np.dtype(dtype)))
         copy_other_files(folder, partial)
         path = partial / "config.json"
-        raw = json.loads(path.read_text()) | {"dtype": np.dtype(dtype).name}
-        raw["quantization_config"] = _SETTINGS[backbone_format]
+        raw = json.loads(path.read_text())
+        for key in (*SETTINGS, "torch_dtype"):
+            raw.pop(key, None)
+        raw |= {"dtype": np.dtype(dtype).name, "quantization_config": _SETTINGS[backbone_format]}
         path.write_text(json.dumps(raw, indent=2) + "\n")
         partial.rename(target)
-    except OSError:
-        # Another process may have been faster.
-        if not target.exists():
-            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -145,22 +166,13 @@ def _parts(weight: FrozenWeight, dtype: np.dtype) -> dict[str, np.ndarray]:
         case "int8":
             rows = np.zeros((), np.uint8)
             return {"weight": weight.values.T, "SCB": weight.scales, "weight_format": rows}
-    state = {
-        "quant_type": "nf4",
-        "blocksize": NF4_BLOCK,
-        "dtype": weight.rounding or dtype.name,
-        "shape": weight.shape[::-1],
+    state = state_of(weight, weight.rounding or dtype.name)
+    parts = {
+        "weight": weight.values.reshape(-1, 1),
+        "weight.quant_map": NF4_TABLE,
+        f"{STATE}nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
     }
-    parts = {"weight": weight.values.reshape(-1, 1), "weight.quant_map": NF4_TABLE}
-    scales = weight.scales
-    if isinstance(scales, DoubleQuantised):
-        state |= {
-            "nested_blocksize": ABSMAX_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": float(scales.offset),
-        }
-        parts |= {"weight.nested_absmax": scales.nested, "weight.nested_quant_map": DYNAMIC_MAP}
-        scales = scales.absmax
-    state_bytes = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    own = {"weight.absmax": scales.reshape(-1)}
-    return parts | own | {"weight.quant_state.bitsandbytes__nf4": state_bytes}
+    if not isinstance(scales := weight.scales, DoubleQuantised):
+        return parts | {"weight.absmax": scales.reshape(-1)}
+    nested = {"weight.nested_absmax": scales.nested, "weight.nested_quant_map": DYNAMIC_MAP}
+    return parts | nested | {"weight.absmax": scales.absmax.reshape(-1)}

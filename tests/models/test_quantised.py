@@ -4,6 +4,7 @@ weights with those that the libraries decode."""
 import dataclasses
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import jax
@@ -22,9 +23,12 @@ from jaxmux.models import (
     checkpoint_files,
     checkpoint_tensors,
     load_backbone,
-    quantised_checkpoint,
     save_backbone,
+    write_quantised,
 )
+from jaxmux.models.quantised import scaled, writing
+from jaxmux.models.quantised.settings import Quantisation, quantisation_of
+from jaxmux.models.quantised.stored_linear import StoredLinear
 from jaxmux.pallas_kernels import number_formats
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
@@ -172,40 +176,156 @@ def test_other_quantisations_are_refused_by_name(plain, tmp_path, settings, mess
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("int8", "quantization_config should be an object, found 'int8'"),
+        (CHANNELS | {"config_groups": [1]}, r"config_groups should be an object, found \[1\]"),
+        (CHANNELS | {"config_groups": {"g": {"weights": "x"}}}, "weights should be an object"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"rows and columns.*found \[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "rows and columns"),
+    ],
+)
+def test_damaged_settings_are_named(plain, tmp_path, settings, message):
+    folder = quantised(plain, tmp_path, settings, of_int8)
+    with pytest.raises(BackboneError, match=f"config.json: .*{message}"):
+        BackboneConfig.from_folder(folder)
+
+
+def test_settings_of_old_files_are_understood():
+    def read(**settings) -> Quantisation:
+        return quantisation_of({"compression_config": settings}, "config.json")
+
+    assert read(load_in_8bit=True).method == "bitsandbytes"
+    assert read(quant_method="fp8").block == (128, 128)
+    group = {"weights": {"block_structure": "64x32"}}
+    assert read(**CHANNELS | {"config_groups": {"g": group}}).block == (64, 32)
+
+
+def edited(folder: Path, change: dict) -> Path:
+    """Replaces or removes tensors of the linear `UP`."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"{UP}.{part}": array for part, array in change.items()}
+    tensors = {name: array for name, array in tensors.items() if array is not None}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"SCB": None}, f"tensor {UP}.weight has the dtype I8, which needs scales"),
-        ({"SCB": jnp.ones(5)}, f"the tensors of {UP} do not fit together"),
-        ({"weight": jnp.ones((4, 4), jnp.int8)}, f"the tensors of {UP} do not fit together"),
-        ({"weight": jnp.ones((128, 64), jnp.int16)}, f"{UP}.weight: .* I16 are not supported"),
-        ({"weight_g_idx": jnp.arange(4)}, f"{UP}.weight_g_idx: groups in another order"),
-        ({"weight_packed": jnp.ones((4, 4), jnp.int32)}, f"{UP}.weight_scale: is missing"),
-        ({"weight.absmax": jnp.ones(4)}, f"{UP}.weight.quant_state.bitsandbytes__nf4: is missing"),
+        ({"SCB": None}, "weight: the dtype I8 needs scales"),
+        ({"SCB": jnp.ones(5)}, "SCB: has the shape .5.; its linear needs .128."),
+        ({"SCB": jnp.ones(128, jnp.int8)}, "SCB: the dtype I8 is not supported"),
+        ({"weight": jnp.ones((4, 4), jnp.int8)}, "weight: has the shape"),
+        ({"weight": jnp.ones((128, 64), jnp.int16)}, "weight: the dtype I16 is not supported"),
+        ({"weight_format": jnp.ones((), jnp.uint8)}, "weight_format: not in the order of rows"),
+        ({"weight_packed": jnp.ones((4, 4), jnp.int32)}, "weight_packed: has the shape"),
+        ({"weight_packed": jnp.ones((128, 8), jnp.int32)}, "weight_scale: is missing"),
+        ({"weight.absmax": jnp.ones(4)}, "weight.quant_state.bitsandbytes__nf4: is missing"),
     ],
 )
 def test_damaged_tensors_are_named(plain, tmp_path, change, message):
-    folder = quantised(plain, tmp_path, INT8, of_int8)
-    tensors = load_file(folder / "model.safetensors")
-    for part, array in change.items():
-        tensors[f"{UP}.{part}"] = array
-    tensors = {name: array for name, array in tensors.items() if array is not None}
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(BackboneError, match=message):
+    folder = edited(quantised(plain, tmp_path, INT8, of_int8), change)
+    with pytest.raises(BackboneError, match=f"tensor {UP}.{message}"):
         check_backbone(folder)
+
+
+@pytest.fixture(scope="module")
+def nf4(plain, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("nf4") / "nf4"
+    write_quantised(plain, folder, np.dtype("float32"), "nf4")
+    return folder
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def state(**changes) -> dict[str, jax.Array]:
+    facts = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "float32",
+        "nested_offset": 0.1,
+    } | changes
+    facts = {key: value for key, value in facts.items() if value is not None}
+    return {STATE: jnp.asarray(np.frombuffer(json.dumps(facts).encode(), np.uint8))}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight.nested_absmax": None}, "weight.nested_absmax: is missing"),
+        ({"weight.nested_absmax": jnp.ones(7)}, "weight.nested_absmax: has the shape"),
+        ({"weight.absmax": jnp.ones(128)}, "weight.absmax: the dtype F32 is not supported"),
+        ({"weight.absmax": jnp.ones(0, jnp.uint8)}, "weight.absmax: has the shape"),
+        ({"weight": jnp.ones((5, 1), jnp.uint8)}, "weight: has 5 bytes"),
+        ({STATE: jnp.ones(9, jnp.uint8)}, f"{STATE}: not what bitsandbytes writes"),
+        ({"weight.quant_state.bitsandbytes__fp4": jnp.ones(9)}, f"{STATE}: is there 2 times"),
+        (state(nested_offset=None), f"{STATE}: not what .*nested_offset"),
+        (state(nested_offset=float("nan")), f"{STATE}: not what .*nested_offset nan"),
+        (state(dtype="int8"), f"{STATE}: not what .*dtype 'int8'"),
+        (state(blocksize=0), f"{STATE}: not what .*sizes of blocks"),
+    ],
+)
+def test_damaged_tensors_of_4_bits_are_named(nf4, tmp_path, change, message):
+    folder = edited(shutil.copytree(nf4, tmp_path / "damaged"), change)
+    with pytest.raises(BackboneError, match=f"tensor {UP}.{message}"):
+        check_backbone(folder)
+
+
+def test_scales_by_another_map_are_decoded_by_it(nf4, tmp_path):
+    """torch makes maps with other last bits on other machines."""
+    part, name = "weight.nested_quant_map", f"{UP}.weight"
+    tensors = load_file(nf4 / "model.safetensors")
+    other = shutil.copytree(nf4, tmp_path / "other")
+    edited(other, {part: 2 * tensors[f"{UP}.{part}"]})
+    offset = json.loads(np.asarray(tensors[f"{UP}.{STATE}"]).tobytes())["nested_offset"]
+    # A scale is map · nested + offset, and the largest weight of its block.
+    before, after = (
+        np.abs(checkpoint_tensors(own, np.dtype("float32"))(name)).reshape(-1, 64).max(1) - offset
+        for own in (nf4, other)
+    )
+    np.testing.assert_allclose(after, 2 * before, atol=1e-6)
+    assert np.abs(before).max() > 1e-3
+
+
+def test_codes_of_nf4_are_kept_where_layers_differ(plain, nf4, tmp_path):
+    """The other linears are encoded."""
+    tensors = load_file(plain / "model.safetensors")
+    change = {part: None for part in ("weight.absmax", "weight.nested_absmax", STATE)}
+    change |= {part: None for part in ("weight.quant_map", "weight.nested_quant_map")}
+    change["weight"] = tensors[f"{UP}.weight"]
+    folder = edited(shutil.copytree(nf4, tmp_path / "mixed"), change)
+    found, wanted = (load_backbone(own, backbone_format="nf4").weights for own in (folder, nf4))
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("size", "wide"), [(576, 128), (200, 128), (192, 96), (130, 64)])
+def test_scales_of_uneven_blocks_stay_small(size, wide):
+    rng = np.random.default_rng(size)
+    codes = rng.integers(-9, 9, (size, size)).astype(np.int8)
+    number = -(-size // wide)
+    scale = rng.random((number, number)).astype(np.float32)
+    stored = StoredLinear(scaled._scaled, codes.shape, ("weight", "s"), block=(wide, wide))
+    (weight,) = scaled._scaled({"weight": jnp.asarray(codes), "s": jnp.asarray(scale)}, stored)
+    wanted = codes * np.repeat(np.repeat(scale, wide, 0), wide, 1)[:size, :size]
+    np.testing.assert_array_equal(weight.decoded().T, wanted)
+    assert max(weight.scales.scale.shape) <= size
 
 
 @pytest.mark.parametrize("form", ["float8", "int8", "nf4"])
 def test_a_cache_is_written_once_and_gives_the_same_numbers(plain, tmp_path, form, monkeypatch):
     wanted = load_backbone(plain, backbone_format=form)
     first = load_backbone(plain, "auto", form, tmp_path)
-    monkeypatch.setattr(quantised_checkpoint, "write_quantised", None)
+    monkeypatch.setattr(writing, "write_quantised", None)
     second = load_backbone(plain, "auto", form, tmp_path)
-    (entry,) = tmp_path.iterdir()
-    assert entry.name == f"{wanted.fingerprint}-{form}-float32"
+    (entry,) = tmp_path.glob("[!.]*")
+    assert first.config == second.config == wanted.config
+    assert entry.name == f"{wanted.fingerprint}-{form}-float32-v1"
     for found in (first, second):
         assert (found.name_or_path, found.fingerprint) == (str(plain), wanted.fingerprint)
-        for one, other in zip(*map(jax.tree.leaves, (found.weights, wanted.weights)), strict=True):
-            np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, found.weights, wanted.weights)
     # It is a checkpoint of its own, which needs no format to be named.
     own = load_backbone(entry)
     assert own.config.linear_format == {"float8": "scaled"}.get(form, form)
@@ -216,7 +336,7 @@ def test_a_cache_is_written_once_and_gives_the_same_numbers(plain, tmp_path, for
 def test_a_cache_of_large_weights_has_several_files(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "_SHARD_BYTES", 50_000)
     found = load_backbone(plain, "auto", "int8", tmp_path)
-    (entry,) = tmp_path.iterdir()
+    (entry,) = tmp_path.glob("[!.]*")
     assert len(list(entry.glob("model-*-of-*.safetensors"))) > 2
     wanted = load_backbone(plain, backbone_format="int8")
     jax.tree.map(np.testing.assert_array_equal, found.weights, wanted.weights)
@@ -232,7 +352,7 @@ def test_a_cache_needs_a_format_and_leaves_nothing_when_it_fails(plain, tmp_path
     save_backbone(Backbone.random(config), narrow)
     with pytest.raises(BackboneError, match="q_proj: .* multiple of 64"):
         load_backbone(narrow, "auto", "nf4", tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*"))
+    assert not list((tmp_path / "cache").glob("*nf4*v1")) and not list(tmp_path.glob("*.partial"))
 
 
 def test_an_adapter_is_merged_into_the_decoded_weights(plain, tmp_path):

@@ -1,0 +1,142 @@
+"""The linears of quantised checkpoints, whichever library has written them."""
+
+from collections.abc import Mapping
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
+from ..checkpoint_files import CheckpointTensors
+from . import bitsandbytes
+from .scaled import SCALES, stored_in_words, stored_with_scales
+from .settings import WHAT_TO_DO, Quantisation
+from .stored_linear import LinearTensors, StoredLinear
+
+_ABSMAX = "weight.absmax"
+
+
+def stored_linear(
+    files: CheckpointTensors, name: str, size: tuple[int, int], quantisation: Quantisation
+) -> StoredLinear | None:
+    """How the weight of a linear is stored.
+
+    Args:
+      files: the tensors of the checkpoint.
+      name: name of the linear, for example "model.layers.0.mlp.up_proj".
+      size: n and k, its output and input width.
+      quantisation: what config.json says.
+
+    Returns:
+      None if the weight is a tensor of floating-point numbers.
+
+    Raises:
+      BackboneError: a tensor is missing, has another dtype or shape than the others imply, or is
+        not supported; the message names it.
+    """
+    tensors = LinearTensors(files, name, size)
+    parts = tensors.parts
+    if "weight_packed" in parts:
+        return stored_in_words(tensors, quantisation)
+    if _ABSMAX in parts or any(part.startswith(bitsandbytes.STATE) for part in parts):
+        return bitsandbytes.stored_in_4_bits(tensors)
+    if "SCB" in parts:
+        return bitsandbytes.stored_in_8_bits(tensors)
+    if not parts.isdisjoint(SCALES):
+        return stored_with_scales(tensors, quantisation)
+    if "weight" in parts and files.dtype(f"{name}.weight") not in ("BF16", "F16", "F32", "F64"):
+        raise tensors.refused(
+            "weight",
+            f"the dtype {files.dtype(f'{name}.weight')} needs scales, and none of the forms in "
+            f"which quantised checkpoints have them was found; {WHAT_TO_DO}",
+        )
+    return None
+
+
+def weights_of(
+    files: CheckpointTensors, name: str, stored: StoredLinear
+) -> tuple[FrozenWeight, ...]:
+    """Reads the weight [k, n] of a linear.
+
+    Args:
+      files: the tensors of the checkpoint.
+      name: name of the linear.
+      stored: the result of `stored_linear`.
+
+    Returns:
+      See `StoredLinear.weights`.
+    """
+    tensors = LinearTensors(files, name, stored.size)
+    arrays = {part: tensors.read(part) for part in stored.parts}
+    if _ABSMAX in arrays:
+        arrays |= bitsandbytes.numbers_of(tensors)
+    return _weights(arrays, stored)
+
+
+def kept_linears(
+    files: CheckpointTensors,
+    quantisation: Quantisation,
+    sizes: Mapping[str, tuple[int, int]],
+    layers: int,
+    backbone_format: str | None,
+) -> dict[str, FrozenWeight]:
+    """The linears that stay as they are stored. They are stored alike in all layers.
+
+    Args:
+      files: the tensors of the checkpoint.
+      quantisation: what config.json says.
+      sizes: n and k, output and input width of each linear of a layer, by its name.
+      layers: number of layers.
+      backbone_format: the format in which linears are to stay; None for any format whose products
+        decode the weights.
+
+    Returns:
+      By name, shapes, dtypes and format of the weight in one layer.
+
+    Raises:
+      BackboneError: as `stored_linear`.
+    """
+    kept = {}
+    for module, size in sizes.items():
+        first, *others = (
+            _formats(files, layer_name(module, layer), size, quantisation)
+            for layer in range(layers)
+        )
+        if any(other != first for other in others):
+            continue
+        wanted = [each for each in first if each.format == backbone_format]
+        if backbone_format is None:
+            wanted = [each for each in first[:1] if not each.is_plain]
+        if wanted:
+            kept[module] = wanted[0]
+    return kept
+
+
+def layer_name(module: str, layer: int) -> str:
+    """The name that a linear of a layer, for example "mlp.up_proj", has in checkpoints."""
+    return f"model.layers.{layer}.{module}"
+
+
+def _formats(
+    files: CheckpointTensors, name: str, size: tuple[int, int], quantisation: Quantisation
+) -> tuple[FrozenWeight, ...]:
+    """What `weights_of` would return, as shapes and dtypes."""
+    stored = stored_linear(files, name, size, quantisation)
+    if stored is None:
+        return ()
+    tensors = LinearTensors(files, name, size)
+    shapes = tuple((part, tensors.shape(part), tensors.dtype(part)) for part in stored.parts)
+    return _abstract_weights(stored, shapes)
+
+
+@cache
+def _abstract_weights(stored: StoredLinear, shapes: tuple) -> tuple[FrozenWeight, ...]:
+    arrays = {part: jax.ShapeDtypeStruct(shape, dtype) for part, shape, dtype in shapes}
+    arrays["offset"] = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.eval_shape(partial(_weights, stored=stored), arrays)
+
+
+@partial(jax.jit, static_argnames="stored")
+def _weights(arrays: dict[str, jax.Array], stored: StoredLinear) -> tuple[FrozenWeight, ...]:
+    return stored.weights(arrays, stored)

@@ -1,0 +1,115 @@
+"""What config.json says of a quantised checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import BackboneError
+
+# Values of quant_method in config.json.
+METHODS = ("bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8")
+# Values of format in config.json, for compressed-tensors.
+COMPRESSIONS = (
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "naive-quantized",
+    "pack-quantized",
+)
+WHAT_TO_DO = (
+    "use the original checkpoint with fine_tune.backbone_format, or let transformers decode this "
+    "one and save it (model.dequantize(), model.save_pretrained())"
+)
+# Keys of config.json with what `quantisation_of` reads.
+SETTINGS = ("quantization_config", "compression_config")
+
+
+class Quantisation(NamedTuple):
+    """What config.json says of a quantised checkpoint.
+
+    Attributes:
+      method: one of `METHODS`.
+      block: rows and columns of a weight that share a scale; None if the shapes of scales tell.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+
+
+def quantisation_of(raw: Mapping[str, Any], where: str) -> Quantisation | None:
+    """Reads how a checkpoint is quantised.
+
+    Args:
+      raw: the contents of config.json.
+      where: name of the file, for errors.
+
+    Returns:
+      None if it is not quantised.
+
+    Raises:
+      BackboneError: it is quantised in a way that jaxmux cannot read; the message says what to do.
+    """
+    settings: dict[str, Any] = {}
+    for key in SETTINGS:
+        settings = settings or _section(raw, key, where)
+    if not settings:
+        return None
+    method = settings.get("quant_method") or _method_without_name(settings)
+    if method not in METHODS:
+        raise BackboneError(
+            f"{where}: quant_method={method!r} is not supported; known: {', '.join(METHODS)}; "
+            f"{WHAT_TO_DO}"
+        )
+    block = settings.get("weight_block_size", (128, 128) if method == "fp8" else None)
+    if method == "compressed-tensors":
+        block = _block_of_compressed(settings, where)
+    return Quantisation(method, _block(block, where))
+
+
+def _method_without_name(settings: Mapping[str, Any]) -> str | None:
+    """Old files do not name their library."""
+    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return "bitsandbytes"
+    return "compressed-tensors" if "format" in settings else None
+
+
+def _block_of_compressed(settings: Mapping[str, Any], where: str) -> Any:
+    sparsity = _section(settings, "sparsity_config", where)
+    for format in (settings.get("format", "dense"), sparsity.get("format", "dense")):
+        if format not in COMPRESSIONS:
+            raise BackboneError(
+                f"{where}: compressed-tensors in the format {format!r} is not supported; "
+                f"known: {', '.join(COMPRESSIONS)}; {WHAT_TO_DO}"
+            )
+    if settings.get("transform_config"):
+        raise BackboneError(f"{where}: transform_config is not supported; {WHAT_TO_DO}")
+    groups = _section(settings, "config_groups", where)
+    weights = [_section(_section(groups, name, where), "weights", where) for name in groups]
+    return next((own["block_structure"] for own in weights if own.get("block_structure")), None)
+
+
+def _section(settings: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    """The object under a key; an empty one if there is none."""
+    found = settings.get(key) or {}
+    if not isinstance(found, dict):
+        raise BackboneError(f"{where}: {key} should be an object, found {found!r}")
+    return found
+
+
+def _block(found: Any, where: str) -> tuple[int, int] | None:
+    if found is None:
+        return None
+    sizes = found
+    if isinstance(found, str):
+        sizes = [int(size) if size.isdecimal() else size for size in found.split("x")]
+    if (
+        not isinstance(sizes, list | tuple)
+        or len(sizes) != 2
+        or any(type(size) is not int or size < 1 for size in sizes)
+    ):
+        raise BackboneError(
+            f"{where}: blocks of weights should be given as rows and columns, such as [128, 128], "
+            f"found {found!r}"
+        )
+    rows, columns = sizes
+    return rows, columns

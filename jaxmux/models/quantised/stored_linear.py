@@ -1,0 +1,89 @@
+"""One linear of a quantised checkpoint: its tensors, and what is known of how they are stored."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array
+
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
+from ..checkpoint_files import CheckpointTensors
+from ..errors import BackboneError
+from .settings import WHAT_TO_DO
+
+
+class StoredLinear(NamedTuple):
+    """How a checkpoint stores the weight of one linear.
+
+    Attributes:
+      weights: function of the arrays of `parts` and this description, which returns the weight
+        [k, n] in each format in which it can be kept, the first of them one that is decoded for
+        products; or, if there is none, in float32. JAX can trace it.
+      size: n and k, output and input width.
+      parts: the tensors that it needs, by the part of their names behind that of the linear.
+      rounding: see `FrozenWeight.rounding`.
+      block: rows and columns that share a scale; None if the shapes of scales tell.
+      nested_block: of 4 bits, scales that share a scale of their own.
+    """
+
+    weights: Callable[[dict[str, Array], "StoredLinear"], tuple[FrozenWeight, ...]]
+    size: tuple[int, int]
+    parts: tuple[str, ...]
+    rounding: str | None = None
+    block: tuple[int, int] | None = None
+    nested_block: int = 0
+
+
+class LinearTensors:
+    """The tensors of a linear P, whose names begin with "P.".
+
+    Attributes:
+      size: n and k, output and input width.
+      parts: the rest of their names.
+    """
+
+    def __init__(self, files: CheckpointTensors, name: str, size: tuple[int, int]):
+        """Finds the tensors of the linear of this name."""
+        self._files, self._name, self.size = files, name, size
+        self.parts = {own.removeprefix(f"{name}.") for own in files.of_module(name)}
+
+    def refused(self, part: str, reason: str) -> BackboneError:
+        """The error that a tensor cannot be used."""
+        return BackboneError(f"{self._files.folder}: tensor {self._name}.{part}: {reason}")
+
+    def require(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> str:
+        """Checks a tensor.
+
+        Args:
+          part: the part of its name.
+          dtypes: those that it may have.
+          *shapes: those that it may have.
+
+        Returns:
+          Its dtype as safetensors names it.
+
+        Raises:
+          BackboneError: it is missing, or has another dtype or shape.
+        """
+        if part not in self.parts:
+            raise self.refused(part, "is missing")
+        dtype, shape = self._files.dtype(f"{self._name}.{part}"), self.shape(part)
+        if dtype not in dtypes:
+            raise self.refused(part, f"the dtype {dtype} is not supported; {WHAT_TO_DO}")
+        if shapes and shape not in shapes:
+            known = " or ".join(str(list(each)) for each in shapes)
+            raise self.refused(part, f"has the shape {list(shape)}; its linear needs {known}")
+        return dtype
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._files.shape(f"{self._name}.{part}")
+
+    def dtype(self, part: str) -> np.dtype:
+        """The dtype of what `read` returns."""
+        return self._files.array_dtype(f"{self._name}.{part}")
+
+    def read(self, part: str) -> np.ndarray:
+        """A tensor."""
+        return self._files.read(f"{self._name}.{part}")
