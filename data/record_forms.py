@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 from .errors import DataError
 from .sources import Form, LossOn, Record
 
-# By form, the fields that a record needs. `detect_form` takes the first form that fits, and "text"
-# comes last because public Alpaca data sets also have a field `text` with the rendered record.
+# By form, the fields that a record needs. `detect_form` takes the first form that fits. "text"
+# comes after "alpaca" because public Alpaca data sets also have the rendered record in `text`.
 REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
+    "sharegpt": ("conversations",),
 }
+# The forms that a chat template renders.
+CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")
 
 
 class TextRange(NamedTuple):
@@ -53,18 +56,18 @@ def detect_form(record: Record) -> Form:
             return form
     forms = "; ".join(f"{form} ({', '.join(names)})" for form, names in REQUIRED_FIELDS.items())
     raise DataError(
-        f"{record.where}: the fields fit no record form: found {_field_names(record)}; "
+        f"{record.where}: the fields fit no record form: found {field_names(record)}; "
         f"the forms and their fields are {forms}"
     )
 
 
 def render(record: Record, form: Form, loss_on: LossOn) -> RenderedText:
-    """Renders a record of any form except "messages", which `chat.render_chat` renders.
+    """Renders a record of any form except `CHAT_FORMS`, which `chat.render_chat` renders.
 
     Args:
       record: the record.
       form: "prompt_completion", "alpaca" or "text".
-      loss_on: as in `Source`.
+      loss_on: as in `Source`; "last_turn" equals "completion".
 
     Raises:
       DataError: a field is missing or not a string.
@@ -92,7 +95,7 @@ def required_field(record: Record, form: Form, name: str) -> Any:
         problem = f"null in field {name!r}" if name in record.fields else f"no field {name!r}"
         raise DataError(
             f"{record.where}: {problem}, which a {form} record needs; "
-            f"found fields: {_field_names(record)}"
+            f"found fields: {field_names(record)}"
         )
     return value
 
@@ -122,5 +125,6 @@ def _alpaca_prompt(record: Record) -> str:
     return prompt + "### Response:\n"
 
 
-def _field_names(record: Record) -> str:
+def field_names(record: Record) -> str:
+    """The names of a record's fields, as error messages list them."""
     return ", ".join(map(repr, record.fields)) or "none"

@@ -13,8 +13,8 @@ from jaxmux.field_checks import check_fields, choice, text
 from .errors import DataError
 from .hugging_face import is_saved_data_set, load_data_set
 
-Form = Literal["prompt_completion", "messages", "alpaca", "text"]
-LossOn = Literal["completion", "all"]
+Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt"]
+LossOn = Literal["completion", "all", "last_turn"]
 Overlong = Literal["truncate", "drop", "error"]
 OnBadRecord = Literal["error", "skip"]
 SpecialTokens = Literal["parse", "escape"]
@@ -36,13 +36,18 @@ class Source:
       split: split of a Hugging Face dataset. Sources without splits accept only "train".
       form: the fields of a record and how they become text. "prompt_completion" has the fields
         prompt and completion, which are joined. "messages" has a list of {"role", "content"}
-        objects, which the tokenizer's chat template renders. "alpaca" has instruction, output and
-        optionally input, which are joined with the headings of the Alpaca prompt. "text" has the
-        field text. "auto" looks at the first record and takes the first form that fits, in the
-        order messages, prompt_completion, alpaca, text, for all records.
+        objects, which the tokenizer's chat template renders; assistant messages may have
+        tool_calls, and a weight of 0 if they do not count in the loss; the field tools describes
+        functions. "sharegpt" has the field conversations, a list of {"from", "value"} objects, and
+        optionally system and tools; it is rendered like "messages". "alpaca" has instruction,
+        output and optionally input, which are joined with the headings of the Alpaca prompt. "text"
+        has the field text. "auto" looks at the first record and takes the first form that fits, in
+        the order messages, prompt_completion, alpaca, text, sharegpt, for all records.
       loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the
-        output or of the assistant's messages; in the form "text", all tokens. "all": all tokens.
-        The first token of a sample never counts.
+        output or of the assistant's messages; in the form "text", all tokens. "last_turn": of a
+        chat, only the tokens of the assistant's last message; in other forms like "completion".
+        "all": all tokens, except those of assistant messages with weight 0. The first token of a
+        sample never counts.
       overlong: what happens to samples with more tokens than the task's `max_length`. "truncate"
         cuts their end, "drop" leaves them out, "error" raises a DataError when the source is
         loaded.

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from .chat import render_chat, require_chat_template
 from .errors import DataError
-from .record_forms import RenderedText, TextRange, detect_form, render
+from .record_forms import CHAT_FORMS, RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
@@ -202,11 +202,16 @@ def _tokenize(
             refuse(error)
     else:
         return
-    if form == "messages":
+    if form in CHAT_FORMS:
         require_chat_template(first, tokenizer)
         limit = TimeLimit(_TEMPLATE_SECONDS)
         render_record = partial(
-            render_chat, tokenizer=tokenizer, loss_on=source.loss_on, limit=limit
+            render_chat,
+            tokenizer=tokenizer,
+            loss_on=source.loss_on,
+            limit=limit,
+            form=form,
+            treated=special.treated,
         )
     else:
         if tokenizer.eos_token_id is None:
@@ -215,13 +220,16 @@ def _tokenize(
                 "text"
             )
         limit = nullcontext()
-        render_record = partial(render, form=form, loss_on=source.loss_on)
+
+        def render_record(record: Record) -> RenderedText:
+            return render(special.treated(record), form, source.loss_on)
+
     for group in batched(chain([first], records), _RECORDS_PER_CALL):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:
                 try:
-                    rendered.append((record, render_record(special.treated(record))))
+                    rendered.append((record, render_record(record)))
                 except DataError as error:
                     refuse(error)
                 except TimeLimitExceeded:
