@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
+from .forms import Form
 from .record_forms import RenderedText, TextRange, valid_text
-from .sources import Form, LossOn, Record
+from .sources import LossOn, Record
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:

@@ -8,12 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from jaxmux.field_checks import check_fields, choice, text
+from jaxmux.field_checks import by_name, check_fields, choice, text
+from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
+from .forms import REQUIRED_FIELDS, Form, all_fields, fields_of, forms_with
 from .hugging_face import is_saved_data_set, load_data_set
 
-Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt"]
 LossOn = Literal["completion", "all", "last_turn"]
 Overlong = Literal["truncate", "drop", "error"]
 OnBadRecord = Literal["error", "skip"]
@@ -57,6 +58,9 @@ class Source:
       special_tokens: the treatment of text that spells a special token of the tokenizer, such as
         "<|im_end|>" or "</s>". "parse" lets it become this token, so that data can end a turn or a
         sample early. "escape" puts a space behind its first character, so that it stays text.
+      columns: by field of the form, the name of this field in the records, as in {"prompt":
+        "question", "completion": "answer"}. Fields that are not named keep their own names. With
+        the form "auto", only forms with all of these fields are considered.
 
     Raises:
       DataError: a field has another value.
@@ -69,11 +73,40 @@ class Source:
     overlong: Overlong = choice("truncate", get_args(Overlong))
     on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
     special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
+    columns: tuple[tuple[str, str], ...] = by_name(rule=text())
 
     def __post_init__(self):
         if isinstance(self.path, os.PathLike):
             object.__setattr__(self, "path", os.fspath(self.path))
-        check_fields(self, lambda message: DataError(f"{self.path}: {message}"))
+        check_fields(self, self._error)
+        self._check_columns()
+
+    @property
+    def forms(self) -> list[Form]:
+        """The forms that the records may have."""
+        if self.form != "auto":
+            return [self.form]
+        return forms_with({name for name, _ in self.columns})
+
+    def _check_columns(self) -> None:
+        names = [name for name, _ in self.columns]
+        known = all_fields()
+        for name in names:
+            if name not in known:
+                hint = did_you_mean(name, known) or f"the fields are {', '.join(known)}"
+                raise self._error(f"columns: {name!r} is no field of a form; {hint}")
+            if names.count(name) > 1:
+                raise self._error(f"columns names {name!r} twice")
+        if not set(names) <= {name for form in self.forms for name in fields_of(form)}:
+            forms = REQUIRED_FIELDS if self.form == "auto" else [self.form]
+            fields = "; ".join(f"{form} ({', '.join(fields_of(form))})" for form in forms)
+            raise self._error(
+                f"columns: no form has the fields {', '.join(names)}; the forms and their fields "
+                f"are {fields}"
+            )
+
+    def _error(self, message: str) -> DataError:
+        return DataError(f"{self.path}: {message}")
 
 
 class Record(NamedTuple):

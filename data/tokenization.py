@@ -12,8 +12,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from .chat import render_chat, require_chat_template
+from .columns import Columns
 from .errors import DataError
-from .record_forms import CHAT_FORMS, RenderedText, TextRange, detect_form, render
+from .forms import CHAT_FORMS
+from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
@@ -193,10 +195,12 @@ def _tokenize(
             raise error
         skipped.append(error)
 
+    columns = Columns(source)
     records = read_records(source, skipped)
     for first in records:
         try:
-            form = detect_form(first) if source.form == "auto" else source.form
+            if (form := source.form) == "auto":
+                form = detect_form(columns.renamed(first), source.forms)
             break
         except DataError as error:
             refuse(error)
@@ -229,7 +233,7 @@ def _tokenize(
         with limit:
             for record in group:
                 try:
-                    rendered.append((record, render_record(record)))
+                    rendered.append((record, render_record(columns.renamed(record))))
                 except DataError as error:
                     refuse(error)
                 except TimeLimitExceeded:
@@ -247,6 +251,7 @@ def _tokenize(
                         "messages or the text is empty (the first token of all is never a target)"
                     )
                 )
+    columns.refuse_unseen()
 
 
 def _parts_of_texts(

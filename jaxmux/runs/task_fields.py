@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxmux.data import Source
+from jaxmux.data.forms import all_fields
 from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
@@ -204,6 +205,17 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "maxLength": limits.prompt_characters,
         "$comment": "a text without control characters but line breaks and tabs",
     }
+    columns = {
+        "propertyNames": {"enum": all_fields()},
+        "additionalProperties": {
+            "type": "string",
+            "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$",
+            "minLength": 1,
+            "maxLength": 100,
+        },
+        "$comment": "an object with names of fields without control characters, by the fields of a "
+        f"form: {', '.join(all_fields())}",
+    }
     alphas = by_linear | {"$comment": "an object with a number by the name of a linear"}
     return {
         (Task, "name"): {
@@ -230,6 +242,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         },
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
+        (Source, "columns"): columns,
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,

@@ -26,7 +26,8 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the specifications that `task_from_json` accepts.
 
     It is made from the fields of `Task` and of its parts: their checks, defaults and descriptions.
-    It cannot express that files exist, and permits 16.0 where `task_from_json` requires 16.
+    It cannot express that files exist or which `columns` go together, and permits 16.0 where
+    `task_from_json` requires 16.
 
     Args:
       limits: the largest values; None for the defaults of `SpecificationLimits`.

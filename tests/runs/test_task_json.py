@@ -140,6 +140,23 @@ REFUSED = {
         {"data": {"path": "train.jsonl", "form": "messsages"}},
         "did you mean messages?",
     ),
+    "columns of no form": (
+        {"data": {"path": "train.jsonl", "columns": {"zzz": "a"}}},
+        "data.columns should be an object with names of fields without control characters, by the "
+        "fields of a form: messages, tools, prompt, completion",
+    ),
+    "columns of a terminal": (
+        {"data": {"path": "train.jsonl", "columns": {"text": "\x1b[2J"}}},
+        "data.columns should be",
+    ),
+    "long columns": (
+        {"data": {"path": "train.jsonl", "columns": {"text": "a" * 101}}},
+        "data.columns should be",
+    ),
+    "columns of two forms": (
+        {"data": {"path": "train.jsonl", "columns": {"text": "a", "prompt": "b"}}},
+        "columns: no form has the fields text, prompt",
+    ),
     "adapter of a hub": ({"resume_from": "org/../name"}, "'..' could lead out"),
     "adapter elsewhere": ({"resume_from": "/adapters/a"}, "paths are relative"),
     "missing data": ({"data": "other.jsonl"}, "data: 'other.jsonl' cannot be opened (No such"),
@@ -228,6 +245,7 @@ def random_task(rng: random.Random, folder: Path) -> Task:
             overlong=("drop", "error"),
             on_bad_record=("skip",),
             special_tokens=("escape",),
+            columns=({"messages": "caf\u00e9 2"}, {}),
         )
 
     schedule = some(
