@@ -1,6 +1,5 @@
-"""Reads records from JSONL files, Parquet files and Hugging Face datasets."""
+"""Reads records from files and Hugging Face datasets."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from jaxmux.field_checks import by_name, check_fields, choice, text
 from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
+from .file_kinds import Rows, files_of, read_file
 from .forms import REQUIRED_FIELDS, Form, all_fields, fields_of, forms_with
 from .hugging_face import is_saved_data_set, load_data_set
 
@@ -21,8 +21,6 @@ OnBadRecord = Literal["error", "skip"]
 SpecialTokens = Literal["parse", "escape"]
 
 HUGGING_FACE_PREFIX = "hf:"
-JSONL_SUFFIXES = (".jsonl", ".json")
-PARQUET_SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,12 @@ class Source:
     """Training records on disk or on the Hugging Face Hub, and how they become samples.
 
     Attributes:
-      path: a `.jsonl` or `.json` file (one JSON object per line), a `.parquet` file, or "hf:"
-        followed by the name of a Hugging Face dataset ("hf:tatsu-lab/alpaca") or by the folder of a
-        dataset that `save_to_disk` wrote. In a `Task`, "jaxmux:" may come before the path of a file
+      path: a `.jsonl` file (one JSON object per line), a `.json` file (the same, or an array of
+        objects), a `.csv` or `.tsv` file (its first row names the fields), one of these with `.gz`
+        or `.zst` behind it, a `.parquet` file, or "hf:" followed by the name of a Hugging Face
+        dataset ("hf:tatsu-lab/alpaca") or by the folder of a dataset that `save_to_disk` wrote. A
+        path with "*" or "?" stands for all files that match, in the order of their names:
+        "data/part-*.jsonl". In a `Task`, "jaxmux:" may come before the path of a file
         that ships with jaxmux, as in "jaxmux:demo/tasks/NAME.jsonl".
       split: split of a Hugging Face dataset. Sources without splits accept only "train".
       form: the fields of a record and how they become text. "prompt_completion" has the fields
@@ -115,8 +116,8 @@ class Record(NamedTuple):
     Attributes:
       index: number of the record in its source, from 0.
       fields: the values of the record by field name.
-      where: the place that error messages name: "path:line" in a JSONL file, "path:row" in other
-        sources, both counted from 1.
+      where: the place that error messages name: "path:line" in a JSONL, CSV or TSV file, "path:row"
+        in other sources, both counted from 1.
     """
 
     index: int
@@ -130,8 +131,7 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
     Errors are raised while the result is iterated, not by the call itself.
 
     Args:
-      source: a JSONL file, a Parquet file or a Hugging Face data set; only its `path`, `split` and
-        `on_bad_record` are used.
+      source: the source; only its `path`, `split` and `on_bad_record` are used.
       skipped: gets the error of every malformed line that is left out, if the source says
         `on_bad_record="skip"`.
 
@@ -152,20 +152,16 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
         raise DataError(f"{source.path}: no records")
 
 
-def _open_rows(source: Source) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
+def _open_rows(source: Source) -> Rows:
     """The place and the fields of each row; an error in place of the fields of a malformed line."""
     if source.path.startswith(HUGGING_FACE_PREFIX):
         return _read_hugging_face(source)
-    path = Path(source.path)
-    if path.suffix not in (*JSONL_SUFFIXES, PARQUET_SUFFIX):
-        raise DataError(
-            f"{path}: unknown kind of file {path.suffix!r}; expected .jsonl, .json or .parquet, "
-            f"or {HUGGING_FACE_PREFIX}NAME for a Hugging Face dataset"
-        )
-    if not path.is_file():
-        raise DataError(f"{path}: {'is not a file' if path.exists() else 'file not found'}")
+    if not (files := files_of(source.path)):
+        raise DataError(f"{source.path}: no file matches")
+    rows = map(read_file, map(Path, files))
+    first = next(rows)
     _require_no_split(source)
-    return _read_parquet(path) if path.suffix == PARQUET_SUFFIX else _read_jsonl(path)
+    return chain(first, chain.from_iterable(rows))
 
 
 def _require_no_split(source: Source) -> None:
@@ -176,51 +172,7 @@ def _require_no_split(source: Source) -> None:
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    yield where, _parse_object(line, where)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
-    try:
-        fields = json.loads(line.decode("utf-8-sig").rstrip(" \t\r\n"))
-    except (ValueError, RecursionError) as error:
-        hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
-        problem = error
-        if isinstance(error, json.JSONDecodeError):
-            # Its own text would number lines within this one.
-            problem = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        return DataError(f"{where}: malformed JSON line: {problem}{hint}")
-    if not isinstance(fields, dict):
-        return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
-    return fields
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{path}: Parquet files need the package pyarrow: pip install '.[parquet]' in the "
-            "source folder of jaxmux"
-        ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
-            for number, fields in enumerate(rows, start=1):
-                yield f"{path}:{number}", fields
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-
-
-def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_hugging_face(source: Source) -> Rows:
     name = source.path.removeprefix(HUGGING_FACE_PREFIX)
     found = load_data_set(name, source.split, source.path)
     # A folder may hold several splits, which are then the values of a dict.

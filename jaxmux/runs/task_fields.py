@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxmux.data import Source
+from jaxmux.data.file_kinds import JSONL_SUFFIXES
 from jaxmux.data.forms import all_fields
-from jaxmux.data.sources import JSONL_SUFFIXES
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
@@ -163,8 +163,9 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
 
     A regular expression for target modules can take Python's `re` years. A data set of the hub is
     fetched over the network, and the loader of a saved one reads files that it names itself. A
-    small Parquet file can expand to more memory than there is. Texts may be printed on the
-    operator's terminal, which obeys control characters.
+    small Parquet or compressed file can expand to more memory than there is. The limits of data are
+    counted in lines, which a row of a table or an element of an array need not be. Texts may be
+    printed on the operator's terminal, which obeys control characters.
     """
     names = "|".join(sorted({ALL_LINEAR, *MODULE_NAMES})).replace(".", r"\.")
     linears = {

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxmux.data.json_arrays import BYTE_ORDER_MARK, begins_array
 from jaxmux.peft import LoRA, kind_of
 from jaxmux.peft.lora_tokens import token_indices
 from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
@@ -153,6 +154,7 @@ class _Files:
     def _data(self, path: str, key: str) -> int:
         """The number of lines of a data file, which is copied line by line."""
         limits, where, lines, size = self.limits, f"{self.where}: {key}", 0, 0
+        is_blank = True
         with (
             open_inside(self.folder, path, limits.data_bytes, where) as file,
             self._copy(path, where) as copy,
@@ -167,6 +169,13 @@ class _Files:
                 if lines > limits.records:
                     raise TaskError(f"{where}: {path} has more than {limits.records} lines")
                 _refuse_growth(path, size, limits.data_bytes, where)
+                # The limits of lines would not hold for elements of an array.
+                if is_blank and path.endswith(".json") and begins_array(line):
+                    raise TaskError(
+                        f"{where}: {path} holds a JSON array; write one object per line, without "
+                        "brackets around them and commas between them"
+                    )
+                is_blank = is_blank and not line.removeprefix(BYTE_ORDER_MARK).strip()
                 copy.write(line)
         return lines
 
