@@ -26,7 +26,7 @@ class Columns:
     """Gives the fields of records the names that their form has, as `Source.columns` says."""
 
     def __init__(self, source: Source):
-        """No record has been renamed yet.
+        """No record has been seen yet.
 
         Args:
           source: the source of the records.
@@ -35,6 +35,16 @@ class Columns:
         optional = {name for names in OPTIONAL_FIELDS.values() for name in names}
         self._unseen = {name: own for name, own in source.columns if name in optional}
         self._required = {name for name, _ in source.columns} - optional
+
+    def see(self, record: Record) -> None:
+        """Takes note of the optional fields of a record, for `refuse_unseen`.
+
+        Args:
+          record: a record as it comes from its source.
+        """
+        for name, own in list(self._unseen.items()):
+            if own in record.fields:
+                del self._unseen[name]
 
     def renamed(self, record: Record) -> Record:
         """The record with the fields of its form.
@@ -51,7 +61,6 @@ class Columns:
         for name, own in self._source.columns:
             if own in record.fields:
                 found[name] = record.fields[own]
-                self._unseen.pop(name, None)
             elif name in self._required:
                 raise DataError(
                     f"{record.where}: no field {own!r}, which columns names for {name!r}; "
@@ -62,8 +71,8 @@ class Columns:
         return record._replace(fields=rest | found)
 
     def refuse_unseen(self) -> None:
-        """Raises DataError if no record had an optional field that the columns name, as after a
-        typing error."""
+        """Raises DataError if no record that was seen had an optional field that the columns
+        name, as after a typing error."""
         for name, own in self._unseen.items():
             raise DataError(
                 f"{self._source.path}: no record has the field {own!r}, which columns names for "

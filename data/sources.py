@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from jaxmux.field_checks import by_name, check_fields, choice, text
+from jaxmux.field_checks import by_name, check_fields, choice, integer, text
 from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
@@ -62,6 +62,8 @@ class Source:
       columns: by field of the form, the name of this field in the records, as in {"prompt":
         "question", "completion": "answer"}. Fields that are not named keep their own names. With
         the form "auto", only forms with all of these fields are considered.
+      max_samples: only the first so many records are read; malformed lines that are left out do not
+        count. None reads all of them.
 
     Raises:
       DataError: a field has another value.
@@ -75,6 +77,7 @@ class Source:
     on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
     special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
     columns: tuple[tuple[str, str], ...] = by_name(rule=text())
+    max_samples: int | None = integer(None, least=1, optional=True)
 
     def __post_init__(self):
         if isinstance(self.path, os.PathLike):
@@ -131,7 +134,7 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
     Errors are raised while the result is iterated, not by the call itself.
 
     Args:
-      source: the source; only its `path`, `split` and `on_bad_record` are used.
+      source: the source; only its `path`, `split`, `on_bad_record` and `max_samples` are used.
       skipped: gets the error of every malformed line that is left out, if the source says
         `on_bad_record="skip"`.
 
@@ -140,10 +143,13 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
         split; a line is not a JSON object; or the optional package that reads this kind of source
         is not installed.
     """
-    index = -1
+    index, found = -1, 0
     for index, (where, fields) in enumerate(_open_rows(source)):
         if not isinstance(fields, DataError):
             yield Record(index, fields, where)
+            found += 1
+            if found == source.max_samples:
+                return
         elif source.on_bad_record == "error":
             raise fields
         elif skipped is not None:

@@ -19,6 +19,7 @@ from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
+from .split import Part
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ def load_samples(
     *,
     max_length: int,
     vocab_size: int | None = None,
+    part: Part | None = None,
 ) -> Samples:
-    """Reads a whole source, turns its records into text, and tokenizes them.
+    """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
     The text of a record is tokenized at once. A token counts in the loss if some of its characters
     belong to the part that `source.loss_on` selects, so a token across the border of prompt and
@@ -121,6 +123,7 @@ def load_samples(
         decides what happens to longer samples.
       vocab_size: rows of the model's embedding; a token id that is not below this number is an
         error. None skips the check.
+      part: the part of the records that is loaded; None for all of them.
 
     Returns:
       The samples in the order of the source, with counts of truncated and dropped records.
@@ -140,7 +143,7 @@ def load_samples(
     # In some tokenizers, the EOS token that ends each sample is the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
     dropped = truncated = targets = cut = unknown = 0
-    for record, whole in _tokenize(source, tokenizer, special, skipped):
+    for record, whole in _tokenize(source, tokenizer, special, skipped, part):
         _require_known_ids(record, whole, tokenizer, vocab_size)
         targets += whole.target_tokens
         unknown += np.count_nonzero(whole.input_ids[whole.target_mask] == unknown_id)
@@ -152,7 +155,7 @@ def load_samples(
         truncated += sample is not whole
         cut += whole.target_tokens - sample.target_tokens
     if not samples:
-        raise DataError(_no_samples(source, max_length, dropped, skipped))
+        raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
         samples,
         read=len(samples) + dropped + len(skipped),
@@ -168,8 +171,16 @@ def load_samples(
     )
 
 
-def _no_samples(source: Source, max_length: int, dropped: int, skipped: list[DataError]) -> str:
+def _no_samples(
+    source: Source, max_length: int, dropped: int, skipped: list[DataError], part: Part | None
+) -> str:
     reasons = []
+    if part and not dropped and not skipped:
+        found = "none" if part.held_out else "all"
+        return (
+            f"{source.path}: validation_fraction={part.fraction:g} holds out {found} of the "
+            "records; choose another fraction, or name the held-out records with eval_data"
+        )
     if dropped:
         reasons.append(
             f"{dropped} exceed max_length={max_length} and were dropped "
@@ -186,6 +197,7 @@ def _tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     special: SpecialText,
     skipped: list[DataError],
+    part: Part | None,
 ) -> Iterator[tuple[Record, Sample]]:
     """The untruncated sample of every record that can be trained on. `skipped` gets the errors of
     the other records, if the source says `on_bad_record="skip"`."""
@@ -228,7 +240,11 @@ def _tokenize(
         def render_record(record: Record) -> RenderedText:
             return render(special.treated(record), form, source.loss_on)
 
-    for group in batched(chain([first], records), _RECORDS_PER_CALL):
+    def is_wanted(record: Record) -> bool:
+        columns.see(record)
+        return part is None or part.has(record.index)
+
+    for group in batched(filter(is_wanted, chain([first], records)), _RECORDS_PER_CALL):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:

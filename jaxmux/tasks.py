@@ -47,7 +47,11 @@ class Task:
       steps: number of global batches that the task trains. The data repeats if it has fewer. Give
         exactly one of `epochs` and `steps`.
       eval_data: held-out records, a `Source` or a path. Their loss is measured before and after
-        training. None stands for no held-out records.
+        training. None stands for no held-out records, unless `validation_fraction` takes them from
+        `data`.
+      validation_fraction: fraction of the records of `data` that is held out and not trained on, if
+        there is no `eval_data`. Which ones depends on their numbers in the source and on `seed`
+        only. None holds out none.
       eval_every: number of steps from one measurement of the held-out loss to the next. None
         measures it only before and after training.
       keep_best: True exports the adapter with the lowest held-out loss that was measured after a
@@ -85,6 +89,7 @@ class Task:
     seed: int = integer(0, least=0)
     resume_from: str | None = text(None, optional=True)
     sample_prompt: str | None = text(None, optional=True)
+    validation_fraction: float | None = number(None, above=0, below=1, optional=True)
 
     def __post_init__(self):
         for field in ("data", "eval_data"):
@@ -124,8 +129,13 @@ class Task:
             for field in ("keep_best", "patience"):
                 if getattr(self, field):
                     raise self._error(f"{field} needs eval_every")
-        elif self.eval_data is None:
-            raise self._error("eval_every needs eval_data")
+        elif self.eval_data is None and self.validation_fraction is None:
+            raise self._error("eval_every needs eval_data or validation_fraction")
+        if self.eval_data is not None and self.validation_fraction is not None:
+            raise self._error(
+                "give eval_data or validation_fraction, not both: each says which records are held "
+                "out"
+            )
 
     def _error(self, message: str) -> TaskError:
         return TaskError(f"task {self.name!r}: {message}")

@@ -161,6 +161,13 @@ REFUSED = {
         {"data": {"path": "train.jsonl", "columns": {"text": "a", "prompt": "b"}}},
         "columns: no form has the fields text, prompt",
     ),
+    "no samples": ({"data": {"path": "train.jsonl", "max_samples": 0}}, "data.max_samples should"),
+    "whole validation": ({"validation_fraction": 1}, "validation_fraction should be a number"),
+    "validation twice": (
+        {"validation_fraction": 0.5, "eval_data": "train.jsonl"},
+        "give eval_data or validation_fraction, not both",
+    ),
+    "eval_every of nothing": ({"eval_every": 1}, "eval_every needs eval_data or validation_fract"),
     "adapter of a hub": ({"resume_from": "org/../name"}, "'..' could lead out"),
     "adapter elsewhere": ({"resume_from": "/adapters/a"}, "paths are relative"),
     "missing data": ({"data": "other.jsonl"}, "data: 'other.jsonl' cannot be opened (No such"),
@@ -250,6 +257,7 @@ def random_task(rng: random.Random, folder: Path) -> Task:
             on_bad_record=("skip",),
             special_tokens=("escape",),
             columns=({"messages": "caf\u00e9 2"}, {}),
+            max_samples=(1, 2**53 - 1),
         )
 
     schedule = some(
