@@ -12,7 +12,7 @@ from .microbatch import Microbatch, fill_microbatch
 from .prefetch import Prefetch
 from .samples import Sample
 from .sources import Record, Source, read_records
-from .split import Part
+from .split import Part, repeated
 from .tokenization import Samples, load_samples, load_tokenizer
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "load_samples",
     "load_tokenizer",
     "read_records",
+    "repeated",
 ]

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from jaxmux.field_checks import by_name, check_fields, choice, integer, text
+from jaxmux.field_checks import by_name, check_fields, choice, integer, number, text
 from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
@@ -64,6 +64,9 @@ class Source:
         the form "auto", only forms with all of these fields are considered.
       max_samples: only the first so many records are read; malformed lines that are left out do not
         count. None reads all of them.
+      repeat: how often an epoch of a task has each sample of the source: 3 for three times, 0.5 for
+        half of the samples, the same ones in every epoch. So the sources of a task are weighted.
+        None stands for once.
 
     Raises:
       DataError: a field has another value.
@@ -78,6 +81,7 @@ class Source:
     special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
     columns: tuple[tuple[str, str], ...] = by_name(rule=text())
     max_samples: int | None = integer(None, least=1, optional=True)
+    repeat: float | None = number(None, above=0, optional=True)
 
     def __post_init__(self):
         if isinstance(self.path, os.PathLike):
@@ -189,5 +193,5 @@ def _read_hugging_face(source: Source) -> Rows:
         found = found[source.split]
     elif is_saved_data_set(Path(name)):
         _require_no_split(source)
-    for number, fields in enumerate(found, start=1):
-        yield f"{source.path}:{number}", fields
+    for row, fields in enumerate(found, start=1):
+        yield f"{source.path}:{row}", fields

@@ -85,7 +85,7 @@ def _paths(task: Task) -> Iterator[str]:
 
 
 def _sources(task: Task) -> list[Source]:
-    return [source for source in (task.data, task.eval_data) if source]
+    return [*task.sources, *([task.eval_data] if task.eval_data else [])]
 
 
 def _path_of(source: Source) -> str:

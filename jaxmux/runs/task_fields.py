@@ -120,6 +120,8 @@ def to_json(specification: Any) -> dict[str, Any]:
         value = getattr(specification, field.name)
         if dataclasses.is_dataclass(value):
             value = part_to_json(field.name, value)
+        elif field.name in PARTS and isinstance(value, tuple):
+            value = [part_to_json(field.name, own) for own in value]
         if "object" in types_of(field_schema(field) or {}):
             value = dict(value)
         found[field.name] = list(value) if isinstance(value, tuple) else value
@@ -140,11 +142,16 @@ def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
     values = {}
     for name, value in fields.items():
         if name in PARTS and isinstance(value, dict):
-            classes = PARTS[name].classes
-            own = {key: x for key, x in value.items() if key != KIND or "" in classes}
-            value = from_json(own, classes["" if "" in classes else value[KIND]])
+            value = _part_from_json(value, PARTS[name])
+        elif name in PARTS and isinstance(value, list):
+            value = [_part_from_json(own, PARTS[name]) for own in value]
         values[name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
+
+
+def _part_from_json(value: dict[str, Any], part: Part) -> Any:
+    own = {key: x for key, x in value.items() if key != KIND or "" in part.classes}
+    return from_json(own, part.classes["" if "" in part.classes else value[KIND]])
 
 
 def part_to_json(field: str, part: Any) -> dict[str, Any]:
@@ -244,6 +251,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
         (Source, "columns"): columns,
+        # Repeated samples would not count in the limits of data.
+        (Source, "repeat"): {"enum": [None]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,

@@ -38,10 +38,11 @@ def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
       task: the task.
       changed: function that returns the new path for an old one.
     """
-    data, held_out, adapter = task.data, task.eval_data, task.resume_from
+    held_out, adapter = task.eval_data, task.resume_from
+    data = tuple(dataclasses.replace(own, path=changed(own.path)) for own in task.sources)
     return dataclasses.replace(
         task,
-        data=dataclasses.replace(data, path=changed(data.path)),
+        data=data if isinstance(task.data, tuple) else data[0],
         eval_data=held_out and dataclasses.replace(held_out, path=changed(held_out.path)),
         resume_from=adapter and changed(adapter),
     )
@@ -139,8 +140,9 @@ class _Files:
 
     def visit(self) -> None:
         task, limits = self.task, self.limits
-        lines = self._data(task.data.path, "data")
-        if task.eval_data and task.eval_data.path != task.data.path:
+        paths = [source.path for source in task.sources]
+        lines = sum(self._data(path, "data") for path in paths)
+        if task.eval_data and task.eval_data.path not in paths:
             self._data(task.eval_data.path, "eval_data")
         steps = (task.epochs or 0) * math.ceil(lines / task.batch_size)
         if steps > limits.steps:

@@ -43,6 +43,7 @@ INTEGERS = {
 # By field, values outside its range.
 NUMBERS = {
     "tiny/Task": {"validation_fraction": (0, 1.0, -0.1)},
+    "tiny/Source": {"repeat": (0, -1.0)},
     "tiny/LoRA": {"alpha": (), "dropout": (-0.1, 1.0), "loraplus_ratio": (0, -1.0)},
     "tiny/AdamW": {
         "learning_rate": (-1e-3,),

@@ -265,7 +265,9 @@ def test_a_run_goes_on_that_was_recorded_before_there_were_some_settings(
     path = tmp_path / "run.json"
     record = json.loads(path.read_text())
     (task,) = record["tasks"].values()
-    del task["data"]["columns"], task["data"]["max_samples"], task["validation_fraction"]
+    del task["validation_fraction"]
+    for name in ("columns", "max_samples", "repeat"):
+        del task["data"][name]
     path.write_text(json.dumps(record))
     assert train(tmp_path, make_task()).succeeded
     task["data"]["columns"] = {"text": "body"}
