@@ -203,6 +203,7 @@ def _of_sharegpt(record: Record) -> list[Any]:
     is. The record may have its system prompt in a field "system"."""
     turns = _list_of_messages(record, "sharegpt", "conversations")
     messages = [_of_turn(record, number, turn) for number, turn in enumerate(turns)]
+    _name_observations(messages)
     if record.fields.get("system"):
         text = string_field(record, "sharegpt", "system")
         if isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
@@ -214,9 +215,25 @@ def _of_sharegpt(record: Record) -> list[Any]:
     return messages
 
 
+def _name_observations(messages: Sequence[Any]) -> None:
+    """Gives results of function calls the names of the functions, which some templates need. The
+    results are in the order of the calls."""
+    names: list[Any] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        if isinstance(calls := message.get("tool_calls"), list):
+            functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+            names = [own.get("name") for own in functions if isinstance(own, Mapping)]
+        elif message.get("role") == "tool" and message.get("name") is None and names:
+            message["name"] = names.pop(0)
+
+
 def _of_turn(record: Record, number: int, turn: Any) -> Any:
-    if not isinstance(turn, Mapping) or turn.get("role") is not None:
+    if not isinstance(turn, Mapping):
         return turn
+    if turn.get("role") is not None:
+        return dict(turn)
     speaker, value = turn.get("from"), turn.get("value")
     for name, text in (("from", speaker), ("value", value)):
         valid_text(record, f"{name!r} of message {number}", text)

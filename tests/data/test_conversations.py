@@ -169,6 +169,18 @@ def test_sharegpt_is_the_same_chat_as_messages(with_tools):
     assert "colour_of" in expected.text.partition("What colour")[0]
 
 
+def test_results_of_sharegpt_calls_have_the_names_of_the_functions():
+    calls = [{"name": name, "arguments": {}} for name in ("one", "two")]
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": json.dumps(calls)},
+        *({"from": "observation", "value": value} for value in "bcd"),
+    ]
+    found = read_messages(record(conversations=turns), "sharegpt", TOOL_TEMPLATE)
+    results = [(m.get("name"), m["content"]) for m in found if m["role"] == "tool"]
+    assert results == [("one", "b"), ("two", "c"), (None, "d")]
+
+
 def test_conversations_with_roles_are_messages(with_tools):
     found = render_chat(record(conversations=CHAT), with_tools, "completion", form="sharegpt")
     assert found == render_chat(record(messages=CHAT), with_tools, "completion")
