@@ -12,12 +12,14 @@ from .microbatch import Microbatch, fill_microbatch
 from .prefetch import Prefetch
 from .samples import Sample
 from .sources import Record, Source, read_records
+from .split import Part, repeated
 from .tokenization import Samples, load_samples, load_tokenizer
 
 __all__ = [
     "DataError",
     "GlobalBatches",
     "Microbatch",
+    "Part",
     "Prefetch",
     "Record",
     "Sample",
@@ -27,4 +29,5 @@ __all__ = [
     "load_samples",
     "load_tokenizer",
     "read_records",
+    "repeated",
 ]

@@ -1,24 +1,19 @@
 """Chat records: rendering by the tokenizer's chat template, and the ranges of assistant turns."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
+from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
-from .record_forms import RenderedText, TextRange, required_field, valid_text
+from .forms import Form
+from .record_forms import RenderedText, TextRange, valid_text
 from .sources import LossOn, Record
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Messages = list[dict[str, Any]]
-
-# The roles that chat templates of public models know. Targets are the messages of the assistant.
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -28,70 +23,68 @@ def render_chat(
     tokenizer: "PreTrainedTokenizerBase",
     loss_on: LossOn,
     limit: TimeLimit | None = None,
+    form: Form = "messages",
+    treated: Callable[[Record], Record] = lambda record: record,
 ) -> RenderedText:
-    """Renders a "messages" record; the target ranges are the parts that the assistant generates.
+    """Renders a record with messages; the target ranges are the parts that the assistant generates.
 
     If the template marks these parts with `{% generation %}`, the marks are used. Without marks,
     the range of an assistant message begins where the rendering of the earlier messages with the
     generation prompt ends, and ends where the rendering of all messages up to and including this
-    one ends. Such a range includes the template's end-of-turn token.
+    one ends. Such a range includes the template's end-of-turn token. Assistant messages whose
+    weight is 0 are no targets.
 
     Args:
-      record: a record whose field "messages" is a list of {"role", "content"} objects.
+      record: a record whose field "messages" is a list of {"role", "content"} objects, or a
+        ShareGPT record; its field "tools" may describe functions.
       tokenizer: a tokenizer with a chat template.
-      loss_on: as in `Source`; "all" makes the whole text one target range.
+      loss_on: as in `Source`; "all" makes the whole text one target range, without the messages
+        whose weight is 0.
       limit: time limit of each call of the template; None for no limit.
+      form: "messages" or "sharegpt".
+      treated: function that is applied to the record before it is rendered, when the JSON texts in
+        it have been parsed.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
         refuses the conversation, or the template has no marks and renders the first messages
         differently when more messages follow.
     """
-    messages = _valid_messages(record)
-    template = require_chat_template(record, tokenizer)
+    tools = read_tools(record, form)
+    template = require_chat_template(record, tokenizer, tools)
+    if tools and "tools" not in template:
+        raise DataError(
+            f"{record.where}: the record has tools, which the chat template of "
+            f"{tokenizer.name_or_path} does not render; use a tokenizer whose template does"
+        )
+    messages = read_messages(record, form, template)
+    found = treated(record._replace(fields={**record.fields, "messages": messages, "tools": tools}))
+    messages, tools = found.fields["messages"], found.fields["tools"]
+    weights = [message.pop("weight", 1) for message in messages]
+    chat = _Chat(record, tokenizer, template, messages, tools, limit)
+    spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+    ignored = [n for n in spoken if weights[n] == 0]
+    last = spoken[-1:] if loss_on == "last_turn" else spoken
+    targets = [n for n in last if n not in ignored]
     if loss_on == "all":
-        text = _apply(record, tokenizer, messages, limit)
-        ranges = None
-    elif _GENERATION_BLOCK.search(template):
-        text, ranges = _render_generation_blocks(record, tokenizer, template, messages, limit)
+        text, ranges = _ranges(chat, spoken, ignored) if ignored else (chat.rendered(), None)
+        ranges = ranges and _outside(text, ranges)
     else:
-        text = _apply(record, tokenizer, messages, limit)
-        ranges = _ranges_by_prefix(record, tokenizer, messages, text, limit)
+        text, ranges = _ranges(chat, spoken, targets)
     return RenderedText(
         valid_text(record, "the rendered chat", text), ranges, has_special_tokens=True
     )
 
 
-def _valid_messages(record: Record) -> Messages:
-    messages = required_field(record, "messages", "messages")
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise DataError(f"{record.where}: 'messages' must be a non-empty list of messages")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise DataError(
-                f"{record.where}: message {number} must be an object with 'role' and 'content', "
-                f"found {type(message).__name__}"
-            )
-        for name in ("role", "content"):
-            valid_text(record, f"{name!r} of message {number}", message.get(name))
-        if (role := message["role"]) not in ROLES:
-            similar = _OTHER_NAMES.get(role) or next(iter(get_close_matches(role, ROLES, 1)), None)
-            hint = f"; did you mean {similar!r}?" if similar else ""
-            raise DataError(
-                f"{record.where}: message {number} has the unknown role {role!r}; the roles are "
-                f"{', '.join(ROLES)}{hint}"
-            )
-    # In columnar files every message has the fields of all messages, with null for absent ones,
-    # and some templates would print these nulls.
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
-
-
-def require_chat_template(record: Record, tokenizer: "PreTrainedTokenizerBase") -> str:
+def require_chat_template(
+    record: Record, tokenizer: "PreTrainedTokenizerBase", tools: Tools | None = None
+) -> str:
     """The tokenizer's chat template. Raises DataError if it has none.
 
     Args:
       record: a record that needs the template; the message names it.
       tokenizer: the tokenizer.
+      tools: the record's tools, for which the tokenizer may have a template of its own.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -99,91 +92,125 @@ def require_chat_template(record: Record, tokenizer: "PreTrainedTokenizerBase") 
             f'{tokenizer.name_or_path} has none; add "chat_template" to its '
             "tokenizer_config.json, or write the records as prompt and completion"
         )
-    return tokenizer.get_chat_template()
+    return tokenizer.get_chat_template(tools=tools)
 
 
-def _apply(
-    record: Record,
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Messages,
-    limit: TimeLimit | None,
-    add_generation_prompt: bool = False,
-) -> str:
-    with _template_errors(record, tokenizer, limit):
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+class _Chat(NamedTuple):
+    """A conversation, and what renders it."""
+
+    record: Record
+    tokenizer: "PreTrainedTokenizerBase"
+    template: str
+    messages: Messages
+    tools: Tools | None
+    limit: TimeLimit | None
+
+    def rendered(self, number: int | None = None, add_generation_prompt: bool = False) -> str:
+        """The text of the first messages, or of all of them."""
+        with self._template_errors():
+            return self.tokenizer.apply_chat_template(
+                self.messages[:number],
+                tools=self.tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+
+    def marked(self, number: int | None = None) -> tuple[str, list[TextRange]]:
+        """The text of the first messages, or of all of them, and its generation blocks."""
+        # `apply_chat_template(return_assistant_tokens_mask=True)` calls this function too, but if a
+        # block ends in a character that the tokenizer drops, its mask of tokens extends to the end
+        # of the chat. The ranges of characters are exact.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with self._template_errors():
+            (text,), (blocks,) = render_jinja_template(
+                conversations=[self.messages[:number]],
+                tools=self.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return text, [TextRange(*block) for block in blocks]
+
+    @contextmanager
+    def _template_errors(self) -> Iterator[None]:
+        if self.limit is not None:
+            self.limit.restart()
+        try:
+            yield
+        except Exception as error:  # a template is a program and may raise anything
+            is_slow = isinstance(error, TimeLimitExceeded)
+            raise self.error(
+                f"the chat template of {self.tokenizer.name_or_path} "
+                + ("takes too long" if is_slow else f"refuses the messages: {error}")
+            ) from error
+
+    def error(self, message: str) -> DataError:
+        return DataError(f"{self.record.where}: {message}")
 
 
-def _render_generation_blocks(
-    record: Record,
-    tokenizer: "PreTrainedTokenizerBase",
-    template: str,
-    messages: Messages,
-    limit: TimeLimit | None,
+def _ranges(
+    chat: _Chat, spoken: Sequence[int], wanted: Sequence[int]
 ) -> tuple[str, tuple[TextRange, ...]]:
-    # `apply_chat_template(return_assistant_tokens_mask=True)` calls this function too, but if a
-    # block ends in a character that the tokenizer drops, its mask of tokens extends to the end of
-    # the chat. The ranges of characters are exact.
-    from transformers.utils.chat_template_utils import render_jinja_template
+    """The text of a chat, and the ranges of some of the assistant's messages in it.
 
-    with _template_errors(record, tokenizer, limit):
-        (text,), (blocks,) = render_jinja_template(
-            conversations=[messages],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-    ranges = tuple(TextRange(*block) for block in blocks)
-    if not any(text[start:end].strip() for start, end in ranges):
-        raise DataError(
-            f"{record.where}: no target tokens: the chat template of {tokenizer.name_or_path} "
+    Args:
+      chat: the chat.
+      spoken: the numbers of all of the assistant's messages.
+      wanted: the numbers of those whose ranges are returned.
+    """
+    if not _GENERATION_BLOCK.search(chat.template):
+        text = chat.rendered()
+        return text, tuple(_range_by_prefix(chat, text, number) for number in wanted)
+    text, blocks = chat.marked()
+    if not any(text[start:end].strip() for start, end in blocks):
+        raise chat.error(
+            f"no target tokens: the chat template of {chat.tokenizer.name_or_path} "
             "marks no text of the assistant ({% generation %} stands around nothing)"
         )
-    return text, ranges
+    if wanted != spoken:
+        blocks = [block for number in wanted for block in _blocks_of(chat, text, blocks, number)]
+    return text, tuple(blocks)
 
 
-def _ranges_by_prefix(
-    record: Record,
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Messages,
-    text: str,
-    limit: TimeLimit | None,
-) -> tuple[TextRange, ...]:
-    ranges = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if number == 0:
-            raise DataError(
-                f"{record.where}: the conversation begins with an assistant message, which no "
-                'generation prompt precedes; begin with a user message or use loss_on="all"'
-            )
-        before = _apply(record, tokenizer, messages[:number], limit, add_generation_prompt=True)
-        through = _apply(record, tokenizer, messages[: number + 1], limit)
-        if not (text.startswith(through) and through.startswith(before)):
-            raise DataError(
-                f"{record.where}: the chat template of {tokenizer.name_or_path} does not preserve "
-                f"prefixes: rendered alone, the messages up to message {number} or their "
-                "generation prompt differ from their part of the whole chat, so the assistant's "
-                'tokens cannot be found; use loss_on="all", or a template that marks them with '
-                "{% generation %}"
-            )
-        ranges.append(TextRange(len(before), len(through)))
-    return tuple(ranges)
+def _blocks_of(
+    chat: _Chat, text: str, blocks: Sequence[TextRange], number: int
+) -> Sequence[TextRange]:
+    """The generation blocks of one message: those that it adds to the messages before it."""
+    before = len(chat.marked(number)[1]) if number else 0
+    shorter, found = chat.marked(number + 1)
+    own = blocks[before : len(found)]
+    if [text[start:end] for start, end in own] != [shorter[s:e] for s, e in found[before:]]:
+        raise chat.error(
+            f"the chat template of {chat.tokenizer.name_or_path} does not preserve prefixes: it "
+            f"marks other text with {{% generation %}} when more messages follow message {number}, "
+            "so the parts of single messages cannot be found, which weights and "
+            'loss_on="last_turn" need'
+        )
+    return own
 
 
-@contextmanager
-def _template_errors(
-    record: Record, tokenizer: "PreTrainedTokenizerBase", limit: TimeLimit | None
-) -> Iterator[None]:
-    if limit is not None:
-        limit.restart()
-    try:
-        yield
-    except Exception as error:  # a template is a program and may raise anything
-        is_slow = isinstance(error, TimeLimitExceeded)
-        raise DataError(
-            f"{record.where}: the chat template of {tokenizer.name_or_path} "
-            + ("takes too long" if is_slow else f"refuses the messages: {error}")
-        ) from error
+def _range_by_prefix(chat: _Chat, text: str, number: int) -> TextRange:
+    if number == 0:
+        raise chat.error(
+            "the conversation begins with an assistant message, which no generation prompt "
+            'precedes; begin with a user message or use loss_on="all"'
+        )
+    before = chat.rendered(number, add_generation_prompt=True)
+    through = chat.rendered(number + 1)
+    if not (text.startswith(through) and through.startswith(before)):
+        raise chat.error(
+            f"the chat template of {chat.tokenizer.name_or_path} does not preserve prefixes: "
+            f"rendered alone, the messages up to message {number} or their generation prompt "
+            "differ from their part of the whole chat, so the assistant's tokens cannot be found; "
+            'use loss_on="all", loss_on="last_turn" if only the last message is to count, or a '
+            "template that marks them with {% generation %}"
+        )
+    return TextRange(len(before), len(through))
+
+
+def _outside(text: str, excluded: Sequence[TextRange]) -> tuple[TextRange, ...]:
+    """The parts of a text outside of some ranges, which are in order."""
+    starts = [0, *(own.end for own in excluded)]
+    ends = [*(own.start for own in excluded), len(text)]
+    return tuple(TextRange(s, e) for s, e in zip(starts, ends, strict=True) if s < e)

@@ -1,19 +1,12 @@
 """Record forms: which fields a record has, and how they become one text with its target ranges."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .columns import field_names, hint
 from .errors import DataError
-from .sources import Form, LossOn, Record
-
-# By form, the fields that a record needs. `detect_form` takes the first form that fits, and "text"
-# comes last because public Alpaca data sets also have a field `text` with the rendered record.
-REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
+from .forms import REQUIRED_FIELDS, Form
+from .sources import LossOn, Record
 
 
 class TextRange(NamedTuple):
@@ -39,32 +32,33 @@ class RenderedText(NamedTuple):
     has_special_tokens: bool = False
 
 
-def detect_form(record: Record) -> Form:
-    """The first form in `REQUIRED_FIELDS` whose fields the record has.
+def detect_form(record: Record, forms: Sequence[Form] = tuple(REQUIRED_FIELDS)) -> Form:
+    """The first form whose fields the record has.
 
     Args:
       record: usually the first record of a source.
+      forms: the forms that are considered, from `Source.forms`.
 
     Raises:
       DataError: the record has the fields of no form.
     """
-    for form, names in REQUIRED_FIELDS.items():
-        if all(name in record.fields for name in names):
+    for form in forms:
+        if all(name in record.fields for name in REQUIRED_FIELDS[form]):
             return form
-    forms = "; ".join(f"{form} ({', '.join(names)})" for form, names in REQUIRED_FIELDS.items())
+    known = "; ".join(f"{form} ({', '.join(REQUIRED_FIELDS[form])})" for form in forms)
     raise DataError(
-        f"{record.where}: the fields fit no record form: found {_field_names(record)}; "
-        f"the forms and their fields are {forms}"
+        f"{record.where}: the fields fit no record form: found {field_names(record)}; "
+        f"the forms and their fields are {known}{hint(record, forms)}"
     )
 
 
 def render(record: Record, form: Form, loss_on: LossOn) -> RenderedText:
-    """Renders a record of any form except "messages", which `chat.render_chat` renders.
+    """Renders a record of any form except `CHAT_FORMS`, which `chat.render_chat` renders.
 
     Args:
       record: the record.
       form: "prompt_completion", "alpaca" or "text".
-      loss_on: as in `Source`.
+      loss_on: as in `Source`; "last_turn" equals "completion".
 
     Raises:
       DataError: a field is missing or not a string.
@@ -92,7 +86,7 @@ def required_field(record: Record, form: Form, name: str) -> Any:
         problem = f"null in field {name!r}" if name in record.fields else f"no field {name!r}"
         raise DataError(
             f"{record.where}: {problem}, which a {form} record needs; "
-            f"found fields: {_field_names(record)}"
+            f"found fields: {field_names(record)}{hint(record, [form])}"
         )
     return value
 
@@ -120,7 +114,3 @@ def _alpaca_prompt(record: Record) -> str:
     if record.fields.get("input") not in (None, ""):
         prompt += f"### Input:\n{string_field(record, 'alpaca', 'input')}\n\n"
     return prompt + "### Response:\n"
-
-
-def _field_names(record: Record) -> str:
-    return ", ".join(map(repr, record.fields)) or "none"

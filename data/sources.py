@@ -1,6 +1,5 @@
-"""Reads records from JSONL files, Parquet files and Hugging Face datasets."""
+"""Reads records from files and Hugging Face datasets."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,20 +7,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from jaxmux.field_checks import check_fields, choice, text
+from jaxmux.field_checks import by_name, check_fields, choice, integer, number, text
+from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
+from .file_kinds import Rows, files_of, read_file
+from .forms import REQUIRED_FIELDS, Form, all_fields, fields_of, forms_with
 from .hugging_face import is_saved_data_set, load_data_set
 
-Form = Literal["prompt_completion", "messages", "alpaca", "text"]
-LossOn = Literal["completion", "all"]
+LossOn = Literal["completion", "all", "last_turn"]
 Overlong = Literal["truncate", "drop", "error"]
 OnBadRecord = Literal["error", "skip"]
 SpecialTokens = Literal["parse", "escape"]
 
 HUGGING_FACE_PREFIX = "hf:"
-JSONL_SUFFIXES = (".jsonl", ".json")
-PARQUET_SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,28 @@ class Source:
     """Training records on disk or on the Hugging Face Hub, and how they become samples.
 
     Attributes:
-      path: a `.jsonl` or `.json` file (one JSON object per line), a `.parquet` file, or "hf:"
-        followed by the name of a Hugging Face dataset ("hf:tatsu-lab/alpaca") or by the folder of a
-        dataset that `save_to_disk` wrote. In a `Task`, "jaxmux:" may come before the path of a file
+      path: a `.jsonl` file (one JSON object per line), a `.json` file (the same, or an array of
+        objects), a `.csv` or `.tsv` file (its first row names the fields), one of these with `.gz`
+        or `.zst` behind it, a `.parquet` file, or "hf:" followed by the name of a Hugging Face
+        dataset ("hf:tatsu-lab/alpaca") or by the folder of a dataset that `save_to_disk` wrote. A
+        path with "*" or "?" stands for all files that match, in the order of their names:
+        "data/part-*.jsonl". In a `Task`, "jaxmux:" may come before the path of a file
         that ships with jaxmux, as in "jaxmux:demo/tasks/NAME.jsonl".
       split: split of a Hugging Face dataset. Sources without splits accept only "train".
       form: the fields of a record and how they become text. "prompt_completion" has the fields
         prompt and completion, which are joined. "messages" has a list of {"role", "content"}
-        objects, which the tokenizer's chat template renders. "alpaca" has instruction, output and
-        optionally input, which are joined with the headings of the Alpaca prompt. "text" has the
-        field text. "auto" looks at the first record and takes the first form that fits, in the
-        order messages, prompt_completion, alpaca, text, for all records.
+        objects, which the tokenizer's chat template renders; assistant messages may have
+        tool_calls, and a weight of 0 if they do not count in the loss; the field tools describes
+        functions. "sharegpt" has the field conversations, a list of {"from", "value"} objects, and
+        optionally system and tools; it is rendered like "messages". "alpaca" has instruction,
+        output and optionally input, which are joined with the headings of the Alpaca prompt. "text"
+        has the field text. "auto" looks at the first record and takes the first form that fits, in
+        the order messages, prompt_completion, alpaca, text, sharegpt, for all records.
       loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the
-        output or of the assistant's messages; in the form "text", all tokens. "all": all tokens.
-        The first token of a sample never counts.
+        output or of the assistant's messages; in the form "text", all tokens. "last_turn": of a
+        chat, only the tokens of the assistant's last message; in other forms like "completion".
+        "all": all tokens, except those of assistant messages with weight 0. The first token of a
+        sample never counts.
       overlong: what happens to samples with more tokens than the task's `max_length`. "truncate"
         cuts their end, "drop" leaves them out, "error" raises a DataError when the source is
         loaded.
@@ -52,6 +59,14 @@ class Source:
       special_tokens: the treatment of text that spells a special token of the tokenizer, such as
         "<|im_end|>" or "</s>". "parse" lets it become this token, so that data can end a turn or a
         sample early. "escape" puts a space behind its first character, so that it stays text.
+      columns: by field of the form, the name of this field in the records, as in {"prompt":
+        "question", "completion": "answer"}. Fields that are not named keep their own names. With
+        the form "auto", only forms with all of these fields are considered.
+      max_samples: only the first so many records are read; malformed lines that are left out do not
+        count. None reads all of them.
+      repeat: how often an epoch of a task has each sample of the source: 3 for three times, 0.5 for
+        half of the samples, the same ones in every epoch. So the sources of a task are weighted.
+        None stands for once.
 
     Raises:
       DataError: a field has another value.
@@ -64,11 +79,42 @@ class Source:
     overlong: Overlong = choice("truncate", get_args(Overlong))
     on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
     special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
+    columns: tuple[tuple[str, str], ...] = by_name(rule=text())
+    max_samples: int | None = integer(None, least=1, optional=True)
+    repeat: float | None = number(None, above=0, optional=True)
 
     def __post_init__(self):
         if isinstance(self.path, os.PathLike):
             object.__setattr__(self, "path", os.fspath(self.path))
-        check_fields(self, lambda message: DataError(f"{self.path}: {message}"))
+        check_fields(self, self._error)
+        self._check_columns()
+
+    @property
+    def forms(self) -> list[Form]:
+        """The forms that the records may have."""
+        if self.form != "auto":
+            return [self.form]
+        return forms_with({name for name, _ in self.columns})
+
+    def _check_columns(self) -> None:
+        names = [name for name, _ in self.columns]
+        known = all_fields()
+        for name in names:
+            if name not in known:
+                hint = did_you_mean(name, known) or f"the fields are {', '.join(known)}"
+                raise self._error(f"columns: {name!r} is no field of a form; {hint}")
+            if names.count(name) > 1:
+                raise self._error(f"columns names {name!r} twice")
+        if not set(names) <= {name for form in self.forms for name in fields_of(form)}:
+            forms = REQUIRED_FIELDS if self.form == "auto" else [self.form]
+            fields = "; ".join(f"{form} ({', '.join(fields_of(form))})" for form in forms)
+            raise self._error(
+                f"columns: no form has the fields {', '.join(names)}; the forms and their fields "
+                f"are {fields}"
+            )
+
+    def _error(self, message: str) -> DataError:
+        return DataError(f"{self.path}: {message}")
 
 
 class Record(NamedTuple):
@@ -77,8 +123,8 @@ class Record(NamedTuple):
     Attributes:
       index: number of the record in its source, from 0.
       fields: the values of the record by field name.
-      where: the place that error messages name: "path:line" in a JSONL file, "path:row" in other
-        sources, both counted from 1.
+      where: the place that error messages name: "path:line" in a JSONL, CSV or TSV file, "path:row"
+        in other sources, both counted from 1.
     """
 
     index: int
@@ -92,8 +138,7 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
     Errors are raised while the result is iterated, not by the call itself.
 
     Args:
-      source: a JSONL file, a Parquet file or a Hugging Face data set; only its `path`, `split` and
-        `on_bad_record` are used.
+      source: the source; only its `path`, `split`, `on_bad_record` and `max_samples` are used.
       skipped: gets the error of every malformed line that is left out, if the source says
         `on_bad_record="skip"`.
 
@@ -102,10 +147,13 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
         split; a line is not a JSON object; or the optional package that reads this kind of source
         is not installed.
     """
-    index = -1
+    index, found = -1, 0
     for index, (where, fields) in enumerate(_open_rows(source)):
         if not isinstance(fields, DataError):
             yield Record(index, fields, where)
+            found += 1
+            if found == source.max_samples:
+                return
         elif source.on_bad_record == "error":
             raise fields
         elif skipped is not None:
@@ -114,20 +162,16 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
         raise DataError(f"{source.path}: no records")
 
 
-def _open_rows(source: Source) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
+def _open_rows(source: Source) -> Rows:
     """The place and the fields of each row; an error in place of the fields of a malformed line."""
     if source.path.startswith(HUGGING_FACE_PREFIX):
         return _read_hugging_face(source)
-    path = Path(source.path)
-    if path.suffix not in (*JSONL_SUFFIXES, PARQUET_SUFFIX):
-        raise DataError(
-            f"{path}: unknown kind of file {path.suffix!r}; expected .jsonl, .json or .parquet, "
-            f"or {HUGGING_FACE_PREFIX}NAME for a Hugging Face dataset"
-        )
-    if not path.is_file():
-        raise DataError(f"{path}: {'is not a file' if path.exists() else 'file not found'}")
+    if not (files := files_of(source.path)):
+        raise DataError(f"{source.path}: no file matches")
+    rows = map(read_file, map(Path, files))
+    first = next(rows)
     _require_no_split(source)
-    return _read_parquet(path) if path.suffix == PARQUET_SUFFIX else _read_jsonl(path)
+    return chain(first, chain.from_iterable(rows))
 
 
 def _require_no_split(source: Source) -> None:
@@ -138,51 +182,7 @@ def _require_no_split(source: Source) -> None:
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    yield where, _parse_object(line, where)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
-    try:
-        fields = json.loads(line.decode("utf-8-sig").rstrip(" \t\r\n"))
-    except (ValueError, RecursionError) as error:
-        hint = "; write one object per line, not an array" if line.strip() == b"[" else ""
-        problem = error
-        if isinstance(error, json.JSONDecodeError):
-            # Its own text would number lines within this one.
-            problem = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        return DataError(f"{where}: malformed JSON line: {problem}{hint}")
-    if not isinstance(fields, dict):
-        return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
-    return fields
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{path}: Parquet files need the package pyarrow: pip install '.[parquet]' in the "
-            "source folder of jaxmux"
-        ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
-            for number, fields in enumerate(rows, start=1):
-                yield f"{path}:{number}", fields
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-
-
-def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_hugging_face(source: Source) -> Rows:
     name = source.path.removeprefix(HUGGING_FACE_PREFIX)
     found = load_data_set(name, source.split, source.path)
     # A folder may hold several splits, which are then the values of a dict.
@@ -193,5 +193,5 @@ def _read_hugging_face(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]
         found = found[source.split]
     elif is_saved_data_set(Path(name)):
         _require_no_split(source)
-    for number, fields in enumerate(found, start=1):
-        yield f"{source.path}:{number}", fields
+    for row, fields in enumerate(found, start=1):
+        yield f"{source.path}:{row}", fields

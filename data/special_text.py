@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .sources import Record, Source
@@ -53,7 +54,8 @@ class SpecialText:
                 found = self._pattern.search(value)
                 return found[0] if found else ""
             case Mapping():
-                return next(filter(None, map(self._search, value.values())), "")
+                # Templates render the keys of arguments and of descriptions of tools.
+                return next(filter(None, map(self._search, chain(*value.items()))), "")
             case list():
                 return next(filter(None, map(self._search, value)), "")
         return ""
@@ -63,7 +65,7 @@ class SpecialText:
             case str():
                 return self._pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
             case Mapping():
-                return {key: self._escaped(part) for key, part in value.items()}
+                return {self._escaped(key): self._escaped(part) for key, part in value.items()}
             case list():
                 return [self._escaped(part) for part in value]
         return value

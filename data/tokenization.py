@@ -12,11 +12,14 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from .chat import render_chat, require_chat_template
+from .columns import Columns
 from .errors import DataError
+from .forms import CHAT_FORMS
 from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
+from .split import Part
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
@@ -104,8 +107,9 @@ def load_samples(
     *,
     max_length: int,
     vocab_size: int | None = None,
+    part: Part | None = None,
 ) -> Samples:
-    """Reads a whole source, turns its records into text, and tokenizes them.
+    """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
     The text of a record is tokenized at once. A token counts in the loss if some of its characters
     belong to the part that `source.loss_on` selects, so a token across the border of prompt and
@@ -119,6 +123,7 @@ def load_samples(
         decides what happens to longer samples.
       vocab_size: rows of the model's embedding; a token id that is not below this number is an
         error. None skips the check.
+      part: the part of the records that is loaded; None for all of them.
 
     Returns:
       The samples in the order of the source, with counts of truncated and dropped records.
@@ -138,7 +143,7 @@ def load_samples(
     # In some tokenizers, the EOS token that ends each sample is the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
     dropped = truncated = targets = cut = unknown = 0
-    for record, whole in _tokenize(source, tokenizer, special, skipped):
+    for record, whole in _tokenize(source, tokenizer, special, skipped, part):
         _require_known_ids(record, whole, tokenizer, vocab_size)
         targets += whole.target_tokens
         unknown += np.count_nonzero(whole.input_ids[whole.target_mask] == unknown_id)
@@ -150,7 +155,7 @@ def load_samples(
         truncated += sample is not whole
         cut += whole.target_tokens - sample.target_tokens
     if not samples:
-        raise DataError(_no_samples(source, max_length, dropped, skipped))
+        raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
         samples,
         read=len(samples) + dropped + len(skipped),
@@ -166,8 +171,16 @@ def load_samples(
     )
 
 
-def _no_samples(source: Source, max_length: int, dropped: int, skipped: list[DataError]) -> str:
+def _no_samples(
+    source: Source, max_length: int, dropped: int, skipped: list[DataError], part: Part | None
+) -> str:
     reasons = []
+    if part and not dropped and not skipped:
+        found = "none" if part.held_out else "all"
+        return (
+            f"{source.path}: validation_fraction={part.fraction:g} holds out {found} of the "
+            "records; choose another fraction, or name the held-out records with eval_data"
+        )
     if dropped:
         reasons.append(
             f"{dropped} exceed max_length={max_length} and were dropped "
@@ -184,6 +197,7 @@ def _tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     special: SpecialText,
     skipped: list[DataError],
+    part: Part | None,
 ) -> Iterator[tuple[Record, Sample]]:
     """The untruncated sample of every record that can be trained on. `skipped` gets the errors of
     the other records, if the source says `on_bad_record="skip"`."""
@@ -193,20 +207,27 @@ def _tokenize(
             raise error
         skipped.append(error)
 
+    columns = Columns(source)
     records = read_records(source, skipped)
     for first in records:
         try:
-            form = detect_form(first) if source.form == "auto" else source.form
+            if (form := source.form) == "auto":
+                form = detect_form(columns.renamed(first), source.forms)
             break
         except DataError as error:
             refuse(error)
     else:
         return
-    if form == "messages":
+    if form in CHAT_FORMS:
         require_chat_template(first, tokenizer)
         limit = TimeLimit(_TEMPLATE_SECONDS)
         render_record = partial(
-            render_chat, tokenizer=tokenizer, loss_on=source.loss_on, limit=limit
+            render_chat,
+            tokenizer=tokenizer,
+            loss_on=source.loss_on,
+            limit=limit,
+            form=form,
+            treated=special.treated,
         )
     else:
         if tokenizer.eos_token_id is None:
@@ -215,13 +236,20 @@ def _tokenize(
                 "text"
             )
         limit = nullcontext()
-        render_record = partial(render, form=form, loss_on=source.loss_on)
-    for group in batched(chain([first], records), _RECORDS_PER_CALL):
+
+        def render_record(record: Record) -> RenderedText:
+            return render(special.treated(record), form, source.loss_on)
+
+    def is_wanted(record: Record) -> bool:
+        columns.see(record)
+        return part is None or part.has(record.index)
+
+    for group in batched(filter(is_wanted, chain([first], records)), _RECORDS_PER_CALL):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:
                 try:
-                    rendered.append((record, render_record(special.treated(record))))
+                    rendered.append((record, render_record(columns.renamed(record))))
                 except DataError as error:
                     refuse(error)
                 except TimeLimitExceeded:
@@ -239,6 +267,7 @@ def _tokenize(
                         "messages or the text is empty (the first token of all is never a target)"
                     )
                 )
+    columns.refuse_unseen()
 
 
 def _parts_of_texts(

@@ -163,14 +163,14 @@ def integers(default: Any = dataclasses.MISSING, *, least: int) -> Any:
     return _field(default, f"a list of integers of at least {least}", accept, schema)
 
 
-def numbers_by_name(default: Any = (), *, rule: Any) -> Any:
-    """A field that holds numbers by name. A mapping becomes a tuple of pairs, in its order.
+def by_name(default: Any = (), *, rule: Any) -> Any:
+    """A field that holds values by name. A mapping becomes a tuple of pairs, in its order.
 
     Args:
       default: the field's default value, a tuple of pairs.
-      rule: a field from `integer` or `number` that holds one of the numbers.
+      rule: a field from `integer`, `number` or `text` that holds one of the values.
     """
-    of_number: _Rule = rule.metadata[_RULE]
+    of_value: _Rule = rule.metadata[_RULE]
 
     def accept(value: Any) -> Any:
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
@@ -180,15 +180,15 @@ def numbers_by_name(default: Any = (), *, rule: Any) -> Any:
         for pair in pairs:
             if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
                 return _REFUSED
-            name, number = pair
-            accepted = of_number.accept(number)
+            name, own = pair
+            accepted = of_value.accept(own)
             if not isinstance(name, str) or accepted is _REFUSED:
                 return _REFUSED
             found.append((name, accepted))
         return tuple(found)
 
-    schema = {"type": "object", "additionalProperties": of_number.schema}
-    return _field(default, f"a mapping from names to {of_number.expected}", accept, schema)
+    schema = {"type": "object", "additionalProperties": of_value.schema}
+    return _field(default, f"a mapping from names to {of_value.expected}", accept, schema)
 
 
 def choice(default: Any, known: Sequence[str | None], pattern: str = "", in_words: str = "") -> Any:

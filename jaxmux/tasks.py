@@ -33,7 +33,9 @@ class Task:
       name: name of the task, unique in a training run (one call of `fine_tune`). Files are named
         after the task, so the name consists of letters, digits, ".", "_" and "-", begins with a
         letter or digit, and has at most 100 characters.
-      data: the training records. A path is short for `Source(path)`.
+      data: the training records: a `Source`, or a list of sources that are mixed. An epoch has the
+        samples of all of them, each as often as its `Source.repeat` says, in one random order. A
+        path is short for `Source(path)`.
       adapter: what is trained: a `LoRA`, a `DoRA`, an `IA3`, an `LNTuning`, a `Bottleneck`, a
         `DiffPruning`, a `SparseDiff`, a `VeRA`, a `PromptTuning` or a `TrainedTokens`. Tasks with
         different kinds of adapters train together.
@@ -47,7 +49,11 @@ class Task:
       steps: number of global batches that the task trains. The data repeats if it has fewer. Give
         exactly one of `epochs` and `steps`.
       eval_data: held-out records, a `Source` or a path. Their loss is measured before and after
-        training. None stands for no held-out records.
+        training. None stands for no held-out records, unless `validation_fraction` takes them from
+        `data`.
+      validation_fraction: fraction of the records of `data` that is held out and not trained on, if
+        there is no `eval_data`. Which ones depends on their numbers in the source and on `seed`
+        only. None holds out none.
       eval_every: number of steps from one measurement of the held-out loss to the next. None
         measures it only before and after training.
       keep_best: True exports the adapter with the lowest held-out loss that was measured after a
@@ -70,7 +76,7 @@ class Task:
     """
 
     name: str
-    data: Source | str
+    data: Source | str | tuple[Source, ...]
     adapter: Any = LoRA()
     optimizer: Optimizer = AdamW()
     batch_size: int = integer(16, least=1)
@@ -85,11 +91,13 @@ class Task:
     seed: int = integer(0, least=0)
     resume_from: str | None = text(None, optional=True)
     sample_prompt: str | None = text(None, optional=True)
+    validation_fraction: float | None = number(None, above=0, below=1, optional=True)
 
     def __post_init__(self):
         for field in ("data", "eval_data"):
-            if isinstance(value := getattr(self, field), str | os.PathLike):
-                object.__setattr__(self, field, Source(os.fspath(value)))
+            object.__setattr__(self, field, _source(getattr(self, field)))
+        if isinstance(self.data, list | tuple):
+            object.__setattr__(self, "data", tuple(map(_source, self.data)))
         if not isinstance(self.name, str) or not re.fullmatch(TASK_NAME, self.name):
             raise self._error(
                 "a name consists of letters, digits, '.', '_' and '-', and begins with a letter or "
@@ -100,10 +108,14 @@ class Task:
         if isinstance(self.resume_from, os.PathLike):
             object.__setattr__(self, "resume_from", os.fspath(self.resume_from))
         check_fields(self, self._error)
-        if not isinstance(self.data, Source):
-            raise self._error(f"data should be a path or a Source, found {self.data!r}")
+        if not self.sources or not all(isinstance(source, Source) for source in self.sources):
+            raise self._error(
+                f"data should be a path or a Source, or a list of them, found {self.data!r}"
+            )
         if not isinstance(self.eval_data, Source | None):
             raise self._error(f"eval_data should be a path or a Source, found {self.eval_data!r}")
+        if self.eval_data and self.eval_data.repeat is not None:
+            raise self._error("eval_data: repeat is for training data only")
         if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
             is_class = isinstance(self.adapter, type)
             hint = "; in a config, write @NAME/LoRA() with parentheses" if is_class else ""
@@ -124,8 +136,23 @@ class Task:
             for field in ("keep_best", "patience"):
                 if getattr(self, field):
                     raise self._error(f"{field} needs eval_every")
-        elif self.eval_data is None:
-            raise self._error("eval_every needs eval_data")
+        elif self.eval_data is None and self.validation_fraction is None:
+            raise self._error("eval_every needs eval_data or validation_fraction")
+        if self.eval_data is not None and self.validation_fraction is not None:
+            raise self._error(
+                "give eval_data or validation_fraction, not both: each says which records are held "
+                "out"
+            )
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources of the training records, one or more."""
+        return self.data if isinstance(self.data, tuple) else (self.data,)
 
     def _error(self, message: str) -> TaskError:
         return TaskError(f"task {self.name!r}: {message}")
+
+
+def _source(value: Any) -> Any:
+    """The source for which a path is short; any other value as it is."""
+    return Source(os.fspath(value)) if isinstance(value, str | os.PathLike) else value

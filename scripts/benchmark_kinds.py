@@ -56,7 +56,7 @@ from kinds_turns import turn
 from jaxmux.data import GlobalBatches
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.prepared_task import with_virtual_tokens
+from jaxmux.engine.task_data import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, device_peak, linear_sizes, planned_remat
 from jaxmux.peft import (
     IA3,

@@ -15,6 +15,12 @@ def test_a_path_stands_for_its_source():
     assert Task("translate", source, epochs=1).data is source
 
 
+def test_paths_of_a_list_stand_for_their_sources():
+    task = Task("translate", ["a.jsonl", Source("b.jsonl", repeat=2)], steps=1)
+    assert task.data == task.sources == (Source("a.jsonl"), Source("b.jsonl", repeat=2))
+    assert Task("translate", "a.jsonl", steps=1).sources == (Source("a.jsonl"),)
+
+
 def test_equal_tasks_are_equal_and_hashable():
     one, other = (Task("t", "d.jsonl", steps=1, adapter=LoRA(4)) for _ in range(2))
     assert one == other and hash(one) == hash(other)
@@ -54,7 +60,13 @@ def test_other_names_are_refused(name):
         ({"max_length": 1}, "max_length should be an integer of at least 2, found 1"),
         ({"seed": -1}, "seed should be an integer of at least 0, found -1"),
         ({"batch_size": None}, "batch_size should be an integer of at least 1, found None"),
-        ({"data": None}, "data"),
+        ({"data": None}, "data should be a path or a Source, or a list of them, found None"),
+        ({"data": []}, "data should be a path or a Source, or a list of them, found "),
+        ({"data": ["a.jsonl", 3]}, "data should be a path or a Source, or a list of them"),
+        ({"eval_data": ["a.jsonl"]}, "eval_data should be a path or a Source, found"),
+        ({"eval_data": Source("a.jsonl", repeat=2)}, "eval_data: repeat is for training data"),
+        ({"eval_data": "a.jsonl", "validation_fraction": 0.1}, "eval_data or validation_fraction"),
+        ({"validation_fraction": 1}, r"should be a number in \(0, 1\) or None, found 1"),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.prepared_task import read_data
+from jaxmux.engine.task_data import read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
 from jaxmux.planner import PlanningError

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.data import GlobalBatches, Sample, Samples, Source, load_samples
+from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import (
     AdapterError,
     LayerMask,
@@ -26,6 +25,8 @@ from jaxmux.peft.kind import BaseTensors
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
 from jaxmux.tasks import Task, TaskError
+
+from .task_data import read_data
 
 
 class EarlierLength(NamedTuple):
@@ -272,33 +273,6 @@ def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) ->
             )
 
 
-class TaskData(NamedTuple):
-    """The fields of a `PreparedTask` that hold its data."""
-
-    samples: Samples
-    batches: GlobalBatches
-    steps: int
-    eval_samples: list[Sample]
-
-
-def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
-    """Reads and tokenizes a task's training and held-out data.
-
-    Args:
-      task: the task.
-      config: configuration of the backbone.
-      tokenizer: the backbone's tokenizer, from `load_tokenizer`.
-
-    Raises:
-      ValueError: the data cannot be read or has no sample.
-    """
-    samples = _load(task.data, task, config, tokenizer)
-    batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
-    held_out = _load(task.eval_data, task, config, tokenizer).samples if task.eval_data else []
-    steps = len(batches) if task.steps is None else task.steps
-    return TaskData(samples, batches, steps, held_out)
-
-
 def _hash(samples: Sequence[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in samples:
@@ -306,26 +280,6 @@ def _hash(samples: Sequence[Sample]) -> str:
         digest.update(sample.input_ids.tobytes())
         digest.update(sample.target_mask.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _load(source: Source, task: Task, config: BackboneConfig, tokenizer: Any) -> Samples:
-    source = dataclasses.replace(source, path=resolve_path(source.path))
-    found = load_samples(
-        source, tokenizer, max_length=task.max_length, vocab_size=config.vocab_size
-    )
-    return found._replace(samples=with_virtual_tokens(found.samples, task.adapter))
-
-
-def with_virtual_tokens(samples: Sequence[Sample], adapter: Any) -> list[Sample]:
-    """The samples with the positions that a task's adapter fills before them. They do not count in
-    the task's longest sample (`Task.max_length`).
-
-    Args:
-      samples: the samples.
-      adapter: the specification of the adapter.
-    """
-    number = kind_of(adapter).virtual_tokens(adapter)
-    return [sample._replace(virtual_tokens=number) for sample in samples]
 
 
 def _first_adapter(

@@ -1,10 +1,12 @@
 """Tells whether the files with a task's data are still those that were registered."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxmux.data import Source
+from jaxmux.data.file_kinds import files_of, is_pattern
 from jaxmux.data.hugging_face import is_saved_data_set
 from jaxmux.data.sources import HUGGING_FACE_PREFIX
 from jaxmux.engine import PreparedTask
@@ -16,7 +18,8 @@ def file_identities(task: Task) -> dict[str, str]:
     """What tells the files of a task's data from others, without reading them: by path, a text of
     the file's size, the time of its last change and its inode.
 
-    A link stands for the file to which it leads. The inode tells a file from one that has taken its
+    A pattern of names is told from others by the names that match it. A link stands for the file to
+    which it leads. The inode tells a file from one that has taken its
     place with the same time. Left out are files that are not there, and data sets of the Hugging
     Face hub, which have no file of their own. What does not show is a change in place that keeps
     the size, if it comes before the time stamps of the file system go on: milliseconds after the
@@ -33,6 +36,10 @@ def file_identities(task: Task) -> dict[str, str]:
             # Reading the data tells what is wrong with the path.
             continue
         found[path] = f"{stat.st_size} bytes, {stat.st_mtime_ns} ns, inode {stat.st_ino}"
+    for path in map(_path_of, _sources(task)):
+        if is_pattern(path):
+            names = "\0".join(files_of(path)).encode(errors="surrogateescape")
+            found[path] = f"files named {hashlib.sha256(names).hexdigest()[:16]}"
     return found
 
 
@@ -73,15 +80,22 @@ def read_unchanged(
 
 def _paths(task: Task) -> Iterator[str]:
     """The paths of the local files with a task's training and held-out data."""
-    for source in (task.data, task.eval_data):
-        if source:
-            yield from _files_of(source)
+    for source in _sources(task):
+        yield from _files_of(source)
+
+
+def _sources(task: Task) -> list[Source]:
+    return [*task.sources, *([task.eval_data] if task.eval_data else [])]
+
+
+def _path_of(source: Source) -> str:
+    return resolve_path(source.path)
 
 
 def _files_of(source: Source) -> list[str]:
-    path = resolve_path(source.path)
+    path = _path_of(source)
     if not path.startswith(HUGGING_FACE_PREFIX):
-        return [path]
+        return files_of(path)
     folder = Path(path.removeprefix(HUGGING_FACE_PREFIX))
     try:
         if is_saved_data_set(folder):

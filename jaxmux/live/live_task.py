@@ -140,7 +140,8 @@ class LiveTask:
 
     @property
     def _paths(self) -> str:
-        return ", ".join(data.path for data in (self.task.data, self.task.eval_data) if data)
+        sources = (*self.task.sources, self.task.eval_data)
+        return ", ".join(source.path for source in sources if source)
 
     @property
     def ended(self) -> bool:

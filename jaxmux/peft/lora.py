@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from jaxmux.data import Sample
 from jaxmux.field_checks import (
+    by_name,
     check_fields,
     choice,
     flag,
@@ -19,7 +20,6 @@ from jaxmux.field_checks import (
     integers,
     names,
     number,
-    numbers_by_name,
 )
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
@@ -104,8 +104,8 @@ class LoRA:
     rslora: bool = flag(False)
     initialisation: str = choice("kaiming", INITIALISATIONS, _PISSA_NITER, _PISSA_NITER_IN_WORDS)
     loraplus_ratio: float = number(1.0, above=0)
-    rank_pattern: tuple[tuple[str, int], ...] = numbers_by_name(rule=integer(least=1))
-    alpha_pattern: tuple[tuple[str, float], ...] = numbers_by_name(rule=number())
+    rank_pattern: tuple[tuple[str, int], ...] = by_name(rule=integer(least=1))
+    alpha_pattern: tuple[tuple[str, float], ...] = by_name(rule=number())
     eva_rho: float = number(2.0, least=1)
     calibration_tokens: int = integer(2048, least=1)
     trained_tokens: tuple[int, ...] = integers((), least=0)

@@ -40,6 +40,15 @@ _REASONS = (
         lambda path: path.endswith(".parquet"),
         "a small Parquet file can expand to more memory than there is",
     ),
+    (
+        lambda path: path.endswith((".gz", ".zst")),
+        "a small compressed file can expand to more memory than there is",
+    ),
+    (
+        lambda path: path.endswith((".csv", ".tsv")),
+        "limits count lines, and a row may have several; write one JSON object per line",
+    ),
+    (lambda path: "*" in path or "?" in path, "a specification names its one file"),
 )
 
 

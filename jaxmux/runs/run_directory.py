@@ -245,7 +245,7 @@ class RunDirectory:
             longer = isinstance(found, int) and isinstance(wanted, int) and wanted > found
             if longer and _LENGTH.fullmatch(key):
                 self.extended = True
-            elif found is _ABSENT and (wanted is None or wanted is False):
+            elif found is _ABSENT and (wanted is None or wanted is False or wanted == {}):
                 # The setting is newer than the record, and the task does not use it.
                 continue
             elif _ABSENT in (found, wanted):

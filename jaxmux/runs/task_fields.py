@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxmux.data import Source
-from jaxmux.data.sources import JSONL_SUFFIXES
+from jaxmux.data.file_kinds import JSONL_SUFFIXES
+from jaxmux.data.forms import all_fields
 from jaxmux.field_checks import field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
@@ -119,6 +120,8 @@ def to_json(specification: Any) -> dict[str, Any]:
         value = getattr(specification, field.name)
         if dataclasses.is_dataclass(value):
             value = part_to_json(field.name, value)
+        elif field.name in PARTS and isinstance(value, tuple):
+            value = [part_to_json(field.name, own) for own in value]
         if "object" in types_of(field_schema(field) or {}):
             value = dict(value)
         found[field.name] = list(value) if isinstance(value, tuple) else value
@@ -139,11 +142,16 @@ def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
     values = {}
     for name, value in fields.items():
         if name in PARTS and isinstance(value, dict):
-            classes = PARTS[name].classes
-            own = {key: x for key, x in value.items() if key != KIND or "" in classes}
-            value = from_json(own, classes["" if "" in classes else value[KIND]])
+            value = _part_from_json(value, PARTS[name])
+        elif name in PARTS and isinstance(value, list):
+            value = [_part_from_json(own, PARTS[name]) for own in value]
         values[name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
+
+
+def _part_from_json(value: dict[str, Any], part: Part) -> Any:
+    own = {key: x for key, x in value.items() if key != KIND or "" in part.classes}
+    return from_json(own, part.classes["" if "" in part.classes else value[KIND]])
 
 
 def part_to_json(field: str, part: Any) -> dict[str, Any]:
@@ -162,8 +170,9 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
 
     A regular expression for target modules can take Python's `re` years. A data set of the hub is
     fetched over the network, and the loader of a saved one reads files that it names itself. A
-    small Parquet file can expand to more memory than there is. Texts may be printed on the
-    operator's terminal, which obeys control characters.
+    small Parquet or compressed file can expand to more memory than there is. The limits of data are
+    counted in lines, which a row of a table or an element of an array need not be. Texts may be
+    printed on the operator's terminal, which obeys control characters.
     """
     names = "|".join(sorted({ALL_LINEAR, *MODULE_NAMES})).replace(".", r"\.")
     linears = {
@@ -204,6 +213,17 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "maxLength": limits.prompt_characters,
         "$comment": "a text without control characters but line breaks and tabs",
     }
+    columns = {
+        "propertyNames": {"enum": all_fields()},
+        "additionalProperties": {
+            "type": "string",
+            "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$",
+            "minLength": 1,
+            "maxLength": 100,
+        },
+        "$comment": "an object with names of fields without control characters, by the fields of a "
+        f"form: {', '.join(all_fields())}",
+    }
     alphas = by_linear | {"$comment": "an object with a number by the name of a linear"}
     return {
         (Task, "name"): {
@@ -230,6 +250,9 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         },
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
+        (Source, "columns"): columns,
+        # Repeated samples would not count in the limits of data.
+        (Source, "repeat"): {"enum": [None]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,

@@ -26,7 +26,8 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the specifications that `task_from_json` accepts.
 
     It is made from the fields of `Task` and of its parts: their checks, defaults and descriptions.
-    It cannot express that files exist, and permits 16.0 where `task_from_json` requires 16.
+    It cannot express that files exist or which `columns` go together, and permits 16.0 where
+    `task_from_json` requires 16.
 
     Args:
       limits: the largest values; None for the defaults of `SpecificationLimits`.
@@ -40,9 +41,10 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
         **_object(Task, "", limits),
         "oneOf": [_given("epochs", "steps"), _given("steps", "epochs")],
         "allOf": [
-            _needs({"eval_every": {"type": "integer"}}, "eval_data"),
+            _needs({"eval_every": {"type": "integer"}}, "eval_data", "validation_fraction"),
             _needs({"patience": {"type": "integer"}}, "eval_every"),
             _needs({"keep_best": {"const": True}}, "eval_every"),
+            {"not": {"allOf": [_has_value("eval_data"), _has_value("validation_fraction")]}},
         ],
         "$defs": {name: _object(cls, kind, limits) for name, (kind, cls) in sorted(parts.items())},
     }
@@ -58,11 +60,15 @@ def _given(one: str, other: str) -> dict[str, Any]:
     return {"required": [one], "properties": types}
 
 
-def _needs(given: dict[str, Any], other: str) -> dict[str, Any]:
-    """Where a field has a value, another one has to be given."""
+def _needs(given: dict[str, Any], *others: str) -> dict[str, Any]:
+    """Where a field has a value, one of the others has to be given."""
     condition = {"properties": given, "required": list(given)}
-    not_null = {"properties": {other: {"not": {"type": "null"}}}, "required": [other]}
-    return {"if": condition, "then": not_null}
+    not_null = [_has_value(other) for other in others]
+    return {"if": condition, "then": {"anyOf": not_null} if len(others) > 1 else not_null[0]}
+
+
+def _has_value(field: str) -> dict[str, Any]:
+    return {"properties": {field: {"not": {"type": "null"}}}, "required": [field]}
 
 
 def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]:

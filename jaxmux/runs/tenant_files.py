@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxmux.data.json_arrays import BYTE_ORDER_MARK, begins_array
 from jaxmux.peft import LoRA, kind_of
 from jaxmux.peft.lora_tokens import token_indices
 from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
@@ -37,10 +38,11 @@ def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
       task: the task.
       changed: function that returns the new path for an old one.
     """
-    data, held_out, adapter = task.data, task.eval_data, task.resume_from
+    held_out, adapter = task.eval_data, task.resume_from
+    data = tuple(dataclasses.replace(own, path=changed(own.path)) for own in task.sources)
     return dataclasses.replace(
         task,
-        data=dataclasses.replace(data, path=changed(data.path)),
+        data=data if isinstance(task.data, tuple) else data[0],
         eval_data=held_out and dataclasses.replace(held_out, path=changed(held_out.path)),
         resume_from=adapter and changed(adapter),
     )
@@ -138,8 +140,9 @@ class _Files:
 
     def visit(self) -> None:
         task, limits = self.task, self.limits
-        lines = self._data(task.data.path, "data")
-        if task.eval_data and task.eval_data.path != task.data.path:
+        paths = [source.path for source in task.sources]
+        lines = sum(self._data(path, "data") for path in paths)
+        if task.eval_data and task.eval_data.path not in paths:
             self._data(task.eval_data.path, "eval_data")
         steps = (task.epochs or 0) * math.ceil(lines / task.batch_size)
         if steps > limits.steps:
@@ -153,6 +156,7 @@ class _Files:
     def _data(self, path: str, key: str) -> int:
         """The number of lines of a data file, which is copied line by line."""
         limits, where, lines, size = self.limits, f"{self.where}: {key}", 0, 0
+        is_blank = True
         with (
             open_inside(self.folder, path, limits.data_bytes, where) as file,
             self._copy(path, where) as copy,
@@ -167,6 +171,13 @@ class _Files:
                 if lines > limits.records:
                     raise TaskError(f"{where}: {path} has more than {limits.records} lines")
                 _refuse_growth(path, size, limits.data_bytes, where)
+                # The limits of lines would not hold for elements of an array.
+                if is_blank and path.endswith(".json") and begins_array(line):
+                    raise TaskError(
+                        f"{where}: {path} holds a JSON array; write one object per line, without "
+                        "brackets around them and commas between them"
+                    )
+                is_blank = is_blank and not line.removeprefix(BYTE_ORDER_MARK).strip()
                 copy.write(line)
         return lines
 

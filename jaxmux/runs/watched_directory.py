@@ -181,7 +181,7 @@ class WatchedDirectory:
           tenant: the tenant.
           task: the task, with relative paths.
         """
-        paths = [task.data.path]
+        paths = [source.path for source in task.sources]
         if task.eval_data:
             paths.append(task.eval_data.path)
         if task.resume_from:

@@ -105,3 +105,22 @@ def test_the_files_of_a_saved_data_set_are_known_and_the_hub_has_none(tmp_path):
     shipped = file_identities(Task("mine", "jaxmux:demo/tasks/mood.train.jsonl", steps=1))
     (path,) = shipped
     assert Path(path).is_file()
+
+
+def test_files_of_a_pattern_that_come_go_or_change_are_noticed(tmp_path):
+    parts = [tmp_path / f"part-{k}.jsonl" for k in range(3)]
+    for part in parts[:2]:
+        part.write_text('{"text": "one"}\n')
+    task = Task("mine", str(tmp_path / "part-*.jsonl"), steps=1)
+    registered = file_identities(task)
+    assert registered.keys() == {task.data.path, *map(str, parts[:2])}
+    assert read_unchanged(lambda task: task.name, task, registered) == "mine"
+    written(parts[1])
+    with pytest.raises(TaskError, match="part-1.jsonl: changed after the task was registered; "):
+        read_unchanged(print, task, registered)
+    registered = file_identities(task)
+    parts[2].write_text('{"text": "two"}\n')
+    with pytest.raises(TaskError, match=r"part-\*.jsonl: changed after the task was registered; "):
+        read_unchanged(print, task, registered)
+    with pytest.raises(TaskError, match=r"part-.*: changed after .*, while the data were read"):
+        read_unchanged(lambda task: parts[2].unlink(), task, {})

@@ -24,6 +24,7 @@ main = partial(run_command, "train", prog="jaxmux train")
 INTEGERS = {
     "tiny/Task": {"batch_size": 1, "max_length": 2, "steps": 1, "seed": 0},
     "tiny/LoRA": {"rank": 1},
+    "tiny/Source": {"max_samples": 1},
     "tiny/Schedule": {"warmup_steps": 0},
     "fine_tune": {
         "tokens_per_microbatch": 1,
@@ -41,6 +42,8 @@ INTEGERS = {
 }
 # By field, values outside its range.
 NUMBERS = {
+    "tiny/Task": {"validation_fraction": (0, 1.0, -0.1)},
+    "tiny/Source": {"repeat": (0, -1.0)},
     "tiny/LoRA": {"alpha": (), "dropout": (-0.1, 1.0), "loraplus_ratio": (0, -1.0)},
     "tiny/AdamW": {
         "learning_rate": (-1e-3,),

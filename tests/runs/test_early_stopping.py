@@ -1,10 +1,12 @@
 """Held-out losses during a training run: their file, early stopping, and the best adapter."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from jaxmux import AdamW
+from jaxmux.data import Part
 from jaxmux.runs import checkpoints
 
 
@@ -83,3 +85,27 @@ def test_a_run_of_a_version_without_these_settings_goes_on(make_task, train, tmp
         del record["tasks"]["a"][field]
     (tmp_path / "run.json").write_text(json.dumps(record))
     assert train(tmp_path, make_task("a", steps=3)).tasks["a"]["steps"] == 3
+
+
+def test_held_out_records_of_a_fraction_train_like_files_with_them(
+    make_task, train, data, tmp_path, adapter_bytes
+):
+    rows = Path(data["short"]).read_text().splitlines(keepends=True)
+    for held_out in (False, True):
+        part = Part(0.3, 5, held_out)
+        own = [row for number, row in enumerate(rows) if part.has(number)]
+        (tmp_path / f"{held_out}.jsonl").write_text("".join(own))
+    files = {"data": str(tmp_path / "False.jsonl"), "eval_data": str(tmp_path / "True.jsonl")}
+    tasks = [
+        make_task("files", seed=5, eval_every=1, **files),
+        make_task("fraction", seed=5, eval_every=1, validation_fraction=0.3),
+    ]
+    assert train(tmp_path / "run", *tasks).succeeded
+    one, other = (
+        [line | {"task": None} for line in lines(tmp_path / "run") if line["task"] == task.name]
+        for task in tasks
+    )
+    assert len(one) == 4 and one == other
+    adapters = [adapter_bytes(tmp_path / "run" / "adapters" / task.name) for task in tasks]
+    weights = [own["adapter_model.safetensors"] for own in adapters]
+    assert weights[0] == weights[1]

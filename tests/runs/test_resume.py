@@ -256,3 +256,21 @@ def test_records_of_an_older_format_are_refused(record, train, make_task, tmp_pa
     with pytest.raises(RunDirectoryError, match="has format 1, .* reads format 3; .* --restart"):
         train(tmp_path, make_task())
     assert train(tmp_path, make_task(), restart=True).succeeded
+
+
+def test_a_run_goes_on_that_was_recorded_before_there_were_some_settings(
+    train, make_task, tmp_path
+):
+    train(tmp_path, make_task())
+    path = tmp_path / "run.json"
+    record = json.loads(path.read_text())
+    (task,) = record["tasks"].values()
+    del task["validation_fraction"]
+    for name in ("columns", "max_samples", "repeat"):
+        del task["data"][name]
+    path.write_text(json.dumps(record))
+    assert train(tmp_path, make_task()).succeeded
+    task["data"]["columns"] = {"text": "body"}
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunDirectoryError, match=r"tasks.*\.data\.columns\.text: only there"):
+        train(tmp_path, make_task())

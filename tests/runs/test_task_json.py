@@ -132,6 +132,10 @@ REFUSED = {
     "long path": ({"data": "a/" * 600 + "a.jsonl"}, "data should be"),
     "Parquet": ({"data": "train.parquet"}, "a small Parquet file can expand"),
     "Arrow": ({"data": "train.arrow"}, "data should be a .jsonl or .json file"),
+    "compressed file": ({"data": "train.jsonl.gz"}, "a small compressed file can expand"),
+    "compressed by zstd": ({"data": "train.json.zst"}, "a small compressed file can expand"),
+    "table": ({"data": "train.csv"}, "limits count lines, and a row may have several"),
+    "pattern": ({"data": "part-*.jsonl"}, "a specification names its one file"),
     "another split": ({"data": {"path": "train.jsonl", "split": "test"}}, 'one of "train"'),
     "split of a hub": ({"data": {"path": "train.jsonl", "split": "train[:9]"}}, "data.split"),
     "data as a list": ({"data": ["train.jsonl"]}, "data should be a string or an object"),
@@ -140,6 +144,30 @@ REFUSED = {
         {"data": {"path": "train.jsonl", "form": "messsages"}},
         "did you mean messages?",
     ),
+    "columns of no form": (
+        {"data": {"path": "train.jsonl", "columns": {"zzz": "a"}}},
+        "data.columns should be an object with names of fields without control characters, by the "
+        "fields of a form: messages, tools, prompt, completion",
+    ),
+    "columns of a terminal": (
+        {"data": {"path": "train.jsonl", "columns": {"text": "\x1b[2J"}}},
+        "data.columns should be",
+    ),
+    "long columns": (
+        {"data": {"path": "train.jsonl", "columns": {"text": "a" * 101}}},
+        "data.columns should be",
+    ),
+    "columns of two forms": (
+        {"data": {"path": "train.jsonl", "columns": {"text": "a", "prompt": "b"}}},
+        "columns: no form has the fields text, prompt",
+    ),
+    "no samples": ({"data": {"path": "train.jsonl", "max_samples": 0}}, "data.max_samples should"),
+    "whole validation": ({"validation_fraction": 1}, "validation_fraction should be a number"),
+    "validation twice": (
+        {"validation_fraction": 0.5, "eval_data": "train.jsonl"},
+        "give eval_data or validation_fraction, not both",
+    ),
+    "eval_every of nothing": ({"eval_every": 1}, "eval_every needs eval_data or validation_fract"),
     "adapter of a hub": ({"resume_from": "org/../name"}, "'..' could lead out"),
     "adapter elsewhere": ({"resume_from": "/adapters/a"}, "paths are relative"),
     "missing data": ({"data": "other.jsonl"}, "data: 'other.jsonl' cannot be opened (No such"),
@@ -228,6 +256,8 @@ def random_task(rng: random.Random, folder: Path) -> Task:
             overlong=("drop", "error"),
             on_bad_record=("skip",),
             special_tokens=("escape",),
+            columns=({"messages": "caf\u00e9 2"}, {}),
+            max_samples=(1, 2**53 - 1),
         )
 
     schedule = some(

@@ -99,6 +99,8 @@ def test_the_schema_permits_exactly_what_the_reader_permits(validator, tmp_path)
                 (schedule, Schedule),
             ]
         )
+        if rng.random() < 0.1:
+            fields["validation_fraction"] = rng.choice([None, 0.5])
         for _ in range(rng.randrange(1, 3)):
             inner[rng.choice([*keys[cls], "kind", "other"])] = rng.choice(VALUES)
         if rng.random() < 0.1:
@@ -114,7 +116,15 @@ def test_the_schema_permits_exactly_what_the_reader_permits(validator, tmp_path)
             permitted = False
         assert validator.is_valid(fields) == permitted, fields
         both += permitted
-    assert 200 < both < 3800
+    assert 150 < both < 3800
+
+
+def test_held_out_records_come_from_one_place(validator):
+    fields = {"name": "a", "data": "a.json", "steps": 3, "eval_every": 1}
+    share, file = {"validation_fraction": 0.1}, {"eval_data": "b.json"}
+    given = [{}, share, file, share | file, share | {"eval_data": None}]
+    valid = [False, True, True, False, True]
+    assert [validator.is_valid(fields | own) for own in given] == valid
 
 
 def test_single_values_are_refused_as_by_jsonschema():

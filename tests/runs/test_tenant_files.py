@@ -236,6 +236,19 @@ def test_data_at_the_limits_is_accepted(place):
     read(place)
 
 
+@pytest.mark.parametrize("before", ["", "\n \n\t", "\ufeff", "\ufeff\n "])
+def test_an_array_is_refused_because_limits_count_lines(before, place):
+    path = place / "mine" / "in" / "a.json"
+    path.write_text(f'{before}[{{"text": "a"}}]\n')
+    with pytest.raises(TaskError, match="in/a.json holds a JSON array; write one object per line"):
+        read(place, data="in/a.json")
+    path.write_text(f'{before}{{"text": "[a"}}\n[\n')
+    assert read(place, data="in/a.json").data.path == str(path)
+    (place / "mine" / "in" / "a.jsonl").write_text("[1]\n")
+    # Never read as an array, and so refused or left out with its line.
+    read(place)
+
+
 def test_epochs_that_are_too_many_steps_are_refused(place):
     limits = SpecificationLimits(steps=10)
     read(place, limits, steps=None, epochs=10, batch_size=2)

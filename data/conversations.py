@@ -1,0 +1,264 @@
+"""The messages and tools of chat records, in the form that chat templates take."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from .errors import DataError
+from .forms import Form
+from .record_forms import required_field, string_field, valid_text
+from .sources import Record
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+
+ASSISTANT = "assistant"
+# The roles that chat templates of public models know. Targets are the messages of the assistant.
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+_OTHER_NAMES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
+
+# By the name of a ShareGPT speaker, the role. The value of a function call is JSON, not text.
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    ASSISTANT: ASSISTANT,
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": ASSISTANT,
+}
+_FUNCTION_CALL = "function_call"
+
+
+def read_tools(record: Record, form: Form) -> Tools | None:
+    """The field "tools" of a record: the descriptions of functions that the assistant may call.
+
+    Columnar files often hold them as the text of a JSON list, which is parsed.
+
+    Args:
+      record: a record of the form.
+      form: "messages" or "sharegpt". In the latter, descriptions often lack {"type": "function",
+        "function": …} around them, which templates expect and which is then added.
+
+    Returns:
+      The descriptions, as transformers' `apply_chat_template` takes them. None if there are none.
+
+    Raises:
+      DataError: the field is no list of objects, or its text is not JSON.
+    """
+    found = record.fields.get("tools")
+    if isinstance(found, str) and found.strip():
+        found = _parsed(record, "field 'tools'", found)
+    if not found:
+        return None
+    if not _is_list(found) or not all(isinstance(tool, Mapping) for tool in found):
+        raise DataError(
+            f"{record.where}: field 'tools' must be a list of objects that describe functions, or "
+            f"the JSON text of one, found {type(found).__name__}"
+        )
+    if form == "sharegpt":
+        return [
+            tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool}
+            for tool in found
+        ]
+    return list(found)
+
+
+def read_messages(record: Record, form: Form, template: str) -> Messages:
+    """The messages of a record, each with a role that the template knows.
+
+    Arguments of tool calls that are JSON texts become objects, as transformers recommends. Fields
+    that are null are left out, except the content of a message with tool calls: in columnar files
+    every message has the fields of all messages, and some templates would print these nulls.
+
+    Args:
+      record: a record of the form.
+      form: "messages" or "sharegpt".
+      template: the chat template, which may know further roles.
+
+    Raises:
+      DataError: the messages are malformed; the message names the first one at fault.
+    """
+    if form == "sharegpt":
+        messages = _of_sharegpt(record)
+    else:
+        messages = _list_of_messages(record, form, "messages")
+    found = [_valid_message(record, number, message) for number, message in enumerate(messages)]
+    for number, message in enumerate(found):
+        _refuse_unknown_role(record, number, message["role"], template)
+        if "tool_calls" in message and "tool_calls" not in template:
+            raise DataError(
+                f"{record.where}: message {number} has tool calls, which the chat template does "
+                "not render; use a tokenizer whose template does"
+            )
+    return found
+
+
+def _list_of_messages(record: Record, form: Form, field: str) -> Sequence[Any]:
+    messages = required_field(record, form, field)
+    if not _is_list(messages) or not messages:
+        raise DataError(f"{record.where}: {field!r} must be a non-empty list of messages")
+    return messages
+
+
+def _valid_message(record: Record, number: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(
+            f"{record.where}: message {number} must be an object with 'role' and 'content', "
+            f"found {type(message).__name__}"
+        )
+    if message.get("role") is None and message.get("from") is not None:
+        raise DataError(
+            f"{record.where}: message {number} has 'from' in place of 'role', as ShareGPT has it; "
+            'write form="sharegpt", and if the field has another name than conversations, '
+            'columns={"conversations": "NAME"}'
+        )
+    valid_text(record, f"'role' of message {number}", message.get("role"))
+    found = {key: value for key, value in message.items() if value is not None}
+    by_assistant = message["role"] == ASSISTANT
+    if calls := found.pop("tool_calls", None):
+        if not by_assistant:
+            raise DataError(
+                f"{record.where}: message {number} has tool calls, but its role is "
+                f"{message['role']!r}; only the assistant calls tools"
+            )
+        found["tool_calls"] = _valid_calls(record, number, calls)
+    if not calls or message.get("content") is not None:
+        valid_text(record, f"'content' of message {number}", message.get("content"))
+    elif "content" in message:
+        found["content"] = None
+    weight = found.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise DataError(
+            f"{record.where}: 'weight' of message {number} must be 0 or 1, found {weight!r}"
+        )
+    if "weight" in found and weight and not by_assistant:
+        raise DataError(
+            f"{record.where}: message {number} has weight 1, but its role is {message['role']!r}; "
+            "only messages of the assistant count in the loss"
+        )
+    return found
+
+
+def _refuse_unknown_role(record: Record, number: int, role: str, template: str) -> None:
+    if role in ROLES:
+        return
+    is_compared = re.search(rf"==\s*['\"]{re.escape(role)}['\"]", template)
+    if is_compared and role not in _OTHER_NAMES:
+        return
+    similar = _OTHER_NAMES.get(role) or next(iter(get_close_matches(role, ROLES, 1)), None)
+    hint = f"; did you mean {similar!r}?" if similar else ""
+    raise DataError(
+        f"{record.where}: message {number} has the unknown role {role!r}; the roles are "
+        f"{', '.join(ROLES)}{hint}"
+    )
+
+
+def _valid_calls(record: Record, number: int, calls: Any) -> list[dict[str, Any]]:
+    if not _is_list(calls):
+        raise DataError(
+            f"{record.where}: 'tool_calls' of message {number} must be a list of objects, found "
+            f"{type(calls).__name__}"
+        )
+    return [
+        _valid_call(record, f"tool call {k} of message {number}", c) for k, c in enumerate(calls)
+    ]
+
+
+def _valid_call(record: Record, name: str, call: Any) -> dict[str, Any]:
+    """A call {"type": "function", "function": {"name", "arguments"}}; or the inner object alone,
+    which some templates expect."""
+    if not isinstance(call, Mapping):
+        raise DataError(f"{record.where}: {name} must be an object, found {type(call).__name__}")
+    found = {key: value for key, value in call.items() if value is not None}
+    if "function" in found:
+        return found | {"function": _valid_function(record, name, found["function"])}
+    return _valid_function(record, name, found)
+
+
+def _valid_function(record: Record, name: str, function: Any) -> dict[str, Any]:
+    if not isinstance(function, Mapping):
+        raise DataError(
+            f"{record.where}: {name} must have an object 'function' with 'name' and 'arguments', "
+            f"found {type(function).__name__}"
+        )
+    valid_text(record, f"'name' of {name}", function.get("name"))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(record, f"'arguments' of {name}", arguments)
+    if not isinstance(arguments, Mapping):
+        raise DataError(
+            f"{record.where}: 'arguments' of {name} must be an object or the JSON text of one, "
+            f"found {type(arguments).__name__}"
+        )
+    return dict(function) | {"arguments": dict(arguments)}
+
+
+def _of_sharegpt(record: Record) -> list[Any]:
+    """The messages of a record with "conversations". A message that has a role already stays as it
+    is. The record may have its system prompt in a field "system"."""
+    turns = _list_of_messages(record, "sharegpt", "conversations")
+    messages = [_of_turn(record, number, turn) for number, turn in enumerate(turns)]
+    _name_observations(messages)
+    if record.fields.get("system"):
+        text = string_field(record, "sharegpt", "system")
+        if isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
+            raise DataError(
+                f"{record.where}: the system prompt stands twice, in field 'system' and in the "
+                "first message"
+            )
+        messages.insert(0, {"role": "system", "content": text})
+    return messages
+
+
+def _name_observations(messages: Sequence[Any]) -> None:
+    """Gives results of function calls the names of the functions, which some templates need. The
+    results are in the order of the calls."""
+    names: list[Any] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        if isinstance(calls := message.get("tool_calls"), list):
+            functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+            names = [own.get("name") for own in functions if isinstance(own, Mapping)]
+        elif message.get("role") == "tool" and message.get("name") is None and names:
+            message["name"] = names.pop(0)
+
+
+def _of_turn(record: Record, number: int, turn: Any) -> Any:
+    if not isinstance(turn, Mapping):
+        return turn
+    if turn.get("role") is not None:
+        return dict(turn)
+    speaker, value = turn.get("from"), turn.get("value")
+    for name, text in (("from", speaker), ("value", value)):
+        valid_text(record, f"{name!r} of message {number}", text)
+    if speaker not in SPEAKERS:
+        similar = next(iter(get_close_matches(speaker, SPEAKERS, 1)), None)
+        raise DataError(
+            f"{record.where}: message {number} is from the unknown speaker {speaker!r}; the "
+            f"speakers are {', '.join(SPEAKERS)}" + (f"; did you mean {similar!r}?" * bool(similar))
+        )
+    rest = {key: own for key, own in turn.items() if key not in ("from", "value", "role")}
+    if speaker != _FUNCTION_CALL:
+        return {"role": SPEAKERS[speaker], "content": value} | rest
+    calls = _parsed(record, f"'value' of message {number}", value)
+    calls = calls if isinstance(calls, list) else [calls]
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": ASSISTANT, "tool_calls": calls} | rest
+
+
+def _parsed(record: Record, name: str, text: str) -> Any:
+    valid_text(record, name, text)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{record.where}: {name} is not valid JSON: {error}") from error
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

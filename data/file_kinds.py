@@ -1,0 +1,196 @@
+"""Kinds of files: JSONL, JSON arrays, CSV, TSV, Parquet, compressed files, and patterns of names.
+
+A reader yields the place of each record and its fields. In place of the fields of a malformed line
+it yields the error, so that the line can be left out. A file of which the rest cannot be read
+raises the error.
+"""
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from glob import glob
+from io import TextIOWrapper
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from .errors import DataError
+from .json_arrays import begins_array, read_array
+
+Rows = Iterator[tuple[str, Mapping[str, Any] | DataError]]
+
+JSONL_SUFFIXES = (".jsonl", ".json")
+_PARQUET = ".parquet"
+_ZSTD = ".zst"
+_COMPRESSED = (".gz", _ZSTD)
+# An array begins within so many bytes, apart from white space.
+_HEAD = 2**16
+# Most characters of a field of a CSV file. The default of the csv module, 2**17, is short for text.
+_LONGEST_FIELD = 2**26
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path is a pattern of names, with "*" or "?", and not the path of a file.
+
+    Args:
+      path: the path of a source that lies on disk.
+    """
+    return ("*" in path or "?" in path) and not Path(path).exists()
+
+
+def files_of(path: str) -> list[str]:
+    """The files of a path: itself, or in the order of their names the files that match it.
+
+    Args:
+      path: a path. If it is a pattern, "*" stands for any characters but "/", and "?" for one.
+    """
+    if not is_pattern(path):
+        return [path]
+    # Brackets are common in names, so they stand for themselves.
+    return sorted(own for own in glob(path.replace("[", "[[]")) if Path(own).is_file())
+
+
+def read_file(path: Path) -> Rows:
+    """Reads a file of any kind.
+
+    Args:
+      path: path of the file; its suffixes tell its kind.
+
+    Raises:
+      DataError: the file is missing, unreadable or of an unknown kind, or the optional package that
+        reads this kind is not installed.
+    """
+    is_compressed = path.suffix in _COMPRESSED
+    kind = Path(path.stem).suffix if is_compressed else path.suffix
+    if kind not in _READERS and (is_compressed or kind != _PARQUET):
+        raise DataError(
+            f"{path}: unknown kind of file {kind + path.suffix * is_compressed!r}; expected "
+            f"{', '.join(_READERS)}, the same with {' or '.join(_COMPRESSED)} behind it, or "
+            f'{_PARQUET}, or "hf:NAME" for a Hugging Face dataset'
+        )
+    if not path.is_file():
+        raise DataError(f"{path}: {'is not a file' if path.exists() else 'file not found'}")
+    return _read_parquet(path) if kind == _PARQUET else _read_stream(path, _READERS[kind])
+
+
+def _read_stream(path: Path, reader: Callable[[BinaryIO, Path], Rows]) -> Rows:
+    zstd = _zstd_module(path) if path.suffix == _ZSTD else None
+    errors = [OSError, EOFError, zlib.error, UnicodeDecodeError]
+    errors += [zstd.ZstdError] if zstd else []
+    try:
+        with _opened(path, zstd) as stream:
+            yield from reader(stream, path)
+    except tuple(errors) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _opened(path: Path, zstd: ModuleType | None) -> BinaryIO:
+    if zstd:
+        return zstd.open(path, "rb")
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _zstd_module(path: Path) -> ModuleType:
+    try:
+        from compression import zstd  # since Python 3.14
+    except ModuleNotFoundError:
+        try:
+            from backports import zstd
+        except ModuleNotFoundError as error:
+            raise DataError(
+                f"{path}: before Python 3.14, {_ZSTD} files need the package backports.zstd: "
+                "pip install backports.zstd"
+            ) from error
+    return zstd
+
+
+def _read_jsonl(stream: BinaryIO, path: Path) -> Rows:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, _parse_object(line, where)
+
+
+def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
+    try:
+        fields = json.loads(line.decode("utf-8-sig").rstrip(" \t\r\n"))
+    except (ValueError, RecursionError) as error:
+        is_array = line.strip() == b"["
+        hint = "; write one object per line, not an array" if is_array else ""
+        problem = error
+        if isinstance(error, json.JSONDecodeError):
+            # Its own text would number lines within this one.
+            problem = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        return DataError(f"{where}: malformed JSON line: {problem}{hint}")
+    if not isinstance(fields, dict):
+        return DataError(f"{where}: expected a JSON object, found {type(fields).__name__}")
+    return fields
+
+
+def _read_json(stream: BinaryIO, path: Path) -> Rows:
+    """A .json file holds one object per line, or an array of objects."""
+    is_array = begins_array(stream.read(_HEAD))
+    stream.seek(0)
+    if is_array:
+        return read_array(TextIOWrapper(stream, encoding="utf-8-sig"), path)
+    return _read_jsonl(stream, path)
+
+
+def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
+    # The limit is one of the whole process.
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
+    lines = TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    before = 0
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise DataError(f"{path}:{before + 1}: malformed row: {error}") from error
+        if row is None:
+            return
+        # A row may have several lines; it is called after the first one.
+        where, before = f"{path}:{before + 1}", rows.line_num
+        if row and not header:
+            header = row
+            if twice := next((name for name in header if header.count(name) > 1), None):
+                raise DataError(f"{where}: the header names the column {twice!r} twice")
+        elif row and len(row) != len(header):
+            yield (
+                where,
+                DataError(f"{where}: has {len(row)} fields, but the header has {len(header)}"),
+            )
+        elif row:
+            yield where, dict(zip(header, row, strict=True))
+
+
+def _read_parquet(path: Path) -> Rows:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{path}: Parquet files need the package pyarrow: pip install '.[parquet]' in the "
+            "source folder of jaxmux"
+        ) from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
+            for number, fields in enumerate(rows, start=1):
+                yield f"{path}:{number}", fields
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+# By suffix, the readers of files that may be compressed.
+_READERS: Mapping[str, Callable[[BinaryIO, Path], Rows]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": partial(_read_table, delimiter=","),
+    ".tsv": partial(_read_table, delimiter="\t"),
+}

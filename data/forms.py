@@ -1,0 +1,47 @@
+"""The forms of records: which fields a record of each form has."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt"]
+
+# By form, the fields that a record needs. `detect_form` takes the first form that fits. "text"
+# comes after "alpaca" because public Alpaca data sets also have the rendered record in `text`.
+REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    "sharegpt": ("conversations",),
+}
+# By form, the fields that a record may have.
+OPTIONAL_FIELDS: Mapping[Form, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "alpaca": ("input",),
+    "sharegpt": ("system", "tools"),
+}
+# The forms that a chat template renders.
+CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")
+
+
+def fields_of(form: Form) -> tuple[str, ...]:
+    """The fields of a form, required ones first.
+
+    Args:
+      form: the form.
+    """
+    return (*REQUIRED_FIELDS[form], *OPTIONAL_FIELDS.get(form, ()))
+
+
+def all_fields() -> list[str]:
+    """The fields of all forms, each once."""
+    return list(dict.fromkeys(name for form in REQUIRED_FIELDS for name in fields_of(form)))
+
+
+def forms_with(names: set[str]) -> list[Form]:
+    """The forms that have all of some fields.
+
+    Args:
+      names: names of fields.
+    """
+    return [form for form in REQUIRED_FIELDS if names <= {*fields_of(form)}]
