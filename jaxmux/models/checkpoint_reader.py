@@ -20,9 +20,12 @@ from .errors import BackboneError
 from .host import on_host
 from .modules import Weights, abstract_weights, is_weight
 from .quantised.linears import layer_name, stored_linear, weights_of
+from .quantised.settings import WHAT_TO_DO
 from .quantised.stored_linear import StoredLinear
 
 _HEAD = "lm_head"
+# Dtypes, as safetensors names them, of tensors that are the weights themselves.
+_FLOATING = ("BF16", "F16", "F32", "F64")
 # Scales of activations and of what is kept for inference; training needs none of them.
 _UNUSED = ("_scale", "_scale_ub", "_zero_point")
 
@@ -65,6 +68,11 @@ class CheckpointReader:
                     f"{folder}: tensor {name} has shape {list(found)}, "
                     f"config.json implies {list(shape)}"
                 )
+            if (dtype := self._files.dtype(name)) not in _FLOATING:
+                raise BackboneError(
+                    f"{folder}: tensor {name}: the dtype {dtype} needs scales, and none of the "
+                    f"forms in which quantised checkpoints have them was found; {WHAT_TO_DO}"
+                )
         # Old checkpoints have this constant; those with a tied head may have it a second time.
         ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
         if self._config.quantisation:
@@ -90,7 +98,6 @@ class CheckpointReader:
           shardings: a tree like `wanted` with the sharding of every array; None puts all weights on
             the default device.
         """
-
         decoded = set()
 
         def load(

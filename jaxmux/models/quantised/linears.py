@@ -11,7 +11,7 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from ..checkpoint_files import CheckpointTensors
 from . import bitsandbytes
 from .scaled import SCALES, stored_in_words, stored_with_scales
-from .settings import WHAT_TO_DO, Quantisation
+from .settings import Quantisation
 from .stored_linear import LinearTensors, StoredLinear
 
 _ABSMAX = "weight.absmax"
@@ -29,7 +29,7 @@ def stored_linear(
       quantisation: what config.json says.
 
     Returns:
-      None if the weight is a tensor of floating-point numbers.
+      None if there are no such tensors beside the weight.
 
     Raises:
       BackboneError: a tensor is missing, has another dtype or shape than the others imply, or is
@@ -45,12 +45,6 @@ def stored_linear(
         return bitsandbytes.stored_in_8_bits(tensors)
     if not parts.isdisjoint(SCALES):
         return stored_with_scales(tensors, quantisation)
-    if "weight" in parts and files.dtype(f"{name}.weight") not in ("BF16", "F16", "F32", "F64"):
-        raise tensors.refused(
-            "weight",
-            f"the dtype {files.dtype(f'{name}.weight')} needs scales, and none of the forms in "
-            f"which quantised checkpoints have them was found; {WHAT_TO_DO}",
-        )
     return None
 
 

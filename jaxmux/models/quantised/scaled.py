@@ -45,6 +45,8 @@ def stored_in_words(tensors: LinearTensors, quantisation: Quantisation) -> Store
     (n, k), part = tensors.size, "weight_packed"
     tensors.require(part, ("I32",), *((n, _words(k, bits)) for bits in _BITS))
     bits = next(bits for bits in _BITS if tensors.shape(part) == (n, _words(k, bits)))
+    if bits * k % 8:
+        raise tensors.refused(part, f"rows of {k} codes of {bits} bits; {WHAT_TO_DO}")
     rounding = _check_scale(tensors, "weight_scale", quantisation)
     parts = (part, "weight_scale")
     if _ZERO in tensors.parts:
