@@ -13,10 +13,11 @@ from safetensors.flax import save_file
 from jaxmux.atomic_files import share_like_folder
 
 from .architectures import BackboneConfig, to_hf_config
-from .checkpoint_reader import CheckpointReader, hf_name, module_path
+from .checkpoint_reader import CheckpointReader
 from .fingerprint import backbone_fingerprint
 from .modules import Weights, abstract_weights, compute_dtype, is_weight, random_weights
 from .quantised.writing import reader_of
+from .tensor_names import hf_name, module_path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,10 @@ from jaxmux.data.samples import Sample
 
 from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp
 from .architectures import MODULES, BackboneConfig, linear_sizes
-from .checkpoint_reader import tensor_names, weights_of_tensors
 from .forward import ForwardOptions, SlotTable, finish, microbatch_losses, run_layers
 from .host import on_host
 from .modules import abstract_weights
+from .tensor_names import tensor_names, weights_of_tensors
 
 # By linear, the first linear of its layer that reads the same input.
 FIRST_READERS: Mapping[str, str] = {module: module for module in MODULES} | {

@@ -22,8 +22,8 @@ from .modules import Weights, abstract_weights, is_weight
 from .quantised.linears import layer_name, stored_linear, weights_of
 from .quantised.settings import WHAT_TO_DO
 from .quantised.stored_linear import StoredLinear
+from .tensor_names import HEAD, hf_name, module_path, tensor_shapes
 
-_HEAD = "lm_head"
 # Dtypes, as safetensors names them, of tensors that are the weights themselves.
 _FLOATING = ("BF16", "F16", "F32", "F64")
 # Scales of activations and of what is kept for inference; training needs none of them.
@@ -58,7 +58,7 @@ class CheckpointReader:
 
     def _check(self) -> None:
         folder, names = self._files.folder, set(self._files.names)
-        shapes = _hf_shapes(self._config)
+        shapes = tensor_shapes(self._config)
         for name in self._stored:
             names -= set(self._files.of_module(name)) - {f"{name}.bias"}
             del shapes[f"{name}.weight"]
@@ -78,7 +78,7 @@ class CheckpointReader:
         if self._config.quantisation:
             ignored |= {name for name in names if name.endswith(_UNUSED)}
             if self._config.tie_word_embeddings:
-                ignored |= {name for name in names if name.startswith(f"{_HEAD}.")}
+                ignored |= {name for name in names if name.startswith(f"{HEAD}.")}
         if extra := sorted(names - shapes.keys() - ignored - {"lm_head.weight"}):
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise BackboneError(f"{folder}: tensors that config.json does not account for: {shown}")
@@ -204,7 +204,7 @@ def checkpoint_tensors(
         with CheckpointTensors(folder) as files:
             stored, module = None, _module_of(name)
             linear = name.removesuffix(".weight")
-            if config.quantisation and (module or linear == _HEAD):
+            if config.quantisation and (module or linear == HEAD):
                 stored = stored_linear(files, linear, _size(config, module), config.quantisation)
             found = on_host(_tensor, files, name, stored, linears, dtype)
             if is_weight(found):
@@ -212,66 +212,6 @@ def checkpoint_tensors(
             return found.astype(np.float32)
 
     return read
-
-
-def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weights:
-    """Weights made of the tensors of a Hugging Face checkpoint.
-
-    Args:
-      wanted: shapes and dtypes of the weights, from `abstract_weights` or some of its parameters;
-        its layers are those from the first one on.
-      tensors: function of a tensor's name that returns its values.
-    """
-
-    def parameter(path: tuple[str, ...], layer: int | None = None) -> Array:
-        tensor = jnp.asarray(tensors(hf_name(path, layer)))
-        return tensor.T if path[-1] == "kernel" else tensor
-
-    def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> Array:
-        path = module_path(key_path)
-        if path[0] != "layers":
-            return parameter(path).astype(leaf.dtype)
-        layers = [parameter(path, layer) for layer in range(leaf.shape[0])]
-        return jnp.stack(layers).astype(leaf.dtype)
-
-    return jax.tree.map_with_path(load, wanted)
-
-
-@cache
-def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
-    """The names of the tensors of a Hugging Face checkpoint that is not quantised.
-
-    Args:
-      config: configuration of the backbone.
-    """
-    return tuple(_hf_shapes(config))
-
-
-def module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
-    """The keys of the nested dict that lead to a leaf; "values" of a `FrozenWeight` is left out."""
-    return tuple(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
-
-
-def hf_name(path: tuple[str, ...], layer: int | None = None) -> str:
-    """`("layers", "self_attn", "q_proj", "kernel")`, 3 →
-    `model.layers.3.self_attn.q_proj.weight`."""
-    *modules, leaf = path
-    if modules[0] == "layers":
-        modules = ["layers", str(layer), *modules[1:]]
-    prefix = [] if modules[0] == _HEAD else ["model"]
-    return ".".join([*prefix, *modules, "weight" if leaf == "kernel" else leaf])
-
-
-def _hf_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
-    """By name, the shapes of the tensors of a checkpoint."""
-    shapes = {}
-    for key_path, leaf in jax.tree.leaves_with_path(abstract_weights(config.plain, jnp.float32)):
-        path = module_path(key_path)
-        layers = range(config.num_layers) if path[0] == "layers" else [None]
-        shape = leaf.shape if layers == [None] else leaf.shape[1:]
-        shape = shape[::-1] if path[-1] == "kernel" else shape
-        shapes |= {hf_name(path, layer): shape for layer in layers}
-    return shapes
 
 
 def _selected(size: int, index: slice) -> range:
@@ -291,7 +231,7 @@ def _stored_linears(
     if config.quantisation is None:
         return
     names = {layer_name(m, layer): m for m in MODULES for layer in range(config.num_layers)}
-    for name, module in (names | ({} if config.tie_word_embeddings else {_HEAD: None})).items():
+    for name, module in (names | ({} if config.tie_word_embeddings else {HEAD: None})).items():
         stored = stored_linear(files, name, _size(config, module), config.quantisation)
         if stored is not None:
             yield name, stored

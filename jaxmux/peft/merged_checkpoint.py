@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from jaxmux.atomic_files import share_like_folder
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.models.checkpoint_files import copy_other_files, shards, write_tensors
-from jaxmux.models.checkpoint_reader import tensor_names
 from jaxmux.models.quantised.settings import SETTINGS
+from jaxmux.models.tensor_names import tensor_names
 from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS
 
 from .kinds import kind_of

@@ -21,8 +21,9 @@ from jaxmux.pallas_kernels.number_formats import DYNAMIC_MAP, NF4_TABLE, DoubleQ
 
 from ..architectures import BackboneConfig
 from ..checkpoint_files import copy_other_files, write_tensors
-from ..checkpoint_reader import CheckpointReader, tensor_names
+from ..checkpoint_reader import CheckpointReader
 from ..fingerprint import backbone_fingerprint
+from ..tensor_names import tensor_names
 from .bitsandbytes import STATE, state_of
 from .settings import SETTINGS
 

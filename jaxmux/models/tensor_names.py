@@ -1,0 +1,77 @@
+"""The names and shapes that parameters of a backbone have in Hugging Face checkpoints."""
+
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .architectures import BackboneConfig
+from .modules import Weights, abstract_weights
+
+HEAD = "lm_head"
+
+
+def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weights:
+    """Weights made of the tensors of a Hugging Face checkpoint.
+
+    Args:
+      wanted: shapes and dtypes of the weights, from `abstract_weights` or some of its parameters;
+        its layers are those from the first one on.
+      tensors: function of a tensor's name that returns its values.
+    """
+
+    def parameter(path: tuple[str, ...], layer: int | None = None) -> Array:
+        tensor = jnp.asarray(tensors(hf_name(path, layer)))
+        return tensor.T if path[-1] == "kernel" else tensor
+
+    def load(key_path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> Array:
+        path = module_path(key_path)
+        if path[0] != "layers":
+            return parameter(path).astype(leaf.dtype)
+        layers = [parameter(path, layer) for layer in range(leaf.shape[0])]
+        return jnp.stack(layers).astype(leaf.dtype)
+
+    return jax.tree.map_with_path(load, wanted)
+
+
+@cache
+def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
+    """The names of the tensors of a Hugging Face checkpoint that is not quantised.
+
+    Args:
+      config: configuration of the backbone.
+    """
+    return tuple(tensor_shapes(config))
+
+
+def module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
+    """The keys of the nested dict that lead to a leaf; "values" of a `FrozenWeight` is left out."""
+    return tuple(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
+
+
+def hf_name(path: tuple[str, ...], layer: int | None = None) -> str:
+    """`("layers", "self_attn", "q_proj", "kernel")`, 3 →
+    `model.layers.3.self_attn.q_proj.weight`."""
+    *modules, leaf = path
+    if modules[0] == "layers":
+        modules = ["layers", str(layer), *modules[1:]]
+    prefix = [] if modules[0] == HEAD else ["model"]
+    return ".".join([*prefix, *modules, "weight" if leaf == "kernel" else leaf])
+
+
+def tensor_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
+    """By name, the shapes of the tensors of a Hugging Face checkpoint that is not quantised.
+
+    Args:
+      config: configuration of the backbone.
+    """
+    shapes = {}
+    for key_path, leaf in jax.tree.leaves_with_path(abstract_weights(config.plain, jnp.float32)):
+        path = module_path(key_path)
+        layers = range(config.num_layers) if path[0] == "layers" else [None]
+        shape = leaf.shape if layers == [None] else leaf.shape[1:]
+        shape = shape[::-1] if path[-1] == "kernel" else shape
+        shapes |= {hf_name(path, layer): shape for layer in layers}
+    return shapes
