@@ -13,6 +13,9 @@ from jaxmux.similar_names import did_you_mean
 
 from . import help_texts
 
+# `BACKBONE_FORMATS` of jaxmux.models, which help texts do not wait for.
+_FORMATS = ("float8", "int8", "nf4")
+
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
 # Rounds of a plan if --rounds is not given and no global batch is large.
@@ -169,7 +172,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--backbone_format",
-        choices=("float8", "int8", "nf4"),
+        choices=_FORMATS,
         help="format of the linears' weights, as fine_tune.backbone_format; plans use the profile "
         "for backbones in this format only; default: the dtype",
     )
@@ -229,7 +232,7 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--backbone_format",
-        choices=("float8", "int8", "nf4"),
+        choices=_FORMATS,
         help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
     )
     return _parse(parser, arguments)

@@ -1,16 +1,14 @@
 """A backbone's sizes for the planner, from its configuration alone."""
 
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from jaxmux.models import MODULES, BackboneConfig, Weights, linear_sizes
+from jaxmux.models import MODULES, BackboneConfig, linear_sizes
 from jaxmux.models.loss import block_bytes
-from jaxmux.models.modules import abstract_weights, divisible_weights
+from jaxmux.models.modules import abstract_weights, divisible_weights, layer_linears
 from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
-from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import BackboneSize
 from jaxmux.planner.devices import FSDP_BLOCKS, KEY_BLOCKS, TP_BLOCKS
@@ -69,7 +67,8 @@ def mesh_sizes(config: BackboneConfig) -> dict[str, int]:
 def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
     """The largest numbers that divide all blocks with a scale along the axes of a mesh."""
     found: dict[str, list[int]] = {}
-    for module, weight in _linears(jax.eval_shape(divisible_weights, abstract_weights(config))):
+    weights = jax.eval_shape(divisible_weights, abstract_weights(config))
+    for module, weight in layer_linears(weights).items():
         keys = {TP: KEY_BLOCKS if module in KEY_MODULES else TP_BLOCKS, FSDP: FSDP_BLOCKS}
         axes = {role: keys[axis] for role, axis in _DIVIDED.mesh_axes(module).items()}
 
@@ -81,12 +80,6 @@ def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
         if not weight.is_plain:
             weight.map_axes(note)
     return {key: math.gcd(*sizes) for key, sizes in found.items()}
-
-
-def _linears(weights: Weights) -> Iterator[tuple[str, FrozenWeight]]:
-    for module in MODULES:
-        block, linear = module.split(".")
-        yield module, weights["layers"][block][linear]["kernel"]
 
 
 def _nbytes(tree) -> int:

@@ -110,6 +110,8 @@ class CheckpointTensors:
         self.folder, self.names = folder, []
         # By name of the tensor, the open file that holds it, and the file's path.
         self._owner: dict[str, tuple[Any, Path]] = {}
+        # Those of the files whose tensors safetensors cannot read.
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointTensors":
@@ -156,7 +158,9 @@ class CheckpointTensors:
         if not dtype.name.startswith("float8"):
             return self._slice(name)[index or ...]
         path = self._owner[name][1]
-        start, header = safetensors_header(path)
+        if path not in self._headers:
+            self._headers[path] = safetensors_header(path)
+        start, header = self._headers[path]
         shape, (first, _) = self.shape(name), header[name]["data_offsets"]
         return np.memmap(path, dtype, "r", start + first, shape)[index or ...]
 

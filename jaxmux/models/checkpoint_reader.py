@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from .architectures import MODULES, BackboneConfig, linear_sizes
 from .checkpoint_files import CheckpointTensors
 from .errors import BackboneError
 from .host import on_host
-from .modules import Weights, abstract_weights, is_weight
+from .modules import Weights, abstract_weights, is_weight, layer_linears
 from .quantised.linears import layer_name, stored_linear, weights_of
 from .quantised.settings import WHAT_TO_DO
 from .quantised.stored_linear import StoredLinear
@@ -43,18 +44,20 @@ class CheckpointReader:
         self._files, self._config = CheckpointTensors(folder), config
         # By name, the linears that are stored in other ways than as floating-point numbers.
         self._stored: dict[str, StoredLinear] = {}
+        self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointReader":
         """Opens the files. BackboneError if one cannot be read, or if a tensor is missing, has
         another shape than config.json implies, or belongs to no parameter."""
-        with self._files:
+        with ExitStack() as stack:
+            stack.enter_context(self._files)
             self._stored = dict(_stored_linears(self._files, self._config))
             self._check()
-        self._files.__enter__()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._files.__exit__()
+        self._stack.close()
 
     def _check(self) -> None:
         folder, names = self._files.folder, set(self._files.names)
@@ -79,7 +82,7 @@ class CheckpointReader:
             ignored |= {name for name in names if name.endswith(_UNUSED)}
             if self._config.tie_word_embeddings:
                 ignored |= {name for name in names if name.startswith(f"{HEAD}.")}
-        if extra := sorted(names - shapes.keys() - ignored - {"lm_head.weight"}):
+        if extra := sorted(names - shapes.keys() - ignored - {f"{HEAD}.weight"}):
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise BackboneError(f"{folder}: tensors that config.json does not account for: {shown}")
 
@@ -195,17 +198,17 @@ def checkpoint_tensors(
     folder = Path(folder)
 
     @cache
-    def backbone() -> tuple[BackboneConfig, dict[str, FrozenWeight]]:
-        config = BackboneConfig.from_folder(folder, backbone_format)
-        return config, _linears_of_layer(config, dtype)
+    def read_config() -> BackboneConfig:
+        return BackboneConfig.from_folder(folder, backbone_format)
 
     def read(name: str) -> np.ndarray:
-        config, linears = backbone()
+        config = read_config()
         with CheckpointTensors(folder) as files:
             stored, module = None, _module_of(name)
             linear = name.removesuffix(".weight")
             if config.quantisation and (module or linear == HEAD):
                 stored = stored_linear(files, linear, _size(config, module), config.quantisation)
+            linears = _linears_of_layer(config, dtype)
             found = on_host(_tensor, files, name, stored, linears, dtype)
             if is_weight(found):
                 found = np.asarray(on_host(_decoded, found)).T.astype(dtype)
@@ -242,13 +245,11 @@ def _module_of(name: str) -> str | None:
     return next((module for module in MODULES if name.endswith(f".{module}.weight")), None)
 
 
+@cache
 def _linears_of_layer(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, FrozenWeight]:
     """Shapes, dtypes and formats of the weights of a layer's linears."""
-    layers, found = abstract_weights(config, dtype)["layers"], {}
-    for module in MODULES:
-        block, name = module.split(".")
-        found[module] = _in_one_layer(layers[block][name]["kernel"])
-    return found
+    stacks = layer_linears(abstract_weights(config, dtype))
+    return {module: _in_one_layer(stack) for module, stack in stacks.items()}
 
 
 def _tensor(

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-from .architectures import BackboneConfig, has_bias, linear_sizes
+from .architectures import MODULES, BackboneConfig, has_bias, linear_sizes
 from .errors import BackboneError
 
 # Arrays, and a `FrozenWeight` under every key "kernel".
@@ -155,6 +155,19 @@ def compute_dtype(weights: Weights) -> jnp.dtype:
 def is_weight(node: Any) -> bool:
     """Whether a node of the weights is a `FrozenWeight`."""
     return isinstance(node, FrozenWeight)
+
+
+def layer_linears(weights: Weights) -> dict[str, FrozenWeight]:
+    """The weights of the layers' linears, by their names in `MODULES`.
+
+    Args:
+      weights: weights of the backbone.
+    """
+    paths = {module: module.split(".") for module in MODULES}
+    return {
+        module: weights["layers"][block][linear]["kernel"]
+        for module, (block, linear) in paths.items()
+    }
 
 
 def divisible_weights(weights: Weights) -> Weights:

@@ -67,6 +67,13 @@ def test_elements_that_are_no_objects_can_be_left_out(tmp_path, monkeypatch):
         assert [str(e).rpartition(" ")[2] for e in skipped] == ["int", "str", "list", "NoneType"]
 
 
+def assert_refused(path, text, problem):
+    """Also where malformed records may be left out."""
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}{problem}"):
+        read(path, on_bad_record="skip")
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -84,10 +91,7 @@ def test_elements_that_are_no_objects_can_be_left_out(tmp_path, monkeypatch):
     ],
 )
 def test_a_malformed_array_is_refused_even_if_records_may_be_left_out(tmp_path, text, problem):
-    path = tmp_path / "a.json"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=f"^{re.escape(str(path))}{problem}"):
-        read(path, on_bad_record="skip")
+    assert_refused(tmp_path / "a.json", text, problem)
 
 
 def test_an_element_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
@@ -137,10 +141,7 @@ def test_rows_of_another_length_than_the_header_can_be_left_out(tmp_path):
     ],
 )
 def test_malformed_tables_are_refused(tmp_path, text, problem):
-    path = tmp_path / "a.csv"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=f"^{re.escape(str(path))}{problem}"):
-        read(path, on_bad_record="skip")
+    assert_refused(tmp_path / "a.csv", text, problem)
 
 
 def zstd():

@@ -19,8 +19,6 @@ from quantised_checkpoints import (  # noqa: E402
 )
 
 PROMPTS = random_prompts(VOCABULARY)
-# A case of each format and library.
-WITH_LOGITS = ("nf4", "fp4", "int8", "float8 by uneven blocks", "int4 by group, asymmetric", "fp8")
 # By format, the dtype of the other weights in checkpoints that jaxmux writes.
 WRITTEN = {"nf4": "float32", "int8": "float16", "float8": "float32"}
 
@@ -33,7 +31,7 @@ def checkpoints(tmp_path_factory, jaxmux):
     for number, (case, (make, _)) in enumerate(CASES.items()):
         made[case] = folder / str(number), make(folder / str(number))
     names = {case: path.name for case, (path, _) in made.items()}
-    requests = {names[case]: {"backbone": names[case], "prompts": PROMPTS} for case in WITH_LOGITS}
+    requests = {name: {"backbone": name, "prompts": PROMPTS} for name in names.values()}
     jaxmux("forward", folder, {"cases": requests})
     make_model(folder / "model", torch.float32)
     written = {form: ("model", form, dtype) for form, dtype in WRITTEN.items()}
@@ -60,7 +58,7 @@ def test_linears_stay_as_they_are_stored(case, checkpoints):
     assert (formats["self_attn.q_proj"], formats["mlp.down_proj"]) == CASES[case][1]
 
 
-@pytest.mark.parametrize("case", WITH_LOGITS)
+@pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_decoded_weights(case, checkpoints, at_most):
     path, decoded = checkpoints[case]
     model = decoded_model(path, decoded)

@@ -33,13 +33,7 @@ def on_one_device(make_engine, different_tasks, train):
 
 @pytest.mark.parametrize(
     "pipeline",
-    [
-        *(
-            pytest.param(own, id=name, marks=[pytest.mark.slow] * (name == "gpipe"))
-            for name, own in PIPELINES.items()
-        ),
-        FOUR_STAGES,
-    ],
+    [*(pytest.param(own, id=name) for name, own in PIPELINES.items()), FOUR_STAGES],
 )
 def test_a_pipeline_trains_to_the_bits_of_one_device(
     pipeline, make_engine, different_tasks, train, on_one_device, assert_same_training

@@ -166,20 +166,15 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        pytest.param(
-            "--gin.other/Task.data={long!r}",
-            "process 1 differs from process 0 in the data of task",
-            id="data",
-        ),
-        pytest.param(
+        ("--gin.other/Task.data={long!r}", "process 1 differs from process 0 in the data of task"),
+        (
             "--gin.tiny/AdamW.learning_rate=1",
             "process 1 differs from process 0 in the settings of task 'tiny'",
-            id="task",
-            marks=pytest.mark.slow,
         ),
-        pytest.param("--gin.other/Task.data='missing.jsonl'", "missing.jsonl", id="file"),
-        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin", marks=pytest.mark.slow),
+        ("--gin.other/Task.data='missing.jsonl'", "missing.jsonl"),
+        ("--gin.other/Task.data=", "process 1: "),
     ],
+    ids=["data", "task", "file", "gin"],
 )
 def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
     """The argument reaches only the second process."""
