@@ -1,11 +1,13 @@
 """Traces one round of `scripts/benchmark_step.py` and sums the GPU's time by kernel.
 
-  python scripts/profile_step.py --out benchmarks/profile_h200.json --trace profile.trace.json.gz
+  python scripts/profile_step.py --out benchmarks/profile_h200.json --trace step.trace.json.gz \
+      --formats bfloat16 float8
 
-The trace opens in https://ui.perfetto.dev.
+The traces open in https://ui.perfetto.dev.
 """
 
 import argparse
+import dataclasses
 import re
 import shutil
 import tempfile
@@ -49,10 +51,40 @@ def main() -> None:
     args, others = parse_arguments()
     tasks, length = (int(part) for part in args.case.split("x"))
     step_args = benchmark_step.parse_arguments(["--out", "", *others])
+    records = RecordFile(args.out)
+    for form in step_args.formats:
+        launches, microbatches = trace_round(args, step_args, tasks, length, form)
+        kernels, idle = summarise(launches)
+        for purpose, members in by_purpose(kernels).items():
+            records.add(
+                make_record(
+                    name="profile",
+                    shape=f"{step_args.tokens} tokens, length {length}",
+                    dtype=form,
+                    tasks=tasks,
+                    ranks=[step_args.rank] * tasks,
+                    dropout=0.0,
+                    implementation=purpose,
+                    ms_median=sum(k.microseconds for k in members) / 1e3 / microbatches,
+                    device=jax.devices()[0].device_kind,
+                    versions=installed_versions("jax", "jaxlib"),
+                    idle_ms=idle / 1e3 / microbatches,
+                    launches=sum(k.launches for k in members) / microbatches,
+                    kernels={k.name: round(k.microseconds / k.launches, 1) for k in members},
+                )
+            )
+
+
+def trace_round(
+    args: argparse.Namespace, step_args: argparse.Namespace, tasks: int, length: int, form: str
+) -> tuple[list[Launch], int]:
+    """The launches of a round with linears in the format `form`, and the round's microbatches."""
+    config = dataclasses.replace(
+        benchmark_step.llama_config(step_args),
+        backbone_format=None if form == benchmark_step.PLAIN else form,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        ready = benchmark_step.make_engine(
-            benchmark_step.llama_config(step_args), step_args, tasks, length, args.remat, rounds=4
-        )
+        ready = benchmark_step.make_engine(config, step_args, tasks, length, args.remat, rounds=4)
         for _ in range(3):
             ready.engine.train_round()
         jax.block_until_ready(ready.engine.state)
@@ -62,27 +94,8 @@ def main() -> None:
         trace = trace_file(Path(folder))
         (launches,) = read_launches(trace).values()
         if args.trace:
-            shutil.copy(trace, args.trace)
-    kernels, idle = summarise(launches)
-    records = RecordFile(args.out)
-    for purpose, members in by_purpose(kernels).items():
-        records.add(
-            make_record(
-                name="profile",
-                shape=f"{step_args.tokens} tokens, length {length}",
-                dtype="bfloat16",
-                tasks=tasks,
-                ranks=[step_args.rank] * tasks,
-                dropout=0.0,
-                implementation=purpose,
-                ms_median=sum(k.microseconds for k in members) / 1e3 / ready.microbatches,
-                device=jax.devices()[0].device_kind,
-                versions=installed_versions("jax", "jaxlib"),
-                idle_ms=idle / 1e3 / ready.microbatches,
-                launches=sum(k.launches for k in members) / ready.microbatches,
-                kernels={k.name: round(k.microseconds / k.launches, 1) for k in members},
-            )
-        )
+            shutil.copy(trace, args.trace.with_name(f"{form}.{args.trace.name}"))
+    return launches, ready.microbatches
 
 
 def summarise(launches: Sequence[Launch]) -> tuple[list[Kernel], float]:
@@ -123,7 +136,11 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """This script's arguments, and those for benchmark_step.py."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, help="file to which the trace is copied")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="file to which traces are copied; their names begin with the format",
+    )
     parser.add_argument("--case", default="4x2048", help="tasks x length")
     parser.add_argument("--remat", default="dots")
     return parser.parse_known_args()
