@@ -322,7 +322,7 @@ def test_a_cache_is_written_once_and_gives_the_same_numbers(plain, tmp_path, for
     second = load_backbone(plain, "auto", form, tmp_path)
     (entry,) = tmp_path.glob("[!.]*")
     assert first.config == second.config == wanted.config
-    assert entry.name == f"{wanted.fingerprint}-{form}-float32-v1"
+    assert entry.name == f"{wanted.fingerprint}-{form}-float32-v{writing._VERSION}"
     for found in (first, second):
         assert (found.name_or_path, found.fingerprint) == (str(plain), wanted.fingerprint)
         jax.tree.map(np.testing.assert_array_equal, found.weights, wanted.weights)

@@ -74,10 +74,25 @@ def e4m3_numbers() -> np.ndarray:
 
 
 def test_float8_weights_are_the_nearest_multiples_of_the_scale_of_their_channel():
-    weights = np.float64(stack())
-    scale = np.abs(weights).max(axis=1, keepdims=True) / 448
-    np.testing.assert_allclose(ENCODE["float8"](stack())[1], scale[:, 0], rtol=2e-7)
+    weights, scale = np.float64(stack()), np.float64(ENCODE["float8"](stack())[1])[:, None]
     assert_nearest(round_trip("float8", stack()), weights, e4m3_numbers(), scale)
+
+
+def test_the_scale_of_a_channel_in_float8_is_the_one_of_sixteen_with_the_least_squared_error():
+    weights, scale = np.float64(stack()), np.float64(ENCODE["float8"](stack())[1])
+    least = np.abs(weights).max(axis=1) / 448
+    numbers = np.sort(e4m3_numbers())
+    midpoints = (numbers[1:] + numbers[:-1]) / 2
+
+    def error(scale):
+        found = weights / scale[:, None]
+        return ((numbers[np.searchsorted(midpoints, found)] - found) ** 2).sum(1) * scale**2
+
+    errors = np.stack([error(least * 2 ** (i / 16)) for i in range(16)])
+    choices = np.log2(scale / least) * 16
+    np.testing.assert_allclose(choices, choices.round(), atol=1e-4)
+    assert len(np.unique(choices.round())) > 4
+    np.testing.assert_allclose(error(scale), errors.min(axis=0), rtol=1e-4)
 
 
 def test_int8_weights_are_the_nearest_of_255_steps_between_the_largest_of_their_channel():
