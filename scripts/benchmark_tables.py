@@ -247,19 +247,29 @@ def dram_table(records: Sequence[Record]) -> str:
 
 
 def profile_table(records: Sequence[Record]) -> str:
-    """The time of each purpose, and its kernel with the largest total time."""
-    rows = []
+    """By format of the linears, the time of each purpose, and its kernel with the largest total
+    time."""
+    by_format = {r["dtype"]: {} for r in records}
     for r in records:
-        name, microseconds = next(iter(r["kernels"].items()))
-        main_kernel = f"`{name}` {microseconds:,.0f}"
-        rows.append(
-            [r["implementation"], f"{r['ms_median']:.1f}", f"{r['launches']:.0f}", main_kernel]
-        )
-    total, idle = sum(r["ms_median"] for r in records), records[0]["idle_ms"]
-    rows.append(["between kernels", f"{idle:.1f}", "", ""])
-    rows.append(["**one microbatch**", f"**{total + idle:.1f}**", "", ""])
-    head = ["purpose", "ms", "launches", "main kernel, µs per launch"]
+        by_format[r["dtype"]][r["implementation"]] = r
+    formats = list(by_format.values())
+    rows = []
+    for purpose in dict.fromkeys(r["implementation"] for r in records):
+        found = [each.get(purpose) for each in formats]
+        kernels = [f"`{name}` {us:,.0f}" for name, us in map(_main_kernel, filter(None, found))]
+        times = [f"{r['ms_median']:.1f}" if r else "" for r in found]
+        rows.append([purpose, *times, ", ".join(dict.fromkeys(kernels))])
+    idle = [next(iter(each.values()))["idle_ms"] for each in formats]
+    totals = [sum(r["ms_median"] for r in each.values()) for each in formats]
+    rows.append(["between kernels", *(f"{ms:.1f}" for ms in idle), ""])
+    whole = [f"**{sum(both):.1f}**" for both in zip(totals, idle, strict=True)]
+    rows.append(["**one microbatch**", *whole, ""])
+    head = ["purpose", *(f"{name}, ms" for name in by_format), "main kernel, µs per launch"]
     return source(records) + markdown(head, rows)
+
+
+def _main_kernel(record: Record) -> tuple[str, float]:
+    return next(iter(record["kernels"].items()))
 
 
 def packing_table(records: Sequence[Record]) -> str:

@@ -2,8 +2,8 @@
 
 They are made from records of benchmark_step.py, which measures the steps:
 
-  python scripts/benchmark_step.py --out /tmp/step.json --peft --cases 4x2048 --rounds 10 \
-      --formats bfloat16 float8 nf4
+  python scripts/benchmark_step.py --out /tmp/step.json --peft 4x2048 8x64 --cases 4x2048 8x64 \
+      --rounds 10 --formats bfloat16 float8 nf4
   python scripts/benchmark_step.py --out /tmp/small.json --peft --cases 4x256 --tokens 1024 \
       --rounds 8 --formats nf4
   python scripts/benchmark_step.py --out /tmp/large.json --peft --cases 4x1024 --tokens 4096 \
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     found = [figure for path in args.steps for figure in figures(read_records(path))]
-    replace_records(args.out, "", found)
+    replace_records(args.out, tuple(figure["name"] for figure in found), found)
 
 
 def figures(steps: Sequence[Record]) -> Iterator[Record]:
@@ -62,6 +62,8 @@ def figures(steps: Sequence[Record]) -> Iterator[Record]:
         is_nf4, shape = name == "nf4", step["shape"]
         plain = baselines.get((shape, _FORMAT.sub("", step["implementation"])))
         facts = {"tokens/s": step["tokens_per_second"], "ms": step["ms_median"]}
+        if step["ratio"]:
+            facts[f"{step['baseline']}, tokens/s"] = step["tokens_per_second"] / step["ratio"]
         if plain:
             facts |= {
                 "bfloat16, ms": plain["ms_median"],
