@@ -2,6 +2,7 @@
 or in parts."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -212,6 +213,11 @@ def run_layers(
         attention, options.grouped_lora, options.sharding, options.adapter_ops
     )
 
+    # XLA gathers weights early, to hide it behind kernels. It does not know how long those of
+    # Pallas take, and would hold the weights of many layers: those of a layer are gathered when
+    # the layer before begins.
+    gathers_ahead = options.unroll and options.sharding.fsdp > 1
+
     def stepper(policy: str):
         function = rematerialised(
             partial(decoder_layer, config, layer_options), policy, in_scan=not options.unroll
@@ -221,18 +227,21 @@ def run_layers(
             function = jax.jit(function)
 
         def step(carry, layer):
-            xs, accumulators = carry
-            xs, accumulators, finite = function(layers, adapters, streams, xs, accumulators, layer)
+            xs, accumulators, before = carry
+            given = layers, adapters, streams, xs, accumulators, layer, before
+            before = _begin_of(xs) if gathers_ahead else None
+            xs, accumulators, finite = function(*given)
             of_chunks = jnp.concatenate(finite[::-1]).reshape(chunks, -1).all(axis=1)
-            return (xs, accumulators), of_chunks
+            return (xs, accumulators, before), of_chunks
 
         return step
 
     policies = per_layer(options.remat, config.num_layers)
     cuts = list(accumulate(part.tokens.size for part in parts))[:-1]
     xs = tuple(reversed(jnp.split(x, cuts)))
-    (xs, accumulators), finite = _for_each_layer(
-        stepper, (xs, accumulators), policies, options.unroll
+    before = _begin_of(xs) if gathers_ahead else None
+    (xs, accumulators, _), finite = _for_each_layer(
+        stepper, (xs, accumulators, before), policies, options.unroll
     )
     return jnp.concatenate(xs[::-1]), accumulators, finite
 
@@ -361,6 +370,11 @@ def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> Froze
     if "lm_head" in weights:
         return gathered(weights["lm_head"]["kernel"], 0, sharding)
     return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)
+
+
+def _begin_of(xs: Sequence[Float[Array, "n d"]]) -> list[Float[Array, "1 1"]]:
+    """A number of each stream, which is known when the stream is."""
+    return [jax.lax.stop_gradient(x[:1, :1]) for x in xs]
 
 
 def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:

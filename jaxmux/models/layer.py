@@ -1,7 +1,7 @@
 """One decoder layer as a pure function of weights, adapters and a stream of tokens."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -73,6 +73,7 @@ def decoder_layer(
     xs: Sequence[Float[Array, "n d"]],
     accumulators: AllAdapters | None,
     layer: Int[Array, ""] | int,
+    behind: Any = None,
 ) -> tuple[tuple[Float[Array, "n d"], ...], AllAdapters | None, list[Bool[Array, "rows row_len"]]]:
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
 
@@ -91,13 +92,14 @@ def decoder_layer(
       xs: the residual stream of each, in the compute dtype.
       accumulators: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
       layer: index of this layer.
+      behind: arrays that are computed before the layer's weights are gathered (`layer_weights`).
 
     Returns:
       The residual streams; the accumulators; and of each stream, for every token, whether its
       attention inputs were finite (see `attention.attend`).
     """
     eps, sharding = config.rms_norm_eps, options.sharding
-    weights = layer_weights(weights, layer, sharding)
+    weights = layer_weights(weights, layer, sharding, behind)
     xs, finite, others = list(xs), [], []
     for stream in streams:
         slots = stream.dispatch.routing.chunk_slot

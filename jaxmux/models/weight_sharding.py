@@ -143,7 +143,10 @@ def own_key_heads(
 
 
 def layer_weights(
-    layers: Weights, layer: Int[Array, ""] | int, sharding: WeightSharding
+    layers: Weights,
+    layer: Int[Array, ""] | int,
+    sharding: WeightSharding,
+    behind: Any = None,
 ) -> Weights:
     """The weights with which this device computes a layer.
 
@@ -151,6 +154,7 @@ def layer_weights(
       layers: this device's part of the stacked weights of all layers.
       layer: index of the layer.
       sharding: how weights are divided.
+      behind: arrays that are computed before weights are gathered; None for none.
 
     Returns:
       `layers`, or with fully sharded data parallelism, stacks of one layer in place of those that
@@ -158,24 +162,18 @@ def layer_weights(
     """
     if sharding.fsdp == 1:
         return layers
-
-    def whole_linear(name: str, linear: Weights) -> Weights:
-        if "kernel" not in linear:
-            return linear
-        axes = sharding.mesh_axes(name)
-
-        def whole(leaf: Array, names: tuple[str | None, ...]) -> Array:
-            divided = [i for i, own in enumerate(names) if axes.get(own) == FSDP]
-            return _gather(leaf, *divided)[None] if divided else leaf[None]
-
-        return linear | {"kernel": linear["kernel"].at_layer(layer).map_axes(whole)}
-
-    return {
-        name: {linear: whole_linear(linear, weights) for linear, weights in block.items()}
-        if name in ("self_attn", "mlp")
-        else block
-        for name, block in layers.items()
+    parts = {
+        (block, name): linear["kernel"].at_layer(layer)
+        for block in ("self_attn", "mlp")
+        for name, linear in layers[block].items()
+        if "kernel" in linear
     }
+    parts, _ = lax.optimization_barrier((parts, behind))
+    found = {block: dict(linears) for block, linears in layers.items()}
+    for (block, name), part in parts.items():
+        whole = partial(_whole, axes=sharding.mesh_axes(name))
+        found[block][name] = layers[block][name] | {"kernel": part.map_axes(whole)}
+    return found
 
 
 def embedded(
@@ -207,6 +205,18 @@ def gathered(weight: Any, axis: int, sharding: WeightSharding) -> Any:
       sharding: how weights are divided.
     """
     return weight if sharding.fsdp == 1 else jax.tree.map(partial(_gather, axis=axis), weight)
+
+
+def _whole(leaf: Array, names: tuple[str | None, ...], axes: dict[str, str | None]) -> Array:
+    """A stack of one layer with the whole array of which a device has a part.
+
+    Args:
+      leaf: the part of a layer's values or scales.
+      names: the names of its axes, see `FrozenWeight.map_axes`.
+      axes: by name, the mesh axis that divides them, see `WeightSharding.mesh_axes`.
+    """
+    divided = [i for i, own in enumerate(names) if axes.get(own) == FSDP]
+    return _gather(leaf, *divided)[None] if divided else leaf[None]
 
 
 def _gather(leaf: Array, axis: int) -> Array:

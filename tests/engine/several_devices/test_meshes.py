@@ -51,7 +51,8 @@ MORE_MESHES = {
         "others": (((1, 3), Stage(dp=2)),),
         "replica_shapes": (SHORT, SHAPE),
     },
-    "fsdp2": {"layers": (4,), "stage": Stage(fsdp=2)},
+    # As on a GPU.
+    "fsdp2": {"layers": (4,), "stage": Stage(fsdp=2), "unroll": True},
     "tp2": {"layers": (4,), "stage": Stage(tp=2)},
     "tp4": {"layers": (4,), "stage": Stage(tp=4)},
     "dp2,pp2,tp2": {"layers": (3, 1), "stage": Stage(dp=2, tp=2)},
