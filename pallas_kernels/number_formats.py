@@ -169,7 +169,9 @@ def _best_factors(channels: Float32[Array, "*L n k"]) -> Float32[Array, "*L n"]:
     resolution = 2**22 / channels.shape[-1]
 
     def error(factor):
-        errors = _as_float8(channels / factor).astype(jnp.float32) * factor - channels
+        # Without the barrier, XLA may leave out the conversion to float8 and back.
+        codes = lax.optimization_barrier(_as_float8(channels / factor))
+        errors = codes.astype(jnp.float32) * factor - channels
         return jnp.sum((errors * errors * resolution).astype(jnp.int32), axis=-1)
 
     def better(i, best):
