@@ -1,9 +1,9 @@
 """From a source of records to the arrays of a microbatch.
 
 `read_records` yields the records of a `Source`. `load_samples` renders them as text and tokenizes
-them into `Samples`. `GlobalBatches` draws the global batches of a task from these samples.
-`fill_microbatch` copies placed samples into a `Microbatch`. `Prefetch` runs such work in a thread,
-ahead of the device.
+them into `Samples`, whose tokens are in a `TokenFile`. `GlobalBatches` draws the global batches of
+a task from these samples. `fill_microbatch` copies placed samples into a `Microbatch`. `Prefetch`
+runs such work in a thread, ahead of the device.
 """
 
 from .batches import GlobalBatches
@@ -12,7 +12,8 @@ from .microbatch import Microbatch, fill_microbatch
 from .prefetch import Prefetch
 from .samples import Sample
 from .sources import Record, Source, read_records
-from .split import Part, repeated
+from .split import Part
+from .stored_samples import StoredSamples, TokenFile, stored
 from .tokenization import Samples, load_samples, load_tokenizer
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "Sample",
     "Samples",
     "Source",
+    "StoredSamples",
+    "TokenFile",
     "fill_microbatch",
     "load_samples",
     "load_tokenizer",
     "read_records",
-    "repeated",
+    "stored",
 ]

@@ -1,12 +1,12 @@
 """Tokenization: turns all records of a source into samples, before training begins."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import batched, chain
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -20,6 +20,7 @@ from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
 from .split import Part
+from .stored_samples import SampleWriter, StoredSamples, TokenFile
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _RECORDS_PER_CALL = 1024
 # The tokens and offsets of a call are objects of Python, with up to 280 bytes for each character.
-_CHARACTERS_PER_CALL = 2**20
+_CHARACTERS_PER_CALL = 2**18
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
@@ -52,7 +53,7 @@ class Samples(NamedTuple):
       special_records: number of records whose text spells a special token.
     """
 
-    samples: list[Sample]
+    samples: StoredSamples
     read: int
     truncated: int = 0
     dropped: int = 0
@@ -63,6 +64,27 @@ class Samples(NamedTuple):
     unknown_target_tokens: int = 0
     special_text: str = ""
     special_records: int = 0
+
+
+class Skipped:
+    """Counts records that are left out, and keeps the first error.
+
+    Attributes:
+      count: number of the records.
+      first: the error of the first one; empty if there is none.
+    """
+
+    def __init__(self):
+        self.count, self.first = 0, ""
+
+    def add(self, error: DataError) -> None:
+        """Counts a record.
+
+        Args:
+          error: why it is left out.
+        """
+        self.first = self.first or str(error)
+        self.count += 1
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
@@ -108,6 +130,7 @@ def load_samples(
     max_length: int,
     vocab_size: int | None = None,
     part: Part | None = None,
+    tokens: TokenFile | None = None,
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
@@ -124,6 +147,7 @@ def load_samples(
       vocab_size: rows of the model's embedding; a token id that is not below this number is an
         error. None skips the check.
       part: the part of the records that is loaded; None for all of them.
+      tokens: the file to which the tokens are appended; None for a new one.
 
     Returns:
       The samples in the order of the source, with counts of truncated and dropped records.
@@ -137,8 +161,8 @@ def load_samples(
         raise DataError(
             f"{source.path}: max_length={max_length}, but a sample has at least 2 tokens"
         )
-    samples: list[Sample] = []
-    skipped: list[DataError] = []
+    samples = SampleWriter(tokens or TokenFile())
+    skipped = Skipped()
     special = SpecialText(source, tokenizer)
     # In some tokenizers, the EOS token that ends each sample is the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
@@ -157,12 +181,12 @@ def load_samples(
     if not samples:
         raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
-        samples,
-        read=len(samples) + dropped + len(skipped),
+        samples.samples(),
+        read=len(samples) + dropped + skipped.count,
         truncated=truncated,
         dropped=dropped,
-        skipped=len(skipped),
-        first_skipped=str(skipped[0]) if skipped else "",
+        skipped=skipped.count,
+        first_skipped=skipped.first,
         target_tokens=targets,
         cut_target_tokens=cut,
         unknown_target_tokens=int(unknown),
@@ -172,10 +196,10 @@ def load_samples(
 
 
 def _no_samples(
-    source: Source, max_length: int, dropped: int, skipped: list[DataError], part: Part | None
+    source: Source, max_length: int, dropped: int, skipped: Skipped, part: Part | None
 ) -> str:
     reasons = []
-    if part and not dropped and not skipped:
+    if part and not dropped and not skipped.count:
         found = "none" if part.held_out else "all"
         return (
             f"{source.path}: validation_fraction={part.fraction:g} holds out {found} of the "
@@ -186,9 +210,9 @@ def _no_samples(
             f"{dropped} exceed max_length={max_length} and were dropped "
             f"(overlong={source.overlong!r})"
         )
-    if skipped:
-        reasons.append(f"{len(skipped)} were skipped, the first because of {skipped[0]}")
-    records = dropped + len(skipped)
+    if skipped.count:
+        reasons.append(f"{skipped.count} were skipped, the first because of {skipped.first}")
+    records = dropped + skipped.count
     return f"{source.path}: no samples left of {records} records: {'; '.join(reasons)}"
 
 
@@ -196,19 +220,19 @@ def _tokenize(
     source: Source,
     tokenizer: "PreTrainedTokenizerBase",
     special: SpecialText,
-    skipped: list[DataError],
+    skipped: Skipped,
     part: Part | None,
 ) -> Iterator[tuple[Record, Sample]]:
-    """The untruncated sample of every record that can be trained on. `skipped` gets the errors of
-    the other records, if the source says `on_bad_record="skip"`."""
+    """The untruncated sample of every record that can be trained on. `skipped` counts the
+    other records, if the source says `on_bad_record="skip"`."""
 
     def refuse(error: DataError) -> None:
         if source.on_bad_record == "error":
             raise error
-        skipped.append(error)
+        skipped.add(error)
 
     columns = Columns(source)
-    records = read_records(source, skipped)
+    records = read_records(source, skipped.add)
     for first in records:
         try:
             if (form := source.form) == "auto":
@@ -244,7 +268,7 @@ def _tokenize(
         columns.see(record)
         return part is None or part.has(record.index)
 
-    for group in batched(filter(is_wanted, chain([first], records)), _RECORDS_PER_CALL):
+    for group in _groups(filter(is_wanted, chain([first], records))):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:
@@ -268,6 +292,37 @@ def _tokenize(
                     )
                 )
     columns.refuse_unseen()
+
+
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Divides records so that those of a group are few and short together, or one long record."""
+    group: list[Record] = []
+    characters = 0
+    for record in records:
+        own = _characters(record.fields)
+        if group and (len(group) == _RECORDS_PER_CALL or characters + own > _CHARACTERS_PER_CALL):
+            yield group
+            group, characters = [], 0
+        group.append(record)
+        characters += own
+    if group:
+        yield group
+
+
+def _characters(value: Any) -> int:
+    """The characters of all texts in the fields of a record, up to a depth that Python can go."""
+    try:
+        match value:
+            case str():
+                return len(value)
+            case Mapping():
+                return sum(map(_characters, value.values()))
+            case list():
+                return sum(map(_characters, value))
+    except RecursionError:
+        # Rendering the record refuses it.
+        pass
+    return 0
 
 
 def _parts_of_texts(

@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
+from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.task_data import read_data
@@ -202,8 +203,8 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
         pool=pool,
         batch_size=task.batch_size,
         steps=data.steps,
-        lengths=[sample.stream_length for sample in data.samples.samples],
+        lengths=stream_lengths(data.samples.samples).tolist(),
         batches=BatchLengths(data.batches, data.steps),
-        held_out=[sample.stream_length for sample in data.eval_samples],
+        held_out=stream_lengths(data.eval_samples).tolist(),
         dropped=data.samples.dropped,
     )

@@ -253,6 +253,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         (Source, "columns"): columns,
         # Repeated samples would not count in the limits of data.
         (Source, "repeat"): {"enum": [None]},
+        (Source, "weight"): {"enum": [None]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,

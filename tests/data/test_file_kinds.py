@@ -62,7 +62,7 @@ def test_elements_that_are_no_objects_can_be_left_out(tmp_path, monkeypatch):
     for chunk in (2, 2**20):
         monkeypatch.setattr(json_arrays, "_CHUNK", chunk)
         skipped = []
-        found = list(read_records(Source(str(path), on_bad_record="skip"), skipped))
+        found = list(read_records(Source(str(path), on_bad_record="skip"), skipped.append))
         assert [r.index for r in found] == [0, 5]
         assert [str(e).rpartition(" ")[2] for e in skipped] == ["int", "str", "list", "NoneType"]
 
