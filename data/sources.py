@@ -62,6 +62,10 @@ class Source:
       columns: by field of the form, the name of this field in the records, as in {"prompt":
         "question", "completion": "answer"}. Fields that are not named keep their own names. With
         the form "auto", only forms with all of these fields are considered.
+      chat_template: renders chats in place of the tokenizer's chat template: a template in Jinja,
+        or the path of a file with one. It is a path if it ends in ".jinja" or a file has this name.
+        Templates see the same values as in `transformers`, and their `{% generation %}` marks tell
+        what counts in the loss. None takes the tokenizer's.
       max_samples: only the first so many records are read; malformed lines that are left out do not
         count. None reads all of them.
       repeat: how often an epoch of a task has each sample of the source: 3 for three times, 0.5 for
@@ -84,13 +88,15 @@ class Source:
     on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
     special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
     columns: tuple[tuple[str, str], ...] = by_name(rule=text())
+    chat_template: str | None = text(None, optional=True)
     max_samples: int | None = integer(None, least=1, optional=True)
     repeat: float | None = number(None, above=0, optional=True)
     weight: float | None = number(None, above=0, optional=True)
 
     def __post_init__(self):
-        if isinstance(self.path, os.PathLike):
-            object.__setattr__(self, "path", os.fspath(self.path))
+        for field in ("path", "chat_template"):
+            if isinstance(value := getattr(self, field), os.PathLike):
+                object.__setattr__(self, field, os.fspath(value))
         check_fields(self, self._error)
         self._check_columns()
         if self.repeat is not None and self.weight is not None:

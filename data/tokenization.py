@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from .chat import render_chat, require_chat_template
+from .chat import render_chat
+from .chat_templates import own_template, require_chat_template
 from .columns import Columns
 from .errors import DataError
 from .forms import CHAT_FORMS
@@ -231,6 +232,7 @@ def _tokenize(
             raise error
         skipped.add(error)
 
+    own = own_template(source)
     columns = Columns(source)
     records = read_records(source, skipped.add)
     for first in records:
@@ -243,7 +245,7 @@ def _tokenize(
     else:
         return
     if form in CHAT_FORMS:
-        require_chat_template(first, tokenizer)
+        require_chat_template(first, tokenizer, own=own)
         limit = TimeLimit(_TEMPLATE_SECONDS)
         render_record = partial(
             render_chat,
@@ -252,8 +254,14 @@ def _tokenize(
             limit=limit,
             form=form,
             treated=special.treated,
+            own=own,
         )
     else:
+        if own is not None:
+            raise DataError(
+                f"{source.path}: chat_template renders chats, and these records have the form "
+                f"{form!r}"
+            )
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a "
