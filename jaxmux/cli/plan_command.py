@@ -33,7 +33,7 @@ from jaxmux.planner.pipeline import (
 )
 from jaxmux.runs import check_names
 from jaxmux.runs.run_options import AUTO_MESH
-from jaxmux.tasks import Task, TaskError
+from jaxmux.tasks import Task
 
 from . import gin_bindings, plan_fits
 from .arguments import DEFAULT_ROUNDS
@@ -194,10 +194,7 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
     """Reads and tokenizes the task's data."""
     pool = pool_alone(task, config)
-    try:
-        data = read_data(task, config, tokenizer)
-    except ValueError as e:
-        raise TaskError(f"task {task.name!r}: {e}") from e
+    data = read_data(task, config, tokenizer)
     return TaskLoad(
         name=task.name,
         pool=pool,

@@ -253,13 +253,13 @@ def prepare_task(
         if task.resume_from is not None:
             _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
-        data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
+    data = read_data(task, config, tokenizer)
     given = first, targets, config, base, data.batches
     make_adapter = functools.partial(_first_adapter, *given)
     size = size_of_adapter(task.adapter, config)
-    return PreparedTask(task, targets, make_adapter, *data, size)
+    return PreparedTask(task, targets, make_adapter, *data[:4], size)
 
 
 def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:

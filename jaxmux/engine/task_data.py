@@ -19,19 +19,25 @@ from jaxmux.data.stored_samples import joined
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
-from jaxmux.tasks import Task
+from jaxmux.tasks import Task, TaskError
 
 # Odd, and about 2**32 divided by the golden ratio, so that multiples of it lie far apart.
 _ID_STRIDE = 0x9E3779B1
 
 
 class TaskData(NamedTuple):
-    """The fields of a `PreparedTask` that hold its data."""
+    """The data of a task.
+
+    Attributes:
+      samples, batches, steps, eval_samples: as in `PreparedTask`.
+      sources: by source of the training data, its part of `samples` with its own counts.
+    """
 
     samples: Samples
     batches: GlobalBatches
     steps: int
     eval_samples: Sequence[Sample]
+    sources: tuple[Samples, ...]
 
 
 def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
@@ -43,17 +49,21 @@ def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
 
     Raises:
-      ValueError: the data cannot be read or has no sample.
+      TaskError: the data cannot be read or has no sample. The message names the task.
     """
-    samples = _of_sources(task, config, tokenizer, held_out=False)
-    batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
-    held_out: Sequence[Sample] = ()
-    if task.eval_data:
-        held_out = _load(task.eval_data, task, config, tokenizer, TokenFile()).samples
-    elif task.validation_fraction is not None:
-        held_out = _of_sources(task, config, tokenizer, held_out=True).samples
+    try:
+        sources = _of_sources(task, config, tokenizer, held_out=False)
+        samples = _together(sources)
+        batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
+        held_out: Sequence[Sample] = ()
+        if task.eval_data:
+            held_out = _load(task.eval_data, task, config, tokenizer, TokenFile()).samples
+        elif task.validation_fraction is not None:
+            held_out = _together(_of_sources(task, config, tokenizer, held_out=True)).samples
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
     steps = len(batches) if task.steps is None else task.steps
-    return TaskData(samples, batches, steps, held_out)
+    return TaskData(samples, batches, steps, held_out, sources)
 
 
 def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
@@ -67,9 +77,11 @@ def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
     return samples.with_virtual_tokens(kind_of(adapter).virtual_tokens(adapter))
 
 
-def _of_sources(task: Task, config: BackboneConfig, tokenizer: Any, *, held_out: bool) -> Samples:
-    """The samples of all sources of a task, without or with only those that are held out, and the
-    sums of their counts."""
+def _of_sources(
+    task: Task, config: BackboneConfig, tokenizer: Any, *, held_out: bool
+) -> tuple[Samples, ...]:
+    """By source of a task, its samples, without or with only those that are held out. Those that
+    are trained occur as often as in an epoch."""
     tokens = TokenFile()
     found: list[Samples] = []
     for number, source in enumerate(task.sources):
@@ -84,9 +96,14 @@ def _of_sources(task: Task, config: BackboneConfig, tokenizer: Any, *, held_out:
             copies(own, count, task.seed) for own, count in zip(samples, counts, strict=True)
         ]
     # Records of the same index in different sources get other dropout masks.
-    samples = [own.with_ids_shifted(n * _ID_STRIDE) for n, own in enumerate(samples)]
-    sums = map(_sum, zip(*(own[1:] for own in found), strict=True))
-    return Samples(joined(samples), *sums)
+    shifted = [own.with_ids_shifted(n * _ID_STRIDE) for n, own in enumerate(samples)]
+    return tuple(own._replace(samples=s) for own, s in zip(found, shifted, strict=True))
+
+
+def _together(sources: Sequence[Samples]) -> Samples:
+    """All samples of several sources, and the sums of their counts."""
+    sums = map(_sum, zip(*(own[1:] for own in sources), strict=True))
+    return Samples(joined([own.samples for own in sources]), *sums)
 
 
 def _sum(values: Sequence[Any]) -> Any:
