@@ -1,5 +1,6 @@
 """Tokenized samples in a temporary file. Memory holds only where each of them lies."""
 
+import errno
 import os
 import tempfile
 from array import array
@@ -79,9 +80,10 @@ class TokenFile:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "; name a folder with more room by the environment variable TMPDIR" * full
             raise DataError(
-                f"{folder}: the tokens of the data cannot be written there: {error.strerror}; "
-                "name a folder with more room by the environment variable TMPDIR"
+                f"{folder}: the tokens of the data cannot be written there: {error.strerror}{hint}"
             ) from error
         self._written += len(self._tail)
         self._tail = bytearray()

@@ -27,7 +27,7 @@ from jaxmux.installed_versions import installed_versions
 MIB = 2**20
 # Most MiB of the figure: a group of records with its tokens as objects of Python, the last million
 # tokens, and 20 bytes for each sample.
-BOUND = 160
+BOUND = 64
 # Words of the demo's language, roughly.
 WORDS = "the a baker Max Nora angry happy said told oven bread sea rope and is not why".split()
 

@@ -84,6 +84,16 @@ def test_a_folder_without_room_is_named(tmp_path, monkeypatch):
         stored(make(50))
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+def test_a_full_disk_is_named_with_the_setting_that_helps(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_samples, "_TOKENS_IN_MEMORY", 8)
+    monkeypatch.setattr(stored_samples, "temporary_folder", lambda: str(tmp_path))
+    full = open("/dev/full", "wb", buffering=0)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **options: full)
+    with full, pytest.raises(DataError, match=f"{tmp_path}: .* No space left on device; .*TMPDIR"):
+        stored(make(50))
+
+
 def test_the_user_chooses_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
