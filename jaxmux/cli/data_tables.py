@@ -115,7 +115,7 @@ def _warnings(source: SourceReport) -> Iterator[str]:
     if source.dropped:
         yield f"{source.path}: {source.dropped:,} records dropped (over-long, or no targets left)"
     if source.bad_records:
-        count = f"{source.bad_records:,} bad records left out"
+        count = f"{numbered(source.bad_records, 'bad record')} left out"
         yield f"{source.path}: {count}, the first because of {source.first_bad_record}"
     if source.cut_targets:
         yield f"{source.path}: {source.cut_targets:.1%} of the tokens that carry loss are cut off"
