@@ -1,12 +1,12 @@
 """Tokenization: turns all records of a source into samples, before training begins."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -16,6 +16,7 @@ from .chat_templates import own_template, require_chat_template
 from .columns import Columns
 from .errors import DataError
 from .forms import CHAT_FORMS
+from .groups import groups_of_records, groups_of_texts
 from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
@@ -27,9 +28,6 @@ from .time_limit import TimeLimit, TimeLimitExceeded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RECORDS_PER_CALL = 1024
-# The tokens and offsets of a call are objects of Python, with up to 280 bytes for each character.
-_CHARACTERS_PER_CALL = 2**18
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
@@ -276,7 +274,7 @@ def _tokenize(
         columns.see(record)
         return part is None or part.has(record.index)
 
-    for group in _groups(filter(is_wanted, chain([first], records))):
+    for group in groups_of_records(filter(is_wanted, chain([first], records))):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:
@@ -288,7 +286,7 @@ def _tokenize(
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
-        parts = _parts_of_texts(rendered)
+        parts = groups_of_texts(rendered)
         for record, sample in chain.from_iterable(_tokenize_group(p, tokenizer) for p in parts):
             if sample is not None:
                 yield record, sample
@@ -300,52 +298,6 @@ def _tokenize(
                     )
                 )
     columns.refuse_unseen()
-
-
-def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Divides records so that those of a group are few and short together, or one long record."""
-    group: list[Record] = []
-    characters = 0
-    for record in records:
-        own = _characters(record.fields)
-        if group and (len(group) == _RECORDS_PER_CALL or characters + own > _CHARACTERS_PER_CALL):
-            yield group
-            group, characters = [], 0
-        group.append(record)
-        characters += own
-    if group:
-        yield group
-
-
-def _characters(value: Any) -> int:
-    """The characters of all texts in the fields of a record, up to a depth that Python can go."""
-    try:
-        match value:
-            case str():
-                return len(value)
-            case Mapping():
-                return sum(map(_characters, value.values()))
-            case list():
-                return sum(map(_characters, value))
-    except RecursionError:
-        # Rendering the record refuses it.
-        pass
-    return 0
-
-
-def _parts_of_texts(
-    rendered: Sequence[tuple[Record, RenderedText]],
-) -> Iterator[list[tuple[Record, RenderedText]]]:
-    """Divides records so that the texts of a part are short together, or one long text."""
-    part: list[tuple[Record, RenderedText]] = []
-    characters = 0
-    for record, text in rendered:
-        if part and characters + len(text.text) > _CHARACTERS_PER_CALL:
-            yield part
-            part, characters = [], 0
-        part.append((record, text))
-        characters += len(text.text)
-    yield part
 
 
 def _tokenize_group(
