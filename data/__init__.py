@@ -1,19 +1,25 @@
 """From a source of records to the arrays of a microbatch.
 
 `read_records` yields the records of a `Source`. `load_samples` renders them as text and tokenizes
-them into `Samples`. `GlobalBatches` draws the global batches of a task from these samples.
-`fill_microbatch` copies placed samples into a `Microbatch`. `Prefetch` runs such work in a thread,
-ahead of the device.
+them into `Samples`, whose tokens are in a `TokenFile`. `GlobalBatches` draws the global batches of
+a task from these samples. `fill_microbatch` copies placed samples into a `Microbatch`. `Prefetch`
+runs such work in a thread, ahead of the device.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .batches import GlobalBatches
 from .errors import DataError
-from .microbatch import Microbatch, fill_microbatch
 from .prefetch import Prefetch
 from .samples import Sample
 from .sources import Record, Source, read_records
-from .split import Part, repeated
+from .split import Part
+from .stored_samples import StoredSamples, TokenFile, stored
 from .tokenization import Samples, load_samples, load_tokenizer
+
+if TYPE_CHECKING:
+    from .microbatch import Microbatch, fill_microbatch
 
 __all__ = [
     "DataError",
@@ -25,9 +31,18 @@ __all__ = [
     "Sample",
     "Samples",
     "Source",
+    "StoredSamples",
+    "TokenFile",
     "fill_microbatch",
     "load_samples",
     "load_tokenizer",
     "read_records",
-    "repeated",
+    "stored",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The module imports JAX, which help texts do not wait for.
+    if name in ("Microbatch", "fill_microbatch"):
+        return getattr(import_module(f"{__name__}.microbatch"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import grain
-
 from .errors import DataError
 from .samples import Sample
 
@@ -53,6 +51,9 @@ class GlobalBatches:
             raise DataError(f"seed must not be negative, found {seed}")
         if epochs is not None and epochs < 1:
             raise DataError(f"epochs must be at least 1 or None, found {epochs}")
+        # Importing grain imports JAX, which help texts do not wait for.
+        import grain
+
         dataset = grain.MapDataset.source(samples).seed(seed)
         if shuffle:
             dataset = dataset.shuffle()

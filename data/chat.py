@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from .chat_templates import ChatTemplate, line_of, require_chat_template
 from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
 from .forms import Form
@@ -25,6 +26,7 @@ def render_chat(
     limit: TimeLimit | None = None,
     form: Form = "messages",
     treated: Callable[[Record], Record] = lambda record: record,
+    own: ChatTemplate | None = None,
 ) -> RenderedText:
     """Renders a record with messages; the target ranges are the parts that the assistant generates.
 
@@ -37,13 +39,14 @@ def render_chat(
     Args:
       record: a record whose field "messages" is a list of {"role", "content"} objects, or a
         ShareGPT record; its field "tools" may describe functions.
-      tokenizer: a tokenizer with a chat template.
+      tokenizer: the tokenizer, with a chat template unless `own` is given.
       loss_on: as in `Source`; "all" makes the whole text one target range, without the messages
         whose weight is 0.
       limit: time limit of each call of the template; None for no limit.
       form: "messages" or "sharegpt".
       treated: function that is applied to the record before it is rendered, when the JSON texts in
         it have been parsed.
+      own: the template of the source; None for the tokenizer's.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
@@ -51,13 +54,13 @@ def render_chat(
         differently when more messages follow.
     """
     tools = read_tools(record, form)
-    template = require_chat_template(record, tokenizer, tools)
-    if tools and "tools" not in template:
+    template = require_chat_template(record, tokenizer, tools, own)
+    if tools and "tools" not in template.text:
         raise DataError(
-            f"{record.where}: the record has tools, which the chat template of "
-            f"{tokenizer.name_or_path} does not render; use a tokenizer whose template does"
+            f"{record.where}: the record has tools, which {template.name} "
+            "does not render; use a tokenizer whose template does, or set Source.chat_template"
         )
-    messages = read_messages(record, form, template)
+    messages = read_messages(record, form, template.text)
     found = treated(record._replace(fields={**record.fields, "messages": messages, "tools": tools}))
     messages, tools = found.fields["messages"], found.fields["tools"]
     weights = [message.pop("weight", 1) for message in messages]
@@ -76,31 +79,12 @@ def render_chat(
     )
 
 
-def require_chat_template(
-    record: Record, tokenizer: "PreTrainedTokenizerBase", tools: Tools | None = None
-) -> str:
-    """The tokenizer's chat template. Raises DataError if it has none.
-
-    Args:
-      record: a record that needs the template; the message names it.
-      tokenizer: the tokenizer.
-      tools: the record's tools, for which the tokenizer may have a template of its own.
-    """
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{record.where}: 'messages' records need a chat template, and the tokenizer "
-            f'{tokenizer.name_or_path} has none; add "chat_template" to its '
-            "tokenizer_config.json, or write the records as prompt and completion"
-        )
-    return tokenizer.get_chat_template(tools=tools)
-
-
 class _Chat(NamedTuple):
     """A conversation, and what renders it."""
 
     record: Record
     tokenizer: "PreTrainedTokenizerBase"
-    template: str
+    template: ChatTemplate
     messages: Messages
     tools: Tools | None
     limit: TimeLimit | None
@@ -111,6 +95,7 @@ class _Chat(NamedTuple):
             return self.tokenizer.apply_chat_template(
                 self.messages[:number],
                 tools=self.tools,
+                chat_template=self.template.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -126,7 +111,7 @@ class _Chat(NamedTuple):
             (text,), (blocks,) = render_jinja_template(
                 conversations=[self.messages[:number]],
                 tools=self.tools,
-                chat_template=self.template,
+                chat_template=self.template.text,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
@@ -141,8 +126,12 @@ class _Chat(NamedTuple):
         except Exception as error:  # a template is a program and may raise anything
             is_slow = isinstance(error, TimeLimitExceeded)
             raise self.error(
-                f"the chat template of {self.tokenizer.name_or_path} "
-                + ("takes too long" if is_slow else f"refuses the messages: {error}")
+                f"{self.template.name} "
+                + (
+                    "takes too long"
+                    if is_slow
+                    else f"refuses the messages: {error}{line_of(error)}"
+                )
             ) from error
 
     def error(self, message: str) -> DataError:
@@ -159,13 +148,13 @@ def _ranges(
       spoken: the numbers of all of the assistant's messages.
       wanted: the numbers of those whose ranges are returned.
     """
-    if not _GENERATION_BLOCK.search(chat.template):
+    if not _GENERATION_BLOCK.search(chat.template.text):
         text = chat.rendered()
         return text, tuple(_range_by_prefix(chat, text, number) for number in wanted)
     text, blocks = chat.marked()
     if not any(text[start:end].strip() for start, end in blocks):
         raise chat.error(
-            f"no target tokens: the chat template of {chat.tokenizer.name_or_path} "
+            f"no target tokens: {chat.template.name} "
             "marks no text of the assistant ({% generation %} stands around nothing)"
         )
     if wanted != spoken:
@@ -182,7 +171,7 @@ def _blocks_of(
     own = blocks[before : len(found)]
     if [text[start:end] for start, end in own] != [shorter[s:e] for s, e in found[before:]]:
         raise chat.error(
-            f"the chat template of {chat.tokenizer.name_or_path} does not preserve prefixes: it "
+            f"{chat.template.name} does not preserve prefixes: it "
             f"marks other text with {{% generation %}} when more messages follow message {number}, "
             "so the parts of single messages cannot be found, which weights and "
             'loss_on="last_turn" need'
@@ -200,7 +189,7 @@ def _range_by_prefix(chat: _Chat, text: str, number: int) -> TextRange:
     through = chat.rendered(number + 1)
     if not (text.startswith(through) and through.startswith(before)):
         raise chat.error(
-            f"the chat template of {chat.tokenizer.name_or_path} does not preserve prefixes: "
+            f"{chat.template.name} does not preserve prefixes: "
             f"rendered alone, the messages up to message {number} or their generation prompt "
             "differ from their part of the whole chat, so the assistant's tokens cannot be found; "
             'use loss_on="all", loss_on="last_turn" if only the last message is to count, or a '

@@ -29,8 +29,12 @@ _ZSTD = ".zst"
 _COMPRESSED = (".gz", _ZSTD)
 # An array begins within so many bytes, apart from white space.
 _HEAD = 2**16
-# Most characters of a field of a CSV file. The default of the csv module, 2**17, is short for text.
-_LONGEST_FIELD = 2**26
+# Most bytes of a line, and characters of a field of a CSV file. The default of the csv module,
+# 2**17, is short for text.
+_LONGEST = 2**26
+# Rows and bytes of a Parquet file that are read at once.
+_ROWS = 512
+_BUFFER = 2**20
 
 
 def is_pattern(path: str) -> bool:
@@ -109,9 +113,12 @@ def _zstd_module(path: Path) -> ModuleType:
 
 
 def _read_jsonl(stream: BinaryIO, path: Path) -> Rows:
-    for number, line in enumerate(stream, start=1):
+    lines = iter(partial(stream.readline, _LONGEST + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        if len(line) > _LONGEST:
+            raise DataError(f"{where}: the line is longer than {_LONGEST} bytes")
         if line.strip():
-            where = f"{path}:{number}"
             yield where, _parse_object(line, where)
 
 
@@ -142,7 +149,7 @@ def _read_json(stream: BinaryIO, path: Path) -> Rows:
 
 def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
     # The limit is one of the whole process.
-    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST))
     lines = TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -179,8 +186,8 @@ def _read_parquet(path: Path) -> Rows:
             "source folder of jaxmux"
         ) from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER) as table:
+            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(_ROWS))
             for number, fields in enumerate(rows, start=1):
                 yield f"{path}:{number}", fields
     except (pyarrow.ArrowException, OSError) as error:

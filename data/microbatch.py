@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from .samples import Sample
+from .stored_samples import target_tokens
 
 
 class Microbatch(NamedTuple):
@@ -80,7 +81,7 @@ def fill_microbatch(
     segment_ids = np.full(shape, -1, np.int32)
     sample_id = np.zeros(shape, np.uint32)
     chunk_slot = np.full(rows * row_len // chunk_len, -1, np.int32)
-    weight = {slot: 1 / sum(s.target_tokens for s in batch) for slot, batch in batches.items()}
+    weight = {slot: 1 / target_tokens(batch) for slot, batch in batches.items()}
     sequences = [0] * rows
 
     for slot, index, row, offset in placements:

@@ -1,7 +1,7 @@
 """Reads records from files and Hugging Face datasets."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -62,11 +62,19 @@ class Source:
       columns: by field of the form, the name of this field in the records, as in {"prompt":
         "question", "completion": "answer"}. Fields that are not named keep their own names. With
         the form "auto", only forms with all of these fields are considered.
+      chat_template: renders chats in place of the tokenizer's chat template: a template in Jinja,
+        or the path of a file with one. It is a path if it ends in ".jinja" or a file has this name.
+        Templates see the same values as in `transformers`, and their `{% generation %}` marks tell
+        what counts in the loss. None takes the tokenizer's.
       max_samples: only the first so many records are read; malformed lines that are left out do not
         count. None reads all of them.
       repeat: how often an epoch of a task has each sample of the source: 3 for three times, 0.5 for
-        half of the samples, the same ones in every epoch. So the sources of a task are weighted.
-        None stands for once.
+        half of the samples, the same ones in every epoch. None stands for once.
+      weight: the share of the source in the samples of an epoch, beside the weights of the other
+        sources of the task: 0.7 and 0.3, or 7 and 3, for 70% and 30%. The source with the most
+        samples for its weight stands in an epoch once, and the samples of the others are repeated,
+        so none is left out. All sources of a task have a weight, or none has. It takes the place of
+        `repeat`.
 
     Raises:
       DataError: a field has another value.
@@ -80,14 +88,19 @@ class Source:
     on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
     special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
     columns: tuple[tuple[str, str], ...] = by_name(rule=text())
+    chat_template: str | None = text(None, optional=True)
     max_samples: int | None = integer(None, least=1, optional=True)
     repeat: float | None = number(None, above=0, optional=True)
+    weight: float | None = number(None, above=0, optional=True)
 
     def __post_init__(self):
-        if isinstance(self.path, os.PathLike):
-            object.__setattr__(self, "path", os.fspath(self.path))
+        for field in ("path", "chat_template"):
+            if isinstance(value := getattr(self, field), os.PathLike):
+                object.__setattr__(self, field, os.fspath(value))
         check_fields(self, self._error)
         self._check_columns()
+        if self.repeat is not None and self.weight is not None:
+            raise self._error("give repeat or weight, not both: each says how often samples occur")
 
     @property
     def forms(self) -> list[Form]:
@@ -132,15 +145,17 @@ class Record(NamedTuple):
     where: str
 
 
-def read_records(source: Source, skipped: list[DataError] | None = None) -> Iterator[Record]:
+def read_records(
+    source: Source, skip: Callable[[DataError], None] | None = None
+) -> Iterator[Record]:
     """Yields the records of a source in their order, without rendering or tokenizing them.
 
     Errors are raised while the result is iterated, not by the call itself.
 
     Args:
       source: the source; only its `path`, `split`, `on_bad_record` and `max_samples` are used.
-      skipped: gets the error of every malformed line that is left out, if the source says
-        `on_bad_record="skip"`.
+      skip: function that gets the error of every malformed line that is left out, if the source
+        says `on_bad_record="skip"`.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; it has no such
@@ -156,8 +171,8 @@ def read_records(source: Source, skipped: list[DataError] | None = None) -> Iter
                 return
         elif source.on_bad_record == "error":
             raise fields
-        elif skipped is not None:
-            skipped.append(fields)
+        elif skip is not None:
+            skip(fields)
     if index < 0:
         raise DataError(f"{source.path}: no records")
 

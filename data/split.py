@@ -1,12 +1,7 @@
-"""Choices among records or samples that depend on their numbers and a seed only."""
+"""The records that are held out: a choice that depends on their numbers and a seed only."""
 
 import hashlib
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from .errors import DataError
-from .samples import Sample
-from .sources import Source
 
 
 class Part(NamedTuple):
@@ -33,34 +28,14 @@ class Part(NamedTuple):
         Args:
           index: number of the record in its source, from 0.
         """
-        return (_hash(self.seed, self.source, index) < self.fraction * 2**64) == self.held_out
+        return (stable_hash(self.seed, self.source, index) < self.fraction * 2**64) == self.held_out
 
 
-def repeated(samples: Sequence[Sample], source: Source, seed: int) -> list[Sample]:
-    """The samples of a source as often as it says.
+def stable_hash(*key: object) -> int:
+    """An integer below 2**64 that is the same in every process.
 
     Args:
-      samples: the samples of the source.
-      source: the source; only its `path` and `repeat` are used.
-      seed: seed of the choice of the samples that stand there once more often than others.
-
-    Raises:
-      DataError: no sample is left.
+      key: what it depends on.
     """
-    if source.repeat is None:
-        return list(samples)
-    whole = int(source.repeat)
-    count = round((source.repeat - whole) * len(samples))
-    order = sorted(range(len(samples)), key=lambda n: _hash(seed, "repeat", samples[n].sample_id))
-    rest = [samples[n] for n in sorted(order[:count])]
-    if not whole and not rest:
-        raise DataError(
-            f"{source.path}: repeat={source.repeat:g} of {len(samples)} samples is none"
-        )
-    return [*samples] * whole + rest
-
-
-def _hash(*key: object) -> int:
-    """An integer below 2**64."""
     text = "/".join(map(str, key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -4,30 +4,30 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import batched, chain
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from .chat import render_chat, require_chat_template
+from .chat import render_chat
+from .chat_templates import own_template, require_chat_template
 from .columns import Columns
 from .errors import DataError
 from .forms import CHAT_FORMS
+from .groups import groups_of_records, groups_of_texts
 from .record_forms import RenderedText, TextRange, detect_form, render
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText
 from .split import Part
+from .stored_samples import SampleWriter, StoredSamples, TokenFile
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RECORDS_PER_CALL = 1024
-# The tokens and offsets of a call are objects of Python, with up to 280 bytes for each character.
-_CHARACTERS_PER_CALL = 2**20
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
       special_records: number of records whose text spells a special token.
     """
 
-    samples: list[Sample]
+    samples: StoredSamples
     read: int
     truncated: int = 0
     dropped: int = 0
@@ -63,6 +63,27 @@ class Samples(NamedTuple):
     unknown_target_tokens: int = 0
     special_text: str = ""
     special_records: int = 0
+
+
+class Skipped:
+    """Counts records that are left out, and keeps the first error.
+
+    Attributes:
+      count: number of the records.
+      first: the error of the first one; empty if there is none.
+    """
+
+    def __init__(self):
+        self.count, self.first = 0, ""
+
+    def add(self, error: DataError) -> None:
+        """Counts a record.
+
+        Args:
+          error: why it is left out.
+        """
+        self.first = self.first or str(error)
+        self.count += 1
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
@@ -108,6 +129,7 @@ def load_samples(
     max_length: int,
     vocab_size: int | None = None,
     part: Part | None = None,
+    tokens: TokenFile | None = None,
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
@@ -124,6 +146,7 @@ def load_samples(
       vocab_size: rows of the model's embedding; a token id that is not below this number is an
         error. None skips the check.
       part: the part of the records that is loaded; None for all of them.
+      tokens: the file to which the tokens are appended; None for a new one.
 
     Returns:
       The samples in the order of the source, with counts of truncated and dropped records.
@@ -137,8 +160,8 @@ def load_samples(
         raise DataError(
             f"{source.path}: max_length={max_length}, but a sample has at least 2 tokens"
         )
-    samples: list[Sample] = []
-    skipped: list[DataError] = []
+    samples = SampleWriter(tokens or TokenFile())
+    skipped = Skipped()
     special = SpecialText(source, tokenizer)
     # In some tokenizers, the EOS token that ends each sample is the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
@@ -157,12 +180,12 @@ def load_samples(
     if not samples:
         raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
-        samples,
-        read=len(samples) + dropped + len(skipped),
+        samples.samples(),
+        read=len(samples) + dropped + skipped.count,
         truncated=truncated,
         dropped=dropped,
-        skipped=len(skipped),
-        first_skipped=str(skipped[0]) if skipped else "",
+        skipped=skipped.count,
+        first_skipped=skipped.first,
         target_tokens=targets,
         cut_target_tokens=cut,
         unknown_target_tokens=int(unknown),
@@ -172,10 +195,10 @@ def load_samples(
 
 
 def _no_samples(
-    source: Source, max_length: int, dropped: int, skipped: list[DataError], part: Part | None
+    source: Source, max_length: int, dropped: int, skipped: Skipped, part: Part | None
 ) -> str:
     reasons = []
-    if part and not dropped and not skipped:
+    if part and not dropped and not skipped.count:
         found = "none" if part.held_out else "all"
         return (
             f"{source.path}: validation_fraction={part.fraction:g} holds out {found} of the "
@@ -186,9 +209,9 @@ def _no_samples(
             f"{dropped} exceed max_length={max_length} and were dropped "
             f"(overlong={source.overlong!r})"
         )
-    if skipped:
-        reasons.append(f"{len(skipped)} were skipped, the first because of {skipped[0]}")
-    records = dropped + len(skipped)
+    if skipped.count:
+        reasons.append(f"{skipped.count} were skipped, the first because of {skipped.first}")
+    records = dropped + skipped.count
     return f"{source.path}: no samples left of {records} records: {'; '.join(reasons)}"
 
 
@@ -196,19 +219,20 @@ def _tokenize(
     source: Source,
     tokenizer: "PreTrainedTokenizerBase",
     special: SpecialText,
-    skipped: list[DataError],
+    skipped: Skipped,
     part: Part | None,
 ) -> Iterator[tuple[Record, Sample]]:
-    """The untruncated sample of every record that can be trained on. `skipped` gets the errors of
-    the other records, if the source says `on_bad_record="skip"`."""
+    """The untruncated sample of every record that can be trained on. `skipped` counts the
+    other records, if the source says `on_bad_record="skip"`."""
 
     def refuse(error: DataError) -> None:
         if source.on_bad_record == "error":
             raise error
-        skipped.append(error)
+        skipped.add(error)
 
+    own = own_template(source)
     columns = Columns(source)
-    records = read_records(source, skipped)
+    records = read_records(source, skipped.add)
     for first in records:
         try:
             if (form := source.form) == "auto":
@@ -219,7 +243,7 @@ def _tokenize(
     else:
         return
     if form in CHAT_FORMS:
-        require_chat_template(first, tokenizer)
+        require_chat_template(first, tokenizer, own=own)
         limit = TimeLimit(_TEMPLATE_SECONDS)
         render_record = partial(
             render_chat,
@@ -228,8 +252,14 @@ def _tokenize(
             limit=limit,
             form=form,
             treated=special.treated,
+            own=own,
         )
     else:
+        if own is not None:
+            raise DataError(
+                f"{source.path}: chat_template renders chats, and these records have the form "
+                f"{form!r}"
+            )
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a "
@@ -244,7 +274,7 @@ def _tokenize(
         columns.see(record)
         return part is None or part.has(record.index)
 
-    for group in batched(filter(is_wanted, chain([first], records)), _RECORDS_PER_CALL):
+    for group in groups_of_records(filter(is_wanted, chain([first], records))):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:
@@ -256,7 +286,7 @@ def _tokenize(
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
-        parts = _parts_of_texts(rendered)
+        parts = groups_of_texts(rendered)
         for record, sample in chain.from_iterable(_tokenize_group(p, tokenizer) for p in parts):
             if sample is not None:
                 yield record, sample
@@ -268,21 +298,6 @@ def _tokenize(
                     )
                 )
     columns.refuse_unseen()
-
-
-def _parts_of_texts(
-    rendered: Sequence[tuple[Record, RenderedText]],
-) -> Iterator[list[tuple[Record, RenderedText]]]:
-    """Divides records so that the texts of a part are short together, or one long text."""
-    part: list[tuple[Record, RenderedText]] = []
-    characters = 0
-    for record, text in rendered:
-        if part and characters + len(text.text) > _CHARACTERS_PER_CALL:
-            yield part
-            part, characters = [], 0
-        part.append((record, text))
-        characters += len(text.text)
-    yield part
 
 
 def _tokenize_group(

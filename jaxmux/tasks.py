@@ -34,8 +34,8 @@ class Task:
         after the task, so the name consists of letters, digits, ".", "_" and "-", begins with a
         letter or digit, and has at most 100 characters.
       data: the training records: a `Source`, or a list of sources that are mixed. An epoch has the
-        samples of all of them, each as often as its `Source.repeat` says, in one random order. A
-        path is short for `Source(path)`.
+        samples of all of them, each as often as its `Source.repeat` or `Source.weight` says, in
+        one random order. A path is short for `Source(path)`.
       adapter: what is trained: a `LoRA`, a `DoRA`, an `IA3`, an `LNTuning`, a `Bottleneck`, a
         `DiffPruning`, a `SparseDiff`, a `VeRA`, a `PromptTuning` or a `TrainedTokens`. Tasks with
         different kinds of adapters train together.
@@ -114,8 +114,7 @@ class Task:
             )
         if not isinstance(self.eval_data, Source | None):
             raise self._error(f"eval_data should be a path or a Source, found {self.eval_data!r}")
-        if self.eval_data and self.eval_data.repeat is not None:
-            raise self._error("eval_data: repeat is for training data only")
+        self._check_mixture()
         if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
             is_class = isinstance(self.adapter, type)
             hint = "; in a config, write @NAME/LoRA() with parentheses" if is_class else ""
@@ -142,6 +141,20 @@ class Task:
             raise self._error(
                 "give eval_data or validation_fraction, not both: each says which records are held "
                 "out"
+            )
+
+    def _check_mixture(self) -> None:
+        for field in ("repeat", "weight"):
+            if self.eval_data and getattr(self.eval_data, field) is not None:
+                raise self._error(f"eval_data: {field} is for training data only")
+        weighted = [source.path for source in self.sources if source.weight is not None]
+        others = [source.path for source in self.sources if source.weight is None]
+        if weighted and len(self.sources) == 1:
+            raise self._error("data: a weight is a share beside other sources, and there is one")
+        if weighted and others:
+            raise self._error(
+                f"data: {weighted[0]} has a weight and {others[0]} has none; give all sources of a "
+                "task a weight, or none"
             )
 
     @property

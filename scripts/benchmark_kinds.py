@@ -53,7 +53,7 @@ from kinds_lora import lora, programs
 from kinds_timing import TASKS, WARM_UP_TURNS, figures, in_pairs, interval, say, write
 from kinds_turns import turn
 
-from jaxmux.data import GlobalBatches
+from jaxmux.data import GlobalBatches, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.task_data import with_virtual_tokens
@@ -216,7 +216,7 @@ def task_of(
     length = args.length - kind.virtual_tokens(adapter)
     task = random_task(config, "any", [length] * 2 * batch, batch, 10**6, args.rank)
     targets = dict(kind.targets(adapter, config))
-    samples = with_virtual_tokens(task.samples.samples, adapter)
+    samples = with_virtual_tokens(stored(task.samples.samples), adapter)
     return dataclasses.replace(
         task,
         samples=task.samples._replace(samples=samples),

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmark_data import data_table
 from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
 from cluster_records import replay_table
 from frozen_weight_records import frozen_weights_table, quality_table
@@ -37,6 +38,7 @@ FILES = {
     "kinds": "kinds_h200.json",
     "frozen_weights": "frozen_weights_h200.json",
     "format_quality": "format_quality.json",
+    "data": "data_memory.json",
 }
 # The comparison of predictions and measurements, which is not a list of records.
 CHECK = "profile_check_h200.json"
@@ -339,6 +341,7 @@ BLOCKS = {
     "kinds": kinds_table,
     "frozen_weights": frozen_weights_table,
     "format_quality": quality_table,
+    "data": data_table,
 }
 
 

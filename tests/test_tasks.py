@@ -65,6 +65,12 @@ def test_other_names_are_refused(name):
         ({"data": ["a.jsonl", 3]}, "data should be a path or a Source, or a list of them"),
         ({"eval_data": ["a.jsonl"]}, "eval_data should be a path or a Source, found"),
         ({"eval_data": Source("a.jsonl", repeat=2)}, "eval_data: repeat is for training data"),
+        ({"eval_data": Source("a.jsonl", weight=2)}, "eval_data: weight is for training data"),
+        ({"data": Source("a.jsonl", weight=2)}, "a weight is a share beside other sources"),
+        (
+            {"data": [Source("a.jsonl", weight=2), "b.jsonl"]},
+            "data: a.jsonl has a weight and b.jsonl has none",
+        ),
         ({"eval_data": "a.jsonl", "validation_fraction": 0.1}, "eval_data or validation_fraction"),
         ({"validation_fraction": 1}, r"should be a number in \(0, 1\) or None, found 1"),
     ],

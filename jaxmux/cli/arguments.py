@@ -142,6 +142,24 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     return options
 
 
+def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    """Options of the command that shows data; `bindings` has the config's parameters."""
+    parser = _parser(prog, help_texts.DATA)
+    _add_config(parser)
+    parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
+    parser.add_argument(
+        "--samples",
+        type=_not_negative_integer,
+        default=3,
+        metavar="N",
+        help="samples to show of each source; default: 3",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead")
+    options = _parse_with_bindings(parser, arguments)
+    options.gin_file = options.gin_file or [DEMO_CONFIG]
+    return options
+
+
 def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the profiling command."""
     parser = _parser(prog, help_texts.PROFILE)
@@ -277,6 +295,7 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace]]] = {
     "train": ("train the tasks of a config together and export their adapters", train_options),
     "plan": ("show a plan for training a config on devices that need not exist", plan_options),
+    "data": ("show what the tasks of a config train on, and check it", data_options),
     "profile": ("measure this machine's devices for the planner's cost models", profile_options),
     "generate": ("complete prompts with a backbone and an adapter", generate_options),
     "export": ("write adapters from the checkpoints of training", export_options),
@@ -299,6 +318,7 @@ def _in_range(kind: type, least: float, most: float, expected: str) -> Callable[
 
 
 _count = _in_range(int, 1, 2**31, "an integer of at least 1")
+_not_negative_integer = _in_range(int, 0, 2**31, "an integer of at least 0")
 _seed = _in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
 _not_negative = _in_range(float, 0, 1e9, "a number of at least 0")
 # What JAX and the engine take beside training would be all of a smaller device.

@@ -60,6 +60,16 @@ AdamW.
 
 Exit code 2: the config, the data or an option was refused.
 """
+DATA = """\
+Shows what the tasks of a gin config train on: their samples as the model sees
+them, with the tokens that carry loss, the lengths and shares of their sources,
+what is cut or left out, and how samples lie in the rows of a microbatch. It
+reads and tokenizes all data, as training does before it begins; of the backbone
+it reads config.json and the tokenizer. Without a config it shows the bundled
+demo.
+
+Exit code 2: the config, the data or an option was refused.
+"""
 PROFILE = """\
 Measures the time and the memory of layers, attention, head, optimizer updates,
 rounds and collectives on this machine's devices, for one backbone with random

@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
+from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.task_data import read_data
@@ -32,7 +33,7 @@ from jaxmux.planner.pipeline import (
 )
 from jaxmux.runs import check_names
 from jaxmux.runs.run_options import AUTO_MESH
-from jaxmux.tasks import Task, TaskError
+from jaxmux.tasks import Task
 
 from . import gin_bindings, plan_fits
 from .arguments import DEFAULT_ROUNDS
@@ -193,17 +194,14 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
 def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
     """Reads and tokenizes the task's data."""
     pool = pool_alone(task, config)
-    try:
-        data = read_data(task, config, tokenizer)
-    except ValueError as e:
-        raise TaskError(f"task {task.name!r}: {e}") from e
+    data = read_data(task, config, tokenizer)
     return TaskLoad(
         name=task.name,
         pool=pool,
         batch_size=task.batch_size,
         steps=data.steps,
-        lengths=[sample.stream_length for sample in data.samples.samples],
+        lengths=stream_lengths(data.samples.samples).tolist(),
         batches=BatchLengths(data.batches, data.steps),
-        held_out=[sample.stream_length for sample in data.eval_samples],
+        held_out=stream_lengths(data.eval_samples).tolist(),
         dropped=data.samples.dropped,
     )

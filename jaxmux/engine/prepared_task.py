@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.peft import (
@@ -70,21 +71,23 @@ class PreparedTask:
     samples: Samples
     batches: GlobalBatches
     steps: int
-    eval_samples: list[Sample]
+    eval_samples: Sequence[Sample]
     size: KindSize | None = None
     earlier: tuple[EarlierLength, ...] = ()
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Stream lengths of all training and held-out samples, in tokens. The stream length of a
-        sample is its number of tokens minus 1, because the model does not read the last token, and
-        the number of virtual tokens that its adapter puts before it."""
-        return [s.stream_length for s in (*self.samples.samples, *self.eval_samples)]
+        """Stream lengths in tokens that training or held-out samples have, each once, the shortest
+        first. The stream length of a sample is its number of tokens minus 1, because the model does
+        not read the last token, and the number of virtual tokens that its adapter puts before
+        it."""
+        parts = [stream_lengths(own) for own in (self.samples.samples, self.eval_samples)]
+        return np.unique(np.concatenate(parts)).tolist()
 
     @property
     def longest(self) -> int:
         """Stream length of the longest training or held-out sample, in tokens."""
-        return max(self.lengths)
+        return self.lengths[-1]
 
     @property
     def pool(self) -> PoolSpec:
@@ -250,13 +253,13 @@ def prepare_task(
         if task.resume_from is not None:
             _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
-        data = read_data(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
+    data = read_data(task, config, tokenizer)
     given = first, targets, config, base, data.batches
     make_adapter = functools.partial(_first_adapter, *given)
     size = size_of_adapter(task.adapter, config)
-    return PreparedTask(task, targets, make_adapter, *data, size)
+    return PreparedTask(task, targets, make_adapter, *data[:4], size)
 
 
 def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxmux.data.stored_samples import target_tokens
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import Layout, SlotArrays, crop, kind_of, own_leaves, pad
@@ -77,7 +78,7 @@ class Slot:
     @property
     def held_out_tokens(self) -> int:
         """Number of target tokens in the held-out data."""
-        return sum(sample.target_tokens for sample in self.prepared.eval_samples)
+        return target_tokens(self.prepared.eval_samples)
 
     def is_measured_after(self, step: int) -> bool:
         """Whether the held-out loss is measured after so many steps."""

@@ -4,23 +4,40 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmux.data import GlobalBatches, Part, Sample, Samples, Source, load_samples, repeated
+from jaxmux.data import (
+    GlobalBatches,
+    Part,
+    Sample,
+    Samples,
+    Source,
+    StoredSamples,
+    TokenFile,
+    load_samples,
+)
+from jaxmux.data.mixing import copies, epoch_counts
+from jaxmux.data.stored_samples import joined
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
-from jaxmux.tasks import Task
+from jaxmux.tasks import Task, TaskError
 
 # Odd, and about 2**32 divided by the golden ratio, so that multiples of it lie far apart.
 _ID_STRIDE = 0x9E3779B1
 
 
 class TaskData(NamedTuple):
-    """The fields of a `PreparedTask` that hold its data."""
+    """The data of a task.
+
+    Attributes:
+      samples, batches, steps, eval_samples: as in `PreparedTask`.
+      sources: by source of the training data, its part of `samples` with its own counts.
+    """
 
     samples: Samples
     batches: GlobalBatches
     steps: int
-    eval_samples: list[Sample]
+    eval_samples: Sequence[Sample]
+    sources: tuple[Samples, ...]
 
 
 def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
@@ -32,20 +49,24 @@ def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
 
     Raises:
-      ValueError: the data cannot be read or has no sample.
+      TaskError: the data cannot be read or has no sample. The message names the task.
     """
-    samples = _of_sources(task, config, tokenizer, held_out=False)
-    batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
-    held_out: list[Sample] = []
-    if task.eval_data:
-        held_out = _load(task.eval_data, task, config, tokenizer, None).samples
-    elif task.validation_fraction is not None:
-        held_out = _of_sources(task, config, tokenizer, held_out=True).samples
+    try:
+        sources = _of_sources(task, config, tokenizer, held_out=False)
+        samples = _together(sources)
+        batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
+        held_out: Sequence[Sample] = ()
+        if task.eval_data:
+            held_out = _load(task.eval_data, task, config, tokenizer, TokenFile()).samples
+        elif task.validation_fraction is not None:
+            held_out = _together(_of_sources(task, config, tokenizer, held_out=True)).samples
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
     steps = len(batches) if task.steps is None else task.steps
-    return TaskData(samples, batches, steps, held_out)
+    return TaskData(samples, batches, steps, held_out, sources)
 
 
-def with_virtual_tokens(samples: Sequence[Sample], adapter: Any) -> list[Sample]:
+def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
     """The samples with the positions that a task's adapter fills before them. They do not count in
     the task's longest sample (`Task.max_length`).
 
@@ -53,38 +74,52 @@ def with_virtual_tokens(samples: Sequence[Sample], adapter: Any) -> list[Sample]
       samples: the samples.
       adapter: the specification of the adapter.
     """
-    number = kind_of(adapter).virtual_tokens(adapter)
-    return [sample._replace(virtual_tokens=number) for sample in samples]
+    return samples.with_virtual_tokens(kind_of(adapter).virtual_tokens(adapter))
 
 
-def _of_sources(task: Task, config: BackboneConfig, tokenizer: Any, *, held_out: bool) -> Samples:
-    """The samples of all sources of a task, without or with only those that are held out, and the
-    sums of their counts."""
+def _of_sources(
+    task: Task, config: BackboneConfig, tokenizer: Any, *, held_out: bool
+) -> tuple[Samples, ...]:
+    """By source of a task, its samples, without or with only those that are held out. Those that
+    are trained occur as often as in an epoch."""
+    tokens = TokenFile()
     found: list[Samples] = []
     for number, source in enumerate(task.sources):
         part = None
         if (fraction := task.validation_fraction) is not None:
             part = Part(fraction, task.seed, held_out, number)
-        own = _load(source, task, config, tokenizer, part)
-        samples = own.samples if held_out else repeated(own.samples, source, task.seed)
-        # Records of the same index in different sources get other dropout masks.
-        shift = number * _ID_STRIDE
-        samples = [s._replace(sample_id=(s.sample_id + shift) % 2**32) for s in samples]
-        found.append(own._replace(samples=samples))
-    return Samples(*(_sum(values) for values in zip(*found, strict=True)))
+        found.append(_load(source, task, config, tokenizer, tokens, part))
+    samples = [own.samples for own in found]
+    if not held_out:
+        counts = epoch_counts(list(map(len, samples)), task.sources)
+        samples = [
+            copies(own, count, task.seed) for own, count in zip(samples, counts, strict=True)
+        ]
+    # Records of the same index in different sources get other dropout masks.
+    shifted = [own.with_ids_shifted(n * _ID_STRIDE) for n, own in enumerate(samples)]
+    return tuple(own._replace(samples=s) for own, s in zip(found, shifted, strict=True))
+
+
+def _together(sources: Sequence[Samples]) -> Samples:
+    """All samples of several sources, and the sums of their counts."""
+    sums = map(_sum, zip(*(own[1:] for own in sources), strict=True))
+    return Samples(joined([own.samples for own in sources]), *sums)
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """All samples, the sum of counts, or the first text that is not empty."""
-    if isinstance(values[0], str):
-        return next(filter(None, values), "")
-    return sum(values, []) if isinstance(values[0], list) else sum(values)
+    """The sum of counts, or the first text that is not empty."""
+    return next(filter(None, values), "") if isinstance(values[0], str) else sum(values)
 
 
 def _load(
-    source: Source, task: Task, config: BackboneConfig, tokenizer: Any, part: Part | None
+    source: Source,
+    task: Task,
+    config: BackboneConfig,
+    tokenizer: Any,
+    tokens: TokenFile,
+    part: Part | None = None,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
     sizes = {"max_length": task.max_length, "vocab_size": config.vocab_size}
-    found = load_samples(source, tokenizer, **sizes, part=part)
+    found = load_samples(source, tokenizer, **sizes, part=part, tokens=tokens)
     return found._replace(samples=with_virtual_tokens(found.samples, task.adapter))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxmux.data import Source
+from jaxmux.data.chat_templates import template_file
 from jaxmux.data.file_kinds import files_of, is_pattern
 from jaxmux.data.hugging_face import is_saved_data_set
 from jaxmux.data.sources import HUGGING_FACE_PREFIX
@@ -82,6 +83,8 @@ def _paths(task: Task) -> Iterator[str]:
     """The paths of the local files with a task's training and held-out data."""
     for source in _sources(task):
         yield from _files_of(source)
+        if template := template_file(source):
+            yield template
 
 
 def _sources(task: Task) -> list[Source]:

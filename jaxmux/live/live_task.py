@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import ComputedTurn, PreparedTask, SuspendedTask, TaskProgress, train_on
 from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
@@ -135,7 +138,7 @@ class LiveTask:
         """Number of tokens of a global batch on average, without padding. The data have been
         read."""
         samples = self.prepared.samples.samples
-        total = sum(sample.stream_length for sample in samples)
+        total = int(stream_lengths(samples).sum(dtype=np.int64))
         return round(self.task.batch_size * total / len(samples))
 
     @property

@@ -19,8 +19,9 @@ class SpecificationLimits:
     Attributes:
       specification_bytes: bytes of a specification, and of the adapter_config.json of an adapter
         from which a task begins.
-      data_bytes: bytes of one data file. The tokenized samples of a task stay in memory. They take
-        up to 5 bytes for a byte of long records, and about 30 for a byte of the shortest ones.
+      data_bytes: bytes of one data file. The tokenized samples of a task are in a temporary file
+        with up to 4 bytes for a byte of the data. In memory are 20 bytes for each sample, and at
+        most 4 MiB of the tokens.
       record_bytes: bytes of one line of a data file. While it is tokenized, it takes up to 280
         bytes of memory for each.
       records: lines of one data file, blank lines included.

@@ -251,8 +251,11 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         # Only data sets of the hub have other splits.
         (Source, "split"): {"enum": ["train"]},
         (Source, "columns"): columns,
+        # A template is a program, whose memory nothing bounds.
+        (Source, "chat_template"): {"enum": [None]},
         # Repeated samples would not count in the limits of data.
         (Source, "repeat"): {"enum": [None]},
+        (Source, "weight"): {"enum": [None]},
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,

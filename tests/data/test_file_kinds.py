@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmux.data import DataError, Source, json_arrays, read_records
+from jaxmux.data import DataError, Source, file_kinds, json_arrays, read_records
 
 ROWS = [{"text": "one"}, {"text": 'zwei, "drei"\n–'}, {"text": "", "more": [1, {"a": None}]}]
 
@@ -62,7 +62,7 @@ def test_elements_that_are_no_objects_can_be_left_out(tmp_path, monkeypatch):
     for chunk in (2, 2**20):
         monkeypatch.setattr(json_arrays, "_CHUNK", chunk)
         skipped = []
-        found = list(read_records(Source(str(path), on_bad_record="skip"), skipped))
+        found = list(read_records(Source(str(path), on_bad_record="skip"), skipped.append))
         assert [r.index for r in found] == [0, 5]
         assert [str(e).rpartition(" ")[2] for e in skipped] == ["int", "str", "list", "NoneType"]
 
@@ -215,3 +215,11 @@ def test_a_file_whose_name_looks_like_a_pattern_is_itself(tmp_path, write_jsonl)
     write_jsonl({"text": "a"}, name="a*.jsonl")
     write_jsonl({"text": "b"}, name="ab.jsonl")
     assert fields(tmp_path / "a*.jsonl") == [{"text": "a"}]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_kinds, "_LONGEST", 20)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "' + "a" * 1000)
+    with pytest.raises(DataError, match=re.escape(f"{path}:2: the line is longer than 20 bytes")):
+        read(path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from jaxmux.data import DataError, Source, load_samples, load_tokenizer, tokenization
+from jaxmux.data import DataError, Source, groups, load_samples, load_tokenizer, tokenization
 
 PROMPT, COMPLETION = "What is the capital of France?", " The capital is Paris."
 PAIR = {"prompt": PROMPT, "completion": COMPLETION}
@@ -318,7 +318,7 @@ def test_samples_do_not_depend_on_how_texts_are_grouped(tokenizer, write_jsonl, 
     expected = load(path, tokenizer).samples
     calls = []
     tokenize = tokenization._tokenize_group
-    monkeypatch.setattr(tokenization, "_CHARACTERS_PER_CALL", 30)
+    monkeypatch.setattr(groups, "_CHARACTERS_PER_CALL", 30)
     monkeypatch.setattr(
         tokenization, "_tokenize_group", lambda *args: calls.append(len(args[0])) or tokenize(*args)
     )

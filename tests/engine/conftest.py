@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.data import GlobalBatches, Sample, Samples, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, remat_choice
 from jaxmux.engine.prepared_task import first_epoch
 from jaxmux.engine.task_data import with_virtual_tokens
@@ -134,7 +134,7 @@ def make_task_with(make_task, config, base_tensor):
             # What follows from the factors is computed from those in a folder.
             tensors = kind.tensors(spec, adapter, config, False, base_tensor)
             adapter = kind.from_tensors(spec, tensors, config, base_tensor)
-        samples = with_virtual_tokens(prepared.samples.samples, spec)
+        samples = with_virtual_tokens(stored(prepared.samples.samples), spec)
         return dataclasses.replace(
             prepared,
             task=task,

@@ -124,3 +124,16 @@ def test_files_of_a_pattern_that_come_go_or_change_are_noticed(tmp_path):
         read_unchanged(print, task, registered)
     with pytest.raises(TaskError, match=r"part-.*: changed after .*, while the data were read"):
         read_unchanged(lambda task: parts[2].unlink(), task, {})
+
+
+def test_a_chat_template_is_a_file_of_the_data(task, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("one")
+    source = Source(task.data.path, chat_template=str(template))
+    task = Task("mine", source, steps=1)
+    registered = file_identities(task)
+    replaced(template)
+    with pytest.raises(TaskError, match="chat.jinja: changed after the task was registered; reg"):
+        read_unchanged(lambda task: None, task, registered)
+    text = Task("mine", Source(task.data.path, chat_template="{{ messages }}" * 1000), steps=1)
+    assert [*file_identities(text)] == [task.data.path]

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from encoded_weights import encoded_weights, number_tables
 
-from jaxmux.data import Sample, fill_microbatch, load_tokenizer
+from jaxmux.data import Sample, fill_microbatch, load_tokenizer, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.task_data import with_virtual_tokens
 from jaxmux.models import (
@@ -208,7 +208,7 @@ def packed_logits(
         for slot, sequences in enumerate(prompts)
     }
     for slot, (spec, _) in enumerate(adapters):
-        batches[slot] = with_virtual_tokens(batches[slot], spec)
+        batches[slot] = with_virtual_tokens(stored(batches[slot]), spec)
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
     (placements,) = pack_round(lengths, SHAPE).microbatches()
     slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]

@@ -12,7 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmux import AdamW, Interrupted
+from jaxmux.data import Source, load_tokenizer
+from jaxmux.engine import prepare_task
 from jaxmux.errors import InputError
+from jaxmux.models import BackboneConfig
 from jaxmux.peft import is_adapter_folder
 from jaxmux.runs import checkpoints, run_layout, training
 
@@ -362,3 +365,20 @@ def test_training_goes_on_when_tensorboards_thread_has_ended(
     monkeypatch.setattr(EventFileWriter, "__init__", ended)
     assert train(tmp_path, make_task(steps=30)).succeeded
     assert capsys.readouterr().out.count("TensorBoard's files cannot be written") == 1
+
+
+def test_another_chat_template_is_other_data(backbone, make_task, tmp_path):
+    template, path = tmp_path / "chat.jinja", tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "fig"}]
+    path.write_text(json.dumps({"messages": chat}) + "\n")
+    task = make_task("chat", data=Source(str(path), chat_template=template), steps=1)
+    config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+
+    def fingerprints(colon: str) -> dict[str, str]:
+        template.write_text(
+            "{% for m in messages %}{{ m.role }}" + colon + "{% generation %}{{ m.content }}"
+            "{% endgeneration %}{% endfor %}"
+        )
+        return prepare_task(task, config, tokenizer).fingerprints
+
+    assert fingerprints(":") == fingerprints(":") != fingerprints(" ")

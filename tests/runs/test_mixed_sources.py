@@ -64,6 +64,16 @@ def test_an_epoch_has_each_sample_as_often_as_its_source_says(reads, data):
     assert ids[0] == ids[1]
 
 
+def test_an_epoch_has_the_shares_that_weights_say(reads, data):
+    """The 20 samples of one source stand there once, and 14 others until they are 80%."""
+    sources = [Source(data["short"], weight=80), Source(data["long"], weight=20)]
+    found = reads(data=sources, epochs=1, batch_size=100)
+    kept = Counter(sample.sample_id for sample in found.batches[0])
+    shares = [[kept[n + shift] for n in range(20)] for shift in (0, 0x9E3779B1)]
+    assert sum(shares[0]) == 80 and shares[1] == [1] * 20
+    assert {*shares[0][:14]} == {5, 6}
+
+
 def test_a_fraction_of_every_source_is_held_out_once(reads, data):
     sources = [Source(data["short"], repeat=3), Source(data["long"])]
     found = reads(data=sources, validation_fraction=0.3)
@@ -106,9 +116,11 @@ def test_a_config_may_list_sources(tmp_path):
     [
         (["a.jsonl", "a.jsonl"], "data should be a string or an object"),
         ({"path": "a.jsonl", "repeat": 1000}, "data.repeat should be one of null, found 1000"),
+        ({"path": "a.jsonl", "weight": 1}, "data.weight should be one of null, found 1"),
+        ({"path": "a.jsonl", "chat_template": "x"}, "data.chat_template should be one of null"),
     ],
 )
-def test_tenants_cannot_repeat_data_beyond_their_limits(data, problem, tmp_path):
+def test_tenants_cannot_repeat_or_render_data_beyond_their_limits(data, problem, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(TaskError, match=problem):
         task_from_json(json.dumps({"name": "a", "data": data, "steps": 1}), tmp_path)

@@ -1,0 +1,66 @@
+"""Divides records into groups that are tokenized at once, so that few are in memory."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .record_forms import RenderedText
+from .sources import Record
+
+_RECORDS_PER_CALL = 1024
+# The tokens and offsets of a call are objects of Python, with up to 280 bytes for each character.
+_CHARACTERS_PER_CALL = 2**18
+
+
+def groups_of_records(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Divides records so that those of a group are few and short together, or one long record.
+
+    Args:
+      records: the records.
+    """
+    group: list[Record] = []
+    characters = 0
+    for record in records:
+        own = _characters(record.fields)
+        if group and (len(group) == _RECORDS_PER_CALL or characters + own > _CHARACTERS_PER_CALL):
+            yield group
+            group, characters = [], 0
+        group.append(record)
+        characters += own
+    if group:
+        yield group
+
+
+def _characters(value: Any) -> int:
+    """The characters of all texts in the fields of a record, up to a depth that Python can go."""
+    try:
+        match value:
+            case str():
+                return len(value)
+            case Mapping():
+                return sum(map(_characters, value.values()))
+            case list():
+                return sum(map(_characters, value))
+    except RecursionError:
+        # Rendering the record refuses it.
+        pass
+    return 0
+
+
+def groups_of_texts(
+    rendered: Sequence[tuple[Record, RenderedText]],
+) -> Iterator[list[tuple[Record, RenderedText]]]:
+    """Divides rendered records so that the texts of a group are short together, or one long text.
+    There is one group at least.
+
+    Args:
+      rendered: the records with their texts.
+    """
+    part: list[tuple[Record, RenderedText]] = []
+    characters = 0
+    for record, text in rendered:
+        if part and characters + len(text.text) > _CHARACTERS_PER_CALL:
+            yield part
+            part, characters = [], 0
+        part.append((record, text))
+        characters += len(text.text)
+    yield part

@@ -1,0 +1,259 @@
+"""Tokenized samples in a temporary file. Memory holds only where each of them lies."""
+
+import errno
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from .errors import DataError
+from .samples import Sample
+
+# Tokens that are kept in memory before they are written, 4 bytes each. Small data need no file.
+_TOKENS_IN_MEMORY = 2**20
+_TOKEN = np.dtype(np.int32)
+
+
+class TokenFile:
+    """The tokens of samples, one behind the other, in a temporary file without a name.
+
+    A token that counts in the loss is stored as its id, and any other as -1 - id. The last tokens
+    are in memory until there are a million of them. The operating system removes the file when
+    nothing refers to this object any more, and also when the process is killed.
+
+    The file lies in the folder that the environment variable TMPDIR names, otherwise in /var/tmp,
+    because /tmp is in memory on many systems.
+    """
+
+    def __init__(self):
+        """Begins without tokens."""
+        self._file: BinaryIO | None = None
+        self._written = 0
+        self._tail = bytearray()
+
+    def append(self, sample: Sample) -> int:
+        """Appends the tokens of a sample; returns the number of tokens before them.
+
+        Args:
+          sample: the sample.
+
+        Raises:
+          DataError: the file cannot be written.
+        """
+        begin = (self._written + len(self._tail)) // _TOKEN.itemsize
+        self._tail += np.where(sample.target_mask, sample.input_ids, ~sample.input_ids).tobytes()
+        if len(self._tail) >= _TOKENS_IN_MEMORY * _TOKEN.itemsize:
+            self._write()
+        return begin
+
+    def read(self, begin: int, length: int) -> Int[np.ndarray, " length"]:
+        """The stored values of some tokens. Several threads may call it when all is appended.
+
+        Args:
+          begin: number of tokens before them.
+          length: their number.
+
+        Raises:
+          DataError: the file cannot be read.
+        """
+        begin, size = begin * _TOKEN.itemsize, length * _TOKEN.itemsize
+        if begin >= self._written:
+            begin -= self._written
+            return np.frombuffer(bytes(self._tail[begin : begin + size]), _TOKEN)
+        # A mapped file would count as memory of the process, wherever it was read.
+        found = os.pread(self._file.fileno(), size, begin)
+        if len(found) != size:
+            raise DataError(f"the temporary file of the tokens ends before byte {begin + size}")
+        return np.frombuffer(found, _TOKEN)
+
+    def _write(self) -> None:
+        folder = temporary_folder()
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+            rest = memoryview(self._tail)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "; name a folder with more room by the environment variable TMPDIR" * full
+            raise DataError(
+                f"{folder}: the tokens of the data cannot be written there: {error.strerror}{hint}"
+            ) from error
+        self._written += len(self._tail)
+        self._tail = bytearray()
+
+
+def temporary_folder() -> str:
+    """The folder of the temporary files with tokens."""
+    usual = "/var/tmp"
+    is_usable = not os.environ.get("TMPDIR") and os.access(usual, os.W_OK | os.X_OK)
+    return usual if is_usable and Path(usual).is_dir() else tempfile.gettempdir()
+
+
+class StoredSamples(Sequence[Sample]):
+    """Samples whose tokens are in a `TokenFile`: a list of them that takes 20 bytes for each.
+
+    Attributes:
+      stream_lengths: int32 [samples], `Sample.stream_length` of each.
+      target_tokens: int32 [samples], `Sample.target_tokens` of each.
+      sample_ids: uint32 [samples], `Sample.sample_id` of each.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        begins: Int[np.ndarray, " samples"],
+        lengths: Int[np.ndarray, " samples"],
+        target_tokens: Int[np.ndarray, " samples"],
+        sample_ids: UInt32[np.ndarray, " samples"],
+        virtual_tokens: int = 0,
+    ):
+        """Describes the samples.
+
+        Args:
+          tokens: the file.
+          begins: by sample, the number of tokens before it in the file.
+          lengths: by sample, its number of tokens.
+          target_tokens: by sample, the number of its tokens that count in the loss.
+          sample_ids: by sample, its `sample_id`.
+          virtual_tokens: `Sample.virtual_tokens` of all of them.
+        """
+        self._tokens, self._begins, self._lengths = tokens, begins, lengths
+        self.target_tokens, self.sample_ids = target_tokens, sample_ids
+        self._virtual_tokens = virtual_tokens
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index):
+        """The sample of an index, which is read from the file, or `StoredSamples` of a slice."""
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        stored = self._tokens.read(int(self._begins[index]), int(self._lengths[index]))
+        # The complement of negative values, without a branch.
+        ids = stored ^ (stored >> 31)
+        return Sample(ids, stored >= 0, int(self.sample_ids[index]), self._virtual_tokens)
+
+    @property
+    def stream_lengths(self) -> Int[np.ndarray, " samples"]:
+        """Stream lengths of the samples in tokens."""
+        return self._lengths - 1 + self._virtual_tokens
+
+    def take(self, indices: Int[np.ndarray, " taken"]) -> "StoredSamples":
+        """Some of the samples, in any order, any number of times.
+
+        Args:
+          indices: their indices.
+        """
+        return StoredSamples(
+            self._tokens,
+            self._begins[indices],
+            self._lengths[indices],
+            self.target_tokens[indices],
+            self.sample_ids[indices],
+            self._virtual_tokens,
+        )
+
+    def with_ids_shifted(self, by: int) -> "StoredSamples":
+        """The samples with other numbers.
+
+        Args:
+          by: the difference, modulo 2**32.
+        """
+        ids = ((self.sample_ids.astype(np.uint64) + by) % 2**32).astype(np.uint32)
+        own = self._tokens, self._begins, self._lengths, self.target_tokens
+        return StoredSamples(*own, ids, self._virtual_tokens)
+
+    def with_virtual_tokens(self, number: int) -> "StoredSamples":
+        """The samples with another number of virtual tokens.
+
+        Args:
+          number: the number.
+        """
+        own = self._tokens, self._begins, self._lengths, self.target_tokens, self.sample_ids
+        return StoredSamples(*own, number)
+
+
+class SampleWriter:
+    """Appends samples to a `TokenFile`, and collects where they lie."""
+
+    def __init__(self, tokens: TokenFile):
+        """Begins without samples.
+
+        Args:
+          tokens: the file, which may hold other samples already.
+        """
+        self._tokens = tokens
+        self._begins, self._lengths = array("q"), array("i")
+        self._targets, self._ids = array("i"), array("I")
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def append(self, sample: Sample) -> None:
+        """Appends a sample.
+
+        Args:
+          sample: a sample without virtual tokens.
+        """
+        self._begins.append(self._tokens.append(sample))
+        self._lengths.append(len(sample.input_ids))
+        self._targets.append(sample.target_tokens)
+        self._ids.append(sample.sample_id)
+
+    def samples(self) -> StoredSamples:
+        """The samples that were appended."""
+        columns = (self._begins, self._lengths, self._targets, self._ids)
+        return StoredSamples(self._tokens, *(np.array(column) for column in columns))
+
+
+def stored(samples: Iterable[Sample]) -> StoredSamples:
+    """Samples without virtual tokens, in a file of their own.
+
+    Args:
+      samples: the samples.
+    """
+    writer = SampleWriter(TokenFile())
+    for sample in samples:
+        writer.append(sample)
+    return writer.samples()
+
+
+def joined(parts: Sequence[StoredSamples]) -> StoredSamples:
+    """The samples of several parts, one part behind the other.
+
+    Args:
+      parts: the parts, all in one file and with the same virtual tokens; at least one.
+    """
+    first = parts[0]
+    names = "_begins", "_lengths", "target_tokens", "sample_ids"
+    columns = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    return StoredSamples(first._tokens, *columns, first._virtual_tokens)
+
+
+def stream_lengths(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
+    """Stream lengths in tokens, without reading samples from a file.
+
+    Args:
+      samples: the samples.
+    """
+    if isinstance(samples, StoredSamples):
+        return samples.stream_lengths
+    return np.array([sample.stream_length for sample in samples], np.int32)
+
+
+def target_tokens(samples: Sequence[Sample]) -> int:
+    """The number of tokens of all samples that count in the loss, without reading them from a file.
+
+    Args:
+      samples: the samples.
+    """
+    if isinstance(samples, StoredSamples):
+        return int(samples.target_tokens.sum(dtype=np.int64))
+    return sum(sample.target_tokens for sample in samples)

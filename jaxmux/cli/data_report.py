@@ -1,0 +1,265 @@
+"""What the tasks of a config train on: counts, lengths, samples and rows, as values."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmux.data import Sample
+from jaxmux.data.stored_samples import stream_lengths, target_tokens
+from jaxmux.engine.task_data import TaskData
+from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
+from jaxmux.tasks import Task
+
+_BINS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownSample:
+    """A sample as the model sees it.
+
+    Attributes:
+      source: path of its source.
+      number: number of the sample in its source, from 1.
+      tokens: ids of its tokens.
+      targets: by token, whether it counts in the loss.
+      parts: its text in parts, each with whether its tokens count in the loss.
+      at_max_length: whether it has the most tokens that the task permits, so that it may be cut.
+    """
+
+    source: str
+    number: int
+    tokens: list[int]
+    targets: list[bool]
+    parts: list[tuple[str, bool]]
+    at_max_length: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceReport:
+    """Counts of one source of a task; without the records that are held out.
+
+    Attributes:
+      path: its path.
+      records: number of records read.
+      epoch_samples: number of samples in an epoch, repeated ones included.
+      share: this number over that of all sources.
+      epoch_tokens: tokens of these samples.
+      target_share: the part of these tokens that counts in the loss.
+      truncated, dropped, bad_records: as `truncated`, `dropped` and `skipped` of `Samples`.
+      first_bad_record: the error of the first bad record; empty if there is none.
+      unknown_targets, cut_targets: the part of the tokens that count in the loss which the
+        tokenizer does not know, and the part that truncation removes.
+    """
+
+    path: str
+    records: int
+    epoch_samples: int
+    share: float
+    epoch_tokens: int
+    target_share: float
+    truncated: int
+    dropped: int
+    bad_records: int
+    first_bad_record: str
+    unknown_targets: float
+    cut_targets: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskReport:
+    """What a task trains on.
+
+    Attributes:
+      name: its name.
+      samples: number of samples in an epoch.
+      held_out: number of held-out samples.
+      batch_size, steps: of the task.
+      epochs: number of epochs in these steps.
+      max_length: most tokens of a sample.
+      longest: tokens of the longest sample, held-out ones included.
+      histogram: triples (least tokens, most tokens, number of samples of an epoch).
+      sources: its sources.
+      shown: the first samples of each source.
+    """
+
+    name: str
+    samples: int
+    held_out: int
+    batch_size: int
+    steps: int
+    epochs: float
+    max_length: int
+    longest: int
+    histogram: list[tuple[int, int, int]]
+    sources: list[SourceReport]
+    shown: list[ShownSample]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingReport:
+    """How the first global batches of all tasks lie in microbatches.
+
+    Attributes:
+      shape: rows, tokens of a row and tokens of a chunk.
+      microbatches: number of microbatches of the first round.
+      padding: the part of their tokens that is padding.
+      rows: by row of the first microbatch, its samples in their order: name of the task, offset in
+        the row, and stream length.
+    """
+
+    shape: ShapeClass
+    microbatches: int
+    padding: float
+    rows: list[list[tuple[str, int, int]]]
+
+
+def report_task(task: Task, data: TaskData, tokenizer: Any, count: int) -> TaskReport:
+    """Describes the data of a task.
+
+    Args:
+      task: the task.
+      data: its data.
+      tokenizer: the backbone's tokenizer.
+      count: number of samples to show of each source.
+    """
+    samples = data.samples.samples
+    lengths = stream_lengths(samples) + 1
+    held_out = stream_lengths(data.eval_samples) + 1
+    shown = [
+        _shown(own.samples[n], source.path, n, tokenizer, task.max_length)
+        for source, own in zip(task.sources, data.sources, strict=True)
+        for n in range(min(count, len(own.samples)))
+    ]
+    return TaskReport(
+        name=task.name,
+        samples=len(samples),
+        held_out=len(data.eval_samples),
+        batch_size=task.batch_size,
+        steps=data.steps,
+        epochs=data.steps / data.batches.batches_per_epoch,
+        max_length=task.max_length,
+        longest=int(max(lengths.max(), held_out.max(initial=0))),
+        histogram=_histogram(lengths),
+        sources=[
+            _report_source(source.path, own, len(samples))
+            for source, own in zip(task.sources, data.sources, strict=True)
+        ],
+        shown=shown,
+    )
+
+
+def report_packing(
+    data: Mapping[str, TaskData], tokens: int, row_len: int | None, chunk_len: int | None
+) -> PackingReport:
+    """Packs the first global batch of every task.
+
+    Args:
+      data: by name of the task, its data.
+      tokens: most tokens of a microbatch, rounded up to whole rows.
+      row_len: tokens of a row; None for the shortest rows that hold every sample.
+      chunk_len: tokens of a chunk; None for the shortest.
+
+    Raises:
+      PlanningError: a sample is longer than `row_len`, or a length is no power of two.
+    """
+    names = list(data)
+    parts = [
+        stream_lengths(s) for own in data.values() for s in (own.samples.samples, own.eval_samples)
+    ]
+    shape = smallest_shape_class(
+        np.unique(np.concatenate(parts)).tolist(), tokens, chunk_len, row_len
+    )
+    lengths = {
+        slot: stream_lengths(own.batches[0]).tolist() for slot, own in enumerate(data.values())
+    }
+    microbatches = pack_round(lengths, shape).microbatches()
+    used = sum(map(sum, lengths.values()))
+    return PackingReport(
+        shape,
+        len(microbatches),
+        1 - used / (len(microbatches) * shape.tokens),
+        _rows(microbatches[0], lengths, names, shape),
+    )
+
+
+def to_json(tasks: Sequence[TaskReport], packing: PackingReport) -> dict[str, Any]:
+    """The reports as a JSON object.
+
+    Args:
+      tasks: the tasks.
+      packing: how they are packed.
+    """
+    fields = {"tasks": {own.name: dataclasses.asdict(own) for own in tasks}}
+    shape = {name: getattr(packing.shape, name) for name in ("rows", "row_len", "chunk_len")}
+    return fields | {
+        "packing": {
+            **shape,
+            "microbatches": packing.microbatches,
+            "padding": packing.padding,
+            "first_microbatch": [
+                [{"task": name, "offset": offset, "tokens": n} for name, offset, n in row]
+                for row in packing.rows
+            ],
+        }
+    }
+
+
+def _rows(
+    placements: Sequence[Placement],
+    lengths: Mapping[int, Sequence[int]],
+    names: Sequence[str],
+    shape: ShapeClass,
+) -> list[list[tuple[str, int, int]]]:
+    rows: list[list[tuple[str, int, int]]] = [[] for _ in range(shape.rows)]
+    for own in placements:
+        rows[own.row].append((names[own.slot], own.offset, lengths[own.slot][own.sample]))
+    return [sorted(row, key=lambda sample: sample[1]) for row in rows]
+
+
+def _report_source(path: str, own: Any, of_all: int) -> SourceReport:
+    samples = own.samples
+    tokens = int((samples.stream_lengths + 1).sum(dtype=np.int64))
+    targets = max(1, own.target_tokens)
+    return SourceReport(
+        path=path,
+        records=own.read,
+        epoch_samples=len(samples),
+        share=len(samples) / of_all,
+        epoch_tokens=tokens,
+        target_share=target_tokens(samples) / tokens,
+        truncated=own.truncated,
+        dropped=own.dropped,
+        bad_records=own.skipped,
+        first_bad_record=own.first_skipped,
+        unknown_targets=own.unknown_target_tokens / targets,
+        cut_targets=own.cut_target_tokens / targets,
+    )
+
+
+def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """At most `_BINS` ranges of equal width, from the shortest to the longest sample."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = -(-(high - low + 1) // _BINS)
+    counts = np.bincount((lengths - low) // width)
+    return [
+        (low + i * width, min(high, low + (i + 1) * width - 1), int(count))
+        for i, count in enumerate(counts)
+    ]
+
+
+def _shown(sample: Sample, path: str, number: int, tokenizer: Any, max_length: int) -> ShownSample:
+    ids, mask = sample.input_ids.tolist(), sample.target_mask.tolist()
+    borders = [0, *(np.flatnonzero(np.diff(sample.target_mask)) + 1).tolist(), len(ids)]
+    parts, before = [], ""
+    for start, end in zip(borders, borders[1:], strict=False):
+        # Alone, a part would lose the space before its first word in some tokenizers.
+        whole = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
+        if whole.startswith(before):
+            own = whole[len(before) :]
+        else:
+            own = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+        parts.append((own, mask[start]))
+        before = whole
+    return ShownSample(path, number + 1, ids, mask, parts, len(ids) == max_length)

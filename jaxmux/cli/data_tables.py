@@ -1,0 +1,150 @@
+"""Reports of data as tables and lines of text for a terminal."""
+
+from collections.abc import Iterator, Sequence
+from string import ascii_lowercase
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxmux.planner.numbers import numbered
+
+from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
+from .plan_tables import number_table
+
+# Where there are no colours, these stand around text that counts in the loss.
+MARKS = "⟦", "⟧"
+_STYLE = "bold green"
+_BAR = 40
+_ROW = 64
+_MOST_ROWS = 8
+
+
+def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str]:
+    """What describes the data of a task, in the order in which to show it.
+
+    Args:
+      report: the task.
+      colours: whether text may have colours.
+    """
+    line = [f"{report.samples:,} samples in an epoch", f"{report.held_out:,} held out"]
+    line += [
+        f"{report.steps:,} steps of {report.batch_size} are {report.epochs:.4g} epochs",
+        f"longest {report.longest:,} of at most {report.max_length:,} tokens",
+    ]
+    yield f"task {report.name}: {', '.join(line)}"
+    yield _sources(report.sources)
+    for source in report.sources:
+        yield from _warnings(source)
+    yield "tokens of a sample"
+    yield from _bars(report.histogram)
+    if report.shown:
+        begin, end = MARKS
+        how = "green" if colours else f"between {begin} and {end}"
+        yield f"\nthe first samples; tokens that carry loss are {how}"
+    for sample in report.shown:
+        yield from _sample(sample, colours)
+    yield ""
+
+
+def packing_parts(report: PackingReport) -> Iterator[str]:
+    """What describes the rows of the first microbatch.
+
+    Args:
+      report: how samples are packed.
+    """
+    shape = report.shape
+    yield (
+        f"first round: {_microbatches(report.microbatches)} of {numbered(shape.rows, 'row')} of "
+        f"{shape.row_len:,} tokens, in chunks of {shape.chunk_len}; {report.padding:.0%} padding"
+    )
+    names = dict.fromkeys(name for row in report.rows for name, *_ in row)
+    letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
+    for number, row in enumerate(report.rows[:_MOST_ROWS]):
+        used = sum(tokens for *_, tokens in row)
+        counts = [(name, [t for own, _, t in row if own == name]) for name in names]
+        held = ", ".join(
+            f"{letters[name]} {name}: {numbered(len(own), 'sample')}, {sum(own):,} tokens"
+            for name, own in counts
+            if own
+        )
+        yield f"row {number:<3} {_drawn(row, letters, shape.row_len)}"
+        yield f"        {held or 'empty'}; {1 - used / shape.row_len:.0%} padding"
+    if len(report.rows) > _MOST_ROWS:
+        yield f"and {numbered(len(report.rows) - _MOST_ROWS, 'row')} more"
+    yield (
+        "`jaxmux plan` shows the rows and chunks that are predicted to be fastest; these are the "
+        "shortest, unless the config sets row_len and chunk_len"
+    )
+
+
+def _microbatches(count: int) -> str:
+    return "1 microbatch" if count == 1 else f"{count} microbatches"
+
+
+def _drawn(row: Sequence[tuple[str, int, int]], letters: dict[str, str], row_len: int) -> str:
+    """A row as a line: the letter of a task where its samples lie, small and capital in turn, and a
+    dot for padding."""
+    width = min(_ROW, row_len)
+    line = ["."] * width
+    for number, (name, offset, tokens) in enumerate(row):
+        letter = letters[name].upper() if number % 2 else letters[name]
+        first = offset * width // row_len
+        last = (offset + tokens - 1) * width // row_len
+        line[first : last + 1] = letter * (last + 1 - first)
+    return "".join(line)
+
+
+def _sources(sources: Sequence[SourceReport]) -> Table:
+    table = number_table("source", "records", "epoch", "share", "tokens", "loss", "cut", "left out")
+    for own in sources:
+        left_out = own.dropped + own.bad_records
+        table.add_row(
+            own.path,
+            f"{own.records:,}",
+            f"{own.epoch_samples:,}",
+            f"{own.share:.1%}",
+            f"{own.epoch_tokens:,}",
+            f"{own.target_share:.1%}",
+            f"{own.truncated / own.records:.1%}",
+            f"{left_out / own.records:.1%}",
+        )
+    return table
+
+
+def _warnings(source: SourceReport) -> Iterator[str]:
+    if source.dropped:
+        yield f"{source.path}: {source.dropped:,} records dropped (over-long, or no targets left)"
+    if source.bad_records:
+        count = f"{numbered(source.bad_records, 'bad record')} left out"
+        yield f"{source.path}: {count}, the first because of {source.first_bad_record}"
+    if source.cut_targets:
+        yield f"{source.path}: {source.cut_targets:.1%} of the tokens that carry loss are cut off"
+    if source.unknown_targets:
+        share = f"{source.unknown_targets:.1%} of the tokens that carry loss"
+        yield f"{source.path}: {share} are unknown to the tokenizer"
+
+
+def _bars(histogram: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    most = max(count for *_, count in histogram)
+    for low, high, count in histogram:
+        bar = "█" * -(-count * _BAR // most)
+        yield f"{low:>9,} – {high:<9,} {bar:<{_BAR}} {count:,}"
+
+
+def _sample(sample: ShownSample, colours: bool) -> Iterator[Text]:
+    targets = sum(sample.targets)
+    cut = ", at max_length" * sample.at_max_length
+    counts = f"{len(sample.tokens):,} tokens, {targets:,} carry loss{cut}"
+    yield Text(f"── {sample.source}, sample {sample.number}: {counts}")
+    text = Text()
+    for part, is_target in sample.parts:
+        if is_target and not colours:
+            text.append(_printable(part).join(MARKS))
+        else:
+            text.append(_printable(part), style=_STYLE if is_target else "")
+    yield text
+
+
+def _printable(text: str) -> str:
+    """The text without characters that a terminal obeys."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -1,0 +1,138 @@
+"""`jaxmux data` shows what the tasks of a config train on, without any device."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import gin
+import pytest
+
+from jaxmux.backbone_folder import resolve_backbone
+from jaxmux.cli.main import run_command
+from jaxmux.data import load_tokenizer
+
+main = partial(run_command, "data", prog="jaxmux data")
+
+CONFIG = """
+fine_tune.backbone = "jaxmux:demo/base"
+fine_tune.tasks = [@chat/Task(), @plain/Task()]
+fine_tune.tokens_per_microbatch = 256
+chat/Task.name = "chat"
+chat/Task.data = [@a/Source(), @b/Source()]
+chat/Task.steps = 6
+chat/Task.batch_size = 4
+chat/Task.max_length = 40
+a/Source.path = "{folder}/a.jsonl"
+a/Source.weight = 3
+a/Source.on_bad_record = "skip"
+b/Source.path = "{folder}/b.jsonl"
+b/Source.weight = 1
+plain/Task.name = "plain"
+plain/Task.data = "{folder}/b.jsonl"
+plain/Task.validation_fraction = 0.4
+plain/Task.epochs = 2
+plain/Task.batch_size = 2
+"""
+RUN_AND_ASK_FOR_DEVICES = """
+import sys
+from jaxmux.cli.main import run_command
+
+assert run_command("data", sys.argv[1:], "jaxmux data") == 0
+from jax._src import xla_bridge
+
+print("devices:", xla_bridge.backends_are_initialized(), file=sys.stderr)
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    """Clears gin's configuration, which is global."""
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two tasks; one has a mixture with a record that is cut, one that is bad, and a terminal's
+    control character."""
+    a = [{"prompt": f"Max is {n}.", "completion": " Why?\x1b[31m"} for n in range(3)]
+    a[1]["completion"] = " Max said no." * 20
+    a[2]["completion"] = 7
+    b = [{"prompt": f"{n} and", "completion": " then some."} for n in range(10)]
+    for name, rows in (("a", a), ("b", b)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "run.gin"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return f"--gin_file={path}"
+
+
+def test_the_output_shows_samples_shares_lengths_and_rows(config, capsys):
+    assert main([config, "--samples=2"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    # Ten samples of b are a quarter of an epoch, and two of a are the rest.
+    assert "task chat: 40 samples in an epoch, 0 held out, 6 steps of 4 are 0.6 epochs" in words
+    assert "longest 40 of at most 40 tokens" in words
+    assert "75.0%" in words and "25.0%" in words
+    assert "1 bad record left out, the first because of" in words and "a.jsonl:3: " in words
+    assert "of the tokens that carry loss are cut off" in words
+    assert "Max is 0.⟦ Why?\\x1b[31m</s>⟧" in shown and "40 tokens, 3" in words
+    assert "at max_length" in words
+    assert "first round: 1 microbatch of 4 rows of 64 tokens, in chunks of 64" in words
+    assert "a chat: " in words and "b plain: " in words
+
+
+def test_json_has_the_tokens_and_the_mask_that_training_gets(config, capsys):
+    assert main([config, "--json", "--samples=1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    chat, plain = found["tasks"]["chat"], found["tasks"]["plain"]
+    assert [source["epoch_samples"] for source in chat["sources"]] == [30, 10]
+    assert [source["share"] for source in chat["sources"]] == [0.75, 0.25]
+    a = chat["sources"][0]
+    assert (a["records"], a["truncated"], a["bad_records"]) == (3, 1, 1)
+    assert plain["samples"] + plain["held_out"] == 10 and plain["held_out"] > 0
+    assert plain["epochs"] == 2
+    assert sum(count for *_, count in chat["histogram"]) == 40
+    tokenizer = load_tokenizer(resolve_backbone("jaxmux:demo/base"))
+    sample = chat["shown"][1]
+    assert sample["tokens"] == [*tokenizer("0 and then some.")["input_ids"], tokenizer.eos_token_id]
+    assert "".join(text for text, _ in sample["parts"]) == tokenizer.decode(sample["tokens"])
+    assert sample["parts"][-1] == [" then some.</s>", True]
+    rows = found["packing"]["first_microbatch"]
+    assert len(rows) == found["packing"]["rows"] == 4
+    of_chat = [own for row in rows for own in row if own["task"] == "chat"]
+    assert len(of_chat) == 4
+    used = sum(own["tokens"] for row in rows for own in row)
+    assert found["packing"]["padding"] == pytest.approx(1 - used / 256)
+
+
+def test_a_task_can_be_chosen(config, capsys):
+    assert main([config, "--task=plain", "--samples=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "task plain" in shown and "chat" not in shown and "first samples" not in shown
+    gin.clear_config()
+    assert main([config, "--task=plane"]) == 2
+    error = "error: --task: no task 'plane'; did you mean plain?"
+    assert capsys.readouterr().err.strip() == error
+
+
+def test_data_that_cannot_be_trained_on_are_refused_with_their_place(config, tmp_path, capsys):
+    assert main([config, "--gin.a/Source.on_bad_record='error'"]) == 2
+    assert f"error: task 'chat': {tmp_path}/a.jsonl:3: " in capsys.readouterr().err
+
+
+def test_colours_take_the_place_of_marks_and_no_device_is_used(config):
+    command = [sys.executable, "-c", RUN_AND_ASK_FOR_DEVICES, config, "--task=plain"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "devices: False" in done.stderr
+    assert "⟦" not in done.stdout and "\x1b[1;32m then some.</s>\x1b[0m" in done.stdout
