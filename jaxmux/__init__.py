@@ -64,6 +64,7 @@ _NAMES = {
         "fine_tune",
         "tuning_server",
     ),
+    "sweeps": ("Integers", "LogUniform", "Sweep", "Uniform"),
     "tasks": ("Task", "TaskError"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

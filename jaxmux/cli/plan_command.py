@@ -32,6 +32,7 @@ from jaxmux.planner.pipeline import (
 )
 from jaxmux.runs import check_names
 from jaxmux.runs.run_options import AUTO_MESH
+from jaxmux.sweeps import expanded
 from jaxmux.tasks import Task, TaskError
 
 from . import gin_bindings, plan_fits
@@ -141,14 +142,15 @@ class _Inputs(NamedTuple):
 def _read_inputs(
     run: RunConfig, deployment: Deployment, profile: Path | None, rounds: int | None
 ) -> _Inputs:
-    check_names(run.tasks)
+    own_tasks = expanded(run.tasks)
+    check_names(own_tasks)
     folder = resolve_backbone(run.backbone)
     config = BackboneConfig.from_folder(folder, run.backbone_format)
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
     models = {replica: cost_models(run, config, replica, profile) for replica in deployment.counts}
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
+    tasks = [_read_task(task, config, tokenizer) for task in own_tasks]
     pool, remat = shared_pool(tasks), planned_remat(run.remat)
     costs = {
         replica: ReplicaCosts(own.times, own.memory, pool, replica, remat)
