@@ -187,6 +187,9 @@ class RunConsole:
         if table.row_count:
             self.console.print(table)
         for sweep in sweeps:
+            self.say(
+                f"\nsweep {sweep.name}, the best of {len(sweep.tasks())} configurations first:"
+            )
             self.console.print(sweep_table(sweep, summary))
         self.say(
             f"{summary.tokens_per_second:,.0f} tokens/s "

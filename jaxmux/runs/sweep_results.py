@@ -113,18 +113,17 @@ def best_of(sweep: Sweep, summary: "Summary") -> str:
 
 
 def sweep_table(sweep: Sweep, summary: "Summary") -> Table:
-    """The configurations of a sweep, the best first.
+    """The configurations of a sweep, the best first, with their losses in nats per target token.
 
     Args:
       sweep: the sweep.
       summary: the results of the training run.
     """
-    loss = loss_field(sweep, summary)
     values = {own.task.name: own.values for own in sweep.configurations()}
-    table = Table(box=box.SIMPLE_HEAD, title=f"sweep {sweep.name}", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for path in sweep.space:
         table.add_column(path.rpartition(".")[2], justify="left", overflow="fold")
-    for column in ("steps", "train loss", "held-out loss"):
+    for column in ("steps", "train", "held-out"):
         table.add_column(column, justify="right")
     table.add_column("result")
     for name in ranked(sweep, summary):
@@ -132,11 +131,6 @@ def sweep_table(sweep: Sweep, summary: "Summary") -> Table:
         shown = [_shown(task[field]) for field in ("train_loss_last", "eval_loss")]
         own = [shown_value(value) for value in values[name].values()]
         table.add_row(*own, str(task["steps"]), *shown, result_of(task))
-    best = summary.tasks[best_of(sweep, summary)]
-    if best["status"] != "failed":
-        kind = "held-out" if loss == "eval_loss" else "training"
-        table.caption = f"best: {best_of(sweep, summary)} ({kind} loss {_shown(best[loss])})"
-        table.caption_justify = "left"
     return table
 
 

@@ -25,10 +25,10 @@ from .metrics import MetricsWriter
 from .places import layout_with_places
 from .processes import Processes
 from .recorder import Recorder, RunFiles
+from .replica_fit import pool_with_places
 from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs
-from .replica_fit import pool_with_places
 from .run_layout import RunLayout, engine_options, load_on
 from .run_options import RunOptions
 from .stop_signals import StopSignals
