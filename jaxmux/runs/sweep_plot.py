@@ -104,9 +104,7 @@ def _plot_steps(
     longest = max((task["steps"] for task in map(summary.tasks.get, names)), default=0)
     for rung in sweep.rungs(longest):
         axes.axvline(rung, color="0.75", linewidth=1, linestyle="--", zorder=1)
-    axes.set_title(
-        f"{sweep.name}: {len(names)} configurations, from the best (bright) to the worst"
-    )
+    axes.set_title(f"{sweep.name}: {len(names)} configurations, bright: best, dark: worst")
     axes.set_xlabel("task step (global batches); dashed: rungs")
     axes.set_ylabel("held-out loss (nats per target token)")
     axes.set_yscale("log")

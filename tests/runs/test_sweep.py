@@ -144,8 +144,8 @@ def test_the_table_fits_into_80_columns_and_begins_with_the_best(sweep, sweep_ru
     text = io.StringIO()
     Console(file=text, width=80).print(sweep_table(sweep, summary))
     lines = [line.split() for line in text.getvalue().splitlines() if line.strip()]
-    assert lines[1] == "learning_rate steps train held-out result".split()
-    rows = lines[3:7]
+    assert lines[0] == "learning_rate steps train held-out result".split()
+    rows = lines[2:6]
     assert [row[-1] for row in rows].count("failed") == 1 and rows[-1][-1] == "failed"
     assert [row[-2:] for row in rows].count(["rung", "2"]) == 1
     shown = [float(row[3]) for row in rows[:-1]]
