@@ -16,6 +16,7 @@ import gin
 from gin import config_parser
 
 from jaxmux.data import Source
+from jaxmux.distributions import DISTRIBUTIONS
 from jaxmux.errors import InputError
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
@@ -24,7 +25,7 @@ from jaxmux.runs import RunOptions
 from jaxmux.runs.server_options import ServerOptions
 from jaxmux.runs.tenant_limits import TenantLimits
 from jaxmux.similar_names import did_you_mean
-from jaxmux.sweeps import DISTRIBUTIONS, Sweep
+from jaxmux.sweeps import Sweep
 from jaxmux.tasks import Task
 
 

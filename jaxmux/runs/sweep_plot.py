@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmux.sweeps import LogUniform, Sweep, shown_value
+from jaxmux.distributions import DISTRIBUTIONS, LogUniform
+from jaxmux.sweeps import Sweep, shown_value
 
 from .sweep_results import loss_field, ranked, result_of
 
@@ -142,7 +143,7 @@ def _places(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> lis
     side."""
     numbers = all(isinstance(v, Real) and not isinstance(v, bool) for v in values)
     if numbers and len(set(values)) > 1:
-        listed = not hasattr(sweep.space[path], "draw")
+        listed = not isinstance(sweep.space[path], DISTRIBUTIONS)
         wide = min(values) > 0 and max(values) >= _WIDE * min(values)
         if wide or isinstance(sweep.space[path], LogUniform):
             axes.set_xscale("log")
@@ -152,7 +153,7 @@ def _places(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> lis
             axes.set_xticks(ticks, [shown_value(own) for own in ticks])
         return list(values)
     known = []
-    for value in values if hasattr(sweep.space[path], "draw") else sweep.space[path]:
+    for value in values if isinstance(sweep.space[path], DISTRIBUTIONS) else sweep.space[path]:
         if value not in known:
             known.append(value)
     axes.set_xticks(range(len(known)), [_wrapped(shown_value(own)) for own in known])
