@@ -15,7 +15,7 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.task_data import read_data
+from jaxmux.engine.task_data import Loaded, read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
 from jaxmux.planner import PlanningError
@@ -150,7 +150,8 @@ def _read_inputs(
         replica.require(config.num_layers, mesh_sizes(config))
     models = {replica: cost_models(run, config, replica, profile) for replica in deployment.counts}
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer) for task in own_tasks]
+    loaded: Loaded = {}
+    tasks = [_read_task(task, config, tokenizer, loaded) for task in own_tasks]
     pool, remat = shared_pool(tasks), planned_remat(run.remat)
     costs = {
         replica: ReplicaCosts(own.times, own.memory, pool, replica, remat)
@@ -192,11 +193,11 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
     return rounds
 
 
-def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
+def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded) -> TaskLoad:
     """Reads and tokenizes the task's data."""
     pool = pool_alone(task, config)
     try:
-        data = read_data(task, config, tokenizer)
+        data = read_data(task, config, tokenizer, loaded)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     return TaskLoad(

@@ -26,7 +26,7 @@ from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
 from jaxmux.tasks import Task, TaskError
 
-from .task_data import read_data
+from .task_data import Loaded, read_data
 
 
 class EarlierLength(NamedTuple):
@@ -221,6 +221,7 @@ def prepare_task(
     tokenizer: Any,
     base_fingerprint: str = "",
     base: BaseTensors | None = None,
+    loaded: Loaded | None = None,
 ) -> PreparedTask:
     """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
 
@@ -235,6 +236,8 @@ def prepare_task(
         `task.resume_from` that records another backbone is refused. Empty checks nothing.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone need it for `task.resume_from`.
+      loaded: data that other tasks with this backbone and tokenizer have read, as for `read_data`;
+        None reads all data of the task.
 
     Returns:
       The prepared task, for `Engine.register_tasks` and `best_shape`.
@@ -250,7 +253,7 @@ def prepare_task(
         if task.resume_from is not None:
             _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
-        data = read_data(task, config, tokenizer)
+        data = read_data(task, config, tokenizer, loaded)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     given = first, targets, config, base, data.batches

@@ -23,24 +23,33 @@ class TaskData(NamedTuple):
     eval_samples: list[Sample]
 
 
-def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
+# Samples that have been read, by source, longest sample and held-out part.
+Loaded = dict[tuple[Source, int, Part | None], Samples]
+
+
+def read_data(
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded | None = None
+) -> TaskData:
     """Reads and tokenizes a task's training and held-out data.
 
     Args:
       task: the task.
       config: configuration of the backbone.
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+      loaded: what tasks with the same backbone have read, which is not read again; what this task
+        reads is added. None reads everything.
 
     Raises:
       ValueError: the data cannot be read or has no sample.
     """
-    samples = _of_sources(task, config, tokenizer, held_out=False)
+    loaded = {} if loaded is None else loaded
+    samples = _of_sources(task, config, tokenizer, loaded, held_out=False)
     batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
     held_out: list[Sample] = []
     if task.eval_data:
-        held_out = _load(task.eval_data, task, config, tokenizer, None).samples
+        held_out = _load(task.eval_data, task, config, tokenizer, None, loaded).samples
     elif task.validation_fraction is not None:
-        held_out = _of_sources(task, config, tokenizer, held_out=True).samples
+        held_out = _of_sources(task, config, tokenizer, loaded, held_out=True).samples
     steps = len(batches) if task.steps is None else task.steps
     return TaskData(samples, batches, steps, held_out)
 
@@ -57,7 +66,9 @@ def with_virtual_tokens(samples: Sequence[Sample], adapter: Any) -> list[Sample]
     return [sample._replace(virtual_tokens=number) for sample in samples]
 
 
-def _of_sources(task: Task, config: BackboneConfig, tokenizer: Any, *, held_out: bool) -> Samples:
+def _of_sources(
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded, *, held_out: bool
+) -> Samples:
     """The samples of all sources of a task, without or with only those that are held out, and the
     sums of their counts."""
     found: list[Samples] = []
@@ -65,7 +76,7 @@ def _of_sources(task: Task, config: BackboneConfig, tokenizer: Any, *, held_out:
         part = None
         if (fraction := task.validation_fraction) is not None:
             part = Part(fraction, task.seed, held_out, number)
-        own = _load(source, task, config, tokenizer, part)
+        own = _load(source, task, config, tokenizer, part, loaded)
         samples = own.samples if held_out else repeated(own.samples, source, task.seed)
         # Records of the same index in different sources get other dropout masks.
         shift = number * _ID_STRIDE
@@ -82,9 +93,16 @@ def _sum(values: Sequence[Any]) -> Any:
 
 
 def _load(
-    source: Source, task: Task, config: BackboneConfig, tokenizer: Any, part: Part | None
+    source: Source,
+    task: Task,
+    config: BackboneConfig,
+    tokenizer: Any,
+    part: Part | None,
+    loaded: Loaded,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
-    sizes = {"max_length": task.max_length, "vocab_size": config.vocab_size}
-    found = load_samples(source, tokenizer, **sizes, part=part)
+    key = source, task.max_length, part
+    if (found := loaded.get(key)) is None:
+        sizes = {"max_length": task.max_length, "vocab_size": config.vocab_size}
+        found = loaded[key] = load_samples(source, tokenizer, **sizes, part=part)
     return found._replace(samples=with_virtual_tokens(found.samples, task.adapter))

@@ -167,9 +167,9 @@ def read_inputs(
     if options.mesh != AUTO_MESH:
         refuse_mesh(options.deployment, config)
     base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
-    prepared = [
-        prepare_task(task, config, tokenizer, fingerprints["backbone"], base) for task in tasks
-    ]
+    # The configurations of a sweep read their data once.
+    given, loaded = (config, tokenizer, fingerprints["backbone"], base), {}
+    prepared = [prepare_task(task, *given, loaded) for task in tasks]
     for task in prepared:
         fingerprints |= task.fingerprints
         if options.row_len is not None:

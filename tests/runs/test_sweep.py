@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxmux import AdamW, PlanningError, RunDirectoryError, Sweep, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
+from jaxmux.engine import task_data
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.runs import checkpoints
 from jaxmux.runs.summary import Summary
@@ -162,16 +163,20 @@ def test_another_sweep_is_another_config(sweep, sweep_run, train, make_task, dat
         train(folder, other, *later.tasks())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"first_rung": 6}, "sweep 'base': first_rung is 6, but its tasks train only 6 steps"),
-        ({"first_rung": 7}, "first_rung is 7"),
-    ],
-)
-def test_a_first_rung_that_never_comes_is_refused(fields, message, sweep, train, tmp_path):
+def test_a_first_rung_that_never_comes_is_refused_and_data_is_read_once(
+    sweep, train, tmp_path, monkeypatch
+):
+    read, load = [], task_data.load_samples
+
+    def load_and_note(source, *arguments, **keywords):
+        read.append(source.path)
+        return load(source, *arguments, **keywords)
+
+    monkeypatch.setattr(task_data, "load_samples", load_and_note)
+    message = "sweep 'base': first_rung is 6, but its tasks train only 6 steps"
     with pytest.raises(TaskError, match=message):
-        train(tmp_path, Sweep(sweep.task, sweep.space, **fields))
+        train(tmp_path, Sweep(sweep.task, sweep.space, first_rung=6))
+    assert read == [sweep.task.data.path, sweep.task.eval_data.path]
 
 
 def test_configurations_wait_if_memory_has_no_room_for_all(
