@@ -153,6 +153,11 @@ def _read_inputs(
     loaded: Loaded = {}
     tasks = [_read_task(task, config, tokenizer, loaded) for task in own_tasks]
     pool, remat = shared_pool(tasks), planned_remat(run.remat)
+    waiting = ()
+    if (places := run.tasks_at_once or len(tasks)) < len(tasks):
+        waiting = (f"the plan is of the first {places} of {len(tasks)} tasks; the others wait",)
+        # Each place has room for each task.
+        tasks, pool = tasks[:places], pool._replace(slots=places)
     costs = {
         replica: ReplicaCosts(own.times, own.memory, pool, replica, remat)
         for replica, own in models.items()
@@ -164,7 +169,7 @@ def _read_inputs(
         tasks,
         run.shape_request(first.least_chunk_len),
         costs,
-        first.source._replace(notes=notes),
+        first.source._replace(notes=(*notes, *waiting)),
         _choose_rounds(rounds, tasks, min(replica.shards for replica in deployment.counts)),
     )
 

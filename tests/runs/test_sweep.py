@@ -243,3 +243,8 @@ def test_plan_shows_all_configurations(write_config, capsys):
     assert run_command("plan", [f"--gin_file={config}", "--rounds=2"], prog="jaxmux plan") == 0
     shown = capsys.readouterr().out
     assert "tiny-rank_2" in shown and "tiny-rank_4" in shown
+    arguments = [f"--gin_file={config}", "--gin.fine_tune.tasks_at_once=1"]
+    assert run_command("plan", arguments, prog="jaxmux plan") == 0
+    shown = capsys.readouterr().out
+    assert "the plan is of the first 1 of 2 tasks; the others wait" in shown
+    assert "tiny-rank_4" not in shown
