@@ -13,7 +13,7 @@ from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
 from jaxmux.engine import task_data
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.runs import checkpoints
+from jaxmux.runs import checkpoints, read_task
 from jaxmux.runs.summary import Summary
 from jaxmux.runs.sweep_results import sweep_table
 
@@ -115,6 +115,11 @@ def test_a_run_that_is_killed_again_and_again_gets_the_same_bits(
             _, found = sweep_run.anew(2, tmp_path / "killed", checkpoint_every=1)
         except KeyboardInterrupt:
             kills += 1
+        if kills == 1 and found is None:
+            _, progress, _ = read_task(tmp_path / "killed" / "checkpoints", "other")
+            assert progress.step == 3
+            with pytest.raises(RunDirectoryError, match="1e30' was still waiting for a place"):
+                read_task(tmp_path / "killed" / "checkpoints", "base-learning_rate_1e30")
     assert kills > 2
     assert found.tasks == expected.tasks
     assert held_out(tmp_path / "killed") == held_out(whole)
