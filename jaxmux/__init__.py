@@ -32,6 +32,7 @@ from . import optimizers  # noqa: E402
 _NAMES = {
     "completion": ("Request", "complete"),
     "data": ("DataError", "Source", "load_tokenizer"),
+    "distributions": ("Integers", "LogUniform", "Uniform"),
     "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
     "live": ("Event", "LiveTraining", "Meter", "TaskStatus"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
@@ -64,6 +65,7 @@ _NAMES = {
         "fine_tune",
         "tuning_server",
     ),
+    "sweeps": ("Sweep",),
     "tasks": ("Task", "TaskError"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -16,6 +16,7 @@ import gin
 from gin import config_parser
 
 from jaxmux.data import Source
+from jaxmux.distributions import DISTRIBUTIONS
 from jaxmux.errors import InputError
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
@@ -24,6 +25,7 @@ from jaxmux.runs import RunOptions
 from jaxmux.runs.server_options import ServerOptions
 from jaxmux.runs.tenant_limits import TenantLimits
 from jaxmux.similar_names import did_you_mean
+from jaxmux.sweeps import Sweep
 from jaxmux.tasks import Task
 
 
@@ -33,11 +35,11 @@ class RunConfig(RunOptions):
 
     Attributes:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
-      tasks: what to train.
+      tasks: what to train; a `Sweep` stands for the tasks of all its configurations.
     """
 
     backbone: str
-    tasks: Sequence[Task]
+    tasks: Sequence[Task | Sweep]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
     part.__name__: part
     for part in (
         Task,
+        Sweep,
+        *DISTRIBUTIONS,
         Source,
         *SPECIFICATIONS.values(),
         *OPTIMIZERS.values(),
@@ -97,7 +101,7 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
         raise ConfigError(_without_postscript(e)) from None
 
 
-def run_config(backbone: str | None = None, tasks: Sequence[Task] = ()) -> RunConfig:
+def run_config(backbone: str | None = None, tasks: Sequence[Task | Sweep] = ()) -> RunConfig:
     """The training run of the config, with its tasks and their parts built.
 
     Args:
@@ -115,8 +119,10 @@ def run_config(backbone: str | None = None, tasks: Sequence[Task] = ()) -> RunCo
         hint = "; it is one for --watch=DIR" if _bindings("serve") else ""
         raise ConfigError(f"the config does not set fine_tune.{min(missing)}{hint}")
     tasks = arguments["tasks"]
-    if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task) for t in tasks):
-        raise ConfigError(f"fine_tune.tasks should be a list of @NAME/Task(), found {tasks!r}")
+    if not isinstance(tasks, list | tuple) or not all(isinstance(t, Task | Sweep) for t in tasks):
+        raise ConfigError(
+            f"fine_tune.tasks should be a list of @NAME/Task() or @NAME/Sweep(), found {tasks!r}"
+        )
     if not tasks:
         raise ConfigError("fine_tune.tasks is empty")
     _refuse_unknown_scopes()

@@ -16,7 +16,7 @@ from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.task_data import read_data
+from jaxmux.engine.task_data import Loaded, read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
 from jaxmux.planner import PlanningError
@@ -33,6 +33,7 @@ from jaxmux.planner.pipeline import (
 )
 from jaxmux.runs import check_names
 from jaxmux.runs.run_options import AUTO_MESH
+from jaxmux.sweeps import expanded
 from jaxmux.tasks import Task
 
 from . import gin_bindings, plan_fits
@@ -142,15 +143,22 @@ class _Inputs(NamedTuple):
 def _read_inputs(
     run: RunConfig, deployment: Deployment, profile: Path | None, rounds: int | None
 ) -> _Inputs:
-    check_names(run.tasks)
+    own_tasks = expanded(run.tasks)
+    check_names(own_tasks)
     folder = resolve_backbone(run.backbone)
     config = BackboneConfig.from_folder(folder, run.backbone_format)
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
     models = {replica: cost_models(run, config, replica, profile) for replica in deployment.counts}
     tokenizer = load_tokenizer(folder)
-    tasks = [_read_task(task, config, tokenizer) for task in run.tasks]
+    loaded = Loaded()
+    tasks = [_read_task(task, config, tokenizer, loaded) for task in own_tasks]
     pool, remat = shared_pool(tasks), planned_remat(run.remat)
+    waiting = ()
+    if (places := run.tasks_at_once or len(tasks)) < len(tasks):
+        waiting = (f"the plan is of the first {places} of {len(tasks)} tasks; the others wait",)
+        # Each place has room for each task.
+        tasks, pool = tasks[:places], pool._replace(slots=places)
     costs = {
         replica: ReplicaCosts(own.times, own.memory, pool, replica, remat)
         for replica, own in models.items()
@@ -162,7 +170,7 @@ def _read_inputs(
         tasks,
         run.shape_request(first.least_chunk_len),
         costs,
-        first.source._replace(notes=notes),
+        first.source._replace(notes=(*notes, *waiting)),
         _choose_rounds(rounds, tasks, min(replica.shards for replica in deployment.counts)),
     )
 
@@ -191,10 +199,10 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
     return rounds
 
 
-def _read_task(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskLoad:
+def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded) -> TaskLoad:
     """Reads and tokenizes the task's data."""
     pool = pool_alone(task, config)
-    data = read_data(task, config, tokenizer)
+    data = read_data(task, config, tokenizer, loaded)
     return TaskLoad(
         name=task.name,
         pool=pool,

@@ -30,6 +30,7 @@ from jaxmux.planner.costs.device_profile import read_profile
 from jaxmux.planner.devices import ONE_DEVICE
 from jaxmux.planner.numbers import power_of_two
 from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+from jaxmux.sweeps import expanded
 from jaxmux.tasks import Task
 
 from . import gin_bindings
@@ -122,9 +123,10 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
     run = dataclasses.replace(run, memory_gib=min(usable, run.memory_gib or usable))
     config = BackboneConfig.from_folder(resolve_backbone(run.backbone))
     reserved = run.reserved(config)
-    alone = [pool_alone(task, config) for task in run.tasks]
+    own_tasks = expanded(run.tasks)
+    alone = [pool_alone(task, config) for task in own_tasks]
     pool = merge_pool_specs(alone, reserved)._replace(slots=reserved.slots)
-    tasks = sorted({*_TASKS, len(run.tasks)})
+    tasks = sorted({*_TASKS, len(own_tasks)})
     models, refused = _models(run, profile)
     first, *_ = models.values()
     shapes = _shapes(run, first.least_chunk_len)
@@ -178,7 +180,7 @@ def _models(run: RunConfig, profile: Path | None) -> tuple[dict[str, CostModels]
 
 def _shapes(run: RunConfig, least_chunk_len: int) -> list[ShapeClass]:
     """The microbatches of the table, in rows for the longest sample that a task may have."""
-    longest = max(task.max_length for task in run.tasks) - 1
+    longest = max(task.max_length for task in expanded(run.tasks)) - 1
     row_len = run.row_len or power_of_two(max(longest, MIN_CHUNK_LEN))
     chunk_len = run.chunk_len or least_chunk_len
     found = [

@@ -15,6 +15,9 @@ from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
+# An hTask of more tasks is shown with half as many names.
+_NAMES = 8
+
 
 def plan_tables(
     plan: Plan, smaller: SmallerMicrobatches | None, dropped: Mapping[str, int]
@@ -127,6 +130,13 @@ def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
             )
 
 
+def _fused(names: list[str]) -> str:
+    """The tasks of an hTask; of many tasks, such as those of a sweep, the first ones."""
+    shown = names if len(names) <= _NAMES else names[: _NAMES // 2]
+    left = len(names) - len(shown)
+    return "+".join([*shown, *([f"{left} more"] if left else [])])
+
+
 def _buckets(plan: Plan) -> Table:
     table = number_table(
         "bucket", "hTasks (+: fused)", "tokens/round", "microbatches/round", "padding", texts=2
@@ -148,7 +158,7 @@ def _buckets(plan: Plan) -> Table:
         )
 
     for i, bucket in enumerate(plan.buckets):
-        htasks = ["+".join(plan.tasks[slot].name for slot in plan.htasks[h]) for h in bucket]
+        htasks = [_fused([plan.tasks[slot].name for slot in plan.htasks[h]]) for h in bucket]
         # The bucket's microbatches may also hold samples of the next bucket, so its tokens are
         # counted by slot and its padding by microbatch.
         counted = sum(slot_tokens[slot] for h in bucket for slot in plan.htasks[h])

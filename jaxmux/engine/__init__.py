@@ -15,27 +15,32 @@ round and, at the end, the adapter of every task.
     engine.close()
 """
 
+from .brackets import Bracket, rung_of
 from .computed_tokens import Computed, ComputedTurn
 from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
 from .prepared_task import PreparedTask, prepare_task
 from .progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
+from .queued_engine import QueuedEngine
 from .size_ahead import SizeAhead
 from .suspended_task import BEST, SuspendedTask
 
 __all__ = [
     "BEST",
+    "Bracket",
     "Computed",
     "ComputedTurn",
     "Engine",
     "EngineOptions",
     "EngineSize",
     "PreparedTask",
+    "QueuedEngine",
     "SizeAhead",
     "SuspendedTask",
     "TaskEvaluation",
     "TaskProgress",
     "TaskUpdate",
     "prepare_task",
+    "rung_of",
     "train_on",
 ]

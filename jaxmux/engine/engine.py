@@ -400,6 +400,12 @@ class Engine(RoundLoop):
         return self._slots.names
 
     @property
+    def begun(self) -> list[str]:
+        """Names of the registered tasks that have had a place, so that they have arrays. Only a
+        `QueuedEngine` has others."""
+        return self.names
+
+    @property
     def state(self) -> TrainState | None:
         """The arrays that training changes, on the only device; None before the first registration.
 
@@ -535,7 +541,7 @@ class Engine(RoundLoop):
 
     def _refuse_tasks(self, tasks: Sequence[PreparedTask]) -> None:
         """Raises an error if tasks cannot be added."""
-        names = self.names
+        names = self._slots.names
         for prepared in tasks:
             name = prepared.task.name
             if name in names:

@@ -27,7 +27,7 @@ from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
 from jaxmux.tasks import Task, TaskError
 
-from .task_data import read_data
+from .task_data import Loaded, read_data
 
 
 class EarlierLength(NamedTuple):
@@ -224,6 +224,7 @@ def prepare_task(
     tokenizer: Any,
     base_fingerprint: str = "",
     base: BaseTensors | None = None,
+    loaded: Loaded | None = None,
 ) -> PreparedTask:
     """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
 
@@ -238,6 +239,8 @@ def prepare_task(
         `task.resume_from` that records another backbone is refused. Empty checks nothing.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone need it for `task.resume_from`.
+      loaded: data that other tasks with this backbone and tokenizer have read, as for `read_data`;
+        None reads all data of the task.
 
     Returns:
       The prepared task, for `Engine.register_tasks` and `best_shape`.
@@ -255,7 +258,7 @@ def prepare_task(
         _refuse_sample_prompt(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    data = read_data(task, config, tokenizer)
+    data = read_data(task, config, tokenizer, loaded)
     given = first, targets, config, base, data.batches
     make_adapter = functools.partial(_first_adapter, *given)
     size = size_of_adapter(task.adapter, config)

@@ -40,6 +40,8 @@ class TaskProgress:
         "failed".
       error: reason for the status "failed"; otherwise None.
       stopped_early: why the task has succeeded before its last step; None if it has not.
+      rung_losses: losses of the held-out data at the rungs of successive halving that the task has
+        reached, with the unit and the None of `eval_loss_first`.
     """
 
     step: int = 0
@@ -61,6 +63,7 @@ class TaskProgress:
     status: str = "running"
     error: str | None = None
     stopped_early: str | None = None
+    rung_losses: list[float | None] = dataclasses.field(default_factory=list)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TaskProgress":
@@ -153,10 +156,28 @@ def record_evaluation(
         progress.evaluations_since_best += 1
     _stop_if_patience_ended(progress, patience)
     if progress.status == "succeeded":
-        if keep_best and progress.best_loss is not None:
-            progress.eval_loss = progress.best_loss
-        elif loss is None:
-            progress.status, progress.error = "failed", "loss of the held-out data is not finite"
+        _take_result(progress, keep_best)
+
+
+def stop_early(progress: TaskProgress, reason: str, keep_best: bool) -> None:
+    """Lets a running task succeed before its last step. It fails if its last loss of held-out data
+    is not finite, and there is no better adapter.
+
+    Args:
+      progress: the task's progress; it is changed.
+      reason: why it stops.
+      keep_best: as for `record_evaluation`.
+    """
+    progress.status, progress.stopped_early = "succeeded", reason
+    _take_result(progress, keep_best)
+
+
+def _take_result(progress: TaskProgress, keep_best: bool) -> None:
+    """Enters the held-out loss of the adapter that a task has given."""
+    if keep_best and progress.best_loss is not None:
+        progress.eval_loss = progress.best_loss
+    elif progress.eval_loss is None:
+        progress.status, progress.error = "failed", "loss of the held-out data is not finite"
 
 
 def train_on(progress: TaskProgress, patience: int | None) -> None:

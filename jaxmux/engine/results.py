@@ -224,6 +224,8 @@ class Results:
             tokens = slot.held_out_tokens
             done = TaskEvaluation(evaluation.index, slot.name, step, loss, tokens, best)
             record_evaluation(progress, done, task.patience, task.keep_best)
+            if step == slot.pause_after:
+                progress.rung_losses.append(loss if math.isfinite(loss) else None)
             if best and number in evaluation.adapters:
                 slot.best = evaluation.adapters[number]
             self._evaluations.append(done)

@@ -179,7 +179,7 @@ class RoundLoop:
             whose results were fetched; then only a new engine can go on.
         """
         position = self._position
-        if position.current is None and self.finished:
+        if position.current is None and not self._live():
             return self.drain()
         while True:
             current = position.begin(self._live())
@@ -211,7 +211,7 @@ class RoundLoop:
                 )
             if outcome.lost:
                 self._begin_again()
-                if self.finished:
+                if not self._live():
                     return self.drain()
                 continue
             updates = tuple(u for u in current.updates if u.slots not in outcome.updates)
@@ -423,7 +423,7 @@ class RoundLoop:
         return {
             number: step
             for number, step in steps.items()
-            if self._slots.runs(number) and step < self._slots[number].steps
+            if self._slots.runs(number) and step < self._slots[number].steps_for_now
         }
 
     def _refuse_unfinished_round(self) -> None:

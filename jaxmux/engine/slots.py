@@ -39,6 +39,8 @@ class Slot:
       progress: its progress, which the engine changes.
       stop_after: number of steps after which the task stops although it has more; None if there is
         no such number.
+      pause_after: number of steps after which the task waits for the decision of a rung, see
+        `Bracket`; None if it need not wait.
       timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`; None
         until the first results have arrived, because what comes before is mostly compilation.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
@@ -52,6 +54,7 @@ class Slot:
     prepared: PreparedTask
     progress: TaskProgress
     stop_after: int | None = None
+    pause_after: int | None = None
     timed_since: float | None = None
     best: Callable[[], SlotArrays] | None = None
     computed: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -76,6 +79,11 @@ class Slot:
         return self.prepared.steps if self.stop_after is None else self.stop_after
 
     @property
+    def steps_for_now(self) -> int:
+        """Number of steps that the task trains before it has to wait."""
+        return self.steps if self.pause_after is None else min(self.steps, self.pause_after)
+
+    @property
     def held_out_tokens(self) -> int:
         """Number of target tokens in the held-out data."""
         return target_tokens(self.prepared.eval_samples)
@@ -84,7 +92,7 @@ class Slot:
         """Whether the held-out loss is measured after so many steps."""
         every = self.prepared.task.eval_every
         # A task may be extended when its last step has been dispatched.
-        lasts = (self.steps, self.prepared.steps_at(step - 1))
+        lasts = (self.steps, self.prepared.steps_at(step - 1), self.pause_after)
         return bool(self.prepared.eval_samples) and (
             step in lasts or (every is not None and step % every == 0)
         )
@@ -299,7 +307,10 @@ class Slots:
     def own_specs(self, name: str) -> SlotState:
         """Shapes and dtypes of the arrays that a checkpoint holds of a task: a `SlotState` of
         `LeafSpec`."""
-        slot = self.named(name)
+        return self.specs_of(self.named(name))
+
+    def specs_of(self, slot: Slot) -> SlotState:
+        """The same of a task that need not have a place."""
         task = slot.prepared.task
         own = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
         pools = kind_of(task.adapter).in_pools(own)

@@ -40,26 +40,43 @@ class TaskData(NamedTuple):
     sources: tuple[Samples, ...]
 
 
-def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
+class Loaded:
+    """What tasks with the same backbone have read: their samples by source, longest sample and
+    held-out part, and the file of the tokens."""
+
+    def __init__(self):
+        """Begins without samples."""
+        self.tokens = TokenFile()
+        self.samples: dict[tuple[Source, int, Part | None], Samples] = {}
+
+
+def read_data(
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded | None = None
+) -> TaskData:
     """Reads and tokenizes a task's training and held-out data.
 
     Args:
       task: the task.
       config: configuration of the backbone.
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+      loaded: what tasks with the same backbone have read, which is not read again; what this task
+        reads is added. None reads everything.
 
     Raises:
       TaskError: the data cannot be read or has no sample. The message names the task.
     """
+    loaded = Loaded() if loaded is None else loaded
     try:
-        sources = _of_sources(task, config, tokenizer, held_out=False)
+        sources = _of_sources(task, config, tokenizer, loaded, held_out=False)
         samples = _together(sources)
         batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
         held_out: Sequence[Sample] = ()
         if task.eval_data:
-            held_out = _load(task.eval_data, task, config, tokenizer, TokenFile()).samples
+            held_out = _load(task.eval_data, task, config, tokenizer, None, loaded).samples
         elif task.validation_fraction is not None:
-            held_out = _together(_of_sources(task, config, tokenizer, held_out=True)).samples
+            held_out = _together(
+                _of_sources(task, config, tokenizer, loaded, held_out=True)
+            ).samples
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     steps = len(batches) if task.steps is None else task.steps
@@ -78,17 +95,16 @@ def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
 
 
 def _of_sources(
-    task: Task, config: BackboneConfig, tokenizer: Any, *, held_out: bool
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded, *, held_out: bool
 ) -> tuple[Samples, ...]:
     """By source of a task, its samples, without or with only those that are held out. Those that
     are trained occur as often as in an epoch."""
-    tokens = TokenFile()
     found: list[Samples] = []
     for number, source in enumerate(task.sources):
         part = None
         if (fraction := task.validation_fraction) is not None:
             part = Part(fraction, task.seed, held_out, number)
-        found.append(_load(source, task, config, tokenizer, tokens, part))
+        found.append(_load(source, task, config, tokenizer, part, loaded))
     samples = [own.samples for own in found]
     if not held_out:
         counts = epoch_counts(list(map(len, samples)), task.sources)
@@ -116,10 +132,13 @@ def _load(
     task: Task,
     config: BackboneConfig,
     tokenizer: Any,
-    tokens: TokenFile,
-    part: Part | None = None,
+    part: Part | None,
+    loaded: Loaded,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
-    sizes = {"max_length": task.max_length, "vocab_size": config.vocab_size}
-    found = load_samples(source, tokenizer, **sizes, part=part, tokens=tokens)
+    key = source, task.max_length, part
+    if (found := loaded.samples.get(key)) is None:
+        sizes = {"max_length": task.max_length, "vocab_size": config.vocab_size}
+        found = load_samples(source, tokenizer, **sizes, part=part, tokens=loaded.tokens)
+        loaded.samples[key] = found
     return found._replace(samples=with_virtual_tokens(found.samples, task.adapter))

@@ -203,7 +203,16 @@ def read_task(
                 f"{folder.absolute()}: no checkpoint after round {rounds}; there are those after "
                 f"rounds {kept or 'none'}"
             )
-        _, run, arrays = _newest_intact(manager, lambda _: {name: None}, say, wanted)
+
+        def own(run: dict[str, Any]) -> dict[str, Any]:
+            if name not in run["tasks"]:
+                raise RunDirectoryError(
+                    f"{folder.absolute()}: task {name!r} was still waiting for a place after round "
+                    f"{run['position']['rounds']}"
+                )
+            return {name: None}
+
+        _, run, arrays = _newest_intact(manager, own, say, wanted)
         progress = TaskProgress.from_json(run["tasks"][name]["progress"])
         return run["position"]["rounds"], progress, arrays[name]
 

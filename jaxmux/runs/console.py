@@ -17,10 +17,12 @@ from rich.table import Table
 from jaxmux.engine import Engine, PreparedTask, TaskEvaluation, TaskUpdate
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.numbers import numbered, size_text
+from jaxmux.sweeps import Sweep
 
 from .metrics import read_metrics
 from .run_directory import RunDirectory
 from .summary import Summary
+from .sweep_results import best_of, sweep_table
 from .task_warnings import after_training, before_training
 
 # Lines that are printed for each task where there is no terminal.
@@ -47,6 +49,8 @@ class RunConsole:
         self._started: float | None = None
         self._tokens: dict[str, int] = {}
         self._first_steps: dict[str, int] = {}
+        # Names of the tasks that are known to have stopped early.
+        self._stopped: set[str] = set()
 
     @classmethod
     def silent(cls) -> "RunConsole":
@@ -100,6 +104,7 @@ class RunConsole:
         Args:
           engine: the engine with its tasks, at the position from which training continues.
         """
+        self._stopped = {name for name in engine.names if engine.progress(name).stopped_early}
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -139,8 +144,11 @@ class RunConsole:
                 best = ", the lowest so far" if done.best else ""
                 steps = f"{done.task_step}/{engine.prepared(done.task).steps}"
                 self.say(f"{done.task} step {steps} held-out loss {done.loss:.4f}{best}")
-            if early := engine.progress(done.task).stopped_early:
-                self.say(f"task {done.task}: stopped early, {early}")
+        for name in engine.names:
+            early = engine.progress(name).stopped_early
+            if early and name not in self._stopped:
+                self._stopped.add(name)
+                self.say(f"task {name}: stopped early, {early}")
         if self._live is not None and updates:
             self._live.update(self._table(engine))
 
@@ -150,23 +158,39 @@ class RunConsole:
             self._live.stop()
             self._live = None
 
-    def summarise(self, summary: Summary, directory: RunDirectory, config: BackboneConfig) -> None:
-        """Prints the final table, the adapter folders, the errors of failed tasks, and what is
-        suspicious about the results.
+    def summarise(
+        self,
+        summary: Summary,
+        directory: RunDirectory,
+        config: BackboneConfig,
+        sweeps: Sequence[Sweep] = (),
+    ) -> None:
+        """Prints the final tables, the adapter folders, the errors of failed tasks, and what is
+        suspicious about the results. Of a sweep, only the best adapter is listed.
 
         Args:
           summary: the results of the training run.
           directory: the run directory, to which the adapters were exported.
           config: configuration of the backbone.
+          sweeps: the sweeps whose configurations are among the tasks.
         """
+        swept = {name for tasks in summary.sweeps.values() for name in tasks}
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
             table.add_column(column, justify="left" if column in ("task", "status") else "right")
         for name, task in summary.tasks.items():
+            if name in swept:
+                continue
             train = _before_after(task["train_loss_first"], task["train_loss_last"])
             held_out = _before_after(task["eval_loss_first"], task["eval_loss"])
             table.add_row(name, task["status"], str(task["steps"]), train, held_out)
-        self.console.print(table)
+        if table.row_count:
+            self.console.print(table)
+        for sweep in sweeps:
+            self.say(
+                f"\nsweep {sweep.name}, the best of {len(sweep.tasks())} configurations first:"
+            )
+            self.console.print(sweep_table(sweep, summary))
         self.say(
             f"{summary.tokens_per_second:,.0f} tokens/s "
             f"({summary.effective_tokens_per_second:,.0f} without padding, "
@@ -181,8 +205,11 @@ class RunConsole:
             predicted = summary.predicted_memory_bytes
             note = f" (predicted: {size_text(predicted)})" if predicted else ""
             self.say(f"peak memory {size_text(summary.peak_memory_bytes)}{note}")
+        if sweeps:
+            self.say(f"sweeps: {directory.sweep_results}, {directory.sweep_plot}")
+        best = {best_of(sweep, summary) for sweep in sweeps}
         for name, task in summary.tasks.items():
-            if task["status"] == "succeeded":
+            if task["status"] == "succeeded" and (name in best or name not in swept):
                 self.say(f"adapter {name}: {directory.adapter(name)}")
         for name, task in summary.tasks.items():
             if task["status"] == "failed":

@@ -8,6 +8,8 @@ from .metrics import read_metrics
 
 # Points of the running mean drawn over the raw losses.
 _SMOOTHING = 10
+# Most characters of names beside each other in the legend.
+_LEGEND = 100
 
 
 def plot_losses(metrics: Path, path: Path) -> None:
@@ -42,6 +44,8 @@ def plot_losses(metrics: Path, path: Path) -> None:
     axes.set_ylabel("training loss (nats per target token)")
     axes.set_yscale("log")
     axes.grid(True, which="both", alpha=0.25)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(ncols=1 + len(tasks) // 12)
+    columns, labels = 1 + len(tasks) // 12, axes.get_legend_handles_labels()[1]
+    # Long names of many tasks would leave no room for the losses.
+    if labels and columns * max(map(len, labels)) <= _LEGEND:
+        axes.legend(ncols=columns)
     figure.savefig(path, dpi=120)

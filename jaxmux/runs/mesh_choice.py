@@ -61,6 +61,7 @@ def choose_mesh(
     config: BackboneConfig,
     options: RunOptions,
     devices: int,
+    places: int | None = None,
 ) -> MeshChoice:
     """Prices all layouts of the devices in which the tasks fit into memory.
 
@@ -74,6 +75,8 @@ def choose_mesh(
       config: configuration of the backbone.
       options: settings of the training run.
       devices: number of devices; all of them are used.
+      places: number of tasks that train at the same time, with which unlike replicas are not
+        considered; None for all of them.
 
     Raises:
       PlanningError: no layout fits. The message is that of the layout that needs least memory.
@@ -82,8 +85,8 @@ def choose_mesh(
     # Layouts that divide the weights most come first: theirs is the refusal that counts.
     for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
         try:
-            fit = fit_replica(tasks, config, options, replica)
-            fit.require(tasks)
+            fit = fit_replica(tasks, config, options, replica, slots=places)
+            fit.require(tasks[:places])
             found.append(PricedMesh(Deployment((replica,)), fit.round_seconds()))
             fits.append(fit)
         except PlanningError as e:
@@ -93,7 +96,7 @@ def choose_mesh(
         every = numbered(devices, "device")
         raise PlanningError(f"mesh 'auto': no layout of {every} fits; {refusal}")
     single, best = min(zip(fits, found, strict=True), key=lambda pair: pair[1].seconds)
-    if devices > 1:
+    if devices > 1 and places is None:
         # Other runs do without the solvers of deployments.
         from .unlike_replicas import choose_unlike
 

@@ -129,13 +129,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Args:
       path: path of metrics.jsonl.
     """
+    return _read_lines(path, _NEEDED)
+
+
+def read_held_out(path: Path) -> list[dict[str, Any]]:
+    """The lines of held_out.jsonl as dicts with the fields of `TaskEvaluation`, and "time". Damaged
+    lines are left out.
+
+    Args:
+      path: path of held_out.jsonl.
+    """
+    return _read_lines(path, {"task", "task_step", "loss"})
+
+
+def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_bytes().splitlines():
         try:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and _NEEDED <= found.keys():
+        if isinstance(found, dict) and needed <= found.keys():
             lines.append(found)
     return lines
 

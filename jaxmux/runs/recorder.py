@@ -8,6 +8,7 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate
 from jaxmux.models import checkpoint_tensors
 from jaxmux.peft import export_adapter
+from jaxmux.sweeps import Sweep
 
 from .checkpoints import Checkpoints
 from .console import RunConsole
@@ -17,6 +18,7 @@ from .processes import Processes
 from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
 from .summary import Summary
+from .sweep_results import values_of, write_results
 
 
 class RunFiles(NamedTuple):
@@ -88,7 +90,7 @@ class Recorder:
             files.metrics.tell(position)
         if self._processes.agree(files is not None and files.checkpoints.has(position.number)):
             return
-        arrays = {name: engine.task_arrays(name) for name in engine.names}
+        arrays = {name: engine.task_arrays(name) for name in engine.begun}
         if files:
             save_run(files.checkpoints, engine, position, arrays)
 
@@ -118,11 +120,15 @@ class Recorder:
                 ),
             )
 
-    def finish(self, round_seconds: float | None, **predicted: float | None) -> Summary:
-        """Exports the adapters of the tasks that succeeded, and writes the plot and the summary.
+    def finish(
+        self, round_seconds: float | None, sweeps: Sequence[Sweep], **predicted: float | None
+    ) -> Summary:
+        """Exports the adapters of the tasks that succeeded, and writes the plots, the results of
+        sweeps and the summary.
 
         Args:
           round_seconds: as in `Summary`.
+          sweeps: the sweeps whose configurations are among the tasks.
           **predicted: the fields of `Summary` that begin with "predicted".
         """
         engine, files = self._engine, self._files
@@ -130,8 +136,10 @@ class Recorder:
             if engine.progress(name).status == "succeeded":
                 self.export(name)
         numbers: Mapping[str, float | None] = {"round_seconds": round_seconds, **predicted}
-        summary = Summary.of(engine, self._position, **numbers)
+        summary = Summary.of(engine, self._position, values_of(sweeps), **numbers)
         if files:
             plot_losses(files.directory.metrics, files.directory.loss_plot)
+            if sweeps:
+                write_results(sweeps, summary, files.directory)
             write_atomically(files.directory.summary, summary.to_json())
         return summary

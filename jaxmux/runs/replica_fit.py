@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import BackboneConfig, backbone_dtype
-from jaxmux.planner.costs import ReplicaCosts
+from jaxmux.planner.costs import PoolSpec, ReplicaCosts, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import power_of_two
@@ -72,6 +72,7 @@ def fit_replica(
     shape: ShapeClass | None = None,
     longest: int | None = None,
     shares: int = 1,
+    slots: int | None = None,
 ) -> ReplicaFit:
     """Chooses the shape class of a replica's microbatches.
 
@@ -83,20 +84,22 @@ def fit_replica(
       shape: the shape class, if it is known already; None chooses it.
       longest: most tokens of the samples that the replica trains; None for all samples.
       shares: number of parts into which a global batch is divided among replicas.
+      slots: number of tasks that train at the same time; None for all of them.
 
     Raises:
       PlanningError: a sample is longer than `options.row_len`, or a given length is not a power of
         two.
     """
-    costs = run_costs(
-        tasks, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
-    )
+    dtype = backbone_dtype(options.dtype)
+    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots)
     choice = None
     if shape is None:
         request = options.shape_request(costs.least_chunk_len)
         choice = choose_run_shape(tasks, costs, request, longest, shares)
         shape = choice.alignment.shape
     asked, reserved = options.tokens_per_microbatch, options.reserved(config)
+    if slots is not None:
+        reserved = pool_with_places(tasks, reserved, slots)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
     parts = replica.shards * shares
     lengths = [
@@ -105,12 +108,25 @@ def fit_replica(
     return ReplicaFit(costs.replica, costs.measured, shape, choice, admission, lengths)
 
 
+def pool_with_places(tasks: Sequence[PreparedTask], reserved: PoolSpec, slots: int) -> PoolSpec:
+    """A pool in which each of these tasks can take any place.
+
+    Args:
+      tasks: the tasks.
+      reserved: the smallest pool.
+      slots: number of tasks that have a place at the same time.
+    """
+    pool = merge_pool_specs([task.pool for task in tasks], reserved)
+    return pool._replace(slots=max(slots, reserved.slots))
+
+
 def fit_longest(
     tasks: Sequence[PreparedTask],
     config: BackboneConfig,
     options: RunOptions,
     replica: Replica,
     shares: int,
+    slots: int | None = None,
 ) -> ReplicaFit:
     """Chooses the shape class of a replica beside others, which may train the samples for which it
     has no memory.
@@ -121,25 +137,27 @@ def fit_longest(
       options: settings of the training run.
       replica: the devices.
       shares: number of parts into which a global batch is divided among replicas.
+      slots: number of tasks that train at the same time; None for all of them.
 
     Raises:
       PlanningError: the replica has no memory for any sample of the tasks.
     """
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
-    costs = run_costs(
-        tasks, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
-    ).replica
+    dtype = backbone_dtype(options.dtype)
+    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots).replica
     # A row of this length alone tells most lengths apart, without a choice of the shape class.
     while longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs, longest):
         longest //= 2
     longest = max(longest, power_of_two(min(lengths)))
 
     def choose(longest: int) -> ReplicaFit:
-        return fit_replica(tasks, config, options, replica, longest=longest, shares=shares)
+        return fit_replica(
+            tasks, config, options, replica, longest=longest, shares=shares, slots=slots
+        )
 
     def require(fit: ReplicaFit) -> None:
-        fit.require(tasks)
+        fit.require(tasks[:slots])
 
     fixed = options.row_len is not None
     return longest_that_fits(lengths, longest, choose, require, fixed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxmux.completion import Request, complete
 from jaxmux.models import Backbone, backbone_dtype
 from jaxmux.peft import is_adapter_folder
+from jaxmux.sweeps import Sweep, expanded, sweeps_of
 from jaxmux.tasks import Task
 
 from .console import RunConsole
@@ -24,7 +25,7 @@ DEFAULTS = RunOptions()
 
 def fine_tune(
     backbone: str | Path,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | Sweep],
     run_dir: str | Path,
     options: RunOptions = DEFAULTS,
     *,
@@ -50,11 +51,12 @@ def fine_tune(
     Args:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
         may begin with "jaxmux:" for a folder that ships with jaxmux.
-      tasks: the tasks to train, at least one, with different names.
+      tasks: the tasks to train, at least one, with different names. A `Sweep` stands for the tasks
+        of all its configurations.
       run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round,
         which is one global batch of every task), tensorboard, checkpoints, adapters/<task> (Hugging
-        Face PEFT folders of the tasks that succeeded), loss.png, summary.json, and run.json (the
-        record of what is trained).
+        Face PEFT folders of the tasks that succeeded), loss.png, summary.json, run.json (the record
+        of what is trained), and for sweeps sweep.json and sweep.png.
       options: sizes of microbatches, memory, checkpoints and other settings.
       restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
         anew.
@@ -75,14 +77,15 @@ def fine_tune(
       Interrupted: SIGINT or SIGTERM arrived during training; the state is saved. Signals are
         handled only if `fine_tune` runs in the main thread.
     """
+    sweeps, tasks = sweeps_of(tasks), expanded(tasks)
     processes = Processes()
     console = console or RunConsole(log_every=options.log_every)
     if not processes.is_first:
         console = RunConsole.silent()
     with StopSignals() as stop, processes, processes.noticing_failures(), ExitStack() as stack:
         backbone = processes.together(lambda: check_arguments(backbone, tasks, run_dir, restart))
-        processes.refuse_differences(described(tasks, options, restart))
-        identity = identity_of(backbone, tasks, options)
+        processes.refuse_differences(described(tasks, sweeps, options, restart))
+        identity = identity_of(backbone, tasks, sweeps, options)
         directory = processes.on_first(lambda: RunDirectory(run_dir, identity, restart=restart))
         if directory:
             stack.enter_context(closing(directory))
@@ -94,15 +97,15 @@ def fine_tune(
         if finished := processes.agree(finished):
             if directory:
                 console.say(f"{directory.path}: this run has finished; --restart trains it anew")
-                console.summarise(finished, directory, inputs.config)
+                console.summarise(finished, directory, inputs.config, sweeps)
             return finished
         results = train_tasks(
-            backbone, inputs, options, directory, config_text, processes, console, stop
+            backbone, inputs, sweeps, options, directory, config_text, processes, console, stop
         )
         if results.adapters and processes.is_first:
             _complete_prompts(backbone, inputs, results, options, console)
         if directory:
-            console.summarise(results.summary, directory, inputs.config)
+            console.summarise(results.summary, directory, inputs.config, sweeps)
         return processes.agree(results.summary)
 
 

@@ -59,8 +59,8 @@ class SavedRun(NamedTuple):
         Args:
           engine: an engine in which the tasks of the training run are registered.
         """
-        for name in engine.names:
-            task = self.tasks[name]
+        # Tasks that were still waiting for a place are not there.
+        for name, task in self.tasks.items():
             progress = TaskProgress.from_json(task["progress"])
             prepared = engine.prepared(name)
             if progress.step < prepared.steps:
@@ -87,7 +87,7 @@ def array_specs(engine: Engine, tasks: Mapping[str, Any]) -> dict[str, dict[str,
             found |= {f"{BEST}{path}": spec for path, spec in adapter.items()}
         return found
 
-    return {name: own(name) for name in engine.names}
+    return {name: own(name) for name in engine.names if name in tasks}
 
 
 def save_run(

@@ -27,6 +27,8 @@ _OWN = {
     "metrics.jsonl": False,
     "held_out.jsonl": False,
     "loss.png": False,
+    "sweep.json": False,
+    "sweep.png": False,
     "checkpoints": True,
     "adapters": True,
     "tensorboard": True,
@@ -90,6 +92,8 @@ class RunDirectory:
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       summary: path of summary.json.
       loss_plot: path of loss.png.
+      sweep_results: path of sweep.json, the results of sweeps.
+      sweep_plot: path of sweep.png.
       tensorboard: path of the folder of TensorBoard's files.
       checkpoints: path of the folder of the checkpoints.
       shapes: the shape classes with which the recorded training run began; None for a new one.
@@ -118,6 +122,8 @@ class RunDirectory:
         self.held_out = self.path / "held_out.jsonl"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
+        self.sweep_results = self.path / "sweep.json"
+        self.sweep_plot = self.path / "sweep.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.shapes: RecordedShapes | None = None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
+from jaxmux.engine.task_data import Loaded
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import (
     BackboneConfig,
@@ -17,11 +18,13 @@ from jaxmux.models import (
     check_backbone,
     checkpoint_tensors,
 )
+from jaxmux.sweeps import Sweep
 from jaxmux.tasks import Task, TaskError
 
 from .run_directory import FORMAT, RunDirectory
 from .run_layout import refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
+from .sweep_results import halving_of, values_of
 from .task_json import task_to_json
 
 
@@ -76,12 +79,15 @@ def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) ->
             )
 
 
-def described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict[str, str]:
+def described(
+    tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions, restart: bool
+) -> dict[str, str]:
     """What all processes have to be given alike, as texts by what they describe. Paths may differ,
     but not what lies there.
 
     Args:
       tasks: the tasks.
+      sweeps: the sweeps whose configurations are among the tasks.
       options: settings of the training run.
       restart: as for `fine_tune`.
     """
@@ -89,6 +95,7 @@ def described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict
     found: dict[str, Any] = {
         "options": settings | {"restart": restart},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
+        "sweeps": halving_of(sweeps),
     }
     for task in tasks:
         fields = _identity(task)
@@ -97,12 +104,15 @@ def described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict
     return {w: json.dumps(value, sort_keys=True, default=str) for w, value in found.items()}
 
 
-def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
+def identity_of(
+    backbone: str, tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions
+) -> dict[str, Any]:
     """What a run directory belongs to, as a JSON object.
 
     Args:
       backbone: the backbone's folder.
       tasks: the tasks.
+      sweeps: the sweeps whose configurations are among the tasks.
       options: settings of the training run.
     """
     return {
@@ -115,6 +125,12 @@ def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> di
         "chunk_len": options.chunk_len,
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
+        # None, like an entry that is missing, if there are none.
+        "sweeps": {
+            name: halving | {"values": values_of(sweeps)[name]}
+            for name, halving in halving_of(sweeps).items()
+        }
+        or None,
     }
 
 
@@ -152,9 +168,9 @@ def read_inputs(
     if options.mesh != AUTO_MESH:
         refuse_mesh(options.deployment, config)
     base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
-    prepared = [
-        prepare_task(task, config, tokenizer, fingerprints["backbone"], base) for task in tasks
-    ]
+    # The configurations of a sweep read their data once.
+    given, loaded = (config, tokenizer, fingerprints["backbone"], base), Loaded()
+    prepared = [prepare_task(task, *given, loaded) for task in tasks]
     for task in prepared:
         fingerprints |= task.fingerprints
         if options.row_len is not None:

@@ -53,6 +53,7 @@ class RunLayout(NamedTuple):
       round_seconds: predicted seconds of a round (one global batch of every task), on average; None
         if nothing was measured on such a device, or if a run continues. With several replicas, the
         exchange of gradients is not included.
+      places: number of tasks that train at the same time; None for all of them.
     """
 
     deployment: Deployment
@@ -60,6 +61,7 @@ class RunLayout(NamedTuple):
     admissions: tuple[Admission, ...]
     costs: "SequenceCosts | None"
     round_seconds: float | None
+    places: int | None = None
 
     @property
     def shape(self) -> ShapeClass:
@@ -121,6 +123,7 @@ def choose_layout(
     options: RunOptions,
     recorded: RecordedShapes | None,
     console: RunConsole,
+    places: int | None = None,
 ) -> RunLayout:
     """Chooses the devices, if `options.mesh` is "auto", and the shape classes of the microbatches.
 
@@ -131,12 +134,13 @@ def choose_layout(
       recorded: the shape classes with which the training run began, which it keeps; None for a new
         one.
       console: prints the choice.
+      places: number of tasks that train at the same time; None for all of them.
 
     Raises:
       PlanningError: the tasks do not fit into memory.
     """
     if options.mesh == AUTO_MESH:
-        choice = choose_mesh(tasks, config, options, len(jax.devices()))
+        choice = choose_mesh(tasks, config, options, len(jax.devices()), places)
         console.say(str(choice))
         deployment = choice.deployment
     else:
@@ -155,14 +159,15 @@ def choose_layout(
     for replica in deployment.counts:
         shares = round(deployment.devices / replica.devices)
         if several and known and kept[replica] is None:
-            fit = fit_longest(tasks, config, options, replica, shares)
+            fit = fit_longest(tasks, config, options, replica, shares, places)
         else:
-            fit = fit_replica(tasks, config, options, replica, kept[replica], shares=shares)
+            own = kept[replica]
+            fit = fit_replica(tasks, config, options, replica, own, shares=shares, slots=places)
         if fit.choice:
             place = f"mesh {replica}: " if several else ""
             console.say(f"{place}{fit.choice}")
         if known:
-            fit.require(tasks)
+            fit.require(tasks[:places])
         if replica != ONE_DEVICE:
             console.say(f"mesh {replica}: {_device_bytes(fit, known)}")
         fits[replica] = fit
@@ -171,7 +176,7 @@ def choose_layout(
     admissions = tuple(fit.admission for fit in fits.values()) if known else ()
     seconds = _round_seconds(tasks, deployment, fits) if first.measured else None
     costs = _dispatch_costs(fits) if several else None
-    layout = RunLayout(deployment, shapes, admissions, costs, seconds)
+    layout = RunLayout(deployment, shapes, admissions, costs, seconds, places)
     longest = {task.task.name: task.longest for task in tasks}
     require_longest_rows(deployment, layout.shape.row_len, longest)
     return layout

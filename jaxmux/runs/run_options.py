@@ -94,6 +94,9 @@ class RunOptions:
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
       max_bad_steps: number of consecutive non-finite updates after which a task fails. The training
         of the other tasks continues.
+      tasks_at_once: number of tasks that train at the same time at most; the others wait until one
+        has ended. None lets all tasks train together; those of a `Sweep` wait if they do not fit
+        into memory.
       log_every: where there is no terminal, number of a task's steps from one printed line to the
         next. None prints about ten lines for each task.
       sample_tokens: most tokens of the completions of a task's `sample_prompt`.
@@ -122,6 +125,7 @@ class RunOptions:
     checkpoint_every: int = _count(50)
     keep_checkpoints: int = _count(3)
     max_bad_steps: int = _count(10)
+    tasks_at_once: int | None = _count(None, optional=True)
     log_every: int | None = _count(None, optional=True)
     sample_tokens: int = _count(64)
 

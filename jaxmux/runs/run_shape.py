@@ -90,6 +90,7 @@ def run_costs(
     remat: str = "auto",
     memory: int | None = None,
     replica: Replica = ONE_DEVICE,
+    slots: int | None = None,
 ) -> RunCosts:
     """The predicted costs of training tasks together on this device, or on several like it.
 
@@ -100,11 +101,14 @@ def run_costs(
       remat: remat policy, as in `EngineOptions`.
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
       replica: the devices.
+      slots: number of slots of the pool; None for one for each task.
     """
     pool = merge_pool_specs([task.pool for task in tasks])
     # The default optimizer is the one with most moments, for which the engine makes room.
     pool = pool._replace(
-        modules=tuple(sorted(pool.modules or ())), optimizer=PoolSpec(1, 1).optimizer
+        slots=slots or pool.slots,
+        modules=tuple(sorted(pool.modules or ())),
+        optimizer=PoolSpec(1, 1).optimizer,
     )
     return pool_costs(pool, config, dtype, remat, memory, replica)
 

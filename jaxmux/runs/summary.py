@@ -49,6 +49,8 @@ class Summary(NamedTuple):
         next, in the later half of this call's rounds; None if there were too few.
       predicted_round_seconds: seconds of a round that the time model predicted before training, on
         average over the run; None if nothing was measured on such a device.
+      sweeps: by name of a sweep and of the task of each configuration, the swept values by path, as
+        JSON.
     """
 
     tasks: dict[str, dict[str, Any]]
@@ -61,6 +63,7 @@ class Summary(NamedTuple):
     predicted_memory_bytes: int | None = None
     round_seconds: float | None = None
     predicted_round_seconds: float | None = None
+    sweeps: dict[str, dict[str, dict[str, Any]]] = {}
 
     @property
     def succeeded(self) -> bool:
@@ -68,12 +71,19 @@ class Summary(NamedTuple):
         return all(task["status"] == "succeeded" for task in self.tasks.values())
 
     @classmethod
-    def of(cls, engine: Engine, position: RunPosition, **others: float | None) -> "Summary":
+    def of(
+        cls,
+        engine: Engine,
+        position: RunPosition,
+        sweeps: dict[str, dict[str, dict[str, Any]]],
+        **others: float | None,
+    ) -> "Summary":
         """The summary of a finished training run.
 
         Args:
           engine: the engine, after training.
           position: the final position of the training run.
+          sweeps: as in `Summary`.
           others: the fields that begin with "predicted", and `round_seconds`.
         """
         tasks = {name: _task_summary(engine, name) for name in engine.names}
@@ -87,6 +97,7 @@ class Summary(NamedTuple):
             wall_seconds=position.train_seconds,
             versions=installed_versions("jaxmux", "jax", "jaxlib", "flax", "optax"),
             peak_memory_bytes=device_peak(),
+            sweeps=sweeps,
             **others,
         )
 

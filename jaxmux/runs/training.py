@@ -4,31 +4,36 @@ import dataclasses
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import NamedTuple
 
-from jaxmux.engine import Engine, PreparedTask
+from jaxmux.engine import Engine, PreparedTask, QueuedEngine
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.sharding import PlacedBackbone
+from jaxmux.sweeps import Sweep
 from jaxmux.tasks import TaskError
 
 from .checkpoints import Checkpoints
 from .console import RunConsole
 from .metrics import MetricsWriter
+from .places import layout_with_places
 from .processes import Processes
 from .recorder import Recorder, RunFiles
+from .replica_fit import pool_with_places
 from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs
-from .run_layout import RunLayout, choose_layout, engine_options, load_on
+from .run_layout import RunLayout, engine_options, load_on
 from .run_options import RunOptions
 from .stop_signals import StopSignals
 from .summary import Summary
+from .sweep_results import brackets_of
 
 
 class Results(NamedTuple):
@@ -48,6 +53,7 @@ class Results(NamedTuple):
 def train_tasks(
     backbone: str,
     inputs: RunInputs,
+    sweeps: Sequence[Sweep],
     options: RunOptions,
     directory: RunDirectory | None,
     config_text: str | None,
@@ -60,6 +66,7 @@ def train_tasks(
     Args:
       backbone: the backbone's folder.
       inputs: the tasks with their data.
+      sweeps: the sweeps whose configurations are among the tasks.
       options: settings of the training run.
       directory: the run directory; None in a process that writes nothing.
       config_text: as for `fine_tune`.
@@ -87,9 +94,12 @@ def train_tasks(
         # What the devices keep has to be the same everywhere.
         memory = options.memory or processes.least(device_memory())
         options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
+    brackets = brackets_of(sweeps, prepared)
     layout = processes.agree(
         processes.on_first(
-            lambda: choose_layout(prepared, config, options, directory.shapes, console)
+            lambda: layout_with_places(
+                prepared, config, options, directory.shapes, console, may_wait=bool(sweeps)
+            )
         )
     )
     own_options = engine_options(
@@ -99,17 +109,23 @@ def train_tasks(
         replica_shapes=layout.shapes if layout.costs else (),
         sequence_costs=layout.costs,
     )
+    queued = layout.places is not None or bool(brackets)
+    places = layout.places or len(prepared)
+    if queued:
+        pool = pool_with_places(prepared, own_options.reserved, places)
+        own_options = dataclasses.replace(own_options, reserved=pool)
     dtype = backbone_dtype(options.dtype)
     console.say("compiling the training step; this can take a minute")
     with ExitStack() as stack:
         programs = None
         if layout.deployment.devices == 1:
-            programs = ProgramsAhead(config, dtype, own_options, prepared)
+            programs = ProgramsAhead(config, dtype, own_options, prepared[:places])
             stack.enter_context(closing(programs))
         given = layout.deployment, backbone, dtype, config, options.backbone_cache
         model = processes.together(lambda: load_on(*given))
         admission, *others = layout.admissions or (None,)
-        engine = Engine(model, own_options, admission, programs, others)
+        make = partial(QueuedEngine, places=places, brackets=brackets) if queued else Engine
+        engine = make(model, own_options, admission, programs, others)
         goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
         engine.register_tasks(prepared, begin=not goes_on)
         engine.refuse_implementations()
@@ -131,7 +147,8 @@ def train_tasks(
         seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
         summary = recorder.finish(
             seconds,
-            predicted_memory_bytes=_predicted_memory(engine, admission),
+            sweeps,
+            predicted_memory_bytes=_predicted_memory(engine, admission, places),
             predicted_round_seconds=layout.round_seconds,
         )
         adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
@@ -230,11 +247,11 @@ def _train(
     return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
 
 
-def _predicted_memory(engine: Engine, admission: Admission | None) -> int | None:
+def _predicted_memory(engine: Engine, admission: Admission | None, places: int) -> int | None:
     """The peak memory that was predicted before training, in bytes; None if it is not known."""
     if admission is None or engine.remat is None:
         return None
-    pools = [engine.prepared(name).pool for name in engine.names]
+    pools = [engine.prepared(name).pool for name in engine.names[:places]]
     stages = admission.costs.replica.pp
     return int(admission.peak(pools, planned_remat(engine.remat), in_flight=stages))
 

@@ -26,7 +26,7 @@ TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last
 TASK_SUMMARY |= {"eval_target_tokens", "target_tokens", "tokens", "best_step", "stopped_early"}
 SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding_fraction"}
 SUMMARY |= {"wall_seconds", "versions", "peak_memory_bytes", "predicted_memory_bytes"}
-SUMMARY |= {"round_seconds", "predicted_round_seconds"}
+SUMMARY |= {"round_seconds", "predicted_round_seconds", "sweeps"}
 # A first update that makes every forward pass after it overflow.
 DESTRUCTIVE = {"optimizer": SGD(1e30, clip_norm=None), "adapter": LoRA(rank=4, alpha=64.0)}
 

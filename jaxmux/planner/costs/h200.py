@@ -16,8 +16,8 @@ Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
   memory     a kernel reads an activation at 4.3 TB/s
   decoding   a microbatch took 19.7 ms longer with the linears of 32 layers in nf4, and 3.4 ms
              longer with those of 8 layers in int8, than in bfloat16; each is decoded twice
-  float8     a microbatch took 135.3 ms less with the linears of 32 layers in float8, of the 415.1 ms
-             of their operators but adapters in bfloat16
+  float8     a microbatch took 135.3 ms less with the linears of 32 layers in float8, of the
+             415.1 ms of their operators but adapters in bfloat16
   sequences  8192 tokens in rows of 512 to 8192 tokens took 1.0 to 1.5 ms longer with room for 64
              sequences per row than with room for 16: 32 KiB per token and sequence at 10 TB/s
   all-reduce 64 MiB over four GPUs added 0.27 ms to a layer

@@ -8,7 +8,7 @@ import signal
 import jax
 import pytest
 
-from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions
+from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions, Sweep
 from jaxmux.engine import compiled_stages
 from jaxmux.runs import checkpoints
 
@@ -172,3 +172,21 @@ def test_unlike_replicas_are_close_to_one_device_also_after_a_stop_within_a_roun
         for folder in ("stopped", "whole")
     )
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_rungs_on_a_mesh_are_those_of_one_device_also_after_a_stop_within_a_round(
+    make_task, train, data, tmp_path, adapter_bytes, monkeypatch
+):
+    """Three of the four configurations have a place at the same time."""
+    task = make_task("base", steps=5, batch_size=14, eval_data=data["short.eval"])
+    sweep = Sweep(task, {"optimizer.learning_rate": [1e-4, 3e-2, 1e-2, 1e-3]}, first_rung=2)
+    options = OPTIONS | {"reserved_slots": 4}
+    one = train(tmp_path / "one", sweep, **options)
+    stop_at_pass(31, monkeypatch)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "two", sweep, mesh="pp2", tasks_at_once=3, **options)
+    two = train(tmp_path / "two", sweep, mesh="pp2", tasks_at_once=3, **options)
+    assert two.tasks == one.tasks
+    assert sum(task["stopped_early"] is not None for task in one.tasks.values()) == 3
+    expected = adapter_bytes(tmp_path / "one" / "adapters")
+    assert adapter_bytes(tmp_path / "two" / "adapters") == expected

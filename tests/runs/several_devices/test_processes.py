@@ -234,3 +234,35 @@ def test_a_process_that_hangs_ends_when_another_one_has_ended(pair):
     _, errors = found[0].communicate(timeout=60)
     assert found[0].returncode == 3
     assert errors.splitlines()[-1] == "error: process 1: no room"
+
+
+def test_two_processes_stop_the_same_configurations_at_rungs(write_config, data, tmp_path):
+    """Three of the four configurations have a place at the same time. The losses are far apart, so
+    that their order does not depend on rounding."""
+    config = write_config(
+        "fine_tune.tasks = [@tiny/Sweep()]",
+        "tiny/Sweep.task = @tiny/Task()",
+        "tiny/Sweep.space = {'optimizer.learning_rate': [1e-4, 3e-2, 1e-2, 3e-3]}",
+        "tiny/Sweep.first_rung = 2",
+        "tiny/Task.steps = 5",
+        "tiny/Task.batch_size = 14",
+        f"tiny/Task.eval_data = {data['short']!r}",
+        "tiny/LoRA.target_modules = ('q_proj', 'down_proj')",
+        run={"tokens_per_microbatch": 64, "max_sequences": 4, "tasks_at_once": 3},
+    )
+    pair = Pair(config, tmp_path / "pair")
+    try:
+        pair.start("dp4,pp2")
+        assert [code for code, *_ in pair.ended()] == [0, 0]
+    finally:
+        for process in pair.processes:
+            process.kill()
+    one = [f"--gin_file={config}", f"--run_dir={tmp_path / 'one'}"]
+    assert run_command("train", one, prog="jaxmux train") == 0
+    found, expected = (
+        json.loads((tmp_path / name / "summary.json").read_text())["tasks"]
+        for name in ("pair", "one")
+    )
+    reasons = [task["stopped_early"] for task in expected.values()]
+    assert [task["stopped_early"] for task in found.values()] == reasons
+    assert reasons.count(None) == 1

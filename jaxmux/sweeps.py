@@ -1,0 +1,315 @@
+"""Sweeps: one task in many configurations, which train together in one run."""
+
+import dataclasses
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .distributions import DISTRIBUTIONS
+from .errors import InputError
+from .field_checks import check_fields, integer
+from .similar_names import did_you_mean
+from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
+
+# A value that would take more characters in a task's name is named by its place in its list.
+_LONGEST_LABEL = 24
+# So many times as many configurations are drawn at most, until enough are different.
+_MOST_DRAWS = 100
+
+
+class Configuration(NamedTuple):
+    """One configuration of a sweep.
+
+    Attributes:
+      task: the task, with its own name.
+      values: by path of a swept field ("adapter.rank"), the value.
+    """
+
+    task: Task
+    values: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """One task in many configurations, which train together on one backbone.
+
+    It stands in the list of tasks of `fine_tune` and of configs. Without `samples` it is a grid:
+    all combinations of the values. With `samples`, so many configurations are drawn at random.
+
+    With `first_rung`, successive halving (Jamieson & Talwalkar 2016, synchronous) stops bad
+    configurations early. The *rungs* are the steps first_rung, first_rung * factor, first_rung *
+    factor ** 2 … before the last step of the task. At rung i, the held-out losses of all
+    configurations that have come so far are compared, and only the best n / factor ** i of the n
+    configurations, rounded down and at least one, go on. The others have succeeded, like tasks that
+    stop early, with the adapter that they have then. The losses are compared when all of them are
+    measured, so the choice depends on nothing but them: not on the number of configurations that
+    train at the same time, nor on the devices. A configuration that has failed, or whose loss is
+    not finite, ranks last. One that has ended before the rung ranks by the loss with which it
+    ended. Of equal losses, that of the earlier configuration is better.
+
+    Attributes:
+      task: the task with the values that are not swept. The names of configurations begin with its
+        name.
+      space: by path of a field of the task ("seed", "data", "adapter.rank",
+        "optimizer.learning_rate"), the values: a list, or, with `samples`, a `Uniform`, a
+        `LogUniform` or an `Integers`. A value may be anything that the field may hold, so a value
+        of "data" may be a list of sources, and one of "adapter" a `LoRA`.
+      samples: number of configurations that are drawn from `space`. None takes all combinations.
+      seed: seed of the drawing.
+      first_rung: number of steps after which configurations are compared for the first time. It
+        needs held-out data. None lets all of them train to their ends.
+      factor: successive halving keeps one of so many configurations at each rung.
+
+    Raises:
+      TaskError: a value is outside its range, or a path or a value does not suit the task. The
+        message names the task and the path.
+    """
+
+    task: Task
+    space: Mapping[str, Any]
+    samples: int | None = integer(None, least=1, optional=True)
+    seed: int = integer(0, least=0)
+    first_rung: int | None = integer(None, least=1, optional=True)
+    factor: int = integer(2, least=2)
+
+    def __post_init__(self):
+        if not isinstance(self.task, Task):
+            raise TaskError(f"Sweep: task should be a Task, found {self.task!r}")
+        check_fields(self, self._error)
+        if not isinstance(self.space, Mapping) or not self.space:
+            raise self._error(
+                "space should be a mapping from paths of fields to their values, such as "
+                f"{{'adapter.rank': [4, 8]}}, found {self.space!r}"
+            )
+        object.__setattr__(self, "space", dict(self.space))
+        for path, values in self.space.items():
+            self._check_values(path, values)
+        if self.first_rung is not None and not (
+            self.task.eval_data or self.task.validation_fraction or "eval_data" in self.space
+        ):
+            raise self._error("first_rung needs eval_data or validation_fraction of the task")
+        # Everything that is wrong with a value is said now.
+        self.configurations()
+
+    @property
+    def name(self) -> str:
+        """Name of the sweep, that of its task."""
+        return self.task.name
+
+    def configurations(self) -> list[Configuration]:
+        """The configurations, of a grid in the order of the values, the last path changing fastest;
+        else as they are drawn.
+
+        Raises:
+          TaskError: a value does not suit the task.
+        """
+        values = list(self._values())
+        return [
+            Configuration(self._task(own, name), own)
+            for own, name in zip(values, self._names(values), strict=True)
+        ]
+
+    def tasks(self) -> list[Task]:
+        """The tasks of all configurations."""
+        return [own.task for own in self.configurations()]
+
+    def rungs(self, steps: int) -> list[int]:
+        """The steps at which configurations are compared, ascending; empty without `first_rung`.
+
+        Args:
+          steps: number of steps of the longest configuration.
+        """
+        found, step = [], self.first_rung
+        while step is not None and step < steps:
+            found.append(step)
+            step *= self.factor
+        return found
+
+    def _values(self) -> Iterator[dict[str, Any]]:
+        if self.samples is None:
+            for own in itertools.product(*self.space.values()):
+                yield dict(zip(self.space, own, strict=True))
+            return
+        source = random.Random(self.seed)
+        found: list[dict[str, Any]] = []
+        for _ in range(_MOST_DRAWS * self.samples):
+            own = {
+                path: values.draw(source)
+                if isinstance(values, DISTRIBUTIONS)
+                else values[source.randrange(len(values))]
+                for path, values in self.space.items()
+            }
+            if own not in found:
+                found.append(own)
+                yield own
+            if len(found) == self.samples:
+                return
+        raise self._error(
+            f"samples: {self.samples} different configurations were asked for, and space has only "
+            f"{len(found)}"
+        )
+
+    def _task(self, values: Mapping[str, Any], name: str) -> Task:
+        found: Any = dataclasses.replace(self.task, name=name)
+        # A whole part comes before fields of it.
+        for path in sorted(values, key=lambda path: path.count(".")):
+            try:
+                found = _replaced(found, path.split("."), values[path])
+            except ValueError as e:
+                # The name of the configuration would say the same again.
+                message = str(e).removeprefix(f"task {name!r}: ")
+                raise self._error(f"space: {path!r} = {values[path]!r}: {message}") from None
+        return found
+
+    def _names(self, all_values: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The name of each configuration: that of the task, and the values."""
+        ends = [path.rpartition(".")[2] for path in self.space]
+        keys = {p: e if ends.count(e) == 1 else p for p, e in zip(self.space, ends, strict=True)}
+        names = []
+        for values in all_values:
+            parts = [f"{keys[path]}_{self._label(path, own)}" for path, own in values.items()]
+            names.append("-".join([self.name, *parts]))
+        counts, width = Counter(names), len(str(len(names)))
+        for i, name in enumerate(names):
+            if len(name) > LONGEST_NAME or counts[name] > 1:
+                end = f"-{i + 1:0{width}}"
+                whole = name if len(name) + len(end) <= LONGEST_NAME else self.name
+                names[i] = whole[: LONGEST_NAME - len(end)] + end
+        return names
+
+    def _label(self, path: str, value: Any) -> str:
+        """A value as the name of a task shows it; for one that has no short text, its number in the
+        list of values, from 1."""
+        drawn = isinstance(self.space[path], DISTRIBUTIONS)
+        short = _short(value, digits=3 if drawn else None)
+        if short is not None and len(short) <= _LONGEST_LABEL:
+            others = () if drawn else [_short(own) for own in self.space[path]]
+            if list(others).count(short) <= 1:
+                return short
+        return f"no{_index(self.space[path], value) + 1}"
+
+    def _check_values(self, path: Any, values: Any) -> None:
+        if not isinstance(path, str):
+            raise self._error(f"space: a path is a string such as 'adapter.rank', found {path!r}")
+        if path == "name":
+            raise self._error("space: 'name' cannot be swept; configurations are named by values")
+        _refuse_unknown(self.task, path, self._error, self.space)
+        if isinstance(values, DISTRIBUTIONS):
+            if self.samples is None:
+                kind = type(values).__name__
+                raise self._error(
+                    f"space: {path!r}: a grid takes a list of values; with samples=N, N "
+                    f"configurations are drawn from {kind}"
+                )
+            return
+        if not isinstance(values, list | tuple) or not values:
+            known = ", ".join(own.__name__ for own in DISTRIBUTIONS)
+            raise self._error(
+                f"space: {path!r} should be a list of values, or {known}, found {values!r}"
+            )
+        for i, own in enumerate(values):
+            if _index(values, own) < i:
+                raise self._error(f"space: {path!r} has the value {own!r} twice")
+
+    def _error(self, message: str) -> TaskError:
+        return TaskError(f"sweep {self.task.name!r}: {message}")
+
+
+def expanded(tasks: Sequence[Task | Sweep]) -> list[Task]:
+    """The tasks, with those of all configurations in place of each sweep.
+
+    Args:
+      tasks: tasks and sweeps.
+    """
+    return [t for own in tasks for t in (own.tasks() if isinstance(own, Sweep) else [own])]
+
+
+def sweeps_of(tasks: Sequence[Task | Sweep]) -> list[Sweep]:
+    """The sweeps among tasks.
+
+    Args:
+      tasks: tasks and sweeps.
+
+    Raises:
+      TaskError: two sweeps have the same name.
+    """
+    found = [own for own in tasks if isinstance(own, Sweep)]
+    names = [own.name for own in found]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise TaskError(f"sweep {repeated[0]!r}: {names.count(repeated[0])} sweeps have this name")
+    return found
+
+
+def shown_value(value: Any) -> str:
+    """A swept value as tables and plots show it.
+
+    Args:
+      value: the value of a configuration.
+    """
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown_value, value))
+    if dataclasses.is_dataclass(value):
+        own = [
+            f"{f.name}={shown_value(getattr(value, f.name))}"
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) != f.default
+        ]
+        path = getattr(value, "path", None)
+        return path.rpartition("/")[2] if path else f"{type(value).__name__}({', '.join(own)})"
+    return str(value)
+
+
+def _refuse_unknown(task: Task, path: str, error: Any, space: Mapping[str, Any]) -> None:
+    """An error if a task has no field of this path. Fields of a part that is swept itself are
+    checked with each of its values."""
+    part: Any = task
+    names = path.split(".")
+    for i, name in enumerate(names):
+        above = ".".join(names[:i])
+        if above in space:
+            return
+        if not dataclasses.is_dataclass(part):
+            raise error(f"space: {path!r}: {above} of the task is {part!r}, which has no fields")
+        known = [field.name for field in dataclasses.fields(part)]
+        if name not in known:
+            of = f"{above} ({type(part).__name__})" if above else "a task"
+            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+            raise error(f"space: {path!r}: {of} has no field {name!r}; {hint}")
+        part = getattr(part, name)
+
+
+def _replaced(part: Any, names: Sequence[str], value: Any) -> Any:
+    """A specification with another value of the field of this path."""
+    first, *rest = names
+    known = [f.name for f in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
+    if first not in known:
+        hint = did_you_mean(first, known) or f"there are {', '.join(known) or 'none'}"
+        raise InputError(f"{type(part).__name__} has no field {first!r}; {hint}")
+    value = _replaced(getattr(part, first), rest, value) if rest else value
+    return dataclasses.replace(part, **{first: value})
+
+
+def _index(values: Sequence[Any], value: Any) -> int:
+    """The place of a value in a list; True is not 1, and 1.0 is not 1."""
+    return next(i for i, own in enumerate(values) if type(own) is type(value) and own == value)
+
+
+def _short(value: Any, digits: int | None = None) -> str | None:
+    """A text of the characters that names of tasks may have; None for a value without one."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}".replace("+", "") if digits else repr(value).replace("+", "")
+    if isinstance(value, bool | int | None):
+        return str(value)
+    if isinstance(value, list | tuple):
+        parts = [_short(own) for own in value]
+        return ".".join(parts) if parts and None not in parts else None
+    if isinstance(value, str):
+        # Of a path, its last part tells most.
+        name = re.sub(r"\.jsonl?$", "", value.rpartition("/")[2])
+        return name if re.fullmatch(TASK_NAME, name) else None
+    return None

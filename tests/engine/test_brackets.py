@@ -1,0 +1,102 @@
+"""Successive halving: the decisions at rungs, against a plain reference."""
+
+import random
+
+import pytest
+
+from jaxmux.engine import Bracket, TaskProgress, rung_of
+from jaxmux.engine.brackets import reason_to_stop
+
+INFINITE = float("inf")
+
+
+def simulated(losses, ends, rungs, factor):
+    """Which tasks stop at which rung, by literally running the tournament round by round.
+
+    Args:
+      losses: by task and rung, the loss, or None if it is not finite.
+      ends: by task, None, or the number of rungs after which it has ended, and how.
+    """
+    n, alive, stopped = len(losses), list(range(len(losses))), {}
+    for i in range(len(rungs)):
+        seats = max(1, n // factor ** (i + 1))
+        scores = {}
+        for task in alive:
+            when, how, last = ends[task] or (len(rungs), None, None)
+            loss = losses[task][i] if when > i else last if how == "succeeded" else None
+            scores[task] = INFINITE if loss is None else loss
+        # Selection of the best, one after another.
+        going_on, left = [], list(alive)
+        while left and len(going_on) < seats:
+            best = left[0]
+            for task in left[1:]:
+                if scores[task] < scores[best]:
+                    best = task
+            left.remove(best)
+            going_on.append(best)
+        for task in left:
+            if ends[task] is None or ends[task][0] > i:
+                stopped[task] = i + 1
+        alive = sorted(going_on)
+    return stopped
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_decisions_are_those_of_a_tournament(seed):
+    dice = random.Random(seed)
+    n, factor, rungs = dice.randint(1, 20), dice.randint(2, 4), (2, 5, 9)[: dice.randint(1, 3)]
+    # Few different values, so that there are ties.
+    draw = lambda: None if dice.random() < 0.1 else float(dice.randint(0, 6))  # noqa: E731
+    losses = [[draw() for _ in rungs] for _ in range(n)]
+    ends = [
+        (dice.randrange(len(rungs)), dice.choice(["succeeded", "failed"]), draw())
+        if dice.random() < 0.2
+        else None
+        for _ in range(n)
+    ]
+    names = tuple(f"t{i}" for i in range(n))
+    bracket = Bracket(names, rungs, factor)
+    expected = simulated(losses, ends, rungs, factor)
+    progress = {name: TaskProgress() for name in names}
+    stopped = {}
+    for i in range(len(rungs)):
+        assert len(bracket.decided(progress)) <= i or all(
+            own.status != "running" for own in progress.values()
+        )
+        # The tasks reach a rung one after another, in any order.
+        for task in dice.sample(range(n), n):
+            own = progress[names[task]]
+            if own.status != "running":
+                continue
+            if ends[task] is not None and ends[task][0] == i:
+                _, own.status, own.eval_loss = ends[task]
+            else:
+                own.rung_losses.append(losses[task][i])
+                own.eval_loss = losses[task][i]
+        decided = bracket.decided(progress)
+        assert len(decided) > i and decided[i].step == rungs[i]
+        for task, name in enumerate(names):
+            if progress[name].status == "running" and (why := reason_to_stop(decided, name)):
+                progress[name].status = "succeeded"
+                stopped[task] = rung_of(why)
+    assert stopped == expected
+
+
+def test_a_rung_waits_for_results_that_have_not_arrived():
+    bracket = Bracket(("a", "b"), (3,), 2)
+    ended = TaskProgress(status="succeeded", eval_loss=2.0)
+    progress = {"a": ended, "b": TaskProgress(rung_losses=[1.0])}
+    assert bracket.decided(progress, awaited={"a"}) == []
+    (rung,) = bracket.decided(progress)
+    assert rung.ranking == ("b", "a") and rung.kept == 1
+    assert bracket.decided(progress | {"b": TaskProgress()}) == []
+
+
+def test_the_reason_says_rung_step_and_rank():
+    names = tuple(f"t{i}" for i in range(23))
+    progress = {name: TaskProgress(rung_losses=[float(i)]) for i, name in enumerate(names)}
+    rungs = Bracket(names, (10,), 2).decided(progress)
+    assert reason_to_stop(rungs, "t10") is None
+    assert reason_to_stop(rungs, "t11") == "at rung 1 (step 10), 12th of 23 by held-out loss"
+    assert reason_to_stop(rungs, "t20") == "at rung 1 (step 10), 21st of 23 by held-out loss"
+    assert rung_of("trained for 3 s") is None and rung_of(None) is None
