@@ -22,6 +22,7 @@ from .prepared_task import PreparedTask, prepare_task
 from .progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
 from .size_ahead import SizeAhead
 from .suspended_task import BEST, SuspendedTask
+from .trained_task import TrainedTask
 
 __all__ = [
     "BEST",
@@ -36,6 +37,7 @@ __all__ = [
     "TaskEvaluation",
     "TaskProgress",
     "TaskUpdate",
+    "TrainedTask",
     "prepare_task",
     "train_on",
 ]

@@ -165,7 +165,11 @@ class RunDirectory:
             )
 
     def begin(
-        self, fingerprints: Mapping[str, str], shapes: RecordedShapes, config_text: str | None
+        self,
+        fingerprints: Mapping[str, str],
+        shapes: RecordedShapes,
+        config_text: str | None,
+        samples: Mapping[str, Mapping[str, int]],
     ) -> None:
         """Writes run.json and config.gin. Call it when everything has been checked.
 
@@ -173,11 +177,13 @@ class RunDirectory:
           fingerprints: as for `refuse_changes`.
           shapes: the shape classes of the microbatches.
           config_text: text of config.gin; None writes no such file.
+          samples: by task, the number of "training" and of "held_out" samples.
 
         Raises:
           RunDirectoryError: a file cannot be written.
         """
-        record = self._identity | {"fingerprints": dict(fingerprints), **shapes.to_json()}
+        found = {"fingerprints": dict(fingerprints), "samples": samples}
+        record = self._identity | found | shapes.to_json()
         self._begun = True
         try:
             if self._restart:
@@ -276,7 +282,8 @@ def read_record(path: Path) -> dict[str, Any]:
     Returns:
       A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
       fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
-      `RecordedShapes.to_json`), and tasks: by name, the fields of the `Task` except name and
+      `RecordedShapes.to_json`), samples (by task, the numbers of "training" and "held_out" samples,
+      not in older records), and tasks: by name, the fields of the `Task` except name and
       sample_prompt.
 
     Raises:
@@ -291,7 +298,9 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     try:
         RecordedShapes.from_json(record)
-        valid = isinstance(record["fingerprints"], dict) and all(
+        counts = record.get("samples", {})
+        found = (record["fingerprints"], counts, *counts.values())
+        valid = all(isinstance(own, dict) for own in found) and all(
             re.fullmatch(TASK_NAME, name) and isinstance(task["adapter"]["kind"], str)
             for name, task in record["tasks"].items()
         )

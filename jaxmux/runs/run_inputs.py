@@ -40,6 +40,14 @@ class RunInputs(NamedTuple):
     prepared: list[PreparedTask]
     fingerprints: dict[str, str]
 
+    @property
+    def samples(self) -> dict[str, dict[str, int]]:
+        """By task, the number of "training" and of "held_out" samples."""
+        return {
+            p.task.name: {"training": len(p.samples.samples), "held_out": len(p.eval_samples)}
+            for p in self.prepared
+        }
+
 
 def check_arguments(
     backbone: str | Path, tasks: Sequence[Task], run_dir: str | Path, restart: bool

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
@@ -114,9 +114,7 @@ def train_tasks(
         engine.register_tasks(prepared, begin=not goes_on)
         engine.refuse_implementations()
         checkpoints = processes.on_first(
-            lambda: _begin(
-                directory, inputs.fingerprints, layout, options, config_text, console.say
-            )
+            lambda: _begin(directory, inputs, layout, options, config_text, console.say)
         )
         if checkpoints:
             stack.enter_context(closing(checkpoints))
@@ -140,14 +138,15 @@ def train_tasks(
 
 def _begin(
     directory: RunDirectory,
-    fingerprints: Mapping[str, str],
+    inputs: RunInputs,
     layout: RunLayout,
     options: RunOptions,
     config_text: str | None,
     say: Callable[[str], None],
 ) -> Checkpoints:
     """Begins to write the run directory; returns its checkpoints."""
-    directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
+    shapes = layout.added_to(directory.shapes)
+    directory.begin(inputs.fingerprints, shapes, config_text, inputs.samples)
     return Checkpoints(directory.checkpoints, options.keep_checkpoints, say)
 
 
