@@ -138,4 +138,5 @@ class Recorder:
         if files:
             plot_losses(files.directory.metrics, files.directory.loss_plot)
             write_atomically(files.directory.summary, summary.to_json())
+            files.metrics.finish()
         return summary

@@ -30,6 +30,8 @@ _OWN = {
     "checkpoints": True,
     "adapters": True,
     "tensorboard": True,
+    "wandb": True,
+    "trackers.json": False,
     "run.json": False,
 }
 # The length of a task may grow: a finished run is then extended.
@@ -90,7 +92,6 @@ class RunDirectory:
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       summary: path of summary.json.
       loss_plot: path of loss.png.
-      tensorboard: path of the folder of TensorBoard's files.
       checkpoints: path of the folder of the checkpoints.
       shapes: the shape classes with which the recorded training run began; None for a new one.
       extended: True if a task shall train longer than the recorded training run.
@@ -118,7 +119,6 @@ class RunDirectory:
         self.held_out = self.path / "held_out.jsonl"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
-        self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.shapes: RecordedShapes | None = None
         self.extended = False

@@ -93,9 +93,8 @@ def described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict
       options: settings of the training run.
       restart: as for `fine_tune`.
     """
-    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)}
     found: dict[str, Any] = {
-        "options": settings | {"restart": restart},
+        "options": _settings(options) | {"restart": restart},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
     }
     for task in tasks:
@@ -103,6 +102,23 @@ def described(tasks: Sequence[Task], options: RunOptions, restart: bool) -> dict
         del fields["data"], fields["eval_data"]
         found[f"settings of task {task.name!r}"] = fields
     return {w: json.dumps(value, sort_keys=True, default=str) for w, value in found.items()}
+
+
+def configuration_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
+    """What trackers are told of a training run, as a JSON object.
+
+    Args:
+      backbone: the backbone's folder.
+      tasks: the tasks.
+      options: settings of the training run.
+    """
+    found = {
+        "backbone": backbone,
+        "options": _settings(options),
+        "tasks": {task.name: _identity(task) for task in tasks},
+        "versions": installed_versions("jaxmux", "jax", "jaxlib"),
+    }
+    return json.loads(json.dumps(found, default=str))
 
 
 def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
@@ -124,6 +140,10 @@ def identity_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> di
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
     }
+
+
+def _settings(options: RunOptions) -> dict[str, Any]:
+    return {f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)}
 
 
 def _identity(task: Task) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from .processes import Processes
 from .recorder import Recorder, RunFiles
 from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
-from .run_inputs import RunInputs
+from .run_inputs import RunInputs, configuration_of
 from .run_layout import RunLayout, choose_layout, engine_options, load_on
 from .run_options import RunOptions
 from .stop_signals import StopSignals
 from .summary import Summary
+from .trackers import RunTrackers, TrackedRun
 
 
 class Results(NamedTuple):
@@ -122,7 +123,15 @@ def train_tasks(
         position = _restore(engine, checkpoints, processes, console, goes_on)
         files = None
         if checkpoints:
-            metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
+            run = TrackedRun(
+                directory.path.name,
+                directory.path,
+                position.rounds,
+                configuration_of(backbone, [p.task for p in prepared], options),
+            )
+            trackers = RunTrackers(options.trackers, run, console.say)
+            metrics = MetricsWriter(directory, position, trackers, console.say)
+            stack.enter_context(closing(metrics))
             files = RunFiles(directory, checkpoints, metrics)
         recorder = Recorder(engine, files, position, processes, console)
         recorder.record(engine.drain())
