@@ -36,13 +36,24 @@ def read_data(task: Task, config: BackboneConfig, tokenizer: Any) -> TaskData:
     """
     samples = _of_sources(task, config, tokenizer, held_out=False)
     batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
-    held_out: list[Sample] = []
-    if task.eval_data:
-        held_out = _load(task.eval_data, task, config, tokenizer, None).samples
-    elif task.validation_fraction is not None:
-        held_out = _of_sources(task, config, tokenizer, held_out=True).samples
     steps = len(batches) if task.steps is None else task.steps
-    return TaskData(samples, batches, steps, held_out)
+    return TaskData(samples, batches, steps, read_held_out(task, config, tokenizer))
+
+
+def read_held_out(task: Task, config: BackboneConfig, tokenizer: Any) -> list[Sample]:
+    """Reads and tokenizes a task's held-out data alone; empty if the task has none.
+
+    Args:
+      task, config, tokenizer: as for `read_data`.
+
+    Raises:
+      ValueError: the data cannot be read or has no sample.
+    """
+    if task.eval_data:
+        return _load(task.eval_data, task, config, tokenizer, None).samples
+    if task.validation_fraction is not None:
+        return _of_sources(task, config, tokenizer, held_out=True).samples
+    return []
 
 
 def with_virtual_tokens(samples: Sequence[Sample], adapter: Any) -> list[Sample]:
