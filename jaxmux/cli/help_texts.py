@@ -71,8 +71,9 @@ them with the predictions of the cost models.
 """
 EVAL = """\
 Compares adapters with the bare backbone on held-out data: the loss per target
-token, as training measures it, the perplexity, and the part of the samples whose
-greedy completion equals the reference (of a chat, what the assistant says last).
+token as training measures it, the perplexity, and the part of the samples of
+which the greedy completion equals the reference (of a chat, what the assistant
+says last).
 
 With --run_dir, tasks are evaluated on their own held-out data, unless --data
 names files. Their fields, masks and lengths are those of the tasks.
