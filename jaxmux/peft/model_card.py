@@ -59,6 +59,8 @@ def adapter_card(
     base = model_name(base_model)
     is_peft = "peft_type" in settings
     tags = [f"base_model:adapter:{base}", "jaxmux"]
+    if is_peft:
+        tags.append("transformers")
     if settings.get("peft_type") == "LORA":
         tags.append("lora")
     front = _front(base, "adapter", "peft" if is_peft else "adapter-transformers", tags, notes)

@@ -32,13 +32,13 @@ def parsed(text: str, tmp_path) -> ModelCard:
 def test_the_metadata_are_those_that_peft_writes(tmp_path):
     found = parsed(card(), tmp_path).data.to_dict()
     # The keys and values of `PeftModel.create_or_update_model_card`, without the folder of the
-    # base model; "transformers" is a tag there too.
+    # base model, and with our own tag.
     assert found == {
         "base_model": "Llama-3.2-1B",
         "base_model_relation": "adapter",
         "library_name": "peft",
         "pipeline_tag": "text-generation",
-        "tags": ["base_model:adapter:Llama-3.2-1B", "jaxmux", "lora"],
+        "tags": ["base_model:adapter:Llama-3.2-1B", "jaxmux", "lora", "transformers"],
     }
     validate_repo_id(found["base_model"])
 
@@ -61,7 +61,7 @@ def test_a_backbone_is_named_without_its_folder(path, name, tmp_path):
 @pytest.mark.parametrize("base", ["/x/two words", "/x/a--b", "/x/-a", "/x/" + "a" * 97, "/x/é"])
 def test_a_name_that_the_hub_refuses_is_left_out_of_the_metadata(base, tmp_path):
     found = parsed(card(base=base), tmp_path)
-    assert found.data.base_model is None and found.data.tags == ["jaxmux", "lora"]
+    assert found.data.base_model is None and found.data.tags == ["jaxmux", "lora", "transformers"]
     assert model_name(base) in found.text
 
 
