@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-meshes test-peft lint format clean
+.PHONY: help demo test test-devices test-meshes test-peft test-trackers lint format clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -51,6 +51,12 @@ endif
 		compressed-tensors safetensors numpy pytest
 	@touch $@
 
+# The newest versions, because both packages speak to servers that change.
+.venv-trackers/installed: pyproject.toml constraints.txt
+	$(call create-venv,.venv-trackers,12,$(PYTHONS),PYTHON)
+	.venv-trackers/bin/$(PIP_INSTALL) --constraint constraints.txt --editable '.[test,wandb,mlflow]'
+	@touch $@
+
 WORKERS = 2
 
 help: ## list the targets
@@ -73,6 +79,9 @@ test-meshes: .venv/installed ## the same on more meshes and backbones (about 9 m
 test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PEFT and others
 	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
 
+test-trackers: .venv-trackers/installed ## log to Weights & Biases and MLflow, without a network
+	.venv-trackers/bin/pytest tests/runs/trackers
+
 lint: .venv/installed ## check style and formatting
 	$(MAIN)/ruff check .
 	$(MAIN)/ruff format --check .
@@ -82,5 +91,5 @@ format: .venv/installed ## sort imports, fix what can be fixed, format
 	$(MAIN)/ruff format .
 
 clean: ## remove environments and caches, but no training runs
-	rm -rf .venv .venv-peft .cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-peft .venv-trackers .cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -256,6 +256,57 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     return _parse(parser, arguments)
 
 
+def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    """Options of the command that evaluates adapters."""
+    parser = _parser(prog, help_texts.EVAL)
+    parser.add_argument("--run_dir", metavar="DIR", help="run directory of `jaxmux train`")
+    parser.add_argument(
+        "--task", action="append", metavar="NAME", help="may be repeated; default: all tasks"
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        metavar="FILE",
+        help="held-out records; may be repeated; default: the held-out data of each task",
+    )
+    parser.add_argument(
+        "--limit", type=_count, metavar="N", help="take the first N samples only; default: all"
+    )
+    parser.add_argument(
+        "--max_new_tokens",
+        type=_seed,
+        metavar="N",
+        help="most tokens of a completion, 0 to measure losses only; default: as many as the "
+        "longest reference has",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    other = parser.add_argument_group("without --run_dir")
+    other.add_argument("--backbone", metavar="DIR", help="checkpoint folder")
+    other.add_argument(
+        "--adapter", action="append", metavar="DIR", help="adapter folder; may be repeated"
+    )
+    other.add_argument(
+        "--max_length", type=_count, metavar="N", help="most tokens of a sample; default: 1024"
+    )
+    other.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto")
+    other.add_argument(
+        "--backbone_format",
+        choices=_FORMATS,
+        help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
+    )
+    options = _parse(parser, arguments)
+    names = ("backbone", "adapter", "max_length", "dtype", "backbone_format")
+    given = [name for name in names if getattr(options, name)]
+    if options.run_dir and given:
+        parser.error(f"--{given[0]}: the run directory tells it; leave it or --run_dir out")
+    if not options.run_dir and options.task:
+        parser.error("--task is for --run_dir")
+    if not options.run_dir and not (options.backbone and options.adapter and options.data):
+        parser.error("give --run_dir, or --backbone, --adapter and --data")
+    options.max_length, options.dtype = options.max_length or 1024, options.dtype or "auto"
+    return options
+
+
 def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that exports adapters."""
     parser = _parser(prog, "Writes Hugging Face PEFT adapters from the checkpoints of training.")
@@ -298,6 +349,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
     "data": ("show what the tasks of a config train on, and check it", data_options),
     "profile": ("measure this machine's devices for the planner's cost models", profile_options),
     "generate": ("complete prompts with a backbone and an adapter", generate_options),
+    "eval": ("compare adapters with the bare backbone on held-out data", eval_options),
     "export": ("write adapters from the checkpoints of training", export_options),
 }
 

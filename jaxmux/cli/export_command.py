@@ -3,17 +3,19 @@
 import argparse
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmux.engine import TaskProgress
+from jaxmux.engine.suspended_task import without_best
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder, write_merged
 from jaxmux.planner.numbers import numbered
-from jaxmux.runs import RunDirectoryError, Summary, read_record, read_task
+from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,18 +32,21 @@ def run(options: argparse.Namespace) -> int:
     config = BackboneConfig.from_folder(record["backbone"], record.get("backbone_format"))
     for name in names:
         fields = dict(record["tasks"][name]["adapter"])
-        try:
+        with _damage(run_dir, f"the adapter of task {name!r}"):
             spec = KINDS[fields.pop("kind")].specification(**fields)
-        except (KeyError, TypeError, ValueError) as e:
-            raise RunDirectoryError(
-                f"{run_dir / 'run.json'}: damaged (the adapter of task {name!r}: {e})"
-            ) from None
         rounds, progress, arrays = read_task(run_dir / "checkpoints", name, options.round, _warn)
         if progress.status != "succeeded":
             _warn(f"task {name}: warning: {_state(progress, _steps(run_dir, record, name))}")
-        adapter = adapter_of(arrays, spec, config)
+        last, best = without_best(arrays)
+        # What the training of a task gives is its best adapter, if it keeps that.
+        is_best = best is not None and options.round is None and progress.status == "succeeded"
+        adapter = adapter_of(best() if is_best else last, spec, config)
+        samples = record.get("samples", {}).get(name, {})
+        recorded = name, record["tasks"][name], samples, record["fingerprints"]
+        with _damage(run_dir, f"task {name!r}"):
+            notes = notes_of_record(*recorded, progress, is_best)
         if options.merge:
-            write_merged(out / name, record["backbone"], adapter, spec, config)
+            write_merged(out / name, record["backbone"], adapter, spec, config, notes)
         else:
             export_adapter(
                 out / name,
@@ -54,9 +59,19 @@ def run(options: argparse.Namespace) -> int:
                 base=checkpoint_tensors(
                     record["backbone"], np.dtype(np.float32), config.backbone_format
                 ),
+                notes=notes,
             )
         print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0
+
+
+@contextmanager
+def _damage(run_dir: Path, what: str) -> Iterator[None]:
+    """Turns errors of entries that run.json lacks, or of their types, into a RunDirectoryError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise RunDirectoryError(f"{run_dir / 'run.json'}: damaged ({what}: {e})") from None
 
 
 def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> None:

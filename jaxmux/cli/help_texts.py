@@ -79,6 +79,15 @@ If it is interrupted, the same command continues it.
 With --check it measures training steps that are not in a profile and compares
 them with the predictions of the cost models.
 """
+EVAL = """\
+Compares adapters with the bare backbone on held-out data: the loss per target
+token as training measures it, the perplexity, and the part of the samples of
+which the greedy completion equals the reference (of a chat, what the assistant
+says last).
+
+With --run_dir, tasks are evaluated on their own held-out data, unless --data
+names files. Their fields, masks and lengths are those of the tasks.
+"""
 GENERATE = """\
 Completes prompts with a backbone and a Hugging Face PEFT adapter. A prompt is
 passed as it is, without the chat template: for an adapter that was trained on

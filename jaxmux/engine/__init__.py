@@ -24,6 +24,7 @@ from .progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
 from .queued_engine import QueuedEngine
 from .size_ahead import SizeAhead
 from .suspended_task import BEST, SuspendedTask
+from .trained_task import TrainedTask
 
 __all__ = [
     "BEST",
@@ -40,6 +41,7 @@ __all__ = [
     "TaskEvaluation",
     "TaskProgress",
     "TaskUpdate",
+    "TrainedTask",
     "prepare_task",
     "rung_of",
     "train_on",

@@ -112,7 +112,7 @@ class PreparedTask:
                 f"holds {row_len}; lower max_length or raise row_len"
             )
 
-    @property
+    @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the training and held-out samples, by what they describe ("data of task 'a'").
         A run directory records them, so that a training run does not continue with other data.

@@ -70,17 +70,33 @@ def read_data(
         sources = _of_sources(task, config, tokenizer, loaded, held_out=False)
         samples = _together(sources)
         batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
-        held_out: Sequence[Sample] = ()
-        if task.eval_data:
-            held_out = _load(task.eval_data, task, config, tokenizer, None, loaded).samples
-        elif task.validation_fraction is not None:
-            held_out = _together(
-                _of_sources(task, config, tokenizer, loaded, held_out=True)
-            ).samples
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
+    held_out = read_held_out(task, config, tokenizer, loaded)
     steps = len(batches) if task.steps is None else task.steps
     return TaskData(samples, batches, steps, held_out, sources)
+
+
+def read_held_out(
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded | None = None
+) -> Sequence[Sample]:
+    """Reads and tokenizes a task's held-out data alone; empty if the task has none.
+
+    Args:
+      task, config, tokenizer, loaded: as for `read_data`.
+
+    Raises:
+      TaskError: the data cannot be read or has no sample. The message names the task.
+    """
+    loaded = Loaded() if loaded is None else loaded
+    try:
+        if task.eval_data:
+            return _load(task.eval_data, task, config, tokenizer, None, loaded).samples
+        if task.validation_fraction is not None:
+            return _together(_of_sources(task, config, tokenizer, loaded, held_out=True)).samples
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
+    return ()
 
 
 def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:

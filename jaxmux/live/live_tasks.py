@@ -3,12 +3,19 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxmux.engine import Computed, Engine, PreparedTask, TaskProgress, TaskUpdate
+from jaxmux.engine import (
+    Computed,
+    Engine,
+    PreparedTask,
+    TaskProgress,
+    TaskUpdate,
+    TrainedTask,
+)
 from jaxmux.errors import first_line
 from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
-from jaxmux.tasks import Task, TaskError
+from jaxmux.tasks import TaskError
 
 from .commands import At, Command
 from .live_task import LiveTask
@@ -41,7 +48,7 @@ class LiveTasks:
         self,
         engine: Engine,
         preparation: Preparation,
-        export: Callable[[Task, Callable[[], Adapter]], None],
+        export: Callable[[TrainedTask, Callable[[], Adapter]], None],
         show: Callable[[LiveTask], None],
         forget: Callable[[str], None],
         clock: Callable[[], float],
@@ -407,7 +414,8 @@ class LiveTasks:
     def _end(self, own: LiveTask, progress: TaskProgress) -> None:
         """Ends a task whose training has ended."""
         if progress.status == SUCCEEDED:
-            self._export(own.task, self._engine.result(own.name))
+            trained = TrainedTask.of(own.prepared, progress, own.fingerprints)
+            self._export(trained, self._engine.result(own.name))
         self._engine.release(own.name)
         self._enter(own, progress.status, progress.error or progress.stopped_early)
         self.changed = True

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from jaxmux.engine import TrainedTask
 from jaxmux.peft import Adapter
 from jaxmux.tasks import Task
 
@@ -32,11 +33,11 @@ class Store(Protocol):
         """
         ...
 
-    def export(self, task: Task, adapter: Callable[[], Adapter]) -> None:
+    def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
         """Keeps the adapter of a task that has succeeded, before whatever is saved later.
 
         Args:
-          task: the task.
+          trained: the task.
           adapter: function that waits for the adapter.
         """
         ...
@@ -84,8 +85,8 @@ class MemoryStore:
     def record(self, commands: Sequence[Command]) -> None:
         pass
 
-    def export(self, task: Task, adapter: Callable[[], Adapter]) -> None:
-        self._adapters[task.name] = adapter
+    def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
+        self._adapters[trained.task.name] = adapter
 
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()

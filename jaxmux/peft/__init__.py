@@ -24,6 +24,7 @@ from .leaves import Layout, LeafSpec
 from .ln_tuning import LNTuning
 from .lora import Adapter, Factors, LoRA, initial_adapter
 from .merged_checkpoint import write_merged
+from .model_card import Notes
 from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
 from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
 from .prompt_tuning import PromptTuning
@@ -48,6 +49,7 @@ __all__ = [
     "Layout",
     "LeafSpec",
     "LoRA",
+    "Notes",
     "PromptTuning",
     "SlotArrays",
     "SparseDiff",

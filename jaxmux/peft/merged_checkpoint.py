@@ -19,6 +19,7 @@ from jaxmux.models.tensor_names import tensor_names
 from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS
 
 from .kinds import kind_of
+from .model_card import CARD, Notes, merged_card
 from .peft_folder import AdapterError
 
 # From a weight in float32 to the merged one.
@@ -26,7 +27,12 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 
 def write_merged(
-    folder: str | Path, backbone: str | Path, adapter: Any, spec: Any, config: BackboneConfig
+    folder: str | Path,
+    backbone: str | Path,
+    adapter: Any,
+    spec: Any,
+    config: BackboneConfig,
+    notes: Notes | None = None,
 ) -> None:
     """Writes the checkpoint of a backbone with an adapter merged into its weights.
 
@@ -41,6 +47,7 @@ def write_merged(
       adapter: the trained weights, as for `export_adapter`.
       spec: the specification with which the adapter was trained.
       config: configuration of the backbone.
+      notes: what the model card tells of the training; None for nothing.
 
     Raises:
       AdapterError: the kind of the adapter cannot be merged.
@@ -61,6 +68,7 @@ def write_merged(
     write(partial, backbone, changes, config)
     if changes:
         raise AdapterError(f"{backbone}: tensor {min(changes)} is missing")
+    (partial / CARD).write_text(merged_card(str(backbone), kind.name, notes))
     partial.rename(folder)
 
 

@@ -18,6 +18,7 @@ from jaxmux.models import BackboneConfig
 from .kind import WEIGHTS as WEIGHTS
 from .kind import AdapterKind, BaseTensors
 from .kinds import KINDS, kind_of
+from .model_card import CARD, Notes, adapter_card
 
 # The settings in an adapter folder; the arrays are in the `weights_file` of its kind.
 SETTINGS = "adapter_config.json"
@@ -52,9 +53,11 @@ def export_adapter(
     serving: bool = False,
     base_fingerprint: str = "",
     base: BaseTensors | None = None,
+    notes: Notes | None = None,
 ) -> None:
     """Writes an adapter as a folder: in the format of Hugging Face PEFT, which `peft` and vLLM
-    load, or of AdapterHub for bottleneck adapters.
+    load, or of AdapterHub for bottleneck adapters. README.md in it is a model card for the Hugging
+    Face hub.
 
     Args:
       folder: folder to write; it is created if it does not exist.
@@ -72,6 +75,7 @@ def export_adapter(
         recognises it; empty records none.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone, such as `LNTuning`, need it.
+      notes: what the card tells of the training; None for nothing.
 
     Raises:
       ValueError: the adapter does something nowhere in this backbone, or `base` is needed.
@@ -98,6 +102,9 @@ def export_adapter(
         raise OSError(errno.EIO, str(e), str(weights)) from None
     _sort_metadata(weights)
     weights.replace(folder / kind.weights_file)
+    merges = kind.merged is not None
+    card = adapter_card(settings, base_model, config.linear_format, kind.name, merges, notes)
+    write_atomically(folder / CARD, card)
     # The order of patterns in it means something.
     text = json.dumps(dict(sorted(settings.items())), indent=2)
     write_atomically(folder / SETTINGS, text + "\n")

@@ -18,6 +18,7 @@ from .task_json import read_specification, task_from_json, task_to_json
 from .task_schema import task_schema
 from .tenant_files import copy_files
 from .tenant_limits import TenantLimits
+from .training_notes import notes_of_record
 from .watched_specification import watched_schema
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "copy_files",
     "fine_tune",
     "join_processes",
+    "notes_of_record",
     "read_record",
     "read_specification",
     "read_task",

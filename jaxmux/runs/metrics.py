@@ -1,43 +1,47 @@
-"""Metrics of a training run, written to metrics.jsonl and to TensorBoard."""
+"""Metrics of a training run, written to metrics.jsonl and handed to the trackers."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from tensorboardX import SummaryWriter
 
 from jaxmux.engine import TaskEvaluation, TaskUpdate
 
 from .json_lines import json_line
 from .run_checkpoint import RunPosition
 from .run_directory import RunDirectory
+from .trackers import Point, RunTrackers
 
 # The fields without which a line of metrics.jsonl counts as damaged.
 _NEEDED = {"task", "task_step", "loss", "skipped"}
 
 
 class MetricsWriter:
-    """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl, and both
-    to TensorBoard."""
+    """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl, and hands
+    both to the trackers."""
 
-    def __init__(self, directory: RunDirectory, position: RunPosition, say: Callable[[str], None]):
+    def __init__(
+        self,
+        directory: RunDirectory,
+        position: RunPosition,
+        trackers: RunTrackers,
+        say: Callable[[str], None],
+    ):
         """Opens the files and removes everything that was written after the last checkpoint.
 
         Args:
           directory: the run directory.
           position: the position of the checkpoint.
+          trackers: the trackers, which `close` closes.
           say: function that prints one line; it is told of lost metrics.
         """
         self._metrics = _Lines(directory.metrics, position.metrics_bytes, say)
         self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
-        self._say = say
-        self._tensorboard: SummaryWriter | None = SummaryWriter(
-            str(directory.tensorboard), purge_step=position.rounds
-        )
+        self._trackers, self._finished = trackers, False
 
     def write(self, updates: Iterable[TaskUpdate], evaluations: Iterable[TaskEvaluation]) -> None:
         """Appends one line for each update and for each held-out loss, with the time of day in
@@ -48,13 +52,26 @@ class MetricsWriter:
           evaluations: the held-out losses.
         """
         updates, evaluations = list(updates), list(evaluations)
-        self._metrics.append([update._asdict() for update in updates])
-        self._held_out.append([done._asdict() for done in evaluations])
-        for update in updates:
-            for name in ("loss", "lr", "grad_norm"):
-                self._add_scalar(f"{name}/{update.task}", getattr(update, name), update.step)
-        for done in evaluations:
-            self._add_scalar(f"held_out_loss/{done.task}", done.loss, done.step)
+        now = round(time.time(), 3)
+        self._metrics.append([update._asdict() for update in updates], now)
+        self._held_out.append([done._asdict() for done in evaluations], now)
+        self._track(
+            self._metrics, updates, {name: name for name in ("loss", "lr", "grad_norm")}, now
+        )
+        self._track(self._held_out, evaluations, {"held_out_loss": "loss"}, now)
+
+    def _track(
+        self, lines: "_Lines", results: Sequence[Any], fields: Mapping[str, str], now: float
+    ) -> None:
+        """Hands finite numbers to the trackers, together those of one round."""
+        for step, own in groupby(results, lambda result: result.step):
+            values = {
+                f"{name}/{result.task}": value
+                for result in own
+                for name, field in fields.items()
+                if math.isfinite(value := getattr(result, field))
+            }
+            self._trackers.log(Point(step, values, now, repeated=step <= lines.last_removed))
 
     def tell(self, position: RunPosition) -> None:
         """Waits until the lines are on disk, and enters the lengths of the files.
@@ -65,27 +82,24 @@ class MetricsWriter:
         position.metrics_bytes = self._metrics.length()
         position.held_out_bytes = self._held_out.length()
 
+    def finish(self) -> None:
+        """Notes that the training run has ended, which `close` tells the trackers."""
+        self._finished = True
+
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files and the trackers."""
         self._metrics.close()
         self._held_out.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
-    def _add_scalar(self, name: str, value: float, step: int) -> None:
-        """Writes a value to TensorBoard if it is finite. Its writer is a thread that ends when the
-        disk is full, and then adding values would block for ever."""
-        if self._tensorboard is None or not math.isfinite(value):
-            return
-        if self._tensorboard.file_writer.event_writer._worker.is_alive():
-            self._tensorboard.add_scalar(name, value, step)
-        else:
-            self._tensorboard = None
-            self._say("TensorBoard's files cannot be written; training goes on without them")
+        self._trackers.close(self._finished)
 
 
 class _Lines:
-    """A file of JSON lines that is continued from a checkpoint."""
+    """A file of JSON lines that is continued from a checkpoint.
+
+    Attributes:
+      last_removed: the last round of which lines have been removed, because they were written after
+        the checkpoint; -1 if there are none.
+    """
 
     def __init__(self, path: Path, length: int, say: Callable[[str], None]):
         """Opens the file and cuts it off at the end of its last line that the checkpoint knows.
@@ -102,13 +116,16 @@ class _Lines:
                 "metrics are appended"
             )
             length = _end_of_line(self._file, size)
+        self._file.seek(length)
+        removed = [line.get("step") for line in _objects(self._file.read())]
+        self.last_removed = max((s for s in removed if isinstance(s, int)), default=-1)
         self._file.truncate(length)
 
-    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
         """Appends lines, with the time of day."""
         try:
             for fields in lines:
-                self._file.write(json_line({**fields, "time": round(time.time(), 3)}))
+                self._file.write(json_line({**fields, "time": seconds}))
             self._file.flush()
         except OSError as e:
             raise OSError(e.errno, e.strerror, self._file.name) from None
@@ -143,15 +160,18 @@ def read_held_out(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
-    lines = []
-    for line in path.read_bytes().splitlines():
+    return [found for found in _objects(path.read_bytes()) if needed <= found.keys()]
+
+
+def _objects(content: bytes) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON. Damaged lines are left out."""
+    for line in content.splitlines():
         try:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and needed <= found.keys():
-            lines.append(found)
-    return lines
+        if isinstance(found, dict):
+            yield found
 
 
 def _end_of_line(file: BinaryIO, size: int) -> int:

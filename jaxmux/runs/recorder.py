@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmux.atomic_files import write_atomically
-from jaxmux.engine import Engine, TaskUpdate
+from jaxmux.engine import Engine, TaskUpdate, TrainedTask
 from jaxmux.models import checkpoint_tensors
 from jaxmux.peft import export_adapter
 from jaxmux.sweeps import Sweep
@@ -19,6 +19,7 @@ from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
 from .summary import Summary
 from .sweep_results import values_of, write_results
+from .training_notes import notes_of_task
 
 
 class RunFiles(NamedTuple):
@@ -106,17 +107,20 @@ class Recorder:
           name: name of the task.
         """
         engine = self._engine
-        adapter, base = engine.result(name)(), engine.backbone
+        adapter, base, prepared = engine.result(name)(), engine.backbone, engine.prepared(name)
         if self._files:
             export_adapter(
                 self._files.directory.adapter(name),
                 adapter,
-                engine.prepared(name).task.adapter,
+                prepared.task.adapter,
                 base.config,
                 base.name_or_path,
                 base_fingerprint=base.fingerprint,
                 base=checkpoint_tensors(
                     base.name_or_path, base.compute_dtype, base.config.backbone_format
+                ),
+                notes=notes_of_task(
+                    TrainedTask.of(prepared, engine.progress(name), prepared.fingerprints)
                 ),
             )
 
@@ -142,4 +146,5 @@ class Recorder:
             if sweeps:
                 write_results(sweeps, summary, files.directory)
             write_atomically(files.directory.summary, summary.to_json())
+            files.metrics.finish()
         return summary

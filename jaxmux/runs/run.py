@@ -18,6 +18,7 @@ from .run_layout import load_beside
 from .run_options import RunOptions
 from .stop_signals import StopSignals
 from .summary import Summary
+from .trackers import refuse_missing
 from .training import Results, train_tasks
 
 DEFAULTS = RunOptions()
@@ -54,9 +55,10 @@ def fine_tune(
       tasks: the tasks to train, at least one, with different names. A `Sweep` stands for the tasks
         of all its configurations.
       run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round,
-        which is one global batch of every task), tensorboard, checkpoints, adapters/<task> (Hugging
-        Face PEFT folders of the tasks that succeeded), loss.png, summary.json, run.json (the record
-        of what is trained), and for sweeps sweep.json and sweep.png.
+        which is one global batch of every task), held_out.jsonl, the files of trackers such as
+        tensorboard, checkpoints, adapters/<task> (Hugging Face PEFT folders of the tasks that
+        succeeded), loss.png, summary.json, run.json (the record of what is trained), and for sweeps
+        sweep.json and sweep.png.
       options: sizes of microbatches, memory, checkpoints and other settings.
       restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
         anew.
@@ -85,6 +87,7 @@ def fine_tune(
     with StopSignals() as stop, processes, processes.noticing_failures(), ExitStack() as stack:
         backbone = processes.together(lambda: check_arguments(backbone, tasks, run_dir, restart))
         processes.refuse_differences(described(tasks, sweeps, options, restart))
+        processes.on_first(lambda: refuse_missing(options.trackers))
         identity = identity_of(backbone, tasks, sweeps, options)
         directory = processes.on_first(lambda: RunDirectory(run_dir, identity, restart=restart))
         if directory:

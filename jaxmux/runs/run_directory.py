@@ -32,6 +32,8 @@ _OWN = {
     "checkpoints": True,
     "adapters": True,
     "tensorboard": True,
+    "wandb": True,
+    "trackers.json": False,
     "run.json": False,
 }
 # The length of a task may grow: a finished run is then extended.
@@ -94,7 +96,6 @@ class RunDirectory:
       loss_plot: path of loss.png.
       sweep_results: path of sweep.json, the results of sweeps.
       sweep_plot: path of sweep.png.
-      tensorboard: path of the folder of TensorBoard's files.
       checkpoints: path of the folder of the checkpoints.
       shapes: the shape classes with which the recorded training run began; None for a new one.
       extended: True if a task shall train longer than the recorded training run.
@@ -124,7 +125,6 @@ class RunDirectory:
         self.loss_plot = self.path / "loss.png"
         self.sweep_results = self.path / "sweep.json"
         self.sweep_plot = self.path / "sweep.png"
-        self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.shapes: RecordedShapes | None = None
         self.extended = False
@@ -171,7 +171,11 @@ class RunDirectory:
             )
 
     def begin(
-        self, fingerprints: Mapping[str, str], shapes: RecordedShapes, config_text: str | None
+        self,
+        fingerprints: Mapping[str, str],
+        shapes: RecordedShapes,
+        config_text: str | None,
+        samples: Mapping[str, Mapping[str, int]],
     ) -> None:
         """Writes run.json and config.gin. Call it when everything has been checked.
 
@@ -179,11 +183,13 @@ class RunDirectory:
           fingerprints: as for `refuse_changes`.
           shapes: the shape classes of the microbatches.
           config_text: text of config.gin; None writes no such file.
+          samples: by task, the number of "training" and of "held_out" samples.
 
         Raises:
           RunDirectoryError: a file cannot be written.
         """
-        record = self._identity | {"fingerprints": dict(fingerprints), **shapes.to_json()}
+        found = {"fingerprints": dict(fingerprints), "samples": samples}
+        record = self._identity | found | shapes.to_json()
         self._begun = True
         try:
             if self._restart:
@@ -282,7 +288,8 @@ def read_record(path: Path) -> dict[str, Any]:
     Returns:
       A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
       fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
-      `RecordedShapes.to_json`), and tasks: by name, the fields of the `Task` except name and
+      `RecordedShapes.to_json`), samples (by task, the numbers of "training" and "held_out" samples,
+      not in older records), and tasks: by name, the fields of the `Task` except name and
       sample_prompt.
 
     Raises:
@@ -297,7 +304,9 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     try:
         RecordedShapes.from_json(record)
-        valid = isinstance(record["fingerprints"], dict) and all(
+        counts = record.get("samples", {})
+        found = (record["fingerprints"], counts, *counts.values())
+        valid = all(isinstance(own, dict) for own in found) and all(
             re.fullmatch(TASK_NAME, name) and isinstance(task["adapter"]["kind"], str)
             for name, task in record["tasks"].items()
         )

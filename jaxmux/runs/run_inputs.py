@@ -43,6 +43,14 @@ class RunInputs(NamedTuple):
     prepared: list[PreparedTask]
     fingerprints: dict[str, str]
 
+    @property
+    def samples(self) -> dict[str, dict[str, int]]:
+        """By task, the number of "training" and of "held_out" samples."""
+        return {
+            p.task.name: {"training": len(p.samples.samples), "held_out": len(p.eval_samples)}
+            for p in self.prepared
+        }
+
 
 def check_arguments(
     backbone: str | Path, tasks: Sequence[Task], run_dir: str | Path, restart: bool
@@ -91,9 +99,8 @@ def described(
       options: settings of the training run.
       restart: as for `fine_tune`.
     """
-    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)}
     found: dict[str, Any] = {
-        "options": settings | {"restart": restart},
+        "options": _settings(options) | {"restart": restart},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
         "sweeps": halving_of(sweeps),
     }
@@ -102,6 +109,23 @@ def described(
         del fields["data"], fields["eval_data"]
         found[f"settings of task {task.name!r}"] = fields
     return {w: json.dumps(value, sort_keys=True, default=str) for w, value in found.items()}
+
+
+def configuration_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
+    """What trackers are told of a training run, as a JSON object.
+
+    Args:
+      backbone: the backbone's folder.
+      tasks: the tasks.
+      options: settings of the training run.
+    """
+    found = {
+        "backbone": backbone,
+        "options": _settings(options),
+        "tasks": {task.name: _identity(task) for task in tasks},
+        "versions": installed_versions("jaxmux", "jax", "jaxlib"),
+    }
+    return json.loads(json.dumps(found, default=str))
 
 
 def identity_of(
@@ -132,6 +156,10 @@ def identity_of(
         }
         or None,
     }
+
+
+def _settings(options: RunOptions) -> dict[str, Any]:
+    return {f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)}
 
 
 def _identity(task: Task) -> dict[str, Any]:

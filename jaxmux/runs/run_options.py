@@ -15,7 +15,10 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
 from jaxmux.planner.packing import ShapeRequest
+from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import Task, TaskError
+
+from .trackers.tracker import TRACKERS
 
 _count = partial(integer, least=1)
 # The mesh that stands for the best layout of all devices.
@@ -100,6 +103,10 @@ class RunOptions:
       log_every: where there is no terminal, number of a task's steps from one printed line to the
         next. None prints about ten lines for each task.
       sample_tokens: most tokens of the completions of a task's `sample_prompt`.
+      trackers: programs that show the metrics: "tensorboard" (files in the run directory), "wandb"
+        (Weights & Biases) and "mlflow". The latter two need their packages, and read the variables
+        of the environment that these define, such as WANDB_MODE and MLFLOW_TRACKING_URI. If a
+        tracker fails, training goes on without it. Empty for none.
 
     Raises:
       PlanningError: a value is outside its range.
@@ -128,6 +135,7 @@ class RunOptions:
     tasks_at_once: int | None = _count(None, optional=True)
     log_every: int | None = _count(None, optional=True)
     sample_tokens: int = _count(64)
+    trackers: str | tuple[str, ...] = names(("tensorboard",))
 
     def __post_init__(self):
         check_fields(self, PlanningError)
@@ -143,9 +151,18 @@ class RunOptions:
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
         if self.backbone_cache and not self.backbone_format:
             raise PlanningError("backbone_cache needs a backbone_format beside it")
+        self._check_trackers()
         # A mesh that cannot be read is refused here, before anything is loaded.
         if self.mesh != AUTO_MESH:
             _ = self.deployment
+
+    def _check_trackers(self) -> None:
+        chosen = (self.trackers,) if isinstance(self.trackers, str) else self.trackers
+        object.__setattr__(self, "trackers", tuple(dict.fromkeys(chosen)))
+        for name in self.trackers:
+            if name not in TRACKERS:
+                hint = did_you_mean(name, TRACKERS) or f"there are {', '.join(TRACKERS)}"
+                raise PlanningError(f"trackers: {name!r} is unknown; {hint}")
 
     @property
     def deployment(self) -> Deployment:

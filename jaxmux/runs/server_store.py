@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import sync
-from jaxmux.engine import TaskProgress
+from jaxmux.engine import TaskProgress, TrainedTask
 from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
 from jaxmux.live.states import ENDED
 from jaxmux.models import Backbone, checkpoint_tensors
@@ -19,6 +19,7 @@ from .event_log import EVENTS_BYTES, EventLog
 from .journal import Journal
 from .server_directory import ServerDirectory
 from .task_fields import from_json, to_json
+from .training_notes import notes_of_task
 
 
 class Kept(NamedTuple):
@@ -74,7 +75,7 @@ class ServerStore:
         self._events = EventLog(directory.events, say, events_bytes)
         self._writer = ThreadPoolExecutor(1)
         # The adapters that have not been written.
-        self._adapters: dict[str, tuple[Task, Callable[[], Adapter]]] = {}
+        self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
         self._number = 0
         self._last: Future[None] | None = None
         self._behind = False
@@ -113,8 +114,8 @@ class ServerStore:
     def record(self, commands: Sequence[Command]) -> None:
         self._journal.append(commands)
 
-    def export(self, task: Task, adapter: Callable[[], Adapter]) -> None:
-        self._adapters[task.name] = task, adapter
+    def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
+        self._adapters[trained.task.name] = trained, adapter
         self._writer.submit(self._write_adapters)
 
     def adapter(self, task: Task) -> Adapter:
@@ -149,7 +150,8 @@ class ServerStore:
 
     def _write_adapters(self) -> bool:
         """Writes the adapters that have not been written; returns whether that succeeded."""
-        for task, adapter in list(self._adapters.values()):
+        for trained, adapter in list(self._adapters.values()):
+            task = trained.task
             folder = self._directory.adapter(task.name)
             try:
                 export_adapter(
@@ -160,6 +162,7 @@ class ServerStore:
                     self._backbone.name_or_path,
                     base_fingerprint=self._backbone.fingerprint,
                     base=self._base,
+                    notes=notes_of_task(trained),
                 )
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import NamedTuple
@@ -28,12 +28,13 @@ from .recorder import Recorder, RunFiles
 from .replica_fit import pool_with_places
 from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
-from .run_inputs import RunInputs
+from .run_inputs import RunInputs, configuration_of
 from .run_layout import RunLayout, engine_options, load_on
 from .run_options import RunOptions
 from .stop_signals import StopSignals
 from .summary import Summary
 from .sweep_results import brackets_of
+from .trackers import RunTrackers, TrackedRun
 
 
 class Results(NamedTuple):
@@ -130,9 +131,7 @@ def train_tasks(
         engine.register_tasks(prepared, begin=not goes_on)
         engine.refuse_implementations()
         checkpoints = processes.on_first(
-            lambda: _begin(
-                directory, inputs.fingerprints, layout, options, config_text, console.say
-            )
+            lambda: _begin(directory, inputs, layout, options, config_text, console.say)
         )
         if checkpoints:
             stack.enter_context(closing(checkpoints))
@@ -140,7 +139,15 @@ def train_tasks(
         position = _restore(engine, checkpoints, processes, console, goes_on)
         files = None
         if checkpoints:
-            metrics = stack.enter_context(closing(MetricsWriter(directory, position, console.say)))
+            run = TrackedRun(
+                directory.path.name,
+                directory.path,
+                position.rounds,
+                configuration_of(backbone, [p.task for p in prepared], options),
+            )
+            trackers = RunTrackers(options.trackers, run, console.say)
+            metrics = MetricsWriter(directory, position, trackers, console.say)
+            stack.enter_context(closing(metrics))
             files = RunFiles(directory, checkpoints, metrics)
         recorder = Recorder(engine, files, position, processes, console)
         recorder.record(engine.drain())
@@ -157,14 +164,15 @@ def train_tasks(
 
 def _begin(
     directory: RunDirectory,
-    fingerprints: Mapping[str, str],
+    inputs: RunInputs,
     layout: RunLayout,
     options: RunOptions,
     config_text: str | None,
     say: Callable[[str], None],
 ) -> Checkpoints:
     """Begins to write the run directory; returns its checkpoints."""
-    directory.begin(fingerprints, layout.added_to(directory.shapes), config_text)
+    shapes = layout.added_to(directory.shapes)
+    directory.begin(inputs.fingerprints, shapes, config_text, inputs.samples)
     return Checkpoints(directory.checkpoints, options.keep_checkpoints, say)
 
 

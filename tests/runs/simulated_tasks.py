@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxmux import SGD, AdamW, Lion, LoRA, Schedule, Task
 from jaxmux.live.states import ENDED
 from jaxmux.optimizers import Optimizer
+from jaxmux.peft.model_card import CARD
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
@@ -176,10 +177,15 @@ def train_calmly(backbone, tasks, folder, adapter_bytes, **options) -> dict[Any,
     }
 
 
+def without_card(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of an adapter without its card, which names the task and its data."""
+    return {name: content for name, content in files.items() if name != CARD}
+
+
 def _outcome(status, computed, folder, adapter_bytes) -> Outcome:
     adapter = None
     if status.state == "succeeded":
-        adapter = adapter_bytes(folder / "adapters" / status.name)
+        adapter = without_card(adapter_bytes(folder / "adapters" / status.name))
     held_out = status.held_out_loss, status.best_step
     return Outcome(
         status.state,

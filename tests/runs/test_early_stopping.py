@@ -1,13 +1,17 @@
 """Held-out losses during a training run: their file, early stopping, and the best adapter."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jaxmux import AdamW
+from jaxmux.cli.main import run_command
 from jaxmux.data import Part
 from jaxmux.runs import checkpoints
+
+export = partial(run_command, "export", prog="jaxmux export")
 
 
 def lines(run_dir):
@@ -64,6 +68,8 @@ def test_a_run_that_was_killed_keeps_the_best_adapter(
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
     expected = adapter_bytes(tmp_path / "whole" / "adapters")
     assert adapter_bytes(tmp_path / "killed" / "adapters") == expected
+    assert export([f"--run_dir={tmp_path / 'whole'}", f"--out={tmp_path / 'out'}"]) == 0
+    assert adapter_bytes(tmp_path / "out") == expected
 
 
 def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_it(

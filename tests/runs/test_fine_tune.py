@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import struct
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 from matplotlib.image import imread
 from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event
@@ -201,6 +203,29 @@ def test_exported_adapters_have_true_ranks_and_targets(summary, run_dir, tasks, 
         settings = json.loads((folder / "adapter_config.json").read_text())
         assert settings["r"] == task.adapter.rank
         assert settings["base_model_name_or_path"] == str(backbone)
+
+
+def test_cards_tell_what_was_trained(summary, run_dir, tasks, data):
+    for name, task in tasks.items():
+        card = ModelCard.load(run_dir / "adapters" / name / "README.md")
+        assert card.data.library_name == "peft" and "lora" in card.data.tags
+        rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", card.text, re.MULTILINE))
+        results = summary.tasks[name]
+        assert rows["Training data"] == f"`{Path(task.data.path).name}`"
+        assert rows["Training samples"] == str(len(read_records(task.data.path)))
+        assert rows["Held-out samples"] == str(len(read_records(task.eval_data.path)))
+        assert rows["Steps"] == str(results["steps"])
+        assert float(rows["Training, last step"]) == pytest.approx(
+            results["train_loss_last"], rel=1e-4
+        )
+        for field, label in (("eval_loss_first", "before"), ("eval_loss", "after")):
+            found = float(rows[f"Held-out data, {label} training"])
+            assert found == pytest.approx(results[field], rel=1e-4)
+        assert rows["All"] == f"{results['tokens']:,}"
+        adapter, optimizer = map(json.loads, re.findall(r"```json\n(.+?)```", card.text, re.S))
+        assert adapter["rank"] == task.adapter.rank
+        assert optimizer["learning_rate"] == task.optimizer.learning_rate
+        assert str(Path(task.data.path).parent) not in card.text
 
 
 def test_export_command_writes_the_adapters_of_the_last_checkpoint(

@@ -112,7 +112,7 @@ def untimed_metrics(run_dir: Path) -> list[dict]:
 def assert_same_result(run_dir, reference, adapter_bytes):
     assert untimed_metrics(run_dir) == untimed_metrics(reference)
     found, expected = adapter_bytes(run_dir / "adapters"), adapter_bytes(reference / "adapters")
-    assert len(expected) == 4
+    assert len(expected) == 6
     assert found == expected
     one, other = (json.loads((d / "summary.json").read_text()) for d in (run_dir, reference))
     assert one["tasks"] == other["tasks"]

@@ -67,6 +67,16 @@ def calm(tasks, serve, step_until, adapter_bytes, tmp_path_factory):
     return {name: adapter_bytes(folder / "adapters" / name) for name in tasks}, meters
 
 
+def test_cards_of_a_server_tell_of_the_training_but_of_no_folder(calm, tasks, data, backbone):
+    adapters, _ = calm
+    for name, task in tasks.items():
+        text = adapters[name]["README.md"].decode()
+        assert f"`{Path(task.data.path).name}`" in text and f"`{backbone.name}`" in text
+        assert "Training, last step" in text and "Fingerprint of the training data" in text
+        for path in (task.data.path, str(backbone)):
+            assert str(Path(path).parent) not in text
+
+
 def test_the_documented_program_runs(tmp_path, monkeypatch, capsys):
     """With fewer steps."""
     page = (Path(__file__).parents[2] / "docs" / "tuning_server.md").read_text()

@@ -1,0 +1,180 @@
+"""The command `jaxmux eval`: compares adapters with the bare backbone on held-out data."""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxmux.atomic_files import require_writable, write_atomically
+from jaxmux.backbone_folder import resolve_backbone
+from jaxmux.data import Source, load_tokenizer
+from jaxmux.engine.task_data import read_held_out
+from jaxmux.evaluation import Case, losses_of, matches_of
+from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
+from jaxmux.package_files import resolve_path
+from jaxmux.peft import import_adapter, is_adapter_folder
+from jaxmux.runs import RunDirectoryError, read_record
+from jaxmux.runs.json_lines import finite_or_none
+from jaxmux.runs.task_fields import from_json
+from jaxmux.tasks import LONGEST_NAME, Task, TaskError
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    if options.out:
+        require_writable(options.out)
+    folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
+    backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
+    base = checkpoint_tensors(folder, backbone.compute_dtype, form)
+    cases = []
+    for task, adapter in adapters:
+        spec, weights = import_adapter(adapter, backbone.config, backbone.fingerprint, base)
+        for own in _with_data(dataclasses.replace(task, adapter=spec), options.data):
+            try:
+                samples = read_held_out(own, backbone.config, tokenizer)[: options.limit]
+            except ValueError as e:
+                raise TaskError(f"task {task.name!r}: {e}") from e
+            cases.append(Case(task.name, _name_of_data(own), spec, weights, samples))
+    results = _results(cases, backbone, tokenizer, options)
+    _show(results)
+    if options.out:
+        text = {"backbone": folder, "limit": options.limit, "results": results}
+        write_atomically(options.out, json.dumps(text, indent=2) + "\n")
+    return 0
+
+
+_Adapters = Sequence[tuple[Task, Path]]
+
+
+def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapters]:
+    """The backbone's folder, dtype and format, and the adapters with their tasks."""
+    run_dir = Path(options.run_dir)
+    record = read_record(run_dir)
+    names = options.task or list(record["tasks"])
+    adapters = []
+    for name in names:
+        if name not in record["tasks"]:
+            known = ", ".join(record["tasks"])
+            raise RunDirectoryError(f"{run_dir}: no task {name!r}; its tasks are {known}")
+        if not is_adapter_folder(folder := run_dir / "adapters" / name):
+            raise RunDirectoryError(
+                f"{folder}: no adapter, so the task has not succeeded; `jaxmux export` writes "
+                "those of unfinished tasks, which --backbone with --adapter evaluates"
+            )
+        try:
+            task = from_json({"name": name, **record["tasks"][name]})
+        except (KeyError, TypeError, ValueError) as e:
+            raise RunDirectoryError(
+                f"{run_dir / 'run.json'}: damaged (task {name!r}: {e})"
+            ) from None
+        # It is the adapter that training has given, wherever that began.
+        adapters.append((dataclasses.replace(task, resume_from=None), folder))
+    return record["backbone"], record["dtype"], record.get("backbone_format"), adapters
+
+
+def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapters]:
+    """The same, from --backbone and --adapter."""
+    adapters = []
+    for adapter in options.adapter:
+        # A folder may have characters that the name of a task may not have.
+        shown = re.sub(r"[^A-Za-z0-9._-]", "_", Path(adapter).resolve().name)
+        name = shown.lstrip("._-")[:LONGEST_NAME] or "adapter"
+        task = Task(name, options.data[0], max_length=options.max_length, steps=1)
+        adapters.append((task, Path(adapter)))
+    return resolve_backbone(options.backbone), options.dtype, options.backbone_format, adapters
+
+
+def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
+    """The task with each of the held-out files, or with its own held-out data."""
+    if not files:
+        if not task.eval_data and task.validation_fraction is None:
+            raise TaskError(
+                f"task {task.name!r}: has neither eval_data nor validation_fraction; name held-out "
+                "records with --data"
+            )
+        yield task
+        return
+    # Fields and loss masks are those of the task's own data.
+    like: Source = task.eval_data or task.sources[0]
+    for file in files:
+        source = dataclasses.replace(
+            like, path=resolve_path(file), split="train", max_samples=None, repeat=None
+        )
+        yield dataclasses.replace(
+            task, eval_data=source, validation_fraction=None, eval_every=None, **_UNSET
+        )
+
+
+# They need `eval_every`.
+_UNSET = {"keep_best": False, "patience": None}
+
+
+def _name_of_data(task: Task) -> str:
+    if task.eval_data:
+        return Path(task.eval_data.path).name
+    return f"{task.validation_fraction:.3g} of its data"
+
+
+def _results(
+    cases: Sequence[Case], backbone: Backbone, tokenizer: Any, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One JSON object for each case. Numbers that are not finite or not measured are None."""
+    losses = losses_of(cases, backbone)
+    matches: Sequence[Any] = [None] * len(cases)
+    if options.max_new_tokens != 0:
+        matches = matches_of(cases, backbone, tokenizer, options.max_new_tokens)
+    results = []
+    for case, loss, match in zip(cases, losses, matches, strict=True):
+        result = {
+            "task": case.task,
+            "data": case.data,
+            "samples": len(case.samples),
+            "target_tokens": case.target_tokens,
+            "compared": match and match.compared,
+        }
+        for which in ("backbone", "adapter"):
+            own = getattr(loss, which)
+            equal = match and match.compared and getattr(match, which) / match.compared
+            result[which] = {
+                "loss": finite_or_none(own),
+                "perplexity": finite_or_none(math.exp(own) if own < 700 else math.inf),
+                "exact_match": equal if match and match.compared else None,
+            }
+        results.append(result)
+    return results
+
+
+def _show(results: Sequence[dict[str, Any]]) -> None:
+    """Prints a table; without a terminal, it has 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, caption="backbone → adapter", caption_justify="left")
+    table.add_column("task", overflow="fold")
+    several = len({result["data"] for result in results}) > 1
+    if several:
+        table.add_column("data", overflow="fold")
+    for column in ("samples", "loss", "perplexity", "exact match"):
+        table.add_column(column, justify="right", overflow="fold")
+    for result in results:
+        table.add_row(
+            result["task"],
+            *([result["data"]] if several else ()),
+            f"{result['samples']:,}",
+            _pair(result, "loss", ".4f"),
+            _pair(result, "perplexity", ".4g"),
+            _pair(result, "exact_match", ".0%"),
+        )
+    Console(highlight=False).print(table)
+
+
+def _pair(result: dict[str, Any], field: str, form: str) -> str:
+    values = [result[which][field] for which in ("backbone", "adapter")]
+    if values == [None, None]:
+        return "–"
+    return " → ".join("–" if value is None else format(value, form) for value in values)

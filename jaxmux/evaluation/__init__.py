@@ -1,0 +1,7 @@
+"""Compares adapters with the bare backbone on held-out data."""
+
+from .cases import Case
+from .completions import matches_of
+from .losses import losses_of
+
+__all__ = ["Case", "losses_of", "matches_of"]

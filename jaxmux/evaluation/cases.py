@@ -1,0 +1,28 @@
+"""What is evaluated: an adapter on some held-out samples."""
+
+from typing import Any, NamedTuple
+
+from jaxmux.data import Sample
+
+
+class Case(NamedTuple):
+    """An adapter, and held-out samples.
+
+    Attributes:
+      task: name of the task.
+      data: name of the held-out data.
+      spec: the specification of the adapter.
+      adapter: its weights, from `import_adapter`.
+      samples: the samples, at least one, without virtual tokens.
+    """
+
+    task: str
+    data: str
+    spec: Any
+    adapter: Any
+    samples: list[Sample]
+
+    @property
+    def target_tokens(self) -> int:
+        """Number of tokens that count in the loss."""
+        return sum(sample.target_tokens for sample in self.samples)

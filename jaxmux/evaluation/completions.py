@@ -1,0 +1,135 @@
+"""Greedy completions of held-out samples, compared with their reference completions."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmux.completion import Request, complete
+from jaxmux.data import Sample
+from jaxmux.models import Backbone
+
+from .cases import Case
+
+# Prompts that are completed at the same time.
+_AT_ONCE = 16
+
+
+class Matches(NamedTuple):
+    """How many completions of a case's samples equal the reference.
+
+    Attributes:
+      compared: number of samples that have a prompt and a completion.
+      adapter: number of equal completions with the adapter.
+      backbone: number of equal completions with the bare backbone.
+    """
+
+    compared: int
+    adapter: int
+    backbone: int
+
+
+class _Parts(NamedTuple):
+    """The tokens of a sample."""
+
+    prompt: list[int]
+    completion: list[int]
+
+
+def matches_of(
+    cases: Sequence[Case], backbone: Backbone, tokenizer: Any, max_new_tokens: int | None = None
+) -> list[Matches]:
+    """Completes the samples of all cases with their adapters and with the bare backbone, and
+    compares the texts with the references, without white space around them.
+
+    The reference is the last part of a sample whose tokens count in the loss, up to a special token
+    such as the end of a turn: of a chat, what the assistant says last. Samples without a prompt
+    before it, such as plain texts, are not compared.
+
+    Args:
+      cases: the cases.
+      backbone: the backbone.
+      tokenizer: its tokenizer.
+      max_new_tokens: most tokens of a completion; None for those of the longest reference.
+
+    Raises:
+      DataError: a prompt fills the backbone's context.
+    """
+    specials = _special_ids(tokenizer)
+    parts = [[p for p in map(_parts_of, case.samples) if p] for case in cases]
+    if not any(parts):
+        return [Matches(0, 0, 0) for _ in cases]
+    if max_new_tokens is None:
+        max_new_tokens = max(len(part.completion) for own in parts for part in own)
+    requests, wanted = [], []
+    for number, (case, own) in enumerate(zip(cases, parts, strict=True)):
+        for which, adapter in enumerate(((case.spec, case.adapter), (None, None))):
+            requests += [(part.prompt, *adapter) for part in own]
+            wanted += [(number, which, _text(part.completion, tokenizer, specials)) for part in own]
+    counts = np.zeros((len(cases), 2), int)
+    found = _completed(backbone, tokenizer, specials, requests, max_new_tokens)
+    for (number, which, reference), text in zip(wanted, found, strict=True):
+        counts[number, which] += text.strip() == reference.strip()
+    return [Matches(len(own), *map(int, row)) for own, row in zip(parts, counts, strict=True)]
+
+
+def _parts_of(sample: Sample) -> _Parts | None:
+    """The tokens before and of the last part that counts in the loss; None if only a first token,
+    such as BOS, is before it."""
+    targets = np.flatnonzero(sample.target_mask)
+    end = int(targets[-1]) + 1
+    others = np.flatnonzero(~sample.target_mask[:end])
+    start = int(others[-1]) + 1
+    ids = sample.input_ids.tolist()
+    return _Parts(ids[:start], ids[start:end]) if start > 1 else None
+
+
+def _text(ids: Sequence[int], tokenizer: Any, specials: set[int]) -> str:
+    """The text of tokens up to the first special one."""
+    ended = next((n for n, token in enumerate(ids) if token in specials), len(ids))
+    return tokenizer.decode(ids[:ended])
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """The special tokens, also those that only chat templates use, such as the end of a turn."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token for token, own in added if own.special} | set(tokenizer.all_special_ids)
+
+
+class _TokensAsPrompts:
+    """A tokenizer whose prompts are tokens already, so that they are those of training."""
+
+    def __init__(self, tokenizer: Any, specials: set[int]):
+        self.eos_token_id = tokenizer.eos_token_id
+        self._tokenizer, self._specials = tokenizer, specials
+
+    def __call__(self, prompt: list[int], **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": prompt}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return _text(ids, self._tokenizer, self._specials)
+
+
+def _completed(
+    backbone: Backbone,
+    tokenizer: Any,
+    specials: set[int],
+    requests: Sequence[tuple[list[int], Any, Any]],
+    max_new_tokens: int,
+) -> list[str]:
+    """The completions of prompts; those of similar lengths are completed together."""
+    texts = [""] * len(requests)
+    order = sorted(range(len(requests)), key=lambda n: len(requests[n][0]))
+    for start in range(0, len(order), _AT_ONCE):
+        own = order[start : start + _AT_ONCE]
+        # As many each time, so that fewer programs are compiled.
+        padded = own + own[:1] * (min(_AT_ONCE, len(order)) - len(own))
+        found = complete(
+            backbone,
+            _TokensAsPrompts(tokenizer, specials),
+            [Request(*requests[n]) for n in padded],
+            max_new_tokens=max_new_tokens,
+        )
+        for n, text in zip(own, found, strict=False):
+            texts[n] = text
+    return texts

@@ -1,0 +1,230 @@
+"""The README.md of an exported adapter or merged checkpoint, in the form of Hugging Face's model
+cards: metadata in YAML, then Markdown.
+
+All text that users have chosen, such as names of files, stands in JSON strings in the YAML, and in
+code spans or blocks in the Markdown, which it cannot end.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmux.installed_versions import installed_versions
+
+CARD = "README.md"
+# The ranks for which vLLM can make room.
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# The folder of a model in the cache of huggingface_hub: models--ORG--NAME/snapshots/COMMIT.
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+/?$")
+# What the hub accepts as the name of a model.
+_HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+class Notes(NamedTuple):
+    """What is known of the training of an adapter, for its card.
+
+    Attributes:
+      title: name of the task.
+      sections: by heading, what its table shows: by label, the value. Values that are objects are
+        shown as JSON, and those that are None not at all.
+      datasets: names of the data sets of the Hugging Face hub that were trained on.
+    """
+
+    title: str
+    sections: Mapping[str, Mapping[str, Any]]
+    datasets: Sequence[str] = ()
+
+
+def adapter_card(
+    settings: Mapping[str, Any],
+    base_model: str,
+    base_format: str | None,
+    kind: str,
+    merges: bool,
+    notes: Notes | None,
+) -> str:
+    """The card of an adapter folder.
+
+    Args:
+      settings: the content of its adapter_config.json.
+      base_model: name or path of the backbone; the card shows no folders above it.
+      base_format: the format in which the linears of the backbone were stored; None for its dtype.
+      kind: name of the adapter's kind.
+      merges: whether `jaxmux export --merge` can merge adapters of this kind.
+      notes: what is known of the training; None if nothing is.
+    """
+    base = model_name(base_model)
+    is_peft = "peft_type" in settings
+    tags = [f"base_model:adapter:{base}", "jaxmux"]
+    if is_peft:
+        tags.append("transformers")
+    if settings.get("peft_type") == "LORA":
+        tags.append("lora")
+    front = _front(base, "adapter", "peft" if is_peft else "adapter-transformers", tags, notes)
+    title = notes.title if notes else Path(base).name
+    stored = f", whose linears were stored in {_code(base_format)}" if base_format else ""
+    text = [
+        front,
+        f"# {_code(title)}",
+        f"An adapter of the kind {_code(kind)} for {_code(base)}{stored}, trained with jaxmux. "
+        "It makes sense on this model only.",
+        *_sections(notes),
+        "## Use",
+        _use_with_peft(base) if is_peft else _use_with_adapters(base),
+        _use_with_vllm(settings, base, title, merges),
+    ]
+    return "\n\n".join(filter(None, text)) + "\n"
+
+
+def merged_card(base_model: str, kind: str, notes: Notes | None) -> str:
+    """The card of a checkpoint into which an adapter is merged.
+
+    Args:
+      base_model, kind, notes: as for `adapter_card`.
+    """
+    base = model_name(base_model)
+    title = notes.title if notes else Path(base).name
+    text = [
+        _front(base, "finetune", "transformers", ["jaxmux"], notes),
+        f"# {_code(title)}",
+        f"The model {_code(base)} with an adapter of the kind {_code(kind)} merged into its "
+        "weights. The adapter was trained with jaxmux.",
+        *_sections(notes),
+        "## Use",
+        _block(
+            "python",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THIS_CARD")',
+        ),
+    ]
+    return "\n\n".join(text) + "\n"
+
+
+def model_name(base_model: str) -> str:
+    """The name of a backbone: that on the Hugging Face hub for a folder of the hub's cache, and
+    otherwise the last part of its path.
+
+    Args:
+      base_model: name or path of the backbone.
+    """
+    if cached := _CACHED.search(base_model):
+        return f"{cached[1]}/{cached[2]}"
+    return Path(base_model).name or "backbone"
+
+
+def _front(base: str, relation: str, library: str, tags: Sequence[str], notes: Notes | None) -> str:
+    """The metadata. A name that the hub would refuse is left out."""
+    fields: dict[str, Any] = {}
+    if _HUB_NAME.fullmatch(base) and not re.search(r"--|\.\.|[.-]$|\.git$", base):
+        fields |= {"base_model": base, "base_model_relation": relation}
+    else:
+        tags = [tag for tag in tags if base not in tag]
+    fields |= {"library_name": library, "pipeline_tag": "text-generation", "tags": sorted(tags)}
+    if notes and notes.datasets:
+        fields["datasets"] = sorted(set(notes.datasets))
+    lines = []
+    for name, value in fields.items():
+        # A string of JSON is one of YAML too, if it is ASCII.
+        values = [f"\n- {json.dumps(own)}" for own in value] if isinstance(value, list) else ()
+        lines.append(f"{name}:{''.join(values) or f' {json.dumps(value)}'}")
+    return "\n".join(("---", *lines, "---"))
+
+
+def _sections(notes: Notes | None) -> list[str]:
+    found = []
+    sections = dict(notes.sections) if notes else {}
+    sections["Versions"] = installed_versions("jaxmux", "jax", "jaxlib")
+    for heading, values in sections.items():
+        rows = {label: value for label, value in values.items() if value is not None}
+        if not rows:
+            continue
+        found += [f"## {heading}", *_table(rows)]
+        for label, value in rows.items():
+            if isinstance(value, Mapping):
+                found += [f"{label}:", _block("json", json.dumps(value, indent=2))]
+    return found
+
+
+def _table(rows: Mapping[str, Any]) -> list[str]:
+    """The rows whose values are no objects."""
+    plain = [
+        f"| {label} | {_value(value)} |"
+        for label, value in rows.items()
+        if not isinstance(value, Mapping)
+    ]
+    return ["\n".join(("| | |", "|---|---|", *plain))] if plain else []
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value))
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return f"{value:,}" if isinstance(value, int) else _code(value)
+
+
+def _code(text: str) -> str:
+    """A text as a code span within a line or a cell of a table."""
+    # Control characters, line separators and halves of surrogate pairs become spaces.
+    shown = "".join(c if c.isprintable() else " " for c in text).strip() or "?"
+    # A backslash keeps a bar from ending the cell, in code spans too.
+    shown = shown.replace("|", "\\|")
+    ticks = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    padding = " " * ("`" in (shown[0], shown[-1]))
+    return f"{ticks}{padding}{shown}{padding}{ticks}"
+
+
+def _block(language: str, *lines: str) -> str:
+    """A block of code; none of its lines may begin with backticks."""
+    return "\n".join((f"```{language}", *lines, "```"))
+
+
+def _use_with_peft(base: str) -> str:
+    return _block(
+        "python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(base)})",
+        'model = PeftModel.from_pretrained(base, "FOLDER_OF_THIS_CARD")',
+    )
+
+
+def _use_with_adapters(base: str) -> str:
+    return _block(
+        "python",
+        "import adapters",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
+        "adapters.init(model)",
+        'model.load_adapter("FOLDER_OF_THIS_CARD", with_head=False, use_safetensors=True, '
+        "set_active=True)",
+    )
+
+
+def _use_with_vllm(settings: Mapping[str, Any], base: str, title: str, merges: bool) -> str:
+    """How to serve an adapter with vLLM, or how to make something of it that vLLM serves."""
+    merge = "`jaxmux export --merge` makes a checkpoint that vLLM loads."
+    own = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+    if settings.get("peft_type") == "LORA" and not any(settings.get(key) for key in own):
+        ranks = [rank for rank in _VLLM_RANKS if rank >= settings["r"]]
+        if not ranks:
+            return f"vLLM has no room for rank {settings['r']}. {merge}"
+        return _block(
+            "sh",
+            f"vllm serve {shlex.quote(_one_line(base))} --enable-lora --max-lora-rank {ranks[0]} "
+            f"--lora-modules {shlex.quote(_one_line(title))}=FOLDER_OF_THIS_CARD",
+        )
+    if settings.get("peft_type") == "VERA" or settings.get("rank_pattern"):
+        return "`jaxmux export --serving` makes a LoRA adapter of it that vLLM loads."
+    return f"vLLM does not load this kind. {merge}" if merges else "vLLM does not load this kind."
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -1,0 +1,36 @@
+"""TensorBoard: event files in the run directory."""
+
+from collections.abc import Callable
+
+from tensorboardX import SummaryWriter
+
+from .tracker import Point, TrackedRun
+
+
+class TensorBoard:
+    """The `Tracker` of TensorBoard. TensorBoard itself forgets rounds that are repeated."""
+
+    def __init__(self, run: TrackedRun):
+        """Opens a file of events.
+
+        Args:
+          run: the training run.
+        """
+        folder = str(run.folder / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=run.rounds)
+
+    def log(self, point: Point) -> None:
+        # The writer is a thread that ends when the disk is full, and then adding values would
+        # block for ever.
+        if not self._writer.file_writer.event_writer._worker.is_alive():
+            raise OSError("its files cannot be written")
+        for name, value in point.values.items():
+            self._writer.add_scalar(name, value, point.step, walltime=point.seconds)
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()
+
+
+def open_tracker(run: TrackedRun, id: str | None, keep: Callable[[str], None]) -> TensorBoard:
+    """As `OpenTracker`. Runs have no ids there."""
+    return TensorBoard(run)

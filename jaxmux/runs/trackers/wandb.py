@@ -1,0 +1,60 @@
+"""Weights & Biases. Its own variables, such as WANDB_MODE and WANDB_PROJECT, choose the rest."""
+
+import os
+import uuid
+from collections.abc import Callable
+
+import wandb
+
+from .tracker import Point, TrackedRun
+
+_PROJECT = "jaxmux"
+# The axis of all charts. The steps of Weights & Biases have to rise, and would not let a held-out
+# loss come a round late.
+_ROUND = "round"
+
+
+class WeightsAndBiases:
+    """The `Tracker` of Weights & Biases."""
+
+    def __init__(self, run: TrackedRun, id: str, continued: bool):
+        """Opens a run.
+
+        Args:
+          run: the training run.
+          id: the id of the run in Weights & Biases.
+          continued: whether the run exists already.
+        """
+        self._skips = continued
+        is_offline = wandb.setup().settings.mode not in ("online", "shared")
+        # `wandb.init` would ask for the key in the terminal, in the midst of training.
+        if not (is_offline or wandb.login(prompt=False)):
+            raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            id=id,
+            name=run.name,
+            resume="allow",
+            config=dict(run.config),
+            allow_val_change=True,
+            dir=os.environ.get("WANDB_DIR") or str(run.folder),
+            # What jaxmux prints is for the terminal.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric(_ROUND, hidden=True)
+        self._run.define_metric("*", step_metric=_ROUND)
+
+    def log(self, point: Point) -> None:
+        if not (point.repeated and self._skips):
+            self._run.log({_ROUND: point.step, **point.values})
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+def open_tracker(run: TrackedRun, id: str | None, keep: Callable[[str], None]) -> WeightsAndBiases:
+    """As `OpenTracker`."""
+    if id is not None:
+        return WeightsAndBiases(run, id, continued=True)
+    keep(own := uuid.uuid4().hex[:8])
+    return WeightsAndBiases(run, own, continued=False)

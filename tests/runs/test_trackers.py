@@ -1,0 +1,152 @@
+"""What trackers are told: by a fake one, in the order of the rounds, also after a break."""
+
+import json
+import math
+from collections import defaultdict
+
+import pytest
+
+from jaxmux import PlanningError, RunOptions, ServerOptions
+from jaxmux.engine import TaskUpdate
+from jaxmux.runs import checkpoints
+from jaxmux.runs.metrics import MetricsWriter
+from jaxmux.runs.run_checkpoint import RunPosition
+from jaxmux.runs.trackers import TRACKERS, RunTrackers, TrackedRun, TrackerKind, refuse_missing
+
+
+class Fake:
+    """Remembers what it is told. `failing` names the method that fails."""
+
+    failing = ""
+
+    def __init__(self):
+        self.opened, self.points, self.closed = [], [], []
+
+    def open(self, run, id, keep):
+        self.opened.append((run, id))
+        if self.failing == "open":
+            raise RuntimeError("no network\nand more")
+        if id is None:
+            keep("the id")
+        return self
+
+    def log(self, point):
+        if self.failing == "log" and point.step:
+            raise OSError("no space left")
+        self.points.append(point)
+
+    def close(self, finished):
+        if self.failing == "close":
+            raise ValueError()
+        self.closed.append(finished)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    own = Fake()
+
+    class Kind(TrackerKind):
+        open = property(lambda self: own.open)
+
+    monkeypatch.setitem(TRACKERS, "fake", Kind("Fake", "", "json"))
+    return own
+
+
+def series(points) -> dict[str, list[tuple[int, float]]]:
+    found = defaultdict(list)
+    for point in points:
+        for name, value in point.values.items():
+            found[name].append((point.step, value))
+    return found
+
+
+def read_lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_tracker_is_told_what_the_files_say_also_after_a_break(
+    fake, make_task, train, data, tmp_path, monkeypatch
+):
+    tasks = [make_task("a", steps=7, eval_data=data["short.eval"], eval_every=2), make_task("b")]
+    save = checkpoints.Checkpoints.save
+
+    def save_and_die(*arguments):
+        if arguments[1] > 6:
+            raise KeyboardInterrupt
+        save(*arguments)
+
+    options = {"checkpoint_every": 2, "trackers": "fake", "tokens_per_microbatch": 256}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", *tasks, **options)
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    ((run, id),) = fake.opened
+    assert (run.name, run.rounds, id, fake.closed) == ("run", 0, None, [False])
+    assert run.config["tasks"]["a"]["adapter"]["rank"] == 2
+    assert run.config["options"]["checkpoint_every"] == 2
+    before = len(fake.points)
+    assert before and not any(point.repeated for point in fake.points)
+    train(tmp_path / "run", *tasks, **options)
+    run, id = fake.opened[1]
+    assert run.rounds > 0 and (id, fake.closed) == ("the id", [False, True])
+    repeated = [point for point in fake.points[before:] if point.repeated]
+    assert repeated and {p.step for p in repeated} <= {p.step for p in fake.points[:before]}
+    found = series(point for point in fake.points if not point.repeated)
+    expected = defaultdict(list)
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        for name in ("loss", "lr", "grad_norm"):
+            expected[f"{name}/{line['task']}"].append((line["step"], line[name]))
+    for line in read_lines(tmp_path / "run" / "held_out.jsonl"):
+        expected[f"held_out_loss/{line['task']}"].append((line["step"], line["loss"]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("failing", ["open", "log", "close"])
+def test_a_tracker_that_fails_does_not_end_training(
+    fake, failing, make_task, train, tmp_path, capsys
+):
+    fake.failing = failing
+    assert train(tmp_path, make_task(), trackers=("tensorboard", "fake")).succeeded
+    printed = capsys.readouterr().out
+    reason = {"open": "no network", "log": "no space left", "close": "ValueError"}[failing]
+    assert printed.count(f"Fake: {reason}; training goes on without it") == 1
+    assert printed.count("training goes on") == 1 and "and more" not in printed
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_numbers_that_are_not_finite_are_not_tracked(fake, tmp_path):
+    said = []
+    trackers = RunTrackers(["fake"], TrackedRun("run", tmp_path, 0, {}), said.append)
+
+    class Directory:
+        metrics, held_out = tmp_path / "metrics.jsonl", tmp_path / "held_out.jsonl"
+
+    writer = MetricsWriter(Directory, RunPosition(), trackers, said.append)
+    fields = {"target_tokens": 1, "tokens": 1, "computed_tokens": 1, "skipped": True}
+    for step, loss, norm in ((0, math.nan, 1.0), (1, math.inf, math.nan)):
+        update = TaskUpdate(step, "a", step + 1, loss=loss, lr=0.5, grad_norm=norm, **fields)
+        writer.write([update], [])
+    writer.close()
+    values = [dict(point.values) for point in fake.points]
+    assert values == [{"lr/a": 0.5, "grad_norm/a": 1.0}, {"lr/a": 0.5}]
+    assert fake.closed == [False] and not said
+
+
+def test_a_missing_package_is_named_before_anything_is_read(
+    make_task, train, tmp_path, monkeypatch
+):
+    missing = TrackerKind("W", ".wandb", "jaxmux_has_no_such_package", "wandb")
+    monkeypatch.setitem(TRACKERS, "wandb", missing)
+    with pytest.raises(PlanningError, match=r"'wandb' needs .*: pip install '\.\[wandb\]'"):
+        train(tmp_path / "run", make_task(), trackers=["tensorboard", "wandb"])
+    assert not (tmp_path / "run").exists()
+    refuse_missing(["tensorboard"])
+
+
+def test_unknown_trackers_are_refused():
+    assert RunOptions(trackers=["mlflow", "mlflow"]).trackers == ("mlflow",)
+    with pytest.raises(PlanningError, match="'wandv' is unknown; did you mean wandb"):
+        RunOptions(trackers="wandv")
+    with pytest.raises(PlanningError, match=r"trackers: .* events\.jsonl"):
+        ServerOptions(trackers="mlflow")
