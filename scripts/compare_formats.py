@@ -34,8 +34,8 @@ import numpy as np
 from benchmark_records import Record, make_figure, replace_records
 from matplotlib.figure import Figure
 
-from jaxmux.completion import prompts_in_rows
 from jaxmux.data import load_tokenizer
+from jaxmux.generation.programs import prompts_in_rows
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import (
     BACKBONE_FORMATS,

@@ -205,7 +205,7 @@ def run_layers(
     # The last rows take the first turn: the backward pass takes turns in the opposite order, and
     # gradients are to be added up in the order of the rows, wherever a task's rows lie.
     parts = _parts(microbatch, options.sharding)
-    streams = [_stream(config, part, slots, options, first_layer) for part in reversed(parts)]
+    streams = [stream_of(config, part, slots, options, first_layer) for part in reversed(parts)]
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(
@@ -389,9 +389,14 @@ def dropout_of(
     return Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
 
 
-def _stream(
-    config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions, first_layer
+def stream_of(
+    config: BackboneConfig,
+    microbatch: Microbatch,
+    slots: SlotTable,
+    options: ForwardOptions,
+    first_layer: Int[Array, ""] | int = 0,
 ) -> Stream:
+    """The properties of a microbatch's tokens; arguments as for `run_layers`."""
     dropout = dropout_of(microbatch, slots, options, first_layer)
     return Stream(
         *rotary_angles(config, microbatch.positions),
