@@ -18,7 +18,6 @@ from jaxmux.models import (
     pick_implementation,
 )
 from jaxmux.models.cached_forward import single_layers
-from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import ops_of
 from jaxmux.planner.numbers import size_text
 
@@ -64,6 +63,8 @@ class Generator:
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._weights = _layer_by_layer(backbone, keep_backbone)
+        # The adapters of the last call, and their arrays on the device.
+        self._adapters: tuple[list[Any], ServedAdapters | None] = [], None
 
     def complete(
         self,
@@ -108,12 +109,23 @@ class Generator:
         if not prompts:
             return
         firsts, slots = distinct_adapters(requests)
-        adapters = served_adapters(firsts, self._config, self._dtype)
+        adapters = self._on_device(firsts)
         most = self._most_sequences(prompts)
         if self._tokenizer.eos_token_id is not None:
             stops = [self._tokenizer.eos_token_id, *stops]
         for batch in batches(prompts, slots, most):
             yield from self._written(batch, prompts, adapters, sampling, stops or [-1])
+
+    def _on_device(self, firsts: Sequence[Request]) -> ServedAdapters:
+        """The adapters of these requests; those of the call before if they are the same objects."""
+        own = [request.adapter for request in firsts]
+        before, held = self._adapters
+        if held is None or list(map(id, own)) != list(map(id, before)):
+            # The device need not hold both.
+            self._adapters, held = ([], None), None
+            held = served_adapters(firsts, self._config, self._dtype)
+            self._adapters = own, held
+        return held
 
     def _most_sequences(self, prompts: Sequence[Prompt]) -> int:
         if (free := free_memory()) is None:
@@ -151,7 +163,6 @@ class Generator:
         )
         static = self._config, self._options(batch, adapters), SamplingForm.of(sampling)
         given = *static, batch.places, self._weights, served, tokens, lengths
-        compiled(read_prompts.lower(*given))
         yield from self._pieces(batch, prompts, static, served, read_prompts(*given), stops)
 
     def _options(self, batch: Batch, adapters: ServedAdapters) -> ForwardOptions:

@@ -1,6 +1,7 @@
 """Completions of prompts with and without adapters."""
 
 import copy
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 
 from jaxmux import LoRA, export_adapter, load_backbone
 from jaxmux.cli.main import run_command
-from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
+from jaxmux.generation import Generator, Request, Sampling, complete
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 main = partial(run_command, "generate", prog="jaxmux generate")
@@ -62,7 +63,7 @@ def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters
     requests = [Request(PROMPTS[0])]
     requests += [Request(prompt, *a) for prompt, a in zip(PROMPTS[1:], adapters, strict=True)]
     found = complete(model, tokenizer, requests, max_new_tokens=NEW)
-    ids = [step_by_step(*request) for request in requests]
+    ids = [step_by_step(*request[:3]) for request in requests]
     assert found == [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
     assert len({tuple(i) for i in ids}) == 3
 
@@ -75,15 +76,38 @@ def test_prompts_with_different_adapters_do_not_mix(model, tokenizer, adapters):
     assert len(set(together)) > len(PROMPTS)
 
 
-def test_sampling_follows_the_seed(model, tokenizer):
-    def sample(seed, temperature=1.5):
-        requests = [Request(p) for p in PROMPTS]
-        options = {"max_new_tokens": NEW, "temperature": temperature, "seed": seed}
-        return complete(model, tokenizer, requests, **options)
+def test_draws_follow_the_seed_of_a_sequence_alone(model, tokenizer, adapters):
+    """Not its neighbours, nor the number of sequences that are computed together."""
+    requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(5)]
+    sampling = Sampling(temperature=1.5, top_p=0.9, top_k=40, seed=3)
+    generator = Generator(model, tokenizer)
+    together = generator.complete(requests, max_new_tokens=NEW, sampling=sampling)
+    pairs = Generator(model, tokenizer, max_batch=2)
+    assert pairs.complete(requests, max_new_tokens=NEW, sampling=sampling) == together
+    own = dataclasses.replace(sampling, seed=sampling.seed + 2)
+    assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=own) == together[2:3]
+    assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=sampling) != together[2:3]
 
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-    assert sample(1, temperature=1e-4) == sample(2, temperature=0.0)
+
+def test_a_draw_from_the_most_likely_token_is_greedy(model, tokenizer):
+    greedy = complete(model, tokenizer, [Request(PROMPTS[0])], max_new_tokens=NEW)
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
+        sampling = Sampling(temperature=1.0, **narrow)
+        found = complete(
+            model, tokenizer, [Request(PROMPTS[0])], max_new_tokens=NEW, sampling=sampling
+        )
+        assert found == greedy
+
+
+def test_pieces_are_whole_characters_and_join_to_the_completion(model, tokenizer, adapters):
+    requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(3)]
+    given = {"max_new_tokens": 40, "sampling": Sampling(temperature=3.0)}
+    generator = Generator(model, tokenizer)
+    pieces = list(generator.stream(requests, **given))
+    texts = ["".join(p.text for p in pieces if p.request == i) for i in range(3)]
+    assert texts == generator.complete(requests, **given)
+    assert [sum(p.is_last for p in pieces if p.request == i) for i in range(3)] == [1, 1, 1]
+    assert len(pieces) > 3
 
 
 def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
