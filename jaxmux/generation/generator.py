@@ -174,6 +174,7 @@ class Generator:
             remat="none",
             max_sequences=1,
             adapter_ops=ops_of(adapters.outside),
+            in_order=batch.slots == tuple(range(len(adapters.scale))),
         )
 
     def _pieces(

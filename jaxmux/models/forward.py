@@ -14,7 +14,7 @@ from jaxmux.data.microbatch import Microbatch
 from jaxmux.pallas_kernels.collectives import sums_run_beside_kernels
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
-from jaxmux.pallas_kernels.grouped_lora import Routing
+from jaxmux.pallas_kernels.grouped_lora import IN_ORDER, Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .adapted_linears import Dispatch
@@ -77,6 +77,7 @@ class ForwardOptions(NamedTuple):
         faster.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
       adapter_ops: the adapter kinds in use other than low-rank ones, and what they compute.
+      in_order: whether chunk i of every microbatch belongs to slot i (see `Routing.order`).
     """
 
     attention: str
@@ -87,6 +88,7 @@ class ForwardOptions(NamedTuple):
     max_sequences: int = 64
     sharding: WeightSharding = UNDIVIDED
     adapter_ops: AdapterOps = ()
+    in_order: bool = False
 
 
 def hidden_states(
@@ -398,8 +400,9 @@ def stream_of(
 ) -> Stream:
     """The properties of a microbatch's tokens; arguments as for `run_layers`."""
     dropout = dropout_of(microbatch, slots, options, first_layer)
+    order = IN_ORDER if options.in_order else None
     return Stream(
         *rotary_angles(config, microbatch.positions),
         segments=find_segments(microbatch.segment_ids, options.max_sequences),
-        dispatch=Dispatch(Routing(microbatch.chunk_slot, slots.scale), dropout),
+        dispatch=Dispatch(Routing(microbatch.chunk_slot, slots.scale, order), dropout),
     )

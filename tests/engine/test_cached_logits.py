@@ -11,7 +11,7 @@ import pytest
 
 from jaxmux.generation.batches import batches
 from jaxmux.generation.programs import Served, next_logits, prompts_in_rows, single_tokens
-from jaxmux.generation.requests import Prompt, Request
+from jaxmux.generation.requests import Prompt, Request, distinct_adapters
 from jaxmux.generation.sampling import SamplingNumbers
 from jaxmux.generation.served_adapters import served_adapters, stacked_pools
 from jaxmux.models import (
@@ -55,9 +55,9 @@ def both_logits(backbone: Backbone, own: list[tuple], lengths: list[int], separa
         ids = rng.integers(config.vocab_size, size=length + STEPS)
         texts.append(np.int32([*(-1 - np.arange(virtual)), *ids]))
     prompts = [Prompt(list(text[:-STEPS]), len(text)) for text in texts]
-    slots = [next(j for j, other in enumerate(own) if other[1] is each[1]) for each in own]
+    firsts, slots = distinct_adapters(requests)
     (batch,) = batches(prompts, slots, len(own))
-    adapters = served_adapters(requests, config, dtype)
+    adapters = served_adapters(firsts, config, dtype)
     rows = len(batch.rows)
     numbers = SamplingNumbers(jnp.float32(1), jnp.float32(1), jnp.zeros(rows, jnp.uint32))
     chunk_slot = jnp.asarray(batch.slots, jnp.int32)
@@ -66,6 +66,8 @@ def both_logits(backbone: Backbone, own: list[tuple], lengths: list[int], separa
     options = ForwardOptions(
         "xla", "xla", remat="none", max_sequences=1, adapter_ops=ops_of(adapters.outside)
     )
+    # All requests of an adapter have one chunk.
+    assert batch.slots == tuple(range(len(firsts)))
     weights = backbone.weights
     if separate:
         weights = weights | {"layers": single_layers(weights["layers"], config.num_layers)}
@@ -75,7 +77,7 @@ def both_logits(backbone: Backbone, own: list[tuple], lengths: list[int], separa
     for row, i in order:
         given[row, : len(texts[i])] = texts[i]
         starts[row] = len(texts[i]) - STEPS
-    run = jax.jit(partial(next_logits, config, options))
+    run = jax.jit(partial(next_logits, config, options._replace(in_order=separate)))
     cache = empty_cache(config, rows, batch.places, dtype)
     read = prompts_in_rows(jnp.asarray(given[:, : batch.row_len]), starts, chunk_slot)
     logits, cache = run(weights, served, cache, None, read, np.maximum(starts - 1, 0))
@@ -90,9 +92,9 @@ def both_logits(backbone: Backbone, own: list[tuple], lengths: list[int], separa
 
     pools = {
         name: {point: jax.tree.map(jnp.asarray, arrays) for point, _, arrays in pool}
-        for name, pool in stacked_pools(requests, config)
+        for name, pool in stacked_pools(firsts, config)
     }
-    scale = jnp.float32([scale_of(r.spec) if r.spec else 0.0 for r in requests])
+    scale = jnp.float32([scale_of(r.spec) if r.spec else 0.0 for r in firsts])
     zeros = jnp.zeros_like(scale)
 
     @jax.jit
