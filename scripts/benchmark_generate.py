@@ -33,14 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_records import (
-    NOT_MEASURED,
-    Record,
-    figures_table,
-    limit,
-    make_figure,
-    replace_records,
-)
+from benchmark_records import Record, make_figure, replace_records
 from benchmark_step import llama_config
 
 from jaxmux.generation import Generator, Request
@@ -203,24 +196,6 @@ def hugging_face(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if process.returncode:
         raise SystemExit(f"{shlex.join(command)}: exit status {process.returncode}")
     return found
-
-
-def generate_table(records: Sequence[Record]) -> str:
-    """The figures with their bounds and baselines."""
-    if not records:
-        return NOT_MEASURED
-    rows = []
-    for record in records:
-        what, case, shape = record["name"].split(", ", 2)
-        sequences, adapters = case.split("x")
-        beside = ", ".join(
-            f"{name} {value:,.4g}" if value < 1000 else f"{name} {value:,.0f}"
-            for name, value in record["baselines"].items()
-        )
-        value = f"**{record['value']:,.0f}** {record['unit']}"
-        rows.append([what, sequences, adapters, shape, value, limit(record), beside])
-    head = ["figure", "sequences", "adapters", "lengths", "measured", "bound", "of the same run"]
-    return figures_table(records, head, rows)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
 from cluster_records import replay_table
 from frozen_weight_records import frozen_weights_table, quality_table
+from generate_records import generate_table
 from kinds_records import kinds_table
 from live_records import live_table
 from planner_tables import PLANNER_BLOCKS
@@ -36,6 +37,7 @@ FILES = {
     "kinds": "kinds_h200.json",
     "frozen_weights": "frozen_weights_h200.json",
     "format_quality": "format_quality.json",
+    "generate": "generate_h200.json",
 }
 # The comparison of predictions and measurements, which is not a list of records.
 CHECK = "profile_check_h200.json"
@@ -328,6 +330,7 @@ BLOCKS = {
     "kinds": kinds_table,
     "frozen_weights": frozen_weights_table,
     "format_quality": quality_table,
+    "generate": generate_table,
 }
 
 

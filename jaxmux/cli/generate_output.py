@@ -61,11 +61,13 @@ def _print_in_order(
             started = piece.request
             prompt = prompts[started // len(labels)]
             if several and not started % len(labels):
-                _say(f"{prompt.fields.get('prompt') or prompt.text}\n")
+                _say(f"{prompt.shown}\n")
             if several:
                 _say(f"[{labels[started % len(labels)]}]\n")
             elif not prompt.is_rendered:
                 _say(prompt.text)
+            elif len(prompts) > 1:
+                _say(f"{prompt.shown}\n")
         _say(piece.text)
         if piece.is_last:
             _say("\n")

@@ -25,6 +25,14 @@ class PromptText(NamedTuple):
     is_rendered: bool
     fields: dict[str, Any]
 
+    @property
+    def shown(self) -> str:
+        """The text above completions: the prompt, or the last message after a sign."""
+        if not self.is_rendered:
+            return self.text
+        messages = self.fields.get("messages") or [{"content": self.fields["prompt"]}]
+        return f"> {messages[-1].get('content')}"
+
 
 def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[PromptText]:
     """All prompts of the command, in their order.
