@@ -270,7 +270,7 @@ def _layer_by_layer(backbone: Backbone, keep: bool) -> Weights:
     leaves, structure = jax.tree.flatten(layers)
     size, free = sum(leaf.nbytes for leaf in leaves), free_memory()
     if keep and free is not None and size > _CACHE_SHARE * free:
-        logging.getLogger(__name__).warning(
+        logging.getLogger(__name__).info(
             "generation reads the layers' weights from their stacks, which is slower: a copy of "
             "each layer takes %s, and %s are free",
             size_text(size),

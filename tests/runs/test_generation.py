@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import io
+import json
 from functools import partial
 
 import numpy as np
@@ -235,15 +237,16 @@ def test_unusable_input_is_named(backbone, run_dir, write_lines, tmp_path, capsy
     one = run_dir / "adapters" / "one"
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
-    messages = {"messages": [{"role": "user", "content": "fig"}]}
+    text = write_lines({"text": "fig"}, name="text.jsonl")
+    messages = write_lines({"messages": [{"role": "user", "content": "fig"}]})
     for given, message in (
         ([f"--adapter={run_dir}"], f"--run_dir={run_dir} takes all of its adapters"),
         ([f"--adapter={one}", f"--run_dir={run_dir}"], "has the label 'one', and so has"),
         ([f"--adapter=base={one}"], "give it another one: --adapter=NAME="),
         ([f"--run_dir={tmp_path}"], str(tmp_path)),
         ([f"--prompts={empty}"], f"{empty}: no prompts"),
-        ([f"--prompts={write_lines({'text': 'fig'})}"], "the field 'prompt' or 'messages'"),
-        ([f"--prompts={write_lines(messages)}", "--template"], "a chat needs a chat template"),
+        ([f"--prompts={text}"], "the field 'prompt' or 'messages'"),
+        ([f"--prompts={messages}", "--template"], "a chat needs a chat template"),
     ):
         assert main([f"--backbone={backbone}", "--prompt=fig", *given]) == 2
         assert message in capsys.readouterr().err
