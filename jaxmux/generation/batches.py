@@ -10,9 +10,6 @@ from .requests import Prompt
 
 # Most tokens of the prompts of a batch, with padding. They pass the layers at once.
 _MOST_PROMPT_TOKENS = 2**16
-# With a single row, XLA takes products apart into multiplications and sums of their own, which
-# write the products to memory.
-_LEAST_ROWS = 2
 _LEAST_LENGTH = 16
 
 
@@ -40,7 +37,7 @@ def batches(prompts: Sequence[Prompt], slots: Sequence[int], max_batch: int) -> 
 
     Args:
       prompts: the tokens of each request.
-      slots: the slot of each request's adapter.
+      slots: the slot of each request's adapter; there are at least two slots.
       max_batch: most sequences of a batch.
     """
     longest = power_of_two(max(_LEAST_LENGTH, *(len(prompt.tokens) for prompt in prompts)))
@@ -60,11 +57,16 @@ def most_places(prompts: Sequence[Prompt]) -> int:
 
 def _batch(own: Sequence[int], prompts: Sequence[Prompt], slots: Sequence[int]) -> Batch:
     counts = Counter(slots[i] for i in own)
+    if len(own) == 1:
+        # With a single row, XLA takes products with the weights apart into multiplications and sums
+        # of their own, which write the products to memory. An empty row has another slot, because
+        # the low-rank products of two rows of one slot are more programs on a GPU.
+        counts[_another(slots[own[0]])] = 0
     chunk = _rows_of_chunk(list(counts.values()))
     rows: list[int | None] = []
     owners: list[int] = []
     for slot, count in counts.items():
-        chunks = -(-count // chunk)
+        chunks = max(1, -(-count // chunk))
         rows += [i for i in own if slots[i] == slot]
         rows += [None] * (chunks * chunk - count)
         owners += [slot] * chunks
@@ -72,6 +74,11 @@ def _batch(own: Sequence[int], prompts: Sequence[Prompt], slots: Sequence[int]) 
     row_len = power_of_two(max(_LEAST_LENGTH, *(len(prompt.tokens) for prompt in members)))
     places = max(row_len, most_places(members))
     return Batch(tuple(rows), tuple(owners), row_len, places)
+
+
+def _another(slot: int) -> int:
+    """A different slot; there are at least two."""
+    return slot - 1 if slot else 1
 
 
 def _rows_of_chunk(counts: Sequence[int]) -> int:
@@ -82,8 +89,6 @@ def _rows_of_chunk(counts: Sequence[int]) -> int:
         chunks = sum(-(-count // rows) for count in counts)
         return chunks * (rows + 1)
 
-    if sum(counts) == 1:
-        return _LEAST_ROWS
     return min(range(1, max(counts) + 1), key=cost)
 
 

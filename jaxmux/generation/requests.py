@@ -72,7 +72,8 @@ def read_prompt(
 def distinct_adapters(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
     """A request for each different adapter, and the index of its own among them for every request.
 
-    Adapters are different if they are different objects.
+    Adapters are different if they are different objects. There are at least two, of which the
+    second one may be the bare backbone: `batches` needs two slots.
     """
     found: dict[int, int] = {}
     firsts: list[Request] = []
@@ -83,4 +84,6 @@ def distinct_adapters(requests: Sequence[Request]) -> tuple[list[Request], list[
             found[key] = len(firsts)
             firsts.append(request)
         slots.append(found[key])
+    if len(firsts) == 1:
+        firsts.append(Request(""))
     return firsts, slots

@@ -40,9 +40,9 @@ class TextStream:
         """
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-_CONTEXT:])
-        # The text before `_read` is out. Decoding begins at `_start`, so that it is not repeated
-        # for all of a long text.
-        self._start, self._read = 0, len(self._tokens)
+        # The text before `_read` is out, and `_shown` characters behind it. Decoding begins at
+        # `_start`, so that it is not repeated for all of a long text.
+        self._start, self._read, self._shown = 0, len(self._tokens), 0
 
     def add(self, tokens: Sequence[int], is_last: bool) -> str:
         """The text that new tokens complete.
@@ -53,10 +53,14 @@ class TextStream:
         """
         self._tokens += tokens
         known, text = self._decoded(self._read), self._decoded(len(self._tokens))
-        if text.endswith(_INCOMPLETE) and not is_last:
-            return ""
-        self._start, self._read = self._read, len(self._tokens)
-        return text[len(known) :]
+        new = text[len(known) :]
+        whole = new if is_last else new.rstrip(_INCOMPLETE)
+        piece = whole[self._shown :]
+        if whole == new:
+            self._start, self._read, self._shown = self._read, len(self._tokens), 0
+        else:
+            self._shown = len(whole)
+        return piece
 
     def _decoded(self, end: int) -> str:
         # Without cleaning up spaces, which would change text that is out already.
