@@ -43,10 +43,11 @@ from jaxmux.models import (
     BackboneError,
     ForwardOptions,
     SlotTable,
+    hidden_states,
     load_backbone,
+    logits_of,
 )
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.models.forward import hidden_states, logits_of
 from jaxmux.package_files import resolve_path
 
 ROOT = Path(__file__).resolve().parent.parent

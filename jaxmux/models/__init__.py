@@ -20,14 +20,8 @@ from .checkpoint_reader import CheckpointReader, checkpoint_tensors
 from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
 from .errors import BackboneError
 from .fingerprint import backbone_fingerprint
-from .forward import (
-    ForwardOptions,
-    SlotTable,
-    head_kernel,
-    hidden_states,
-    logits_of,
-    microbatch_losses,
-)
+from .forward import ForwardOptions, SlotTable, hidden_states
+from .head import head_kernel, logits_of, microbatch_losses
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
