@@ -168,9 +168,10 @@ class Generator:
     def _options(self, batch: Batch, adapters: ServedAdapters) -> ForwardOptions:
         return ForwardOptions(
             pick_implementation(self._config, self._dtype, batch.row_len),
-            # A step is bound by the reading of weights, for which the other implementations, made
-            # for many tokens, are not made.
+            # The other implementations are made for many tokens. XLA fuses its own operations, and
+            # starts them together.
             grouped_lora="xla",
+            norm="xla",
             remat="none",
             max_sequences=1,
             adapter_ops=ops_of(adapters.outside),

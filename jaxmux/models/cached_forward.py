@@ -69,6 +69,7 @@ def cached_hidden_states(
         options.grouped_lora,
         options.sharding,
         options.adapter_ops,
+        options.norm,
     )
     layers = weights["layers"]
     if isinstance(layers, dict):

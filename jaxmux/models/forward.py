@@ -74,6 +74,7 @@ class ForwardOptions(NamedTuple):
         faster.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
       adapter_ops: the adapter kinds in use other than low-rank ones, and what they compute.
+      norm: implementation of the norms of the residual stream, see `residual_norm`; None picks.
       in_order: whether chunk i of every microbatch belongs to slot i (see `Routing.order`).
     """
 
@@ -85,6 +86,7 @@ class ForwardOptions(NamedTuple):
     max_sequences: int = 64
     sharding: WeightSharding = UNDIVIDED
     adapter_ops: AdapterOps = ()
+    norm: str | None = None
     in_order: bool = False
 
 
@@ -208,7 +210,7 @@ def run_layers(
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(
-        attention, options.grouped_lora, options.sharding, options.adapter_ops
+        attention, options.grouped_lora, options.sharding, options.adapter_ops, options.norm
     )
 
     def stepper(policy: str):
@@ -260,7 +262,7 @@ def finish(
       The hidden states; the accumulators; and `finite` with False also for chunks whose hidden
       states are not finite.
     """
-    x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
+    x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps, options.norm)
     own, accumulators = layer_adapters(
         options.adapter_ops,
         adapters,

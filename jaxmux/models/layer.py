@@ -27,12 +27,14 @@ class LayerOptions(NamedTuple):
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       sharding: how the weights are divided among devices.
       adapter_ops: the adapter kinds in use, other than low-rank ones.
+      norm: implementation of the norms; None picks the fastest for many tokens.
     """
 
     attention: AttentionOptions
     grouped_lora: str | None
     sharding: WeightSharding = UNDIVIDED
     adapter_ops: AdapterOps = ()
+    norm: str | None = None
 
 
 class Stream(NamedTuple):
@@ -148,7 +150,7 @@ def decoder_layer(
             if last and last.stream == i:
                 join(last)
                 last = None
-            xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps)
+            xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps, options.norm)
             h = others[i].apply("norm_output", norm, xs[i], h, eps=eps)
             h = enter(checkpoint_name(h, NORMED), sharding)
             if last:
