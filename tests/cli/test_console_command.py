@@ -63,7 +63,7 @@ def test_the_version_is_that_of_the_package(capsys):
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["serve"], "unknown command 'serve'; choose from train, plan, profile, generate, export"),
         (["--gin_file=x.gin"], "required: COMMAND"),
-        (["generate", "--adapter=x"], "required: --backbone, --prompt"),
+        (["generate", "--adapter=x"], "--backbone is required, or --run_dir"),
         (
             ["export", "--run_dir=x", "--out=y", "--rond=3"],
             "unknown argument --rond=3; did you mean --round?",
