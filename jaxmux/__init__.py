@@ -30,10 +30,10 @@ from . import optimizers  # noqa: E402
 
 # By module, the public names that it defines.
 _NAMES = {
-    "completion": ("Request", "complete"),
     "data": ("DataError", "Source", "load_tokenizer"),
     "distributions": ("Integers", "LogUniform", "Uniform"),
     "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
+    "generation": ("Generator", "Request", "Sampling", "complete"),
     "live": ("Event", "LiveTraining", "Meter", "TaskStatus"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
     "optimizers": optimizers.__all__,

@@ -16,6 +16,7 @@ from benchmark_data import data_table
 from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
 from cluster_records import replay_table
 from frozen_weight_records import frozen_weights_table, quality_table
+from generate_records import generate_table
 from kinds_records import kinds_table
 from live_records import live_table
 from planner_tables import PLANNER_BLOCKS
@@ -39,6 +40,7 @@ FILES = {
     "frozen_weights": "frozen_weights_h200.json",
     "format_quality": "format_quality.json",
     "data": "data_memory.json",
+    "generate": "generate_h200.json",
 }
 # The comparison of predictions and measurements, which is not a list of records.
 CHECK = "profile_check_h200.json"
@@ -342,6 +344,7 @@ BLOCKS = {
     "frozen_weights": frozen_weights_table,
     "format_quality": quality_table,
     "data": data_table,
+    "generate": generate_table,
 }
 
 

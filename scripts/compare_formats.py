@@ -34,8 +34,8 @@ import numpy as np
 from benchmark_records import Record, make_figure, replace_records
 from matplotlib.figure import Figure
 
-from jaxmux.completion import prompts_in_rows
 from jaxmux.data import load_tokenizer
+from jaxmux.generation.programs import prompts_in_rows
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import (
     BACKBONE_FORMATS,
@@ -43,10 +43,11 @@ from jaxmux.models import (
     BackboneError,
     ForwardOptions,
     SlotTable,
+    hidden_states,
     load_backbone,
+    logits_of,
 )
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.models.forward import hidden_states, logits_of
 from jaxmux.package_files import resolve_path
 
 ROOT = Path(__file__).resolve().parent.parent

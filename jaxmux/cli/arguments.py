@@ -1,7 +1,6 @@
 """The options of every command. This module does not import JAX, so that `--help` is fast."""
 
 import argparse
-import math
 import re
 import shutil
 import textwrap
@@ -12,6 +11,8 @@ from typing import NoReturn
 from jaxmux.similar_names import did_you_mean
 
 from . import help_texts
+from .generate_options import add_generate_options, check_generate_options
+from .option_types import count, in_range, not_negative, not_negative_integer, seed
 
 # `BACKBONE_FORMATS` of jaxmux.models, which help texts do not wait for.
 _FORMATS = ("float8", "int8", "nf4")
@@ -49,10 +50,8 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="HOST:PORT",
         help="without such a job: address of process 0, with --processes and --process",
     )
-    several.add_argument("--processes", type=_count, metavar="N", help="number of processes")
-    several.add_argument(
-        "--process", type=_seed, metavar="I", help="number of this process, from 0"
-    )
+    several.add_argument("--processes", type=count, metavar="N", help="number of processes")
+    several.add_argument("--process", type=seed, metavar="I", help="number of this process, from 0")
     options = _parse_with_bindings(parser, arguments)
     _check_processes(parser, options)
     if options.watch == "":
@@ -112,7 +111,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--rounds",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"rounds to plan; default: {DEFAULT_ROUNDS}, or fewer for large global batches",
     )
@@ -149,7 +148,7 @@ def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
     parser.add_argument(
         "--samples",
-        type=_not_negative_integer,
+        type=not_negative_integer,
         default=3,
         metavar="N",
         help="samples to show of each source; default: 3",
@@ -179,7 +178,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seconds",
-        type=_not_negative,
+        type=not_negative,
         default=0.5,
         help="duration of one measurement; default: 0.5",
     )
@@ -211,7 +210,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="CASE",
         help="TASKSxLENGTHxRANKxTOKENS[xROW_LENGTH], e.g. 3x2048x32x6144",
     )
-    check.add_argument("--layers", type=_count, metavar="N", help="default: all layers")
+    check.add_argument("--layers", type=count, metavar="N", help="default: all layers")
     options = _parse(parser, arguments)
     if not options.check and not options.out:
         parser.error("--out is required: the file for the profile")
@@ -221,30 +220,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that completes prompts."""
     parser = _parser(prog, help_texts.GENERATE)
-    parser.add_argument(
-        "--backbone",
-        required=True,
-        metavar="DIR",
-        help="checkpoint folder; jaxmux:demo/base is the bundled one",
-    )
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter folder; default: none")
-    parser.add_argument(
-        "--prompt",
-        required=True,
-        action="append",
-        metavar="TEXT",
-        help="passed as it is, without the chat template; may be repeated",
-    )
-    parser.add_argument(
-        "--max_new_tokens", type=_count, default=64, metavar="N", help="default: 64"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=_not_negative,
-        default=0.0,
-        help="0 always takes the most likely token; default: 0",
-    )
-    parser.add_argument("--seed", type=_seed, default=0, help="seed of the sampling; default: 0")
+    add_generate_options(parser)
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
     )
@@ -253,7 +229,9 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         choices=_FORMATS,
         help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
     )
-    return _parse(parser, arguments)
+    options = _parse(parser, arguments)
+    check_generate_options(parser, options)
+    return options
 
 
 def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
@@ -270,11 +248,11 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="held-out records; may be repeated; default: the held-out data of each task",
     )
     parser.add_argument(
-        "--limit", type=_count, metavar="N", help="take the first N samples only; default: all"
+        "--limit", type=count, metavar="N", help="take the first N samples only; default: all"
     )
     parser.add_argument(
         "--max_new_tokens",
-        type=_seed,
+        type=seed,
         metavar="N",
         help="most tokens of a completion, 0 to measure losses only; default: as many as the "
         "longest reference has",
@@ -286,7 +264,7 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--adapter", action="append", metavar="DIR", help="adapter folder; may be repeated"
     )
     other.add_argument(
-        "--max_length", type=_count, metavar="N", help="most tokens of a sample; default: 1024"
+        "--max_length", type=count, metavar="N", help="most tokens of a sample; default: 1024"
     )
     other.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto")
     other.add_argument(
@@ -319,7 +297,7 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
     parser.add_argument(
         "--round",
-        type=_count,
+        type=count,
         metavar="N",
         help="the checkpoint taken after this round (a round is one global batch of every task "
         "that still trains); default: the newest checkpoint",
@@ -348,33 +326,14 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
     "plan": ("show a plan for training a config on devices that need not exist", plan_options),
     "data": ("show what the tasks of a config train on, and check it", data_options),
     "profile": ("measure this machine's devices for the planner's cost models", profile_options),
-    "generate": ("complete prompts with a backbone and an adapter", generate_options),
+    "generate": ("complete prompts, or chat, with a backbone and adapters", generate_options),
     "eval": ("compare adapters with the bare backbone on held-out data", eval_options),
     "export": ("write adapters from the checkpoints of training", export_options),
 }
 
 
-def _in_range(kind: type, least: float, most: float, expected: str) -> Callable[[str], int | float]:
-    """A type of argparse: a number in [least, most]."""
-
-    def parse(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"should be {expected}, found {text!r}")
-        return value
-
-    return parse
-
-
-_count = _in_range(int, 1, 2**31, "an integer of at least 1")
-_not_negative_integer = _in_range(int, 0, 2**31, "an integer of at least 0")
-_seed = _in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
-_not_negative = _in_range(float, 0, 1e9, "a number of at least 0")
 # What JAX and the engine take beside training would be all of a smaller device.
-_device_gib = _in_range(float, 2, 1e6, "a size in GiB of at least 2")
+_device_gib = in_range(float, 2, 1e6, "a size in GiB of at least 2")
 
 
 def _parser(prog: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

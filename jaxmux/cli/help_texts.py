@@ -89,7 +89,11 @@ With --run_dir, tasks are evaluated on their own held-out data, unless --data
 names files. Their fields, masks and lengths are those of the tasks.
 """
 GENERATE = """\
-Completes prompts with a backbone and a Hugging Face PEFT adapter. A prompt is
-passed as it is, without the chat template: for an adapter that was trained on
-chats, write the prompt as the template renders it.
+Completes prompts with a backbone and with adapters, each of which completes
+every prompt: jaxmux's own folders, Hugging Face PEFT's, or all adapters of a
+run. All completions are computed together.
+
+A prompt is passed as it is; for an adapter that was trained on chats,
+--template renders it as the tokenizer's chat template does. --chat begins a
+conversation with every adapter.
 """

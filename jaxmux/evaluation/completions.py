@@ -5,14 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.completion import Request, complete
 from jaxmux.data import Sample
+from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 
 from .cases import Case
-
-# Prompts that are completed at the same time.
-_AT_ONCE = 16
 
 
 class Matches(NamedTuple):
@@ -64,10 +61,11 @@ def matches_of(
     requests, wanted = [], []
     for number, (case, own) in enumerate(zip(cases, parts, strict=True)):
         for which, adapter in enumerate(((case.spec, case.adapter), (None, None))):
-            requests += [(part.prompt, *adapter) for part in own]
+            requests += [Request(part.prompt, *adapter) for part in own]
             wanted += [(number, which, _text(part.completion, tokenizer, specials)) for part in own]
     counts = np.zeros((len(cases), 2), int)
-    found = _completed(backbone, tokenizer, specials, requests, max_new_tokens)
+    generator = Generator(backbone, tokenizer)
+    found = generator.complete(requests, max_new_tokens=max_new_tokens, stops=sorted(specials))
     for (number, which, reference), text in zip(wanted, found, strict=True):
         counts[number, which] += text.strip() == reference.strip()
     return [Matches(len(own), *map(int, row)) for own, row in zip(parts, counts, strict=True)]
@@ -94,42 +92,3 @@ def _special_ids(tokenizer: Any) -> set[int]:
     """The special tokens, also those that only chat templates use, such as the end of a turn."""
     added = tokenizer.added_tokens_decoder.items()
     return {token for token, own in added if own.special} | set(tokenizer.all_special_ids)
-
-
-class _TokensAsPrompts:
-    """A tokenizer whose prompts are tokens already, so that they are those of training."""
-
-    def __init__(self, tokenizer: Any, specials: set[int]):
-        self.eos_token_id = tokenizer.eos_token_id
-        self._tokenizer, self._specials = tokenizer, specials
-
-    def __call__(self, prompt: list[int], **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": prompt}
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return _text(ids, self._tokenizer, self._specials)
-
-
-def _completed(
-    backbone: Backbone,
-    tokenizer: Any,
-    specials: set[int],
-    requests: Sequence[tuple[list[int], Any, Any]],
-    max_new_tokens: int,
-) -> list[str]:
-    """The completions of prompts; those of similar lengths are completed together."""
-    texts = [""] * len(requests)
-    order = sorted(range(len(requests)), key=lambda n: len(requests[n][0]))
-    for start in range(0, len(order), _AT_ONCE):
-        own = order[start : start + _AT_ONCE]
-        # As many each time, so that fewer programs are compiled.
-        padded = own + own[:1] * (min(_AT_ONCE, len(order)) - len(own))
-        found = complete(
-            backbone,
-            _TokensAsPrompts(tokenizer, specials),
-            [Request(*requests[n]) for n in padded],
-            max_new_tokens=max_new_tokens,
-        )
-        for n, text in zip(own, found, strict=False):
-            texts[n] = text
-    return texts

@@ -6,6 +6,7 @@ from .adapted_linears import Adapters
 from .adapter_ops import AdapterOp, matmul_of_chunks
 from .architectures import BACKBONE_FORMATS, MODULES, BackboneConfig, has_bias, linear_sizes
 from .attention import pick_implementation
+from .attention_cache import cache_bytes, empty_cache
 from .backbone import (
     Backbone,
     backbone_dtype,
@@ -13,19 +14,14 @@ from .backbone import (
     load_backbone,
     save_backbone,
 )
+from .cached_forward import cached_hidden_states
 from .calibration import FIRST_READERS, Calibration, calibration_of
 from .checkpoint_reader import CheckpointReader, checkpoint_tensors
 from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
 from .errors import BackboneError
 from .fingerprint import backbone_fingerprint
-from .forward import (
-    ForwardOptions,
-    SlotTable,
-    head_kernel,
-    hidden_states,
-    logits_of,
-    microbatch_losses,
-)
+from .forward import ForwardOptions, SlotTable, hidden_states
+from .head import head_kernel, logits_of, microbatch_losses
 from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
@@ -51,7 +47,9 @@ __all__ = [
     "backbone_dtype",
     "backbone_fingerprint",
     "block_bytes",
+    "cache_bytes",
     "cached_checkpoint",
+    "cached_hidden_states",
     "calibration_of",
     "check_backbone",
     "checkpoint_tensors",
@@ -59,6 +57,7 @@ __all__ = [
     "compute_dtype",
     "device_memory",
     "device_peak",
+    "empty_cache",
     "free_memory",
     "has_bias",
     "head_kernel",

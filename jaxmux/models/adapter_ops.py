@@ -367,7 +367,7 @@ def _rows_forward(rows, index, count, dtype):
 
 
 def _rows_backward(count, dtype, index, dy):
-    return _product("clr,cld->crd", jax.nn.one_hot(index, count, dtype=dtype), dy), None
+    return float32_sums("clr,cld->crd", jax.nn.one_hot(index, count, dtype=dtype), dy), None
 
 
 rows_of_chunks.defvjp(_rows_forward, _rows_backward)
@@ -385,7 +385,7 @@ def matmul_of_chunks(
       w: float32.
       dtype: dtype of the result; None for that of `x`.
     """
-    return _product("clk,ckn->cln", x, w.astype(x.dtype)).astype(dtype or x.dtype)
+    return float32_sums("clk,ckn->cln", x, w.astype(x.dtype)).astype(dtype or x.dtype)
 
 
 def _forward(x, w, dtype):
@@ -395,14 +395,15 @@ def _forward(x, w, dtype):
 def _backward(dtype, residuals, dy):
     x, w = residuals
     dy = dy.astype(x.dtype)
-    dx = _product("cln,ckn->clk", dy, w.astype(x.dtype)).astype(x.dtype)
-    return dx, _product("clk,cln->ckn", x, dy)
+    dx = float32_sums("cln,ckn->clk", dy, w.astype(x.dtype)).astype(x.dtype)
+    return dx, float32_sums("clk,cln->ckn", x, dy)
 
 
 matmul_of_chunks.defvjp(_forward, _backward)
 
 
-def _product(spec: str, left: Array, right: Array) -> Array:
+def float32_sums(spec: str, left: Array, right: Array) -> Array:
+    """An einsum whose sums and result are float32."""
     if jax.default_backend() == "cpu":
         # XLA has no batched products of half precision with float32 sums there.
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)

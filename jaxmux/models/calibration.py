@@ -21,7 +21,8 @@ from jaxmux.data.samples import Sample
 
 from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp
 from .architectures import MODULES, BackboneConfig, linear_sizes
-from .forward import ForwardOptions, SlotTable, finish, microbatch_losses, run_layers
+from .forward import ForwardOptions, SlotTable, finish, run_layers
+from .head import microbatch_losses
 from .host import on_host
 from .modules import abstract_weights
 from .tensor_names import tensor_names, weights_of_tensors

@@ -14,8 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.pallas_kernels.collectives import sums_run_beside_kernels
 from jaxmux.pallas_kernels.counter_dropout import Dropout
-from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
-from jaxmux.pallas_kernels.grouped_lora import Routing
+from jaxmux.pallas_kernels.grouped_lora import IN_ORDER, Routing
 from jaxmux.pallas_kernels.residual_norm import residual_norm
 
 from .adapted_linears import Dispatch
@@ -30,13 +29,11 @@ from .adapter_ops import (
 )
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
-from .head_adapters import changed_logits, enter_head
 from .layer import LayerOptions, Stream, decoder_layer
-from .loss import chunk_losses
 from .modules import Weights
 from .remat_policies import per_layer, rematerialised
 from .rope import rotary_angles
-from .weight_sharding import TP, UNDIVIDED, WeightSharding, embedded, enter, gathered
+from .weight_sharding import UNDIVIDED, WeightSharding, embedded
 
 
 class SlotTable(NamedTuple):
@@ -78,6 +75,8 @@ class ForwardOptions(NamedTuple):
         faster.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
       adapter_ops: the adapter kinds in use other than low-rank ones, and what they compute.
+      norm: implementation of the norms of the residual stream, see `residual_norm`; None picks.
+      in_order: whether chunk i of every microbatch belongs to slot i (see `Routing.order`).
     """
 
     attention: str
@@ -88,6 +87,8 @@ class ForwardOptions(NamedTuple):
     max_sequences: int = 64
     sharding: WeightSharding = UNDIVIDED
     adapter_ops: AdapterOps = ()
+    norm: str | None = None
+    in_order: bool = False
 
 
 def hidden_states(
@@ -206,11 +207,11 @@ def run_layers(
     # The last rows take the first turn: the backward pass takes turns in the opposite order, and
     # gradients are to be added up in the order of the rows, wherever a task's rows lie.
     parts = _parts(microbatch, options.sharding)
-    streams = [_stream(config, part, slots, options, first_layer) for part in reversed(parts)]
+    streams = [stream_of(config, part, slots, options, first_layer) for part in reversed(parts)]
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
     attention = AttentionOptions(options.attention, block, config.sliding_window)
     layer_options = LayerOptions(
-        attention, options.grouped_lora, options.sharding, options.adapter_ops
+        attention, options.grouped_lora, options.sharding, options.adapter_ops, options.norm
     )
 
     # XLA gathers weights early, to hide it behind kernels. It does not know how long those of
@@ -270,7 +271,7 @@ def finish(
       The hidden states; the accumulators; and `finite` with False also for chunks whose hidden
       states are not finite.
     """
-    x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps)
+    x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps, options.norm)
     own, accumulators = layer_adapters(
         options.adapter_ops,
         adapters,
@@ -281,62 +282,6 @@ def finish(
     )
     h = own.apply("norm_output", FINAL_NORM, x, h, eps=config.rms_norm_eps)
     return h, accumulators, finite & jnp.isfinite(h).reshape(len(finite), -1).all(axis=1)
-
-
-def microbatch_losses(
-    weights: Weights,
-    hidden: Float[Array, "N d"],
-    finite: Bool[Array, " chunks"],
-    microbatch: Microbatch,
-    sharding: WeightSharding = UNDIVIDED,
-    at_head: LayerAdapters | None = None,
-) -> Float[Array, " chunks"]:
-    """The loss of every chunk, from the results of `hidden_states` or `finish`.
-
-    Args:
-      weights: `Backbone.weights`; only the head is read.
-      hidden: the hidden states after the final norm.
-      finite: False for chunks in which a value was not finite.
-      microbatch: the targets and their weights.
-      sharding: how weights are divided among devices.
-      at_head: the adapters of the head; None if there are none.
-
-    Returns:
-      The results of `chunk_losses`, and NaN for chunks that are not finite.
-    """
-    divided, ops, own = sharding.split_vocabulary, (), None
-    if at_head:
-        ops, own = at_head.ops, at_head.own
-        own = enter_head(own, sharding) if divided else own
-    losses = chunk_losses(
-        enter(hidden, sharding) if divided else hidden,
-        head_kernel(weights, sharding),
-        microbatch.targets.reshape(-1),
-        microbatch.loss_weight.reshape(-1),
-        microbatch.chunk_slot,
-        TP if divided else None,
-        ops,
-        own,
-    )
-    return jnp.where(finite, losses, jnp.nan)
-
-
-def logits_of(
-    weights: Weights, hidden: Float[Array, "N d"], at_head: LayerAdapters | None = None
-) -> Float[Array, "N vocab"]:
-    """The logits of hidden states, float32, on one device.
-
-    Args:
-      weights: `Backbone.weights`; only the head is read.
-      hidden: the hidden states after the final norm. The N tokens are divided into chunks of equal
-        length.
-      at_head: the adapters of the head for these chunks; None if there are none.
-    """
-    logits = head_kernel(weights).matmul(hidden, jnp.float32)
-    if at_head is None:
-        return logits
-    by_chunk = (x.reshape(at_head.chunks, -1, x.shape[-1]) for x in (hidden, logits))
-    return changed_logits(at_head.ops, at_head.own, *by_chunk, 0).reshape(logits.shape)
 
 
 def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
@@ -354,22 +299,6 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
             carry, finite = jax.lax.scan(step, carry, jnp.asarray(layers))
             everything &= finite.all(axis=0)
     return carry, everything
-
-
-def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> FrozenWeight:
-    """The weight of the language-model head, for `chunk_losses` or to compute logits.
-
-    Args:
-      weights: weights of the backbone (`Backbone.weights`).
-      sharding: how weights are divided among devices.
-
-    Returns:
-      The weight [d, vocab] (model width, size of the vocabulary, or of the part of it that this
-      device has). If the head is tied to the embedding, it is the embedding's transpose.
-    """
-    if "lm_head" in weights:
-        return gathered(weights["lm_head"]["kernel"], 0, sharding)
-    return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)
 
 
 def _begin_of(xs: Sequence[Float[Array, "n d"]]) -> list[Float[Array, "1 1"]]:
@@ -403,12 +332,18 @@ def dropout_of(
     return Dropout(slots.dropout_rate, slots.dropout_key, ids, positions, first_layer)
 
 
-def _stream(
-    config, microbatch: Microbatch, slots: SlotTable, options: ForwardOptions, first_layer
+def stream_of(
+    config: BackboneConfig,
+    microbatch: Microbatch,
+    slots: SlotTable,
+    options: ForwardOptions,
+    first_layer: Int[Array, ""] | int = 0,
 ) -> Stream:
+    """The properties of a microbatch's tokens; arguments as for `run_layers`."""
     dropout = dropout_of(microbatch, slots, options, first_layer)
+    order = IN_ORDER if options.in_order else None
     return Stream(
         *rotary_angles(config, microbatch.positions),
         segments=find_segments(microbatch.segment_ids, options.max_sequences),
-        dispatch=Dispatch(Routing(microbatch.chunk_slot, slots.scale), dropout),
+        dispatch=Dispatch(Routing(microbatch.chunk_slot, slots.scale, order), dropout),
     )

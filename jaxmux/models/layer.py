@@ -12,6 +12,7 @@ from .adapted_linears import Adapters, Dispatch, adapted_linears, adapted_mlp, j
 from .adapter_ops import LOW_RANK_KIND, AdapterOps, AllAdapters, LayerAdapters, layer_adapters
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, Segments, attend
+from .attention_cache import CachedTokens, KeysValues, attend_cached
 from .modules import Weights
 from .remat_policies import BLOCK_OUTPUT, HEADS, MIDDLE, NORMED, checkpoint_name
 from .rope import rotate
@@ -26,12 +27,14 @@ class LayerOptions(NamedTuple):
       grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
       sharding: how the weights are divided among devices.
       adapter_ops: the adapter kinds in use, other than low-rank ones.
+      norm: implementation of the norms; None picks the fastest for many tokens.
     """
 
     attention: AttentionOptions
     grouped_lora: str | None
     sharding: WeightSharding = UNDIVIDED
     adapter_ops: AdapterOps = ()
+    norm: str | None = None
 
 
 class Stream(NamedTuple):
@@ -42,12 +45,20 @@ class Stream(NamedTuple):
       sin: float32, sines of the rotary angles.
       segments: the sequences of every row.
       dispatch: owners and dropout of the tokens.
+      cached: the layer's cache of earlier tokens; None if the microbatch holds whole sequences and
+        keeps nothing.
     """
 
     cos: Float[Array, "rows row_len half"]
     sin: Float[Array, "rows row_len half"]
     segments: Segments
     dispatch: Dispatch
+    cached: CachedTokens | None = None
+
+
+# What attention tells beside its outputs: for every token whether its inputs were finite, or with a
+# cache, the cache with the new tokens.
+Attended = Bool[Array, "rows row_len"] | KeysValues
 
 
 class _Turn(NamedTuple):
@@ -74,7 +85,7 @@ def decoder_layer(
     accumulators: AllAdapters | None,
     layer: Int[Array, ""] | int,
     behind: Any = None,
-) -> tuple[tuple[Float[Array, "n d"], ...], AllAdapters | None, list[Bool[Array, "rows row_len"]]]:
+) -> tuple[tuple[Float[Array, "n d"], ...], AllAdapters | None, list[Attended]]:
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
 
     Tokens may come in two streams, which do not depend on each other. They take turns, first with
@@ -96,11 +107,11 @@ def decoder_layer(
 
     Returns:
       The residual streams; the accumulators; and of each stream, for every token, whether its
-      attention inputs were finite (see `attention.attend`).
+      attention inputs were finite (see `attention.attend`), or its cache with the new tokens.
     """
     eps, sharding = config.rms_norm_eps, options.sharding
     weights = layer_weights(weights, layer, sharding, behind)
-    xs, finite, others = list(xs), [], []
+    xs, attended, others = list(xs), [], []
     for stream in streams:
         slots = stream.dispatch.routing.chunk_slot
         own, accumulators = layer_adapters(
@@ -112,8 +123,8 @@ def decoder_layer(
 
     def attention(i, h, residual, sums):
         given = weights["self_attn"], factors, sums, streams[i], layer, others[i]
-        y, sums, of_tokens = _attention(config, options, *given, h, residual)
-        finite.append(of_tokens)
+        y, sums, beside = _attention(config, options, *given, h, residual)
+        attended.append(beside)
         return y, sums
 
     def mlp(i, h, residual, sums):
@@ -141,7 +152,7 @@ def decoder_layer(
             if last and last.stream == i:
                 join(last)
                 last = None
-            xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps)
+            xs[i], h = residual_norm(xs[i], weights[norm]["weight"][layer], eps, options.norm)
             h = others[i].apply("norm_output", norm, xs[i], h, eps=eps)
             h = enter(checkpoint_name(h, NORMED), sharding)
             if last:
@@ -155,7 +166,7 @@ def decoder_layer(
     join(last)
     if accumulators is not None:
         accumulators = {**accumulators, LOW_RANK_KIND: sums}
-    return tuple(xs), accumulators, finite
+    return tuple(xs), accumulators, attended
 
 
 def _attention(
@@ -169,7 +180,7 @@ def _attention(
     others: LayerAdapters,
     h: Float[Array, "n d"],
     residual: Float[Array, "n d"] | None,
-) -> tuple[Float[Array, "n d"], Adapters | None, Bool[Array, "rows row_len"]]:
+) -> tuple[Float[Array, "n d"], Adapters | None, Attended]:
     """Attention with the linears before and after it.
 
     Args:
@@ -183,8 +194,7 @@ def _attention(
       residual: the residual stream, to which the output is added; None adds nothing.
 
     Returns:
-      The output for `joined`; the accumulators; and for every token whether the inputs of attention
-      were finite.
+      The output for `joined`; the accumulators; and what attention tells beside its outputs.
     """
     sharding = options.sharding
 
@@ -220,7 +230,11 @@ def _attention(
         )
     k, v = (own_key_heads(y, q.shape[2], sharding) for y in (k, v))
     q, k = (rotate(y, stream.cos, stream.sin) for y in (q, k))
-    out, finite = attend(q, k, v, stream.segments, options.attention)
+    if stream.cached is None:
+        out, beside = attend(q, k, v, stream.segments, options.attention)
+    else:
+        given = stream.cached, stream.segments, options.attention
+        out, beside = attend_cached(q, k, v, *given)
     out = out.reshape(h.shape[0], -1)
     (y,), accumulators = linears(out, accumulators, "o_proj", residual=residual)
-    return y, accumulators, finite
+    return y, accumulators, beside

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from jaxmux.completion import Request, complete
+from jaxmux.generation import Request, complete
 from jaxmux.models import Backbone, backbone_dtype
 from jaxmux.peft import is_adapter_folder
 from jaxmux.sweeps import Sweep, expanded, sweeps_of

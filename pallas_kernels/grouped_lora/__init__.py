@@ -2,11 +2,12 @@
 belong to different tasks t.
 """
 
-from .api import IMPLEMENTATIONS, Factors, Projection, Routing, grouped_lora_linear
+from .api import IMPLEMENTATIONS, IN_ORDER, Factors, Projection, Routing, grouped_lora_linear
 from .base import GATE, LOW_RANK, UP
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "IN_ORDER",
     "GATE",
     "LOW_RANK",
     "UP",

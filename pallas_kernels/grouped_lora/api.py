@@ -9,6 +9,9 @@ from ..frozen_weight import FrozenWeight
 from ..implementations import Implementations, choose
 from . import base, mosaic_gpu, triton
 
+# A tree without arrays: it is part of the program and not of its data.
+IN_ORDER: tuple[()] = ()
+
 
 class Routing(NamedTuple):
     """Which task's adapter applies to which tokens of a microbatch.
@@ -20,10 +23,13 @@ class Routing(NamedTuple):
       chunk_slot: int32 [chunks], the slot that owns each chunk; -1 for an empty chunk.
       scale: float32 [T], factor of each slot's low-rank product (alpha / r; rsLoRA: alpha /
         sqrt(r)), without the factor 1 / (1 - rate) of dropout.
+      order: `IN_ORDER` promises that chunk i belongs to slot i, for all slots. Nothing has to be
+        gathered then, which counts where chunks have few tokens.
     """
 
     chunk_slot: Int[Array, " chunks"]
     scale: Float[Array, " T"]
+    order: tuple[()] | None = None
 
 
 class Factors(NamedTuple):

@@ -82,7 +82,7 @@ def with_residual(forward: Callable, backward: Callable) -> Callable:
 
 
 def _forward(modules, x, projections, accumulators, routing, dropout, layer):
-    scale = _gather(routing.scale, routing.chunk_slot)[:, None, None]
+    scale = _gather(routing.scale, routing)[:, None, None]
     outputs, intermediates = [], []
     for module, p in zip(modules, projections, strict=True):
         dropped = _drop(x, routing, dropout, layer, module)
@@ -98,7 +98,7 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer):
 
 def _backward(modules, residuals, cotangents):
     x, projections, routing, dropout, layer, intermediates = residuals
-    scale = _gather(routing.scale, routing.chunk_slot)[:, None, None]
+    scale = _gather(routing.scale, routing)[:, None, None]
 
     def add(accumulator, per_chunk):
         summed = add_to_slots(accumulator[layer], per_chunk, routing.chunk_slot)
@@ -128,12 +128,12 @@ def _backward(modules, residuals, cotangents):
 grouped_lora_linear_xla = with_residual(_forward, _backward)
 
 
-def _gather(
-    per_slot: Float[Array, " T *value"], chunk_slot: Int[Array, " chunks"]
-) -> Float[Array, " chunks *value"]:
+def _gather(per_slot: Float[Array, " T *value"], routing) -> Float[Array, " chunks *value"]:
     """The value of each chunk's owner; zeros for empty chunks, so that no live slot's values reach
     padding."""
-    owner = jnp.where(chunk_slot < 0, per_slot.shape[0], chunk_slot)
+    if routing.order is not None:
+        return per_slot
+    owner = jnp.where(routing.chunk_slot < 0, per_slot.shape[0], routing.chunk_slot)
     return per_slot.at[owner].get(mode="fill", fill_value=0)
 
 
@@ -141,14 +141,14 @@ def _factors(
     projection, routing, layer, dtype
 ) -> tuple[Float[Array, "chunks k r"], Float[Array, "chunks r n"]]:
     """The factors of each chunk's owner, in the compute dtype."""
-    a, b = (
-        _gather(factor[layer].astype(dtype), routing.chunk_slot) for factor in projection.factors
-    )
+    a, b = (_gather(factor[layer].astype(dtype), routing) for factor in projection.factors)
     return a, b
 
 
 def clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
     """`x` with zeros on empty chunks."""
+    if routing.order is not None:
+        return x
     owned = (routing.chunk_slot >= 0)[:, None, None]
     return jnp.where(owned, _chunked(x, routing), 0).reshape(x.shape)
 

@@ -63,14 +63,14 @@ def test_the_version_is_that_of_the_package(capsys):
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["serve"], "unknown command 'serve'; choose from train, plan, data, profile"),
         (["--gin_file=x.gin"], "required: COMMAND"),
-        (["generate", "--adapter=x"], "required: --backbone, --prompt"),
+        (["generate", "--adapter=x"], "--backbone is required, or --run_dir"),
         (
             ["export", "--run_dir=x", "--out=y", "--rond=3"],
             "unknown argument --rond=3; did you mean --round?",
         ),
         (
-            ["generate", "--backbone=x", "--prompt=y", "--what"],
-            "unknown argument --what; --help lists the options",
+            ["generate", "--backbone=x", "--prompt=y", "--zzz=1"],
+            "unknown argument --zzz=1; --help lists the options",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_the_help_of_a_command_shows_how_it_was_called(command, capsys, monkeypa
 def test_the_help_of_generate_says_that_prompts_are_passed_as_they_are(capsys):
     assert exit_code("generate", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "without the chat template: for an adapter that was trained on chats" in shown
+    assert "A prompt is passed as it is; for an adapter that was trained on chats" in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS)

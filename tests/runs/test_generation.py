@@ -1,15 +1,25 @@
 """Completions of prompts with and without adapters."""
 
 import copy
+import dataclasses
+import io
+import json
 from functools import partial
 
 import numpy as np
 import pytest
 
-from jaxmux import LoRA, export_adapter, load_backbone
+from jaxmux import LoRA, export_adapter, import_adapter, load_backbone
 from jaxmux.cli.main import run_command
-from jaxmux.completion import Request, complete
 from jaxmux.data import load_tokenizer
+from jaxmux.generation import (
+    Conversation,
+    Generator,
+    Request,
+    Sampling,
+    complete,
+    end_of_turn,
+)
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 main = partial(run_command, "generate", prog="jaxmux generate")
@@ -31,7 +41,11 @@ def tokenizer(backbone):
 @pytest.fixture(scope="module")
 def adapters(model):
     """Two specifications with random factors that change the completions."""
-    specs = LoRA(rank=4, alpha=8.0), LoRA(rank=2, alpha=2.0, target_modules=("v_proj", "up_proj"))
+    own = ("q_proj", "o_proj", "down_proj")
+    specs = (
+        LoRA(rank=4, alpha=8.0, target_modules=own),
+        LoRA(rank=2, alpha=2.0, target_modules=("v_proj", "up_proj")),
+    )
     return [(spec, random_adapter(spec, model.config, seed)) for seed, spec in enumerate(specs)]
 
 
@@ -62,7 +76,7 @@ def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters
     requests = [Request(PROMPTS[0])]
     requests += [Request(prompt, *a) for prompt, a in zip(PROMPTS[1:], adapters, strict=True)]
     found = complete(model, tokenizer, requests, max_new_tokens=NEW)
-    ids = [step_by_step(*request) for request in requests]
+    ids = [step_by_step(*request[:3]) for request in requests]
     assert found == [tokenizer.decode(i, skip_special_tokens=True) for i in ids]
     assert len({tuple(i) for i in ids}) == 3
 
@@ -70,20 +84,32 @@ def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters
 def test_prompts_with_different_adapters_do_not_mix(model, tokenizer, adapters):
     requests = [Request(p, *a) for p in PROMPTS for a in [(None, None), *adapters]]
     together = complete(model, tokenizer, requests, max_new_tokens=NEW)
-    alone = [complete(model, tokenizer, [r], max_new_tokens=NEW)[0] for r in requests]
-    assert together == alone
+    alone = [complete(model, tokenizer, [r], max_new_tokens=NEW)[0] for r in requests[::4]]
+    assert together[::4] == alone
     assert len(set(together)) > len(PROMPTS)
 
 
-def test_sampling_follows_the_seed(model, tokenizer):
-    def sample(seed, temperature=1.5):
-        requests = [Request(p) for p in PROMPTS]
-        options = {"max_new_tokens": NEW, "temperature": temperature, "seed": seed}
-        return complete(model, tokenizer, requests, **options)
+def test_draws_follow_the_seed_of_a_sequence_alone(model, tokenizer, adapters):
+    """Not its neighbours, nor the number of sequences that are computed together."""
+    requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(4)]
+    sampling = Sampling(temperature=1.5, top_p=0.9, top_k=40, seed=3)
+    generator = Generator(model, tokenizer)
+    together = generator.complete(requests, max_new_tokens=NEW, sampling=sampling)
+    pairs = Generator(model, tokenizer, max_batch=2)
+    assert pairs.complete(requests, max_new_tokens=NEW, sampling=sampling) == together
+    own = dataclasses.replace(sampling, seed=sampling.seed + 2)
+    assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=own) == together[2:3]
+    assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=sampling) != together[2:3]
 
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-    assert sample(1, temperature=1e-4) == sample(2, temperature=0.0)
+
+def test_pieces_join_to_the_completion(model, tokenizer, adapters):
+    requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(4)]
+    generator, given = Generator(model, tokenizer), {"max_new_tokens": 30}
+    pieces = list(generator.stream(requests, **given))
+    texts = ["".join(p.text for p in pieces if p.request == i) for i in range(4)]
+    assert texts == generator.complete(requests, **given)
+    assert [sum(p.is_last for p in pieces if p.request == i) for i in range(4)] == [1] * 4
+    assert len(pieces) > 4
 
 
 def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
@@ -122,3 +148,98 @@ def test_missing_folder_is_named(argument, backbone, tmp_path, capsys):
     arguments = [f"--backbone={backbone}", "--prompt=fig", f"{argument}={nowhere}"]
     assert main(arguments) == 2
     assert str(nowhere) in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def run_dir(train, make_task, tmp_path_factory):
+    """A training run of two tasks."""
+    folder = tmp_path_factory.mktemp("generation") / "run"
+    train(folder, make_task("one", steps=1), make_task("two", steps=1))
+    return folder
+
+
+def test_all_adapters_of_a_run_answer_with_the_base(run_dir, write_lines, tmp_path, capsys):
+    prompts = write_lines({"prompt": "red apple"}, {"prompt": "fig"})
+    out = tmp_path / "answers" / "out.jsonl"
+    arguments = [f"--run_dir={run_dir}", f"--prompts={prompts}", "--with_base"]
+    arguments += ["--max_new_tokens=6", "--temperature=0.7"]
+    assert main([*arguments, f"--out={out}"]) == 0
+    assert f"6 completions -> {out}" in capsys.readouterr().out
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    labels = ["base", "one", "two"]
+    assert [(r["prompt"], r["adapter"]) for r in found] == [
+        (prompt, label) for prompt in ("red apple", "fig") for label in labels
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    first = "".join(f"[{r['adapter']}]\n{r['completion']}\n" for r in found[:3])
+    assert printed.startswith("red apple\n" + first)
+
+
+def test_a_chat_keeps_its_history_and_begins_anew(
+    model, chat_backbone, run_dir, monkeypatch, capsys
+):
+    tokenizer = load_tokenizer(chat_backbone)
+    adapters = [f"--adapter={run_dir / 'adapters' / name}" for name in ("one", "two")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("fig\n\nplum\n/new\nfig\n"))
+    arguments = [f"--backbone={chat_backbone}", "--chat", "--max_new_tokens=5", *adapters]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    first, second, again = (
+        part.split("[two]\n") for part in printed.removeprefix("[one]\n").split("[one]\n")
+    )
+    assert first == again
+    own = import_adapter(run_dir / "adapters" / "one", model.config)
+    messages = [{"role": "user", "content": "fig"}]
+    for answer in (first[0], second[0]):
+        prompt = Conversation(tokenizer, messages).prompt()
+        request = Request(prompt, *own, is_rendered=True)
+        stops = {"stops": end_of_turn(tokenizer)}
+        wanted = Generator(model, tokenizer).complete([request], max_new_tokens=5, **stops)
+        assert answer == wanted[0] + "\n"
+        messages += [
+            {"role": "assistant", "content": wanted[0]},
+            {"role": "user", "content": "plum"},
+        ]
+
+
+def test_a_turn_ends_with_the_token_of_the_template(chat_backbone, tokenizer):
+    of_chats = load_tokenizer(chat_backbone)
+    assert end_of_turn(of_chats) == [of_chats.convert_tokens_to_ids("<|im_end|>")]
+    assert end_of_turn(tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt=fig"], "--backbone is required, or --run_dir"),
+        (["--backbone=B"], "give --prompt, --prompts or --chat"),
+        (["--backbone=B", "--chat", "--prompt=fig"], "--chat reads messages from the terminal"),
+        (["--backbone=B", "--prompt=fig", "--top_p=0.5"], "give a --temperature above 0"),
+        (["--backbone=B", "--prompt=fig", "--top_p=1.5"], "a number in (0, 1]"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_unusable_input_is_named(backbone, run_dir, write_lines, tmp_path, capsys):
+    one = run_dir / "adapters" / "one"
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    text = write_lines({"text": "fig"}, name="text.jsonl")
+    messages = write_lines({"messages": [{"role": "user", "content": "fig"}]})
+    for given, message in (
+        ([f"--adapter={run_dir}"], f"--run_dir={run_dir} takes all of its adapters"),
+        ([f"--adapter={one}", f"--run_dir={run_dir}"], "has the label 'one', and so has"),
+        ([f"--adapter=base={one}"], "give it another one: --adapter=NAME="),
+        ([f"--run_dir={tmp_path}"], str(tmp_path)),
+        ([f"--prompts={empty}"], f"{empty}: no prompts"),
+        ([f"--prompts={text}"], "the field 'prompt' or 'messages'"),
+        ([f"--prompts={messages}", "--template"], "a chat needs a chat template"),
+    ):
+        assert main([f"--backbone={backbone}", "--prompt=fig", *given]) == 2
+        assert message in capsys.readouterr().err

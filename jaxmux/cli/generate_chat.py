@@ -1,0 +1,93 @@
+"""`jaxmux generate --chat`: a conversation in the terminal, with one or several adapters."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from jaxmux.data import DataError
+from jaxmux.generation import Conversation, Generator, Request
+
+from .generate_output import in_order
+
+HINT = "/new begins another conversation; Ctrl-C stops an answer, Ctrl-D ends the chat"
+_NEW = "/new"
+
+
+def chat(
+    generator: Generator,
+    tokenizer: Any,
+    system: str | None,
+    answering: Sequence[Any],
+    given: Mapping[str, Any],
+) -> None:
+    """Reads messages of the user, and prints the answers of each adapter in turn. Every adapter has
+    a conversation of its own, with its own answers.
+
+    Args:
+      generator: what generates.
+      tokenizer: the tokenizer, which needs a chat template.
+      system: the system's message, or None.
+      answering: what answers, with a label, a specification and an adapter each.
+      given: keyword arguments of `Generator.stream`.
+
+    Raises:
+      DataError: the tokenizer has no chat template.
+    """
+
+    def begun() -> list[Conversation]:
+        return [Conversation(tokenizer, (), system) for _ in answering]
+
+    conversations = begun()
+    if sys.stdin.isatty():
+        print(HINT)
+    for text in _lines():
+        if text == _NEW:
+            conversations = begun()
+            continue
+        for conversation in conversations:
+            conversation.add("user", text)
+        try:
+            answers = _answer(generator, conversations, answering, given)
+        except DataError as error:
+            # The conversation is too long, or the template refuses the message.
+            print(f"error: {error}", file=sys.stderr)
+            conversations = begun()
+            continue
+        for conversation, answer in zip(conversations, answers, strict=True):
+            conversation.add("assistant", answer)
+
+
+def _answer(generator, conversations, answering, given) -> list[str]:
+    """Prints the answers to the last messages; returns those that have been printed if the user
+    stops them."""
+    requests = [
+        Request(conversation.prompt(), own.spec, own.adapter, is_rendered=True)
+        for conversation, own in zip(conversations, answering, strict=True)
+    ]
+    answers, started = [""] * len(requests), -1
+    try:
+        with closing(generator.stream(requests, **given)) as pieces:
+            for piece in in_order(pieces, len(requests)):
+                if piece.request != started and len(requests) > 1:
+                    print(f"[{answering[piece.request].label}]")
+                started = piece.request
+                answers[piece.request] += piece.text
+                print(piece.text, end="\n" if piece.is_last else "", flush=True)
+    except KeyboardInterrupt:
+        print("\n(stopped)")
+    return answers
+
+
+def _lines() -> Iterator[str]:
+    """The messages of the user, until the input ends."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            text = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print()
+            return
+        if text:
+            yield text

@@ -1,0 +1,84 @@
+"""Chats: prompts that the tokenizer's chat template renders."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmux.data import DataError
+
+_PROBE = "jaxmux"
+
+
+class Conversation:
+    """The messages of a chat, to which answers are added.
+
+    Attributes:
+      messages: objects with "role" and "content", in their order.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]] = (),
+        system: str | None = None,
+    ):
+        """Begins a conversation.
+
+        Args:
+          tokenizer: a tokenizer with a chat template.
+          messages: the first messages.
+          system: a message of the role "system" before them; None for none, or if there is one
+            among them.
+
+        Raises:
+          DataError: the tokenizer has no chat template.
+        """
+        if tokenizer.chat_template is None:
+            raise DataError(
+                f"a chat needs a chat template, and the tokenizer {tokenizer.name_or_path} has "
+                'none; add "chat_template" to its tokenizer_config.json, or pass plain prompts'
+            )
+        self._tokenizer = tokenizer
+        self.messages = [dict(message) for message in messages]
+        if system is not None and not any(m["role"] == "system" for m in self.messages):
+            self.messages.insert(0, {"role": "system", "content": system})
+
+    def add(self, role: str, content: str) -> None:
+        """Adds a message behind the others."""
+        self.messages.append({"role": role, "content": content})
+
+    def prompt(self) -> str:
+        """The text behind which the assistant answers, with its special tokens.
+
+        Raises:
+          DataError: the template refuses the messages.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                self.messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise DataError(
+                f"the chat template of {self._tokenizer.name_or_path} refuses the messages: {error}"
+            ) from error
+
+
+def end_of_turn(tokenizer: Any) -> list[int]:
+    """The tokens with which a chat template ends what the assistant says: the first special token
+    behind its text. Empty if there is none, or the tokenizer has no template.
+
+    Some tokenizers have another end-of-sequence token, which the model does not write in chats.
+
+    Args:
+      tokenizer: the tokenizer.
+    """
+    if tokenizer.chat_template is None:
+        return []
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # such a template needs other messages, and they say what ends them
+        return []
+    behind = text.rpartition(_PROBE)[2]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+    return [token for token in ids if token in special][:1]

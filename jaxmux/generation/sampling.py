@@ -1,0 +1,116 @@
+"""How the next token is chosen from the logits."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxmux.field_checks import check_fields, integer, number
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The logits are divided by `temperature`; of the most likely tokens,
+    first `top_k` are kept and of those the `top_p`; one of these is drawn.
+
+    What is drawn for a sequence depends on its own seed and on the places of its tokens, not on
+    other sequences or on their number.
+
+    Attributes:
+      temperature: 0 takes the most likely token.
+      top_p: the most likely tokens are kept whose probabilities before the last of them add up to
+        less than this number (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
+      top_k: number of tokens that are kept; 0 keeps all. Tokens as likely as the last are kept too.
+      seed: seed of the first request's draws; request i has the seed `seed + i`, modulo 2^32.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    temperature: float = number(0.0, least=0)
+    top_p: float = number(1.0, above=0, most=1)
+    top_k: int = integer(0, least=0)
+    seed: int = integer(0, least=0)
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+class SamplingForm(NamedTuple):
+    """What of a `Sampling` is compiled into the program.
+
+    Attributes:
+      greedy: whether the most likely token is taken.
+      top_k: as in `Sampling`.
+      nucleus: whether `top_p` is below 1, which takes a sort of the vocabulary.
+    """
+
+    greedy: bool
+    top_k: int
+    nucleus: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "SamplingForm":
+        """The form of a sampling."""
+        if sampling.temperature == 0:
+            return cls(True, 0, False)
+        return cls(False, sampling.top_k, sampling.top_p < 1)
+
+
+class SamplingNumbers(NamedTuple):
+    """What of a `Sampling` a program takes as data.
+
+    Attributes:
+      temperature: as in `Sampling`, for greedy forms any number.
+      top_p: as in `Sampling`.
+      seeds: uint32, the seed of every sequence.
+    """
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    seeds: UInt32[Array, " B"]
+
+
+def next_tokens(
+    form: SamplingForm,
+    numbers: SamplingNumbers,
+    logits: Float[Array, "B vocab"],
+    place: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """The next token of every sequence, int32.
+
+    Args:
+      form: static choices.
+      numbers: the other choices.
+      logits: float32.
+      place: the place in its sequence that each token gets.
+    """
+    if form.greedy:
+        return logits.argmax(axis=-1).astype(jnp.int32)
+    logits = logits / numbers.temperature
+    if 0 < form.top_k < logits.shape[-1]:
+        logits = _at_least(logits, jax.lax.top_k(logits, form.top_k)[0][:, -1])
+    if form.nucleus:
+        logits = _at_least(logits, _nucleus_end(logits, numbers.top_p))
+    draw = jax.vmap(lambda seed, place, own: jax.random.categorical(_key(seed, place), own))
+    return draw(numbers.seeds, place, logits).astype(jnp.int32)
+
+
+def _key(seed: UInt32[Array, ""], place: Int[Array, ""]) -> Array:
+    return jax.random.fold_in(jax.random.key(seed), place)
+
+
+def _at_least(logits: Float[Array, "B vocab"], least: Float[Array, " B"]):
+    return jnp.where(logits < least[:, None], -jnp.inf, logits)
+
+
+def _nucleus_end(logits: Float[Array, "B vocab"], top_p) -> Float[Array, " B"]:
+    """The smallest logit of the nucleus."""
+    falling = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    probabilities = jax.nn.softmax(falling, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The most likely token is always kept.
+    kept = (before < top_p).at[:, 0].set(True)
+    return jnp.where(kept, falling, jnp.inf).min(axis=-1)

@@ -1,0 +1,91 @@
+"""The adapters of all requests in pools, layer by layer, as the programs read them."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmux.models import BackboneConfig
+from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
+from jaxmux.peft import KINDS, LeafSpec, kind_of, pad, scale_of
+from jaxmux.peft.leaves import named_leaves
+
+from .requests import Request
+
+
+class ServedAdapters(NamedTuple):
+    """The adapters of T slots.
+
+    Attributes:
+      outside: by kind, the arrays at points outside the layers.
+      of_layers: for each layer, by kind the arrays in this layer, [1, T, ...].
+      scale: float32, the scales of the low-rank products, see `SlotTable`.
+    """
+
+    outside: dict[str, Any]
+    of_layers: tuple[dict[str, Any], ...]
+    scale: Float[Array, " T"]
+
+
+def served_adapters(
+    requests: Sequence[Request], config: BackboneConfig, dtype: jnp.dtype
+) -> ServedAdapters:
+    """The adapter of request i in slot i; slots of requests without one change nothing.
+
+    Args:
+      requests: the requests, from `distinct_adapters`.
+      config: configuration of the backbone.
+      dtype: the compute dtype, in which low-rank factors are held.
+    """
+    outside: dict[str, Any] = {}
+    of_layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    for name, pool in stacked_pools(requests, config):
+        in_dtype = partial(jnp.asarray, dtype=dtype if name == LOW_RANK_KIND else None)
+        for tree in (outside, *of_layers):
+            tree[name] = {}
+        for point, specs, arrays in pool:
+            if point in OUTSIDE:
+                outside[name][point] = jax.tree.map(in_dtype, arrays)
+                continue
+            # What belongs to no layer is held once for all of them.
+            arrays = jax.tree.map(
+                lambda spec, x: x if "layer" in spec.axes else jnp.asarray(x), specs, arrays
+            )
+            for i, layer in enumerate(of_layers):
+                cut = jax.tree.map(lambda spec, x, i=i: spec.cut(x, i, 1, True), specs, arrays)
+                layer[name][point] = jax.tree.map(in_dtype, cut)
+    scale = [scale_of(r.spec) if r.spec else 0.0 for r in requests]
+    return ServedAdapters(outside, tuple(of_layers), jnp.asarray(scale, jnp.float32))
+
+
+def stacked_pools(
+    requests: Sequence[Request], config: BackboneConfig
+) -> Iterator[tuple[str, Iterator[tuple[str, Any, Any]]]]:
+    """Yields the name of every kind that is used, with the points of its pool: the name of a point,
+    its `LeafSpec`s, and NumPy's arrays with the adapter of request i in slot i. The low-rank kind
+    is always among them.
+
+    Args:
+      requests, config: as for `served_adapters`.
+    """
+    trees = [kind_of(r.spec).in_pools(r.adapter) if r.spec else {} for r in requests]
+    for name in sorted({LOW_RANK_KIND, *(name for tree in trees for name in tree)}):
+        own = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
+        points = sorted({point for spec in own for point in kind_of(spec).targets(spec, config)})
+        rank = max((kind_of(spec).rank_in(name, spec) for spec in own), default=1)
+        specs = KINDS[name].leaves(config, points, 1, rank)
+        yield (
+            name,
+            ((point, specs[point], _stacked(point, specs[point], name, trees)) for point in specs),
+        )
+
+
+def _stacked(point: str, specs: Any, name: str, trees: Sequence[Any]) -> Any:
+    """The arrays of all slots at a point."""
+    of_slot = jax.tree.map(LeafSpec.of_slot, specs)
+    padded = [pad(named_leaves(tree.get(name, {}).get(point, {})), of_slot) for tree in trees]
+    return jax.tree.map(lambda spec, *leaves: np.stack(leaves, spec.slot_axis), specs, *padded)

@@ -1,0 +1,121 @@
+"""Keys and values of earlier tokens, so that a new token is computed without those before it.
+
+Row b of a cache belongs to one sequence, whose tokens fill the places from 0. A layer has arrays of
+its own, not a slice of a stack: a program that is given them to overwrite writes a token's keys and
+values in place and reads nothing else but them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .adapter_ops import float32_sums
+from .architectures import BackboneConfig
+from .attention import AttentionOptions, Segments, attend
+
+
+class KeysValues(NamedTuple):
+    """The cache of one layer, in the compute dtype. Places behind a sequence's last token hold
+    values that are not read.
+
+    Attributes:
+      keys: rotated keys of K heads for each of `places` tokens.
+      values: their values.
+    """
+
+    keys: Float[Array, "B K places D"]
+    values: Float[Array, "B K places D"]
+
+
+class CachedTokens(NamedTuple):
+    """Where a stream's new tokens stand in the cache.
+
+    Attributes:
+      cache: the cache of the layer.
+      place: int32, the place of the one new token of each sequence. None if the rows hold whole
+        prompts, whose tokens fill the places from 0.
+    """
+
+    cache: KeysValues
+    place: Int[Array, " B"] | None
+
+
+def empty_cache(
+    config: BackboneConfig, sequences: int, places: int, dtype: jnp.dtype
+) -> tuple[KeysValues, ...]:
+    """A cache without tokens, with an entry for each layer.
+
+    Args:
+      config: configuration of the backbone.
+      sequences: number of sequences B.
+      places: most tokens of a sequence, virtual tokens included.
+      dtype: the compute dtype.
+    """
+    shape = sequences, config.num_kv_heads, places, config.head_dim
+    return tuple(
+        KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        for _ in range(config.num_layers)
+    )
+
+
+def cache_bytes(config: BackboneConfig, places: int, dtype: jnp.dtype) -> int:
+    """Bytes of one sequence in a cache; arguments as for `empty_cache`."""
+    size = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    return size * places * jnp.dtype(dtype).itemsize
+
+
+def attend_cached(
+    q: Float[Array, "B row_len H D"],
+    k: Float[Array, "B row_len K D"],
+    v: Float[Array, "B row_len K D"],
+    tokens: CachedTokens,
+    segments: Segments,
+    options: AttentionOptions,
+) -> tuple[Float[Array, "B row_len H D"], KeysValues]:
+    """Causal grouped-query attention, in which each row holds tokens of one sequence.
+
+    Args:
+      q: queries of H heads of the new tokens, in the compute dtype.
+      k: their keys of K heads; K divides H.
+      v: their values.
+      tokens: the cache, and the places of the new tokens in it.
+      segments: the places of whole prompts in their rows; not read for single tokens.
+      options: static choices, for whole prompts as for `attend`.
+
+    Returns:
+      The outputs; and the cache with the new keys and values.
+    """
+    if tokens.place is None:
+        out, _ = attend(q, k, v, segments, options)
+        start = (0, 0, 0, 0)
+        new = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+        written = map(jax.lax.dynamic_update_slice, tokens.cache, new, (start, start))
+        return out, KeysValues(*written)
+    rows = jnp.arange(len(q))
+    keys, values = (
+        # One token of each row: no two writes meet.
+        held.at[rows, :, tokens.place].set(x[:, 0], unique_indices=True, indices_are_sorted=True)
+        for held, x in zip(tokens.cache, (k, v), strict=True)
+    )
+    seen = _seen(tokens.place, keys.shape[2], options.window)
+    return _attend_to_places(q, keys, values, seen), KeysValues(keys, values)
+
+
+def _seen(place: Int[Array, " B"], places: int, window: int | None) -> Bool[Array, "B places"]:
+    """Whether the new token of a row attends to a place."""
+    behind = place[:, None] - jnp.arange(places)
+    seen = behind >= 0
+    return seen if window is None else seen & (behind < window)
+
+
+def _attend_to_places(q, keys, values, seen):
+    """Softmax in float32. The query heads of a key head stand side by side in one product, so that
+    keys and values are read once."""
+    sequences, heads = keys.shape[:2]
+    grouped = q.reshape(sequences, heads, -1, q.shape[-1])
+    scores = float32_sums("bkgd,bksd->bkgs", grouped, keys) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    out = float32_sums("bkgs,bksd->bkgd", weights.astype(values.dtype), values)
+    return out.astype(q.dtype).reshape(q.shape)

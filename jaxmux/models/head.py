@@ -1,0 +1,85 @@
+"""The language-model head: losses and logits of hidden states."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+
+from .adapter_ops import LayerAdapters
+from .head_adapters import changed_logits, enter_head
+from .loss import chunk_losses
+from .modules import Weights
+from .weight_sharding import TP, UNDIVIDED, WeightSharding, enter, gathered
+
+
+def microbatch_losses(
+    weights: Weights,
+    hidden: Float[Array, "N d"],
+    finite: Bool[Array, " chunks"],
+    microbatch: Microbatch,
+    sharding: WeightSharding = UNDIVIDED,
+    at_head: LayerAdapters | None = None,
+) -> Float[Array, " chunks"]:
+    """The loss of every chunk, from the results of `hidden_states` or `finish`.
+
+    Args:
+      weights: `Backbone.weights`; only the head is read.
+      hidden: the hidden states after the final norm.
+      finite: False for chunks in which a value was not finite.
+      microbatch: the targets and their weights.
+      sharding: how weights are divided among devices.
+      at_head: the adapters of the head; None if there are none.
+
+    Returns:
+      The results of `chunk_losses`, and NaN for chunks that are not finite.
+    """
+    divided, ops, own = sharding.split_vocabulary, (), None
+    if at_head:
+        ops, own = at_head.ops, at_head.own
+        own = enter_head(own, sharding) if divided else own
+    losses = chunk_losses(
+        enter(hidden, sharding) if divided else hidden,
+        head_kernel(weights, sharding),
+        microbatch.targets.reshape(-1),
+        microbatch.loss_weight.reshape(-1),
+        microbatch.chunk_slot,
+        TP if divided else None,
+        ops,
+        own,
+    )
+    return jnp.where(finite, losses, jnp.nan)
+
+
+def logits_of(
+    weights: Weights, hidden: Float[Array, "N d"], at_head: LayerAdapters | None = None
+) -> Float[Array, "N vocab"]:
+    """The logits of hidden states, float32, on one device.
+
+    Args:
+      weights: `Backbone.weights`; only the head is read.
+      hidden: the hidden states after the final norm. The N tokens are divided into chunks of equal
+        length.
+      at_head: the adapters of the head for these chunks; None if there are none.
+    """
+    logits = head_kernel(weights).matmul(hidden, jnp.float32)
+    if at_head is None:
+        return logits
+    by_chunk = (x.reshape(at_head.chunks, -1, x.shape[-1]) for x in (hidden, logits))
+    return changed_logits(at_head.ops, at_head.own, *by_chunk, 0).reshape(logits.shape)
+
+
+def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> FrozenWeight:
+    """The weight of the language-model head, for `chunk_losses` or to compute logits.
+
+    Args:
+      weights: weights of the backbone (`Backbone.weights`).
+      sharding: how weights are divided among devices.
+
+    Returns:
+      The weight [d, vocab] (model width, size of the vocabulary, or of the part of it that this
+      device has). If the head is tied to the embedding, it is the embedding's transpose.
+    """
+    if "lm_head" in weights:
+        return gathered(weights["lm_head"]["kernel"], 0, sharding)
+    return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)
