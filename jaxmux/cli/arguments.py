@@ -18,6 +18,8 @@ _FORMATS = ("float8", "int8", "nf4")
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
+# The interface of a run's page: this machine alone.
+_HOST = "127.0.0.1"
 # Rounds of a plan if --rounds is not given and no global batch is large.
 DEFAULT_ROUNDS = 8
 
@@ -35,6 +37,12 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="DIR",
         help="train the tasks that tenants specify in this directory, until a signal comes",
     )
+    parser.add_argument(
+        "--ui",
+        action="store_true",
+        help="show the training on a local web page; needs pip install 'jaxmux[ui]'",
+    )
+    _add_address(parser)
     several = parser.add_argument_group(
         "several processes",
         "Every process runs the same command; fine_tune.mesh counts the devices of all.",
@@ -55,6 +63,8 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     options = _parse_with_bindings(parser, arguments)
     _check_processes(parser, options)
+    if not options.ui and (options.port is not None or options.host != _HOST):
+        parser.error("--host and --port are for the page of --ui")
     if options.watch == "":
         parser.error("--watch should name a directory")
     if options.watch and options.restart:
@@ -272,6 +282,31 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     return _parse(parser, arguments)
 
 
+def ui_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    """Options of the command that shows a training run."""
+    parser = _parser(prog, help_texts.UI)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory of `jaxmux train`")
+    _add_address(parser)
+    # For `jaxmux train --ui`.
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return _parse(parser, arguments)
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host",
+        default=_HOST,
+        help="network interface of the page, e.g. 0.0.0.0 for all: whoever reaches it can see the "
+        f"run; default: {_HOST}, this machine alone",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        metavar="N",
+        help="port of the page, 0 for any; default: the first free one from 6006 on",
+    )
+
+
 # By command, one line of help, and the function that parses its options. The function takes the
 # arguments and the name of the program that the help shows.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace]]] = {
@@ -279,6 +314,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
     "plan": ("show a plan for training a config on devices that need not exist", plan_options),
     "profile": ("measure this machine's devices for the planner's cost models", profile_options),
     "generate": ("complete prompts with a backbone and an adapter", generate_options),
+    "ui": ("show a training run on a local web page", ui_options),
     "export": ("write adapters from the checkpoints of training", export_options),
 }
 
@@ -299,6 +335,7 @@ def _in_range(kind: type, least: float, most: float, expected: str) -> Callable[
 
 
 _count = _in_range(int, 1, 2**31, "an integer of at least 1")
+_port = _in_range(int, 0, 2**16 - 1, "a port in [0, 65535]")
 _seed = _in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
 _not_negative = _in_range(float, 0, 1e9, "a number of at least 0")
 # What JAX and the engine take beside training would be all of a smaller device.

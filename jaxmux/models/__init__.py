@@ -15,7 +15,14 @@ from .backbone import (
 )
 from .calibration import FIRST_READERS, Calibration, calibration_of
 from .checkpoint_reader import CheckpointReader, checkpoint_tensors
-from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
+from .device_memory import (
+    DeviceBytes,
+    device_memory,
+    device_peak,
+    devices_bytes,
+    free_memory,
+    keep_small_arrays_together,
+)
 from .errors import BackboneError
 from .fingerprint import backbone_fingerprint
 from .forward import (
@@ -45,6 +52,7 @@ __all__ = [
     "BackboneError",
     "Calibration",
     "CheckpointReader",
+    "DeviceBytes",
     "ForwardOptions",
     "SlotTable",
     "Weights",
@@ -59,6 +67,7 @@ __all__ = [
     "compute_dtype",
     "device_memory",
     "device_peak",
+    "devices_bytes",
     "free_memory",
     "has_bias",
     "head_kernel",

@@ -22,7 +22,7 @@ _NEEDED = {"task", "task_step", "loss", "skipped"}
 
 class MetricsWriter:
     """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl, and both
-    to TensorBoard."""
+    to TensorBoard; and every round to rounds.jsonl."""
 
     def __init__(self, directory: RunDirectory, position: RunPosition, say: Callable[[str], None]):
         """Opens the files and removes everything that was written after the last checkpoint.
@@ -34,6 +34,7 @@ class MetricsWriter:
         """
         self._metrics = _Lines(directory.metrics, position.metrics_bytes, say)
         self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
+        self._rounds = _Lines(directory.rounds, position.rounds_bytes, say)
         self._say = say
         self._tensorboard: SummaryWriter | None = SummaryWriter(
             str(directory.tensorboard), purge_step=position.rounds
@@ -56,6 +57,14 @@ class MetricsWriter:
         for done in evaluations:
             self._add_scalar(f"held_out_loss/{done.task}", done.loss, done.step)
 
+    def write_round(self, line: Mapping[str, Any]) -> None:
+        """Appends the line of a round, with the time of day.
+
+        Args:
+          line: the result of `round_line`.
+        """
+        self._rounds.append([line])
+
     def tell(self, position: RunPosition) -> None:
         """Waits until the lines are on disk, and enters the lengths of the files.
 
@@ -64,11 +73,13 @@ class MetricsWriter:
         """
         position.metrics_bytes = self._metrics.length()
         position.held_out_bytes = self._held_out.length()
+        position.rounds_bytes = self._rounds.length()
 
     def close(self) -> None:
         """Closes the files."""
         self._metrics.close()
         self._held_out.close()
+        self._rounds.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

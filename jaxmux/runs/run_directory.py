@@ -26,6 +26,7 @@ _OWN = {
     "config.gin": False,
     "metrics.jsonl": False,
     "held_out.jsonl": False,
+    "rounds.jsonl": False,
     "loss.png": False,
     "checkpoints": True,
     "adapters": True,
@@ -88,6 +89,7 @@ class RunDirectory:
       metrics: path of metrics.jsonl, one line for each task and round (one global batch of every
         task).
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
+      rounds: path of rounds.jsonl, one line for each round.
       summary: path of summary.json.
       loss_plot: path of loss.png.
       tensorboard: path of the folder of TensorBoard's files.
@@ -116,6 +118,7 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
         self.held_out = self.path / "held_out.jsonl"
+        self.rounds = self.path / "rounds.jsonl"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
