@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-meshes test-peft lint format clean
+.PHONY: help demo test test-devices test-meshes test-peft test-ui lint format clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -72,6 +72,9 @@ test-meshes: .venv/installed ## the same on more meshes and backbones (about 9 m
 
 test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PEFT and others
 	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
+
+test-ui: .venv/installed ## test the page of a run in Chromium (apt-get install chromium)
+	$(MAIN)/pytest tests/ui/browser --timeout 120
 
 lint: .venv/installed ## check style and formatting
 	$(MAIN)/ruff check .

@@ -80,6 +80,7 @@ class RunReader:
                 self._begin()
             changed = self._read_summary() or again
             lines = sum(self._read_lines(file) for file in self._files)
+            self._view.take_results((self._summary or {}).get("tasks", {}))
             new = self._view.take_new()
             if not (lines or changed):
                 return None
@@ -104,7 +105,7 @@ class RunReader:
                 "loss": {name: task.loss.points() for name, task in view.tasks.items()},
                 "held_out": {name: task.held_out for name, task in view.tasks.items()},
                 "rounds": view.rounds.points(),
-                "events": list(view.events),
+                "events": view.newest_events(),
                 "details": sorted(view.details),
             }
 
@@ -177,11 +178,6 @@ class RunReader:
         content = self._changed("summary.json")
         if isinstance(content, dict) and isinstance(content.get("tasks"), dict):
             self._summary = content
-            for name, result in content["tasks"].items():
-                if name in self._view.tasks and isinstance(result, dict):
-                    row = self._view.tasks[name].row
-                    row["state"] = str(result.get("status", row["state"]))
-                    row["reason"] = result.get("error") or result.get("stopped_early")
         elif self._summary is not None and not (self.path / "summary.json").exists():
             self._summary = None
             return True

@@ -8,8 +8,8 @@ from .line_file import Line
 from .series import Series, short
 
 _ENDED = {"succeeded", "failed", "cancelled"}
-# Most events that the page shows.
-_EVENTS = 300
+# Most events that are kept, and that the page shows.
+_KEPT, _SHOWN = 3000, 300
 # Most rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
 
@@ -58,7 +58,7 @@ class RunView:
       rounds: by round: time, seconds, tokens with padding, tokens of chunks, tokens read, device
         memory in use, its peak, host memory (bytes; 0 if not known), microbatches.
       details: by number of a round with details, offset and length of its line.
-      events: the last events.
+      events: the last events, those of one file after those of another.
       last: time of the newest line, in seconds since 1970; None before the first.
       begun: time of the oldest line.
     """
@@ -72,7 +72,7 @@ class RunView:
         self.tasks: dict[str, TaskView] = {}
         self.rounds = Series(9)
         self.details: dict[int, tuple[int, int]] = {}
-        self.events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.last: float | None = None
         self.begun: float | None = None
         self.server = server
@@ -122,6 +122,22 @@ class RunView:
                     del self.details[next(iter(self.details))]
 
         return self._guarded(add, line.fields)
+
+    def newest_events(self) -> list[dict[str, Any]]:
+        """The last events, by time."""
+        return sorted(self.events, key=lambda event: event["time"])[-_SHOWN:]
+
+    def take_results(self, results: dict[str, Any]) -> None:
+        """Enters the results of a run that has ended, which count more than the last updates.
+
+        Args:
+          results: the entry "tasks" of summary.json.
+        """
+        for name, result in results.items():
+            if name in self.tasks and isinstance(result, dict):
+                row = self.tasks[name].row
+                row["state"] = str(result.get("status", row["state"]))
+                row["reason"] = result.get("error") or result.get("stopped_early")
 
     def take_new(self) -> dict[str, Any]:
         """What has been added since the last call: rows of tasks, points of the loss and of the

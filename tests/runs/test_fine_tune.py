@@ -134,6 +134,22 @@ def test_summary_file_holds_the_returned_summary(summary, run_dir):
     assert {"jaxmux", "jax"} <= set(found["versions"])
 
 
+def test_rounds_hold_the_tokens_of_the_metrics(metrics, run_dir):
+    lines = [strict_json(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1 + max(m["step"] for m in metrics)))
+    for line in lines:
+        own = [m for m in metrics if m["step"] == line["round"]]
+        assert line["read_tokens"] == sum(m["tokens"] for m in own)
+        assert line["chunk_tokens"] == sum(m["computed_tokens"] for m in own)
+        assert line["seconds"] > 0 and line["host_bytes"] > 0
+        held = [tasks for _, _, tasks in line["held"]]
+        assert len(held) == line["microbatches"]
+        assert sum(capacity for _, capacity, _ in line["held"]) == line["tokens"]
+        for m in own:
+            found = [tasks[m["task"]] for tasks in held if m["task"] in tasks]
+            assert [sum(n) for n in zip(*found, strict=True)] == [m["computed_tokens"], m["tokens"]]
+
+
 def test_summary_adds_up_the_metrics(summary, metrics):
     for name, task in summary.tasks.items():
         lines = [m for m in metrics if m["task"] == name]

@@ -111,6 +111,8 @@ def untimed_metrics(run_dir: Path) -> list[dict]:
 
 def assert_same_result(run_dir, reference, adapter_bytes):
     assert untimed_metrics(run_dir) == untimed_metrics(reference)
+    rounds = (run_dir / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in rounds] == list(range(STEPS))
     found, expected = adapter_bytes(run_dir / "adapters"), adapter_bytes(reference / "adapters")
     assert len(expected) == 4
     assert found == expected

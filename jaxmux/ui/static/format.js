@@ -13,16 +13,17 @@ export const css = (name) => getComputedStyle(document.documentElement).getPrope
 export function number(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e5 || (size > 0 && size < 1e-3)) {
-    if (size >= 1e9) return trimmed(value / 1e9) + " G";
-    if (size >= 1e6) return trimmed(value / 1e6) + " M";
-    if (size >= 1e4) return trimmed(value / 1e3) + " k";
-    return value.toExponential(1).replace("e-", "e−");
-  }
+  if (size >= 1e9) return trimmed(value / 1e9) + " G";
+  if (size >= 1e6) return trimmed(value / 1e6) + " M";
+  if (size >= 1e4) return trimmed(value / 1e3) + " k";
+  if (size > 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
   if (Number.isInteger(value)) return String(value);
   return value.toPrecision(digits - (size < 0.01 ? 1 : 0)).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 const trimmed = (value) => String(Number(value.toPrecision(3)));
+
+// A count with all of its digits.
+export const count = (value) => Math.round(value).toLocaleString("en");
 
 export function duration(seconds) {
   if (!Number.isFinite(seconds) || seconds < 0) return "–";

@@ -1,6 +1,6 @@
 // The page of a run: asks for its state, then follows the stream of changes.
 import { LineChart, prepared } from "./chart.js";
-import { MOST_COLOURS, clock, colour, css, duration, make, number, onThemeChange } from "./format.js";
+import { MOST_COLOURS, clock, colour, count, css, duration, make, number, onThemeChange } from "./format.js";
 import { Microbatches, Schedule } from "./rounds.js";
 import { TaskList } from "./tasks.js";
 
@@ -175,7 +175,13 @@ function drawRounds() {
   // [round, time, seconds, tokens, tokens of chunks, tokens read, in use, peak, host, microbatches]
   const after = rounds.filter((row) => row[2] > 0).slice(rounds.length > 3 ? 1 : 0);
   const xs = after.map((row) => row[0]);
-  const rate = (column) => after.map((row) => row[column] / row[2]);
+  // A round may end late and the next one at once, so tokens and seconds are summed over several.
+  const span = Math.max(2, Math.round(after.length / 60));
+  const rate = (column) =>
+    after.map((_, i) => {
+      const near = after.slice(Math.max(0, i - span), i + span + 1);
+      return near.reduce((sum, row) => sum + row[column], 0) / near.reduce((sum, row) => sum + row[2], 0);
+    });
   speed.show([
     { name: "with padding", xs, ys: rate(3), colour: colour(5), width: 1.4 },
     { name: "without", xs, ys: rate(5), colour: colour(0), width: 1.8 },
@@ -223,7 +229,7 @@ function showRound() {
   const [padding, chunks] = [1 - own.read_tokens / own.tokens, own.tokens - own.chunk_tokens];
   const more = own.microbatches > 64 ? ` The first 64 of ${own.microbatches} microbatches are shown.` : "";
   $("held-note").textContent = own.tokens
-    ? `${number(own.tokens)} tokens computed, ${number(own.read_tokens)} of them read: ${(100 * padding).toFixed(1)} % padding (${number(own.chunk_tokens - own.read_tokens)} within chunks, ${number(chunks)} in unused chunks). Solid: read, pale: padding of a task's chunks.${more}`
+    ? `${count(own.tokens)} tokens computed, ${count(own.read_tokens)} of them read: ${(100 * padding).toFixed(1)} % padding (${count(own.chunk_tokens - own.read_tokens)} within chunks, ${count(chunks)} in unused chunks). Solid: read, pale: padding of a task's chunks.${more}`
     : "";
 }
 
@@ -245,7 +251,7 @@ function header() {
   const elapsed = run.begun ? run.last - run.begun : NaN;
   const figures = [
     ["Tasks succeeded", `${ended}`, `of ${tasks.length}${failed ? `, ${failed} failed` : ""}`],
-    ["Rounds", rounds.length ? number(rounds.at(-1)[0] + 1) : "–"],
+    ["Rounds", rounds.length ? count(rounds.at(-1)[0] + 1) : "–"],
     ["Tokens per second", sum(2) ? number(sum(5) / sum(2), 3) : "–", "read"],
     ["Padding", sum(3) ? ((1 - sum(5) / sum(3)) * 100).toFixed(1) : "–", "%"],
     ["Seconds per round", sum(2) ? number(sum(2) / late.length, 3) : "–", "s"],
@@ -256,7 +262,7 @@ function header() {
   const damaged = Object.entries(run.damaged).map(([file, count]) => `${file}: ${count} damaged ${count === 1 ? "line is" : "lines are"} left out.`);
   if (run.unread > 0) damaged.push(`${number(run.unread / 2 ** 20, 3)} MiB have yet to be read.`);
   $("notice").hidden = !damaged.length;
-  $("notice").textContent = damaged.join(" ");
+  if ($("notice").textContent !== damaged.join(" ")) $("notice").textContent = damaged.join(" ");
   $("events-count").textContent = events.length ? `the last ${events.length}` : "";
   drawEvents(events);
 }

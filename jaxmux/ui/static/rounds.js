@@ -1,6 +1,6 @@
 // What the microbatches of a round held, and the passes of a pipeline.
 import { prepared } from "./chart.js";
-import { colour, css, make, number } from "./format.js";
+import { colour, count, css, make, number } from "./format.js";
 import { hideTip, showTip } from "./tip.js";
 
 const BAR = 22;
@@ -92,7 +92,7 @@ export class Microbatches {
     const box = this.boxes.find((own) => left >= own.at && left < own.at + own.size && top >= own.top && top < own.top + BAR);
     this.onHover(box?.name ?? null);
     if (!box) return hideTip();
-    const share = (tokens) => `${number(tokens)} (${Math.round((100 * tokens) / box.capacity)} %)`;
+    const share = (tokens) => `${count(tokens)} (${Math.round((100 * tokens) / box.capacity)} %)`;
     const lines = box.unused ? [["unused", share(box.unused)]] : [["tokens read", share(box.read)], ["padding in its chunks", share(box.chunks - box.read)]];
     showTip(event.clientX, event.clientY, `${box.name ?? "no task"} · microbatch ${box.number}`, lines);
   }

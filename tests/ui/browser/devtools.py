@@ -87,6 +87,7 @@ class Tab:
         self.call("Page.navigate", url=url)
         self.wait("document.querySelectorAll('#tasks li').length > 0")
         self.wait("document.querySelector('#held-chart').children.length > 0")
+        self.wait("document.getElementById('notice').hidden")
 
     def value(self, expression: str) -> Any:
         found = self.call(
