@@ -118,7 +118,7 @@ def test_damaged_lines_are_skipped_and_counted(run_dir):
 
 
 def test_skipped_update_is_an_event_without_a_loss(run_dir):
-    line = synthetic.update(60, "legal_0", None, time.time())
+    line = synthetic.update(60, "legal_0", None, synthetic.BEGUN + 1e6)
     synthetic.append(run_dir / "metrics.jsonl", line)
     state = client(run_dir).get("/api/state").json()
     assert state["events"][-1]["text"] == "the update of step 61 was skipped"

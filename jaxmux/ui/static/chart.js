@@ -42,12 +42,12 @@ function logTicks(low, high) {
 export class LineChart {
   // series: [{name, xs, ys, colour, faint, width, marks, label}]; faint ones are drawn first, have
   // no label and are found by the pointer only if nothing else is shown.
-  constructor(element, { label, format = number, xName, onHover = () => {}, zero = false }) {
+  constructor(element, { label, format = number, xName, onHover = () => {}, zero = false, legendless = false }) {
     this.element = element;
     this.canvas = make("canvas", { tabIndex: 0 });
     this.canvas.setAttribute("role", "img");
     element.replaceChildren(this.canvas);
-    Object.assign(this, { label, format, xName, onHover, zero });
+    Object.assign(this, { label, format, xName, onHover, zero, legendless });
     this.series = [];
     this.log = false;
     this.at = null;
@@ -93,7 +93,7 @@ export class LineChart {
     if (!this.zero || this.log) y0 -= slack;
     const labelled = this.labelled();
     const right = width > 420 && labelled.length ? 112 : 10;
-    const box = { left: 48, top: 8, right: width - right, bottom: height - 22 };
+    const box = { left: 48, top: right < 20 ? 18 : 8, right: width - right, bottom: height - 22 };
     const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.right - box.left);
     const y = (value) => box.bottom - ((scale(value) - y0) / (y1 - y0)) * (box.bottom - box.top);
     return { x, y, box, range: [x0, x1, y0, y1], right };
@@ -196,7 +196,7 @@ export class LineChart {
   }
 
   labels(context, { y, box, right }) {
-    if (right < 20) return;
+    if (right < 20) return this.legend(context, box);
     const own = this.labelled().map((each) => ({ each, at: y(each.ys.at(-1)) })).sort((a, b) => a.at - b.at);
     own.forEach((label, i) => (label.at = Math.max(label.at, i ? own[i - 1].at + 15 : box.top + 4)));
     for (let i = own.length - 1, most = box.bottom - 4; i >= 0; i--, most -= 15) own[i].at = Math.min(own[i].at, most);
@@ -210,6 +210,20 @@ export class LineChart {
       context.fillText(text, box.right + 8, at);
     }
     context.globalAlpha = 1;
+  }
+
+  // On narrow screens, the names of a few lines stand above them.
+  legend(context, box) {
+    const own = this.labelled();
+    if (own.length < 1 || own.length > 3 || this.legendless) return;
+    context.textAlign = "right";
+    context.textBaseline = "top";
+    let at = box.right;
+    for (const each of [...own].reverse()) {
+      context.fillStyle = each.colour;
+      context.fillText(each.name, at, 0);
+      at -= context.measureText(each.name).width + 14;
+    }
   }
 
   cross(context, { x, y, box }) {

@@ -21,7 +21,7 @@ const page = {
 };
 
 const list = new TaskList({ onSelect: select, onHover: hover });
-const loss = new LineChart($("loss-chart"), { label: "Training loss by step", xName: "step", onHover: hover });
+const loss = new LineChart($("loss-chart"), { label: "Training loss by step", xName: "step", onHover: hover, legendless: true });
 const speed = new LineChart($("speed-chart"), { label: "Tokens per second by round", xName: "round", zero: true });
 const memory = new LineChart($("memory-chart"), { label: "Memory in GiB by round", xName: "round", zero: true });
 const held = new Microbatches($("held-chart"), hover);

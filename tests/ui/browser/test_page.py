@@ -86,6 +86,7 @@ def test_demo(tab):
 def test_64_tasks(tab, many):
     address, _ = many
     tab.show(address)
+    # docs/figures/run_page.png
     tab.screenshot(SHOTS / "many.png")
     tab.value("document.getElementById('log').click()")
     tab.value("document.getElementById('multiples').click()")
