@@ -17,6 +17,7 @@ from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.models import BackboneConfig
+from jaxmux.runs.round_lines import has_details
 
 export = partial(run_command, "export", prog="jaxmux export")
 
@@ -464,3 +465,9 @@ def test_reserved_sizes_and_given_lengths_keep_a_task_at_the_same_bits_beside_an
     ]
     assert shapes[0] == shapes[1]
     assert shapes[0]["max_sequences"] == 4
+
+
+def test_details_are_recorded_of_as_many_rounds_whenever_their_number_doubles():
+    assert all(has_details(index) for index in range(64))
+    for power in range(6, 20):
+        assert sum(has_details(index) for index in range(2**power, 2 ** (power + 1))) == 32

@@ -12,7 +12,13 @@ _WORDS = ("billing", "support", "legal", "search", "triage", "summary", "routing
 
 
 def write_run(
-    path: Path, tasks: int = 3, rounds: int = 20, *, stages: int = 0, ended: bool = False
+    path: Path,
+    tasks: int = 3,
+    rounds: int = 20,
+    *,
+    stages: int = 0,
+    ended: bool = False,
+    steps: int | None = None,
 ) -> Path:
     """Writes the files of a training run; returns its directory.
 
@@ -22,6 +28,7 @@ def write_run(
       rounds: number of rounds.
       stages: stages of its pipeline; 0 for a single device.
       ended: whether it has a summary.
+      steps: steps of each task; None for the number of rounds.
     """
     path.mkdir(parents=True, exist_ok=True)
     names = [f"{_WORDS[i % len(_WORDS)]}_{i // len(_WORDS)}" for i in range(tasks)]
@@ -31,7 +38,7 @@ def write_run(
         "backbone_format": None,
         "shape": {"rows": 4, "row_len": 2048, "chunk_len": 128, "max_sequences": 32},
         "tasks": {
-            n: {"adapter": {"kind": "lora", "rank": 2 ** (i % 5 + 2)}, "steps": rounds}
+            n: {"adapter": {"kind": "lora", "rank": 2 ** (i % 5 + 2)}, "steps": steps or rounds}
             for i, n in enumerate(names)
         },
     }

@@ -38,7 +38,10 @@ for (const id of ["smooth", "log", "held", "multiples", "newest"]) {
 $("earlier").addEventListener("click", () => moveRound(-1));
 $("later").addEventListener("click", () => moveRound(1));
 $("round").addEventListener("input", () => moveRound(0));
-onThemeChange(draw);
+onThemeChange(() => {
+  schedule.draw();
+  draw();
+});
 // One timer for what changes by itself: how long ago the run was heard of.
 setInterval(() => page.state && header(), 5000);
 

@@ -123,6 +123,7 @@ export class Schedule {
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", hideTip);
     element.replaceChildren(this.canvas);
+    new ResizeObserver(() => this.draw()).observe(element);
   }
 
   show(passes, round) {
@@ -140,12 +141,13 @@ export class Schedule {
   }
 
   draw() {
-    if (!this.cells) return;
+    if (!this.cells || !this.element.clientWidth) return;
     this.size = Math.max(18, Math.min(34, (this.element.clientWidth - 62) / this.ticks));
     const [width, height] = [60 + this.ticks * this.size, this.rows.size * 26 + 2];
     Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
     const context = prepared(this.canvas, width, height);
     context.textBaseline = "middle";
+    context.textAlign = "left";
     context.fillStyle = css("--soft");
     for (const [lane, row] of this.rows) {
       const [replica, stage] = lane.split("/");

@@ -56,7 +56,9 @@ def no_problems(tab):
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """The address of a run of 64 tasks in a pipeline, and its directory."""
-    path = synthetic.write_run(tmp_path_factory.mktemp("runs") / "many", 64, 400, stages=4)
+    path = synthetic.write_run(
+        tmp_path_factory.mktemp("runs") / "many", 64, 400, stages=4, steps=520
+    )
     with served(path) as address:
         yield address, path
 
