@@ -61,7 +61,10 @@ def test_the_version_is_that_of_the_package(capsys):
     [
         ([], "commands:\n  train "),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["serve"], "unknown command 'serve'; choose from train, plan, profile, generate, export"),
+        (
+            ["serve"],
+            "unknown command 'serve'; choose from train, plan, profile, generate, ui, export",
+        ),
         (["--gin_file=x.gin"], "required: COMMAND"),
         (["generate", "--adapter=x"], "required: --backbone, --prompt"),
         (
