@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-meshes test-peft test-trackers lint format clean
+.PHONY: help demo test test-devices test-meshes test-peft test-trackers test-ui lint format clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -81,6 +81,9 @@ test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PE
 
 test-trackers: .venv-trackers/installed ## log to Weights & Biases and MLflow, without a network
 	.venv-trackers/bin/pytest tests/runs/trackers
+
+test-ui: .venv/installed ## test the page of a run in Chromium (apt-get install chromium)
+	$(MAIN)/pytest tests/ui/browser --timeout 120
 
 lint: .venv/installed ## check style and formatting
 	$(MAIN)/ruff check .

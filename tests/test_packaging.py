@@ -62,7 +62,7 @@ def test_every_folder_with_modules_is_a_package():
     assert {f"{Path(name).parent.as_posix()}/__init__.py" for name in found} <= found
 
 
-@pytest.mark.parametrize("folder", ["jaxmux/configs/", "jaxmux/demo/"])
+@pytest.mark.parametrize("folder", ["jaxmux/configs/", "jaxmux/demo/", "jaxmux/ui/static/"])
 def test_wheel_holds_every_data_file(wheel, folder):
     files = {name for name in source_files() if name.startswith(folder)}
     assert files, f"{folder} is empty"

@@ -12,13 +12,15 @@ from jaxmux.similar_names import did_you_mean
 
 from . import help_texts
 from .generate_options import add_generate_options, check_generate_options
-from .option_types import count, in_range, not_negative, not_negative_integer, seed
+from .option_types import count, in_range, not_negative, not_negative_integer, port, seed
 
 # `BACKBONE_FORMATS` of jaxmux.models, which help texts do not wait for.
 _FORMATS = ("float8", "int8", "nf4")
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
+# The interface of a run's page: this machine alone.
+_HOST = "127.0.0.1"
 # Rounds of a plan if --rounds is not given and no global batch is large.
 DEFAULT_ROUNDS = 8
 
@@ -36,6 +38,12 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="DIR",
         help="train the tasks that tenants specify in this directory, until a signal comes",
     )
+    parser.add_argument(
+        "--ui",
+        action="store_true",
+        help="show the training on a local web page; needs pip install 'jaxmux[ui]'",
+    )
+    _add_address(parser)
     several = parser.add_argument_group(
         "several processes",
         "Every process runs the same command; fine_tune.mesh counts the devices of all.",
@@ -54,6 +62,8 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     several.add_argument("--process", type=seed, metavar="I", help="number of this process, from 0")
     options = _parse_with_bindings(parser, arguments)
     _check_processes(parser, options)
+    if not options.ui and (options.port is not None or options.host != _HOST):
+        parser.error("--host and --port are for the page of --ui")
     if options.watch == "":
         parser.error("--watch should name a directory")
     if options.watch and options.restart:
@@ -319,6 +329,31 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     return _parse(parser, arguments)
 
 
+def ui_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    """Options of the command that shows a training run."""
+    parser = _parser(prog, help_texts.UI)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory of `jaxmux train`")
+    _add_address(parser)
+    # For `jaxmux train --ui`.
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return _parse(parser, arguments)
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host",
+        default=_HOST,
+        help="network interface of the page, e.g. 0.0.0.0 for all: whoever reaches it can see the "
+        f"run; default: {_HOST}, this machine alone",
+    )
+    parser.add_argument(
+        "--port",
+        type=port,
+        metavar="N",
+        help="port of the page, 0 for any; default: the first free one from 6006 on",
+    )
+
+
 # By command, one line of help, and the function that parses its options. The function takes the
 # arguments and the name of the program that the help shows.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace]]] = {
@@ -328,6 +363,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
     "profile": ("measure this machine's devices for the planner's cost models", profile_options),
     "generate": ("complete prompts, or chat, with a backbone and adapters", generate_options),
     "eval": ("compare adapters with the bare backbone on held-out data", eval_options),
+    "ui": ("show a training run on a local web page", ui_options),
     "export": ("write adapters from the checkpoints of training", export_options),
 }
 

@@ -45,6 +45,13 @@ a config for --watch:
 `python -c "import jaxmux.runs; help(jaxmux.runs.ServerOptions)"` shows all
 options of a server; likewise TenantLimits, the most that a tenant may ask for.
 """
+UI = """\
+Shows a training run on a web page of this machine: losses, speed, memory, what
+the microbatches held, tasks and events. The page follows the run while it
+trains, and shows runs that have ended. It only reads. RUN_DIR may also be the
+folder of a server (`jaxmux train --watch`). It prints the address of the page,
+and serves it until Ctrl-C.
+"""
 PLAN = """\
 Plans the training of a gin config's tasks without training anything, and shows
 which tasks share microbatches, the shape of the microbatches, and the predicted

@@ -29,5 +29,6 @@ def in_range(kind: type, least: float, most: float, expected: str) -> Callable[[
 
 count = in_range(int, 1, 2**31, "an integer of at least 1")
 not_negative_integer = in_range(int, 0, 2**31, "an integer of at least 0")
+port = in_range(int, 0, 2**16 - 1, "a port in [0, 65535]")
 seed = in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
 not_negative = in_range(float, 0, 1e9, "a number of at least 0")

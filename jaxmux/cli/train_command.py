@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,16 +28,36 @@ def run(options: argparse.Namespace) -> int:
     # Orbax logs warnings about its own metadata when training resumes.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if options.watch:
-        _serve(options)
+        with _page(options):
+            _serve(options)
     if not is_one_of_several(options):
-        return _train(options)
+        with _page(options):
+            return _train(options)
     join_processes(options.coordinator, options.processes, options.process)
     try:
-        with watching_others(_end_at_once):
+        # One process writes the files, and shows them.
+        page = _page(options) if process_index() == 0 else nullcontext()
+        with watching_others(_end_at_once), page:
             return _train(options)
     except BaseException as e:
         leave(e)
         raise
+
+
+def _page(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """Serves the page of the run while the context lasts, if the options say so."""
+    if not options.ui:
+        return nullcontext()
+    from jaxmux.ui.serving import page_beside
+
+    return page_beside(_run_dir(options), options.host, options.port)
+
+
+def _run_dir(options: argparse.Namespace) -> str | Path:
+    """The run directory."""
+    default = DEMO_SERVER_CONFIG if options.watch else DEMO_CONFIG
+    files = options.gin_file or [default]
+    return options.run_dir or Path("runs") / Path(files[-1]).stem
 
 
 def _end_at_once(reason: BaseException) -> None:
@@ -90,7 +111,7 @@ def _serve(options: argparse.Namespace) -> NoReturn:
 def _parse(files: Sequence[str], options: argparse.Namespace) -> str | Path:
     """Reads configs and parameters; returns the run directory."""
     gin_bindings.parse([resolve_path(file) for file in files], options.bindings)
-    return options.run_dir or Path("runs") / Path(files[-1]).stem
+    return _run_dir(options)
 
 
 def _keep_compiled_programs() -> None:

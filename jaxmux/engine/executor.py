@@ -7,6 +7,7 @@ import numpy as np
 
 from .prepared_task import PreparedTask
 from .replica_input import ReplicaInput
+from .round_record import DispatchedPass
 from .rounds import Dispatch, RoundPlan
 from .updates import DueUpdates, UpdateStats
 
@@ -98,6 +99,10 @@ class Executor(Protocol):
     def marker(self) -> Any:
         """Small arrays that are ready when the dispatched microbatches have ended on the devices of
         the last part of every replica."""
+        ...
+
+    def take_passes(self) -> list[DispatchedPass]:
+        """The passes that have been given to the stages of pipelines since the last call."""
         ...
 
     def settle(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """The pipeline of one replica: its microbatches, and the order in which their passes run."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jaxmux.sharding.stage_mesh import DATA
 from .compiled_stages import CompiledStages
 from .engine_options import EngineOptions
 from .replica_input import ReplicaInput
+from .round_record import DispatchedPass
 from .round_table import SCHEDULES, STREAMING, TASK_BY_TASK, round_table
 from .rounds import PackedMicrobatch, RoundPlan
 from .stored_state import StoredState
@@ -54,19 +56,28 @@ class ReplicaPipeline:
       state: the part of the train state that this replica works on.
     """
 
-    def __init__(self, backbone: PlacedBackbone, options: EngineOptions, state: StoredState):
+    def __init__(
+        self,
+        backbone: PlacedBackbone,
+        options: EngineOptions,
+        state: StoredState,
+        number: int = 0,
+    ):
         """Creates a pipeline; nothing is compiled yet.
 
         Args:
           backbone: the frozen backbone.
           options: the options of the engine, with the shape class of this replica.
           state: the state that the replica works on, in the parts of the backbone.
+          number: index of the replica.
 
         Raises:
           PlanningError: the parts do not lie on the stages in turn, the stages have different
             numbers of data shards, or `options.schedule` is unknown or does not suit them.
         """
         self.state = state
+        self._number = number
+        self._passes: list[DispatchedPass] = []
         self._backbone, self._options = backbone, options
         self._compiled = CompiledStages(backbone, options, state)
         self._stages = self._compiled.stages
@@ -197,6 +208,11 @@ class ReplicaPipeline:
         ends = self._order is None and not step.forward and step.virtual_stage == 0
         return True, self._running.pop(step.microbatch) if ends else None
 
+    def take_passes(self) -> list[DispatchedPass]:
+        """The passes that have been dispatched since the last call."""
+        taken, self._passes = self._passes, []
+        return taken
+
     def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | Sent | Ended | None:
         if self._order:
             candidates = self._waiting if self._options.schedule == "lorapp" else self._waiting[:1]
@@ -221,8 +237,10 @@ class ReplicaPipeline:
     def _run_pass(self, step: Pass) -> None:
         """Dispatches a pass."""
         part, m = at = step.virtual_stage, step.microbatch
+        queued, stage = self._running[m], part % len(self._stages)
+        given = self._number, stage, part, queued.index, step.forward, queued.plan.steps
+        self._passes.append(DispatchedPass(time.perf_counter(), *given))
         if step.forward:
-            queued, stage = self._running[m], part % len(self._stages)
             arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
             out, self._residuals[at] = self._compiled.forward(
                 part, arrays, queued.tables[stage], passed

@@ -24,6 +24,7 @@ from .progress import TaskEvaluation, TaskUpdate
 from .renewal import slots_to_renew
 from .results import DispatchedTurns, DispatchedUpdate, Results
 from .round_position import RoundPosition
+from .round_record import RoundRecord
 from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
@@ -83,6 +84,7 @@ class RoundLoop:
         self._stream = RoundStream(self._slots, options, self._executor)
         self._position = RoundPosition(self._stream)
         self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
+        self._round: RoundRecord | None = None
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
 
@@ -225,11 +227,24 @@ class RoundLoop:
                 return self._results.take()
             stop = lambda: False  # noqa: E731
         self._end_turns(current)
+        self._note_round(current)
         position.end(outcome.ahead)
         self._clear_left_slots()
         self.rounds += 1
         self._held_out.end_round(current, position.current, self.rounds)
         return self._results.take()
+
+    def _note_round(self, plan: RoundPlan) -> None:
+        """Notes what a dispatched round held."""
+        left = self._slots.left
+        names = {n: (self._slots[n] if n in self._slots else left[n]).name for n in plan.steps}
+        given = names, self._executor.replicas, self._executor.take_passes()
+        self._round = RoundRecord.of(self.rounds, plan, *given)
+
+    def take_round(self) -> RoundRecord | None:
+        """What the round held that was dispatched last; None if that has been taken before."""
+        taken, self._round = self._round, None
+        return taken
 
     def _end_turns(self, plan: RoundPlan) -> None:
         """Takes note of the turns of a dispatched round whose global batches go on, or whose tasks

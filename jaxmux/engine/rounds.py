@@ -41,6 +41,7 @@ class PackedMicrobatch(NamedTuple):
       samples: by slot, indices of the samples in the task's global batch.
       tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
       trained_tokens: by slot, the tokens of those chunks that are not left out as a whole.
+      read_tokens: by slot, the tokens of `samples` that the model reads, without padding.
     """
 
     replica: int
@@ -48,6 +49,7 @@ class PackedMicrobatch(NamedTuple):
     samples: SampleIndices
     tokens: Mapping[int, int]
     trained_tokens: Mapping[int, int] = MappingProxyType({})
+    read_tokens: Mapping[int, int] = MappingProxyType({})
 
 
 class Due(NamedTuple):
@@ -269,7 +271,11 @@ def fill_microbatches(
             arrays = [fill_microbatch(placements, batches, **sizes) for placements in kept]
             tokens = _tokens(of_shards, batches, shape)
             trained = _tokens(kept, batches, shape) if absent else tokens
-            yield PackedMicrobatch(i, arrays, samples, tokens, trained)
+            read = {
+                slot: sum(batches[slot][sample].read_tokens for sample in own)
+                for slot, own in samples.items()
+            }
+            yield PackedMicrobatch(i, arrays, samples, tokens, trained, read)
 
 
 def _tokens(

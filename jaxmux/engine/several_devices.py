@@ -21,6 +21,7 @@ from .prepared_task import PreparedTask
 from .replica_input import ReplicaInput
 from .replica_pipeline import Queued, ReplicaPipeline
 from .replica_state import ReplicaState, filled_up
+from .round_record import DispatchedPass
 from .rounds import (
     Dispatch,
     PackedMicrobatch,
@@ -82,9 +83,9 @@ class SeveralDevices:
         ]
         states = [stored, *(copy.own for copy in self._copies)]
         self._replicas = [
-            ReplicaPipeline(backbone, own_options, state)
-            for backbone, own_options, state in zip(
-                backbones, options.of_replicas(len(backbones)), states, strict=True
+            ReplicaPipeline(backbone, own_options, state, number)
+            for number, (backbone, own_options, state) in enumerate(
+                zip(backbones, options.of_replicas(len(backbones)), states, strict=True)
             )
         ]
         shapes = {replica.input.replica: replica.input.shape for replica in self._replicas}
@@ -211,6 +212,10 @@ class SeveralDevices:
 
     def marker(self) -> list[jax.Array]:
         return [state.marker() for state in (self._stored, *(copy.own for copy in self._copies))]
+
+    def take_passes(self) -> list[DispatchedPass]:
+        passes = [own for replica in self._replicas for own in replica.take_passes()]
+        return sorted(passes, key=lambda own: own.seconds)
 
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:

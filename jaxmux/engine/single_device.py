@@ -25,6 +25,7 @@ from .out_of_memory import fits
 from .prepared_task import PreparedTask
 from .programs import accumulate, accumulate_arguments, evaluate
 from .replica_input import ReplicaInput
+from .round_record import DispatchedPass
 from .rounds import (
     RoundPlan,
     all_samples,
@@ -168,6 +169,9 @@ class SingleDevice:
         if self._programs is None or self._leaner_by:
             return None
         return self._programs.forward_options(self._stored.layout, dropout)
+
+    def take_passes(self) -> list[DispatchedPass]:
+        return []
 
     def settle(self) -> tuple[int, ...]:
         return ()

@@ -17,7 +17,14 @@ from .backbone import (
 from .cached_forward import cached_hidden_states
 from .calibration import FIRST_READERS, Calibration, calibration_of
 from .checkpoint_reader import CheckpointReader, checkpoint_tensors
-from .device_memory import device_memory, device_peak, free_memory, keep_small_arrays_together
+from .device_memory import (
+    DeviceBytes,
+    device_memory,
+    device_peak,
+    devices_bytes,
+    free_memory,
+    keep_small_arrays_together,
+)
 from .errors import BackboneError
 from .fingerprint import backbone_fingerprint
 from .forward import ForwardOptions, SlotTable, hidden_states
@@ -41,6 +48,7 @@ __all__ = [
     "BackboneError",
     "Calibration",
     "CheckpointReader",
+    "DeviceBytes",
     "ForwardOptions",
     "SlotTable",
     "Weights",
@@ -57,6 +65,7 @@ __all__ = [
     "compute_dtype",
     "device_memory",
     "device_peak",
+    "devices_bytes",
     "empty_cache",
     "free_memory",
     "has_bias",

@@ -1,5 +1,7 @@
 """Memory of the local devices, as JAX reports it."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -43,6 +45,29 @@ def device_peak() -> int | None:
     began, on the device with most; None where JAX does not report it, for example on CPU."""
     stats = (device.memory_stats() or {} for device in jax.local_devices())
     return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
+
+
+class DeviceBytes(NamedTuple):
+    """Memory of a device.
+
+    Attributes:
+      in_use: bytes in use.
+      peak: most bytes that were in use at the same time since the process began.
+    """
+
+    in_use: int
+    peak: int
+
+
+def devices_bytes() -> list[DeviceBytes]:
+    """The memory of the local devices that report it, which those of a CPU do not. It does not
+    wait for the devices."""
+    stats = (device.memory_stats() or {} for device in jax.local_devices())
+    return [
+        DeviceBytes(own["bytes_in_use"], own["peak_bytes_in_use"])
+        for own in stats
+        if "peak_bytes_in_use" in own
+    ]
 
 
 def keep_small_arrays_together() -> jax.Array | None:

@@ -22,7 +22,7 @@ _NEEDED = {"task", "task_step", "loss", "skipped"}
 
 class MetricsWriter:
     """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl, and hands
-    both to the trackers."""
+    both to the trackers; and every round to rounds.jsonl."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class MetricsWriter:
         """
         self._metrics = _Lines(directory.metrics, position.metrics_bytes, say)
         self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
+        self._rounds = _Lines(directory.rounds, position.rounds_bytes, say)
         self._trackers, self._finished = trackers, False
 
     def write(self, updates: Iterable[TaskUpdate], evaluations: Iterable[TaskEvaluation]) -> None:
@@ -52,7 +53,7 @@ class MetricsWriter:
           evaluations: the held-out losses.
         """
         updates, evaluations = list(updates), list(evaluations)
-        now = round(time.time(), 3)
+        now = _now()
         self._metrics.append([update._asdict() for update in updates], now)
         self._held_out.append([done._asdict() for done in evaluations], now)
         self._track(
@@ -73,6 +74,14 @@ class MetricsWriter:
             }
             self._trackers.log(Point(step, values, now, repeated=step <= lines.last_removed))
 
+    def write_round(self, line: Mapping[str, Any]) -> None:
+        """Appends the line of a round, with the time of day.
+
+        Args:
+          line: the result of `round_line`.
+        """
+        self._rounds.append([line], _now())
+
     def tell(self, position: RunPosition) -> None:
         """Waits until the lines are on disk, and enters the lengths of the files.
 
@@ -81,6 +90,7 @@ class MetricsWriter:
         """
         position.metrics_bytes = self._metrics.length()
         position.held_out_bytes = self._held_out.length()
+        position.rounds_bytes = self._rounds.length()
 
     def finish(self) -> None:
         """Notes that the training run has ended, which `close` tells the trackers."""
@@ -90,7 +100,12 @@ class MetricsWriter:
         """Closes the files and the trackers."""
         self._metrics.close()
         self._held_out.close()
+        self._rounds.close()
         self._trackers.close(self._finished)
+
+
+def _now() -> float:
+    return round(time.time(), 3)
 
 
 class _Lines:

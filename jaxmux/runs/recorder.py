@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate, TrainedTask
-from jaxmux.models import checkpoint_tensors
+from jaxmux.models import checkpoint_tensors, devices_bytes
 from jaxmux.peft import export_adapter
 from jaxmux.sweeps import Sweep
 
@@ -15,6 +15,7 @@ from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter
 from .processes import Processes
+from .round_lines import host_bytes, round_line
 from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
 from .summary import Summary
@@ -63,7 +64,7 @@ class Recorder:
         self._engine, self._files = engine, files
         self._processes, self._console = processes, console
         self._position, self._before = position, position.train_seconds
-        self._started = time.monotonic()
+        self._started = self._recorded = time.monotonic()
 
     def record(self, updates: Sequence[TaskUpdate]) -> None:
         """Writes and shows updates, and exports the adapters of the tasks that succeeded with them.
@@ -74,10 +75,18 @@ class Recorder:
         evaluations = self._engine.take_evaluations()
         if self._files:
             self._files.metrics.write(updates, evaluations)
+            self._record_round(self._files.metrics)
         self._console.show(self._engine, updates, evaluations)
         for update in updates:
             if self._engine.progress(update.task).status == "succeeded":
                 self.export(update.task)
+
+    def _record_round(self, metrics: MetricsWriter) -> None:
+        """Writes the line of the round that was dispatched last, unless that has been done."""
+        record, now = self._engine.take_round(), time.monotonic()
+        if record is not None:
+            seconds, self._recorded = now - self._recorded, now
+            metrics.write_round(round_line(record, seconds, devices_bytes(), host_bytes()))
 
     def save(self) -> None:
         """Fetches all results, records them, and starts to save a checkpoint, unless there is one

@@ -22,6 +22,7 @@ class RunPosition:
       microbatches: number of microbatches trained, those of the unfinished round included.
       metrics_bytes: length of metrics.jsonl at this position, in bytes.
       held_out_bytes: length of held_out.jsonl at this position, in bytes.
+      rounds_bytes: length of rounds.jsonl at this position, in bytes.
       computed_tokens: number of tokens computed in training, padding included.
       train_seconds: wall time spent training, in seconds.
     """
@@ -30,6 +31,7 @@ class RunPosition:
     microbatches: int = 0
     metrics_bytes: int = 0
     held_out_bytes: int = 0
+    rounds_bytes: int = 0
     computed_tokens: int = 0
     train_seconds: float = 0.0
 

@@ -26,6 +26,7 @@ _OWN = {
     "config.gin": False,
     "metrics.jsonl": False,
     "held_out.jsonl": False,
+    "rounds.jsonl": False,
     "loss.png": False,
     "sweep.json": False,
     "sweep.png": False,
@@ -92,6 +93,7 @@ class RunDirectory:
       metrics: path of metrics.jsonl, one line for each task and round (one global batch of every
         task).
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
+      rounds: path of rounds.jsonl, one line for each round.
       summary: path of summary.json.
       loss_plot: path of loss.png.
       sweep_results: path of sweep.json, the results of sweeps.
@@ -121,6 +123,7 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.metrics = self.path / "metrics.jsonl"
         self.held_out = self.path / "held_out.jsonl"
+        self.rounds = self.path / "rounds.jsonl"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
         self.sweep_results = self.path / "sweep.json"

@@ -19,6 +19,7 @@ from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.models import BackboneConfig
+from jaxmux.runs.round_lines import has_details
 
 export = partial(run_command, "export", prog="jaxmux export")
 
@@ -134,6 +135,22 @@ def test_summary_file_holds_the_returned_summary(summary, run_dir):
     for task in found["tasks"].values():
         assert TASK_SUMMARY <= set(task)
     assert {"jaxmux", "jax"} <= set(found["versions"])
+
+
+def test_rounds_hold_the_tokens_of_the_metrics(metrics, run_dir):
+    lines = [strict_json(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1 + max(m["step"] for m in metrics)))
+    for line in lines:
+        own = [m for m in metrics if m["step"] == line["round"]]
+        assert line["read_tokens"] == sum(m["tokens"] for m in own)
+        assert line["chunk_tokens"] == sum(m["computed_tokens"] for m in own)
+        assert line["seconds"] > 0 and line["host_bytes"] > 0
+        held = [tasks for _, _, tasks in line["held"]]
+        assert len(held) == line["microbatches"]
+        assert sum(capacity for _, capacity, _ in line["held"]) == line["tokens"]
+        for m in own:
+            found = [tasks[m["task"]] for tasks in held if m["task"] in tasks]
+            assert [sum(n) for n in zip(*found, strict=True)] == [m["computed_tokens"], m["tokens"]]
 
 
 def test_summary_adds_up_the_metrics(summary, metrics):
@@ -473,3 +490,9 @@ def test_reserved_sizes_and_given_lengths_keep_a_task_at_the_same_bits_beside_an
     ]
     assert shapes[0] == shapes[1]
     assert shapes[0]["max_sequences"] == 4
+
+
+def test_details_are_recorded_of_as_many_rounds_whenever_their_number_doubles():
+    assert all(has_details(index) for index in range(64))
+    for power in range(6, 20):
+        assert sum(has_details(index) for index in range(2**power, 2 ** (power + 1))) == 32

@@ -109,8 +109,16 @@ def untimed_metrics(run_dir: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
 
 
+def recorded_rounds(run_dir: Path) -> list[int]:
+    """The numbers of the rounds in rounds.jsonl."""
+    lines = (run_dir / "rounds.jsonl").read_text().splitlines()
+    return [json.loads(line)["round"] for line in lines]
+
+
 def assert_same_result(run_dir, reference, adapter_bytes):
     assert untimed_metrics(run_dir) == untimed_metrics(reference)
+    rounds = [line["step"] for line in untimed_metrics(reference)]
+    assert recorded_rounds(run_dir) == list(range(max(rounds) + 1))
     found, expected = adapter_bytes(run_dir / "adapters"), adapter_bytes(reference / "adapters")
     assert len(expected) == 6
     assert found == expected

@@ -48,6 +48,27 @@ def test_a_pipeline_trains_to_the_bits_of_one_device(
     assert_same_training(found, updates, expected, expected_updates)
 
 
+@pytest.mark.parametrize("name", ["uneven stages", "interleaved"])
+def test_every_pass_of_a_round_is_recorded_once(name, make_engine, different_tasks):
+    layers = PIPELINES[name]["layers"]
+    engine, records = make_engine(*different_tasks, **PIPELINES[name]), []
+    for index in range(3):
+        engine.train_round(stream=index < 2)
+        records.append(engine.take_round())
+        assert engine.take_round() is None
+    passes = [own for record in records for own in record.passes]
+    parts = range(len(layers))
+    whole = [(True, part) for part in parts] + [(False, part) for part in reversed(parts)]
+    for index, record in enumerate(records):
+        assert record.index == index
+        for microbatch in range(len(record.microbatches)):
+            own = [p for p in passes if p.steps is record.steps and p.microbatch == microbatch]
+            assert [(p.forward, p.part) for p in own] == whole
+            assert all(p.stage == p.part % PIPELINES[name].get("stages", len(layers)) for p in own)
+    assert len(passes) == len(whole) * sum(len(record.microbatches) for record in records)
+    assert [p.seconds for p in passes] == sorted(p.seconds for p in passes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["biases", "head norms", "an untied head"])
 def test_other_backbones(change, make_engine, different_tasks, train, assert_same_training, config):

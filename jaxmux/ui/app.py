@@ -1,0 +1,172 @@
+"""The web application of a run's page: static files, the state of the run, and a stream of changes.
+
+Requests only read. No part of a request names a file of the run directory.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import socket
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .run_reader import RunReader
+
+STATIC = Path(__file__).with_name("static")
+# Seconds from one look at the files to the next, and from one sign of life to the next.
+_EVERY, _ALIVE = 0.5, 15.0
+# Changes that are kept for pages that connect again.
+_KEPT = 32
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def run_app(reader: RunReader) -> Starlette:
+    """The application.
+
+    Args:
+      reader: the run; while the application runs, it follows the run's files.
+    """
+    changes = _Changes(reader)
+
+    async def page(request: Request) -> FileResponse:
+        return FileResponse(STATIC / "index.html")
+
+    async def state(request: Request) -> JSONResponse:
+        return JSONResponse(await run_in_threadpool(reader.state))
+
+    async def details(request: Request) -> JSONResponse:
+        found = await run_in_threadpool(reader.details, request.path_params["number"])
+        if found is None:
+            return JSONResponse({"error": "this round has no details"}, 404)
+        return JSONResponse(found)
+
+    async def stream(request: Request) -> StreamingResponse | PlainTextResponse:
+        since = request.query_params.get("since", "")
+        if not since.isdecimal() or len(since) > 15:
+            return PlainTextResponse("since should be a version of the state", 400)
+        return StreamingResponse(changes.after(int(since)), media_type="text/event-stream")
+
+    @contextlib.asynccontextmanager
+    async def following(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(changes.follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/api/state", state),
+            Route("/api/rounds/{number:int}", details),
+            Route("/api/stream", stream),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[Middleware(_Guard), Middleware(GZipMiddleware, minimum_size=2048)],
+        lifespan=following,
+    )
+
+
+class _Changes:
+    """The newest changes of a run, for any number of pages."""
+
+    def __init__(self, reader: RunReader):
+        self._reader = reader
+        self._changed = asyncio.Condition()
+        self._newest: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+
+    async def follow(self) -> None:
+        """Looks at the files until it is cancelled."""
+        while True:
+            if (change := await run_in_threadpool(self._reader.poll)) is not None:
+                async with self._changed:
+                    self._newest.append(change)
+                    self._changed.notify_all()
+            if not self._reader.unread:
+                await asyncio.sleep(_EVERY)
+
+    async def after(self, version: int) -> AsyncIterator[str]:
+        """The changes after a version, as server-sent events."""
+        yield "retry: 2000\n\n"
+        while True:
+            found = [change for change in self._newest if change["version"] > version]
+            if self._reader.version < version or (found and found[0]["version"] > version + 1):
+                # The page has missed some, or comes from an earlier process.
+                found = [{"version": self._reader.version, "reload": True}]
+            for change in found:
+                yield f"data: {json.dumps(change, separators=(',', ':'))}\n\n"
+            if found:
+                version = found[-1]["version"]
+            async with self._changed:
+                if not self._newest or self._newest[-1]["version"] <= version:
+                    try:
+                        await asyncio.wait_for(self._changed.wait(), _ALIVE)
+                    except TimeoutError:
+                        yield ": alive\n\n"
+
+
+class _Guard:
+    """Answers only requests that read and that name this machine, and adds headers.
+
+    A foreign page could otherwise let its host name point to this machine (DNS rebinding), and read
+    the run through the browser of a user. Addresses are no names, so they are permitted.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self._names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(k.lower().encode(), v.encode()) for k, v in _HEADERS.items()]
+                names = {name for name, _ in added}
+                kept = [pair for pair in message["headers"] if pair[0].lower() not in names]
+                message["headers"] = [*kept, *added]
+            await send(message)
+
+        app = self._app
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 or not self._permits(hosts[0].decode("latin-1")):
+            app = PlainTextResponse("the Host header names another machine", 421)
+        elif scope["method"] not in ("GET", "HEAD"):
+            app = PlainTextResponse("this page only reads", 405, {"Allow": "GET, HEAD"})
+        await app(scope, receive, send_with_headers)
+
+    def _permits(self, host: str) -> bool:
+        name, _, end = host.lower().rpartition(":")
+        if not name or not end.isdecimal():
+            name = host.lower()
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True

@@ -1,0 +1,120 @@
+"""A growing file of JSON lines, read piece by piece."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Bytes that are read at a time, so that others can use what has been read so far.
+_PIECE = 4 * 2**20
+# Bytes before the end of what has been read that tell whether the file is still the same.
+_PROOF = 64
+
+
+class Line(NamedTuple):
+    """A line of the file.
+
+    Attributes:
+      fields: its JSON object.
+      offset: where it begins in the file, in bytes.
+      length: its length in bytes.
+    """
+
+    fields: dict[str, Any]
+    offset: int
+    length: int
+
+
+class LineFile:
+    """Reads the lines that a file has got since the last call. Another process writes the file.
+
+    Attributes:
+      path: the file, which need not exist yet.
+      damaged: number of lines that were skipped because they are no JSON objects.
+      left: bytes of the file that have not been read.
+    """
+
+    def __init__(self, path: Path):
+        """Starts before the first line."""
+        self.path = path
+        self.damaged = 0
+        self.left = 0
+        self._position, self._proof = 0, b""
+        self._identity: tuple[int, int] | None = None
+
+    def replaced(self) -> bool:
+        """Whether lines that have been read are no longer in the file: it was cut off when a
+        training run continued from a checkpoint, or another file has taken its place."""
+        if self._identity is None:
+            return False
+        with self._open() as file:
+            if file is None:
+                return True
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._position:
+                return True
+            return self._before(file) != self._proof
+
+    def read(self) -> Iterator[Line]:
+        """The complete lines of the next piece of the file."""
+        with self._open() as file:
+            if file is None:
+                return
+            found = os.fstat(file.fileno())
+            self._identity = found.st_dev, found.st_ino
+            file.seek(self._position)
+            piece = file.read(_PIECE)
+            end = piece.rfind(b"\n") + 1
+            if not end and len(piece) == _PIECE:
+                # No line of ours is that long.
+                self.damaged, end = self.damaged + 1, len(piece)
+            begin, self._position = self._position, self._position + end
+            self.left = found.st_size - self._position if end else 0
+            self._proof = self._before(file)
+        for text in piece[:end].splitlines(keepends=True):
+            try:
+                fields = json.loads(text)
+                if not isinstance(fields, dict):
+                    raise ValueError
+            except (ValueError, RecursionError):
+                self.damaged += bool(text.strip())
+            else:
+                yield Line(fields, begin, len(text))
+            begin += len(text)
+
+    def line_at(self, offset: int, length: int) -> dict[str, Any]:
+        """A line that has been read before.
+
+        Args:
+          offset, length: as in `Line`.
+
+        Raises:
+          ValueError: the file has changed.
+        """
+        with self._open() as file:
+            if file is None:
+                raise ValueError(f"{self.path} is gone")
+            file.seek(offset)
+            return json.loads(file.read(length))
+
+    def _before(self, file: Any) -> bytes:
+        begin = max(0, self._position - _PROOF)
+        file.seek(begin)
+        return file.read(self._position - begin)
+
+    def _open(self) -> Any:
+        """The open file, or a context manager that gives None. Links are not followed, so that
+        nothing outside the run directory is read."""
+        try:
+            return os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+        except OSError:
+            return _Nothing()
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,0 +1,229 @@
+"""Follows the files of a run directory."""
+
+import json
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxmux.errors import InputError
+
+from .line_file import LineFile
+from .run_view import RunView, TaskView
+
+# More new lines than this are not sent one by one: the page asks for everything anew.
+_MOST_SENT = 2000
+_SET_ASIDE = re.compile(r"events\.(\d+)\.jsonl")
+# Largest run.json, server.json or summary.json that is read, in bytes.
+_MOST_RECORD = 64 * 2**20
+
+
+class UIError(InputError):
+    """The page cannot be shown. The message says why and what to do."""
+
+
+class RunReader:
+    """The run in a directory. All methods may be called in any thread.
+
+    Attributes:
+      path: absolute path of the directory.
+      version: number of the newest change.
+    """
+
+    def __init__(self, path: str | Path, wait: bool = False):
+        """Opens a directory; nothing of it has been read but its record.
+
+        Args:
+          path: the directory of a training run or of a server.
+          wait: whether the run may begin later.
+
+        Raises:
+          UIError: there is no such directory, or it is neither.
+        """
+        self.path = Path(path).absolute()
+        self.version = 0
+        self._lock = threading.Lock()
+        self._record: dict[str, Any] = {}
+        self._summary: dict[str, Any] | None = None
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._begin()
+        if not wait:
+            self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        if not self.path.is_dir():
+            raise UIError(f"run directory {self.path}: there is no such folder")
+        if self._record:
+            return
+        found = [n for n in ("run.json", "server.json") if (self.path / n).exists()]
+        if found:
+            raise UIError(f"{self.path / found[0]}: it is damaged, or none of jaxmux's")
+        inner = sorted(p.parent.name for p in self.path.glob("*/*.json") if _is_record(p))
+        hint = f"; it holds the runs {', '.join(inner[:5])}" if inner else ""
+        raise UIError(
+            f"run directory {self.path}: holds neither run.json of a training run nor server.json "
+            f"of a server{hint}"
+        )
+
+    def poll(self) -> dict[str, Any] | None:
+        """Reads what the files have got since the last call, up to some megabytes of each.
+
+        Returns:
+          What the page has to add to what it shows, as JSON; None if nothing has changed. An entry
+          "reload" says that it has to ask for the `state` anew.
+        """
+        with self._lock:
+            again = any(file.replaced() for file in self._files) or self._read_record()
+            if again:
+                self._begin()
+            changed = self._read_summary() or again
+            lines = sum(self._read_lines(file) for file in self._files)
+            self._view.take_results((self._summary or {}).get("tasks", {}))
+            new = self._view.take_new()
+            if not (lines or changed):
+                return None
+            self.version += 1
+            if changed or new.pop("again") or lines > _MOST_SENT:
+                return {"version": self.version, "reload": True}
+            return {"version": self.version, **new, "run": self._run()}
+
+    @property
+    def unread(self) -> bool:
+        """Whether a further call of `poll` finds more at once."""
+        return any(file.left for file in self._files)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the page shows, as JSON."""
+        with self._lock:
+            view = self._view
+            return {
+                "version": self.version,
+                "run": self._run(),
+                "tasks": [task.row for task in view.tasks.values()],
+                "loss": {name: task.loss.points() for name, task in view.tasks.items()},
+                "held_out": {name: task.held_out for name, task in view.tasks.items()},
+                "rounds": view.rounds.points(),
+                "events": view.newest_events(),
+                "details": sorted(view.details),
+            }
+
+    def details(self, number: int) -> dict[str, Any] | None:
+        """The line of rounds.jsonl of a round with details; None if there is none.
+
+        Args:
+          number: number of the round, from 0.
+        """
+        with self._lock:
+            place = self._view.details.get(number)
+            if place is None:
+                return None
+            try:
+                found = self._rounds.line_at(*place)
+            except (ValueError, OSError):
+                return None
+            return found if isinstance(found, dict) and found.get("round") == number else None
+
+    def _begin(self) -> None:
+        """Forgets everything, and starts before the first line of every file."""
+        self._seen.clear()
+        self._summary = None
+        self._read_record()
+        self._view = RunView("server" in self._record)
+        for name, task in self._record.get("tasks", {}).items():
+            adapter = task.get("adapter", {})
+            fields = {"steps": task.get("steps"), "kind": adapter.get("kind")}
+            self._view.tasks[name] = TaskView(name, rank=adapter.get("rank"), **fields)
+        self._rounds = LineFile(self.path / "rounds.jsonl")
+        # Rounds come first: without them, the updates tell of rounds.
+        self._files = [self._rounds]
+        if self._view.server:
+            self._files += [LineFile(path) for path in (*self._older(), self.path / "events.jsonl")]
+        else:
+            self._files += [LineFile(self.path / n) for n in ("metrics.jsonl", "held_out.jsonl")]
+
+    def _older(self) -> list[Path]:
+        """The files of events that were set aside, oldest first."""
+        try:
+            found = [m for m in map(_SET_ASIDE.fullmatch, os.listdir(self.path)) if m]
+        except OSError:
+            return []
+        return [self.path / m[0] for m in sorted(found, key=lambda m: int(m[1]))]
+
+    def _read_lines(self, file: LineFile) -> int:
+        """Reads a piece of a file; returns the number of lines."""
+        add = {"rounds": self._view.add_round, "metrics": self._view.add_metric}
+        add |= {"held_out": self._view.add_held_out, "events": self._view.add_event}
+        before, lines = file.damaged, 0
+        for line in file.read():
+            lines += 1
+            file.damaged += not add[file.path.name.partition(".")[0]](line)
+        return lines + (file.damaged > before)
+
+    def _read_record(self) -> bool:
+        """Reads run.json or server.json; returns whether it has changed."""
+        before = self._record
+        for name in ("run.json", "server.json"):
+            content = self._changed(name)
+            if isinstance(content, dict):
+                if name == "run.json" and _is_training(content):
+                    self._record = content
+                elif name == "server.json" and "backbone" in content:
+                    self._record = {"server": True, **content}
+        return self._record != before
+
+    def _read_summary(self) -> bool:
+        before = self._summary
+        content = self._changed("summary.json")
+        if isinstance(content, dict) and isinstance(content.get("tasks"), dict):
+            self._summary = content
+        elif self._summary is not None and not (self.path / "summary.json").exists():
+            self._summary = None
+            return True
+        return self._summary != before
+
+    def _changed(self, name: str) -> Any:
+        """The content of a JSON file if it has changed since the last call; None otherwise, or if
+        it cannot be read."""
+        try:
+            with os.fdopen(os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                found = os.fstat(file.fileno())
+                seen = found.st_ino, found.st_mtime_ns, found.st_size
+                if self._seen.get(name) == seen or found.st_size > _MOST_RECORD:
+                    return None
+                self._seen[name] = seen
+                return json.load(file)
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _run(self) -> dict[str, Any]:
+        """What the page shows at its top."""
+        record, view = self._record, self._view
+        shape = record.get("shape") or record.get("sizes") or {}
+        counts = {file.path.name: file.damaged for file in self._files if file.damaged}
+        return {
+            "name": self.path.name,
+            "path": str(self.path),
+            "kind": "server" if view.server else "training" if record else "waiting",
+            "backbone": Path(str(record.get("backbone", ""))).name,
+            "format": record.get("backbone_format"),
+            "shape": shape,
+            "now": time.time(),
+            "begun": view.begun,
+            "last": view.last,
+            "damaged": counts,
+            "unread": sum(file.left for file in self._files),
+            "summary": self._summary and {k: v for k, v in self._summary.items() if k != "tasks"},
+        }
+
+
+def _is_training(content: dict[str, Any]) -> bool:
+    tasks = content.get("tasks")
+    return isinstance(tasks, dict) and all(
+        isinstance(task, dict) and isinstance(task.get("adapter"), dict) for task in tasks.values()
+    )
+
+
+def _is_record(path: Path) -> bool:
+    return path.name in ("run.json", "server.json")

@@ -1,0 +1,253 @@
+"""What the page shows of a run: built line by line from the files of its directory."""
+
+import math
+from collections import deque
+from typing import Any
+
+from .line_file import Line
+from .series import Series, short
+
+_ENDED = {"succeeded", "failed", "cancelled"}
+# Most events that are kept, and that the page shows.
+_KEPT, _SHOWN = 3000, 300
+# Most rounds whose details can be shown: 32 each time the number of rounds doubles.
+_DETAILED = 2048
+
+
+class TaskView:
+    """A task as the page shows it.
+
+    Attributes:
+      row: its entry in the list of tasks: name, state, reason, priority, step, steps, kind, rank,
+        loss (of the last update), held_out (the last loss), best, tokens, skipped.
+      loss: training loss by step.
+      held_out: step, loss and whether it is the best one, of each measurement.
+    """
+
+    def __init__(self, name: str, **fields: Any):
+        """A task that has not trained.
+
+        Args:
+          name: its name.
+          **fields: entries of `row`.
+        """
+        self.row: dict[str, Any] = {
+            "name": name,
+            "state": "queued",
+            "reason": None,
+            "priority": None,
+            "step": 0,
+            "steps": None,
+            "kind": None,
+            "rank": None,
+            "loss": None,
+            "held_out": None,
+            "best": None,
+            "tokens": 0,
+            "skipped": 0,
+        } | fields
+        self.loss = Series(1)
+        self.held_out: list[list[Any]] = []
+
+
+class RunView:
+    """The tasks, rounds and events of a run.
+
+    Attributes:
+      tasks: by name.
+      rounds: by round: time, seconds, tokens with padding, tokens of chunks, tokens read, device
+        memory in use, its peak, host memory (bytes; 0 if not known), microbatches.
+      details: by number of a round with details, offset and length of its line.
+      events: the last events, those of one file after those of another.
+      last: time of the newest line, in seconds since 1970; None before the first.
+      begun: time of the oldest line.
+    """
+
+    def __init__(self, server: bool):
+        """Starts empty.
+
+        Args:
+          server: whether the states of tasks come from events.
+        """
+        self.tasks: dict[str, TaskView] = {}
+        self.rounds = Series(9)
+        self.details: dict[int, tuple[int, int]] = {}
+        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self.last: float | None = None
+        self.begun: float | None = None
+        self.server = server
+        # Whether rounds.jsonl tells of rounds; otherwise the updates do.
+        self._has_rounds = False
+        # The round of the latest updates: number, time, tokens of chunks and tokens read.
+        self._counted: list[float] | None = None
+        # What is new since the last call of `take_new`.
+        self._new: dict[str, Any] = _nothing_new()
+
+    def task(self, name: str) -> TaskView:
+        """A task, which is created if it is not known."""
+        if name not in self.tasks:
+            self.tasks[name] = TaskView(name)
+        return self.tasks[name]
+
+    def add_metric(self, line: Line) -> bool:
+        """Adds a line of metrics.jsonl; returns False if it is damaged."""
+        return self._guarded(self._update, line.fields)
+
+    def add_held_out(self, line: Line) -> bool:
+        """Adds a line of held_out.jsonl; returns False if it is damaged."""
+        return self._guarded(self._evaluation, line.fields)
+
+    def add_event(self, line: Line) -> bool:
+        """Adds a line of events.jsonl; returns False if it is damaged."""
+        kinds = {"state": self._state, "update": self._update, "evaluation": self._evaluation}
+        found = kinds.get(line.fields.get("kind"))
+        return found is None or self._guarded(found, line.fields)
+
+    def add_round(self, line: Line) -> bool:
+        """Adds a line of rounds.jsonl; returns False if it is damaged."""
+
+        def add(fields: dict[str, Any]) -> None:
+            number = int(fields["round"])
+            values = [fields[n] for n in ("seconds", "tokens", "chunk_tokens", "read_tokens")]
+            memory = [max(fields.get(n) or [0]) for n in ("memory_in_use", "memory_peak")]
+            memory.append(fields.get("host_bytes") or 0)
+            numbers = [fields["time"], *values, *memory, fields["microbatches"]]
+            if not self._has_rounds:
+                self._has_rounds, self.rounds = True, Series(9)
+            self._add_round(number, numbers)
+            if "held" in fields:
+                self.details[number] = line.offset, line.length
+                self._new["details"].append(number)
+                if len(self.details) > _DETAILED:
+                    del self.details[next(iter(self.details))]
+
+        return self._guarded(add, line.fields)
+
+    def newest_events(self) -> list[dict[str, Any]]:
+        """The last events, by time."""
+        return sorted(self.events, key=lambda event: event["time"])[-_SHOWN:]
+
+    def take_results(self, results: dict[str, Any]) -> None:
+        """Enters the results of a run that has ended, which count more than the last updates.
+
+        Args:
+          results: the entry "tasks" of summary.json.
+        """
+        for name, result in results.items():
+            if name in self.tasks and isinstance(result, dict):
+                row = self.tasks[name].row
+                row["state"] = str(result.get("status", row["state"]))
+                row["reason"] = result.get("error") or result.get("stopped_early")
+
+    def take_new(self) -> dict[str, Any]:
+        """What has been added since the last call: rows of tasks, points of the loss and of the
+        held-out loss by task, rounds, events and details."""
+        new, self._new = self._new, _nothing_new()
+        return new | {"tasks": [self.tasks[name].row for name in new["tasks"]]}
+
+    def _guarded(self, add: Any, fields: dict[str, Any]) -> bool:
+        try:
+            time = float(fields["time"])
+            add(fields)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return False
+        self.last = max(time, self.last or time)
+        self.begun = min(time, self.begun or time)
+        return True
+
+    def _add_round(self, number: int, numbers: list[float]) -> None:
+        numbers = [float(value) for value in numbers]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a number is not finite")
+        self.rounds.add(number, numbers)
+        # As in `Series.points`, where the least and the largest time follow.
+        self._new["rounds"].append([number, *numbers, numbers[0], numbers[0]])
+
+    def _update(self, fields: dict[str, Any]) -> None:
+        name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
+        task = self.task(name)
+        row, skipped = task.row, bool(fields["skipped"])
+        if loss is not None:
+            loss = float(loss)
+            task.loss.add(step, [loss])
+            loss = short(loss)
+            self._new["loss"].setdefault(name, []).append([step, loss, loss, loss])
+            row["loss"] = loss
+        row["step"], row["state"] = step, "running" if row["state"] == "queued" else row["state"]
+        row["tokens"] += int(fields.get("tokens", 0))
+        row["skipped"] += skipped
+        if not self.server and row["steps"] and step >= row["steps"]:
+            row["state"] = "succeeded"
+        if skipped:
+            self._tell(fields["time"], name, "skipped", f"the update of step {step} was skipped")
+        self._count_round(fields)
+        self._new["tasks"][name] = None
+
+    def _evaluation(self, fields: dict[str, Any]) -> None:
+        name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
+        task = self.task(name)
+        if loss is not None:
+            loss, best = short(float(loss)), bool(fields.get("best"))
+            point = [step, loss, best]
+            task.held_out.append(point)
+            if len(task.held_out) > 512:
+                task.held_out = task.held_out[::2]
+            task.row["held_out"] = loss
+            if best:
+                task.row["best"] = step
+            self._new["held_out"].setdefault(name, []).append(point)
+            mark = ", the best so far" if best else ""
+            self._tell(fields["time"], name, "held-out", f"loss {loss:.4g} at step {step}{mark}")
+        self._new["tasks"][name] = None
+
+    def _state(self, fields: dict[str, Any]) -> None:
+        name, state = _name(fields), str(fields["state"])
+        before = self.tasks.get(name)
+        if before is not None and before.row["state"] in _ENDED and state not in _ENDED:
+            # Another task has got the name.
+            self.tasks[name] = TaskView(name)
+            self._new["again"] = True
+        row = self.task(name).row
+        row["state"], row["reason"] = state, fields.get("reason")
+        row["priority"] = fields.get("priority")
+        reason = f": {row['reason']}" if row["reason"] else ""
+        self._tell(fields["time"], name, "state", f"{state}{reason}")
+        self._new["tasks"][name] = None
+
+    def _tell(self, time: float, task: str, kind: str, text: str) -> None:
+        event = {"time": time, "task": task, "kind": kind, "text": text}
+        self.events.append(event)
+        self._new["events"].append(event)
+
+    def _count_round(self, fields: dict[str, Any]) -> None:
+        """Counts the tokens of a round by its updates, for runs without rounds.jsonl."""
+        if self._has_rounds or "computed_tokens" not in fields:
+            return
+        number, time = int(fields["step"]), float(fields["time"])
+        if self._counted is None or number != self._counted[0]:
+            before, self._counted = self._counted, [number, time, 0, 0]
+            if before is not None and time > before[1]:
+                _, _, chunks, read = before
+                self._add_round(
+                    int(before[0]), [time, time - before[1], chunks, chunks, read, 0, 0, 0, 0]
+                )
+        self._counted[2] += int(fields["computed_tokens"])
+        self._counted[3] += int(fields["tokens"])
+
+
+def _name(fields: dict[str, Any]) -> str:
+    if not isinstance(fields["task"], str):
+        raise ValueError("a task's name should be a text")
+    return fields["task"]
+
+
+def _nothing_new() -> dict[str, Any]:
+    return {
+        "tasks": {},
+        "loss": {},
+        "held_out": {},
+        "rounds": [],
+        "events": [],
+        "details": [],
+        "again": False,
+    }

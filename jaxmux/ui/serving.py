@@ -1,0 +1,143 @@
+"""Serves the page of a run until a signal comes."""
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .run_reader import RunReader, UIError
+
+DEFAULT_PORT = 6006
+# If the default port is taken, so many after it are tried.
+_TRIED = 50
+
+
+def serve_run(
+    run_dir: str | Path,
+    host: str,
+    port: int | None,
+    say: Callable[[str], None],
+    child: bool = False,
+) -> None:
+    """Serves the page of a run until a signal comes.
+
+    Args:
+      run_dir: the directory of a training run or of a server.
+      host: address or name of the network interface.
+      port: the port; None takes the first free one from 6006 on, 0 any free one.
+      say: function that prints one line; it is told the address of the page.
+      child: whether this process serves a training run that has started it. The run may then begin
+        later, and the page ends when standard input does.
+
+    Raises:
+      UIError: the directory holds no run, the port is taken, or packages are missing.
+    """
+    refuse_missing_packages()
+    import uvicorn
+
+    from .app import run_app
+
+    reader = RunReader(run_dir, wait=child)
+    listening = _listen(host, port)
+    config = uvicorn.Config(
+        run_app(reader),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=1,
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+    if child:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
+    shown = f"[{host}]" if ":" in host else host
+    say(f"{reader.path}: http://{shown}:{listening.getsockname()[1]}/")
+    if not child:
+        say("Ctrl-C ends the page; training is not affected")
+    with listening:
+        server.run(sockets=[listening])
+
+
+def refuse_missing_packages() -> None:
+    """Checks that the packages of the extra `ui` are installed.
+
+    Raises:
+      UIError: one is missing; the message names the command that installs it.
+    """
+    try:
+        import starlette
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise UIError(f"the package {e.name} is missing; pip install 'jaxmux[ui]'") from None
+    del starlette
+
+
+@contextlib.contextmanager
+def page_beside(run_dir: str | Path, host: str, port: int | None) -> Iterator[None]:
+    """Serves the page of a run in another process while the context lasts.
+
+    Args:
+      run_dir, host, port: as for `serve_run`. The run may begin later.
+
+    Raises:
+      UIError: packages are missing.
+    """
+    refuse_missing_packages()
+    arguments = [sys.executable, "-m", "jaxmux.ui", "--child", f"--host={host}", str(run_dir)]
+    if port is not None:
+        arguments.append(f"--port={port}")
+    # Its end of input tells the page that this process has ended, however that came about.
+    page = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        page.stdin.close()
+        try:
+            page.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            page.kill()
+
+
+def _end_with_parent(server: object) -> None:
+    while os.read(0, 4096):
+        pass
+    server.should_exit = True
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """A socket that listens on a port.
+
+    Raises:
+      UIError: there is no such interface, or the port is taken.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as e:
+        raise UIError(f"--host {host}: {e.strerror}") from None
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + _TRIED) if port is None else [port]
+    for number in ports:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        # A port that was in use a minute ago may be used again.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((address[0], number, *address[2:]))
+            listening.listen(128)
+            return listening
+        except OSError as e:
+            listening.close()
+            if e.errno == errno.EADDRINUSE:
+                continue
+            raise UIError(f"{host}:{number}: {e.strerror}") from None
+    if port is None:
+        raise UIError(f"ports {ports[0]} to {ports[-1]} are taken; choose another --port")
+    raise UIError(f"port {port} is taken; choose another --port")

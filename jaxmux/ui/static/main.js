@@ -1,0 +1,367 @@
+// The page of a run: asks for its state, then follows the stream of changes.
+import { LineChart, prepared } from "./chart.js";
+import { MOST_COLOURS, clock, colour, count, css, duration, make, number, onThemeChange } from "./format.js";
+import { Microbatches, Schedule } from "./rounds.js";
+import { TaskList } from "./tasks.js";
+
+const $ = (id) => document.getElementById(id);
+// More points than this are merged by the server: the state is asked for anew.
+const MOST_POINTS = 1024;
+const GIB = 2 ** 30;
+
+const page = {
+  state: null,
+  selected: new Map(),
+  chosen: false,
+  hot: null,
+  newest: true,
+  details: null,
+  asked: null,
+  drawing: false,
+};
+
+const list = new TaskList({ onSelect: select, onHover: hover });
+const loss = new LineChart($("loss-chart"), { label: "Training loss by step", xName: "step", onHover: hover, legendless: true });
+const speed = new LineChart($("speed-chart"), { label: "Tokens per second by round", xName: "round", zero: true });
+const memory = new LineChart($("memory-chart"), { label: "Memory in GiB by round", xName: "round", zero: true });
+const held = new Microbatches($("held-chart"), hover);
+const schedule = new Schedule($("schedule-chart"), $("schedule-note"));
+
+const pressed = (id) => $(id).getAttribute("aria-pressed") === "true";
+for (const id of ["smooth", "log", "held", "multiples", "newest"]) {
+  $(id).addEventListener("click", () => {
+    $(id).setAttribute("aria-pressed", String(!pressed(id)));
+    if (id === "newest") followNewest();
+    draw();
+  });
+}
+$("earlier").addEventListener("click", () => moveRound(-1));
+$("later").addEventListener("click", () => moveRound(1));
+$("round").addEventListener("input", () => moveRound(0));
+onThemeChange(() => {
+  schedule.draw();
+  draw();
+});
+// One timer for what changes by itself: how long ago the run was heard of.
+setInterval(() => page.state && header(), 5000);
+
+function select(name) {
+  if (name === null) page.selected.clear();
+  else if (page.selected.has(name)) page.selected.delete(name);
+  else {
+    const used = new Set(page.selected.values());
+    if (used.size >= MOST_COLOURS) {
+      const [oldest, index] = page.selected.entries().next().value;
+      page.selected.delete(oldest);
+      used.delete(index);
+    }
+    page.selected.set(name, [...Array(MOST_COLOURS).keys()].find((index) => !used.has(index)));
+  }
+  draw();
+}
+
+function hover(name) {
+  if (name === page.hot) return;
+  page.hot = name;
+  list.highlight(name);
+  draw();
+}
+
+function draw() {
+  if (page.drawing) return;
+  page.drawing = true;
+  requestAnimationFrame(() => {
+    page.drawing = false;
+    if (page.state) drawNow();
+  });
+}
+
+function drawNow() {
+  const { tasks } = page.state;
+  list.show(tasks, page.selected);
+  header();
+  const multiples = pressed("multiples");
+  $("grid").hidden = !multiples;
+  $("loss-chart").hidden = multiples;
+  if (multiples) drawGrid();
+  else drawLoss();
+  drawRounds();
+  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), page.selected, tasks.map((row) => row.name), page.hot);
+}
+
+// A moving mean whose weights sum to one from the first value on, and that does not depend on how
+// many steps a point stands for.
+function smoothed(xs, ys) {
+  const span = Math.max(1, (xs.at(-1) - xs[0]) / 25);
+  let [sum, weight, before] = [0, 0, xs[0]];
+  return ys.map((y, i) => {
+    const keep = Math.exp(-(xs[i] - before) / span);
+    before = xs[i];
+    sum = sum * keep + y;
+    weight = weight * keep + 1;
+    return sum / weight;
+  });
+}
+
+function lossSeries(name) {
+  const points = page.state.loss[name] ?? [];
+  return { xs: points.map((point) => point[0]), ys: points.map((point) => point[1]) };
+}
+
+function drawLoss() {
+  const series = [];
+  const many = page.state.tasks.length > MOST_COLOURS;
+  for (const { name } of page.state.tasks) {
+    const { xs, ys } = lossSeries(name);
+    if (!xs.length) continue;
+    const index = page.selected.get(name);
+    const smooth = pressed("smooth") && xs.length > 8;
+    if (index === undefined) {
+      series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: css("--idle"), faint: true, alpha: many ? 0.28 : 0.5, width: 1 });
+      continue;
+    }
+    if (smooth) series.push({ name, xs, ys, colour: colour(index), alpha: 0.28, width: 1, label: false });
+    series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: colour(index), width: 1.8 });
+    const points = pressed("held") ? page.state.held_out[name] ?? [] : [];
+    series.push({ name, xs: points.map((point) => point[0]), ys: points.map((point) => point[1]), colour: colour(index), marks: true, label: false });
+  }
+  loss.show(series, { log: pressed("log"), hot: page.hot });
+  const others = page.state.tasks.length - page.selected.size;
+  const parts = [];
+  if (pressed("held") && page.selected.size) parts.push("Circles: held-out loss.");
+  if (others > 0) parts.push(page.selected.size ? `Grey: the other ${others} tasks; select them in the list, up to ${MOST_COLOURS}.` : "Select tasks in the list to colour them.");
+  if (pressed("smooth")) parts.push("Bold: moving mean over a twenty-fifth of the steps.");
+  $("loss-note").textContent = parts.join(" ");
+}
+
+function drawGrid() {
+  const grid = $("grid");
+  const all = page.state.tasks.map(({ name }) => ({ name, ...lossSeries(name) }));
+  const log = pressed("log");
+  const scale = (y) => (log ? Math.log10(Math.max(y, 1e-6)) : y);
+  const values = all.flatMap(({ ys }) => ys.map(scale));
+  const [low, high] = values.reduce(([a, b], y) => [Math.min(a, y), Math.max(b, y)], [Infinity, -Infinity]);
+  if (grid.children.length !== all.length) {
+    grid.replaceChildren(
+      ...all.map(() => {
+        const button = make("button", { type: "button" }, make("span", {}, make("b"), make("em")), make("canvas"));
+        button.addEventListener("click", () => select(button.dataset.name));
+        button.addEventListener("pointerenter", () => hover(button.dataset.name));
+        button.addEventListener("pointerleave", () => hover(null));
+        return button;
+      }),
+    );
+  }
+  all.forEach(({ name, xs, ys }, i) => {
+    const button = grid.children[i];
+    button.dataset.name = button.title = name;
+    button.setAttribute("aria-pressed", String(page.selected.has(name)));
+    button.firstChild.firstChild.textContent = name;
+    button.firstChild.lastChild.textContent = number(ys.at(-1) ?? null, 3);
+    const canvas = button.lastChild;
+    const { clientWidth: width, clientHeight: height } = canvas;
+    if (!width || !ys.length) return;
+    const context = prepared(canvas, width, height);
+    const line = pressed("smooth") && ys.length > 8 ? smoothed(xs, ys) : ys;
+    const index = page.selected.get(name);
+    context.strokeStyle = index === undefined ? css(page.hot === name ? "--ink" : "--idle") : colour(index);
+    context.lineWidth = 1.5;
+    context.beginPath();
+    line.forEach((y, j) => context.lineTo(1 + ((xs[j] - xs[0]) / Math.max(1, xs.at(-1) - xs[0])) * (width - 2), 2 + (1 - (scale(y) - low) / (high - low || 1)) * (height - 4)));
+    context.stroke();
+  });
+  $("loss-note").textContent = `All tasks with the same scale, from ${number(log ? 10 ** low : low, 3)} to ${number(log ? 10 ** high : high, 3)}${log ? ", logarithmic" : ""}.`;
+}
+
+function drawRounds() {
+  const { rounds, details } = page.state;
+  // [round, time, seconds, tokens, tokens of chunks, tokens read, in use, peak, host, microbatches]
+  const after = rounds.filter((row) => row[2] > 0).slice(rounds.length > 3 ? 1 : 0);
+  const xs = after.map((row) => row[0]);
+  // A round may end late and the next one at once, so tokens and seconds are summed over several.
+  const span = Math.max(2, Math.round(after.length / 60));
+  const rate = (column) =>
+    after.map((_, i) => {
+      const near = after.slice(Math.max(0, i - span), i + span + 1);
+      return near.reduce((sum, row) => sum + row[column], 0) / near.reduce((sum, row) => sum + row[2], 0);
+    });
+  speed.show([
+    { name: "with padding", xs, ys: rate(3), colour: colour(5), width: 1.4 },
+    { name: "without", xs, ys: rate(5), colour: colour(0), width: 1.8 },
+  ]);
+  const kinds = [["device, peak", 7, 1, [5, 3]], ["device, in use", 6, 0], ["host process", 8, 4]];
+  memory.show(kinds.filter(([, column]) => rounds.some((row) => row[column] > 0)).map(([name, column, index, dash]) => ({ name, xs: rounds.map((row) => row[0]), ys: rounds.map((row) => row[column] / GIB), colour: colour(index), dash })));
+  const slider = $("round");
+  slider.max = Math.max(0, details.length - 1);
+  if (page.newest) slider.value = slider.max;
+  const index = Number(slider.value);
+  slider.disabled = $("newest").disabled = details.length < 1;
+  slider.setAttribute("aria-valuetext", `round ${details[index] ?? "none"}`);
+  $("earlier").disabled = index <= 0;
+  $("later").disabled = index >= details.length - 1;
+  $("newest").setAttribute("aria-pressed", String(page.newest));
+  if (details.length && page.asked !== details[index]) askRound(details[index]);
+}
+
+function moveRound(by) {
+  const slider = $("round");
+  slider.value = Number(slider.value) + by;
+  page.newest = Number(slider.value) === Number(slider.max);
+  draw();
+}
+
+function followNewest() {
+  page.newest = true;
+}
+
+async function askRound(number_) {
+  page.asked = number_;
+  const response = await fetch(`/api/rounds/${number_}`).catch(() => null);
+  if (page.asked !== number_) return;
+  page.details = response?.ok ? await response.json() : null;
+  showRound();
+  draw();
+}
+
+function showRound() {
+  const own = page.details;
+  $("round-unit").textContent = own ? `round ${own.round}` : "";
+  $("schedule").hidden = !own?.passes?.length;
+  if (own?.passes?.length) schedule.show(own.passes, own.round);
+  if (!own) return ($("held-note").textContent = "");
+  const [padding, chunks] = [1 - own.read_tokens / own.tokens, own.tokens - own.chunk_tokens];
+  const more = own.microbatches > 64 ? ` The first 64 of ${own.microbatches} microbatches are shown.` : "";
+  $("held-note").textContent = own.tokens
+    ? `${count(own.tokens)} tokens computed, ${count(own.read_tokens)} of them read: ${(100 * padding).toFixed(1)} % padding (${count(own.chunk_tokens - own.read_tokens)} within chunks, ${count(chunks)} in unused chunks). Solid: read, pale: padding of a task's chunks.${more}`
+    : "";
+}
+
+function header() {
+  const { run, tasks, rounds, events } = page.state;
+  document.title = `${run.name} · jaxmux`;
+  $("name").textContent = run.name;
+  $("name").title = run.path;
+  const [status, text] = statusOf(run, rounds, tasks);
+  $("status").className = `status ${status}`;
+  if ($("status").textContent !== text) $("status").textContent = text;
+  const shape = run.shape.rows ? `${run.shape.rows} × ${run.shape.row_len} tokens, chunks of ${run.shape.chunk_len}` : "";
+  $("about").textContent = [run.kind === "server" ? "server" : "training run", run.backbone, run.format, shape].filter(Boolean).join(" · ");
+  const ended = tasks.filter((row) => row.state === "succeeded").length;
+  const failed = tasks.filter((row) => row.state === "failed").length;
+  const late = rounds.slice(Math.max(1, Math.floor(rounds.length / 2)));
+  const sum = (column) => late.reduce((total, row) => total + row[column], 0);
+  const peak = Math.max(0, ...rounds.map((row) => row[7]), run.summary?.peak_memory_bytes ?? 0);
+  const elapsed = run.begun ? run.last - run.begun : NaN;
+  const figures = [
+    ["Tasks succeeded", `${ended}`, `of ${tasks.length}${failed ? `, ${failed} failed` : ""}`],
+    ["Rounds", rounds.length ? count(rounds.at(-1)[0] + 1) : "–"],
+    ["Tokens per second", sum(2) ? number(sum(5) / sum(2), 3) : "–", "read"],
+    ["Padding", sum(3) ? ((1 - sum(5) / sum(3)) * 100).toFixed(1) : "–", "%"],
+    ["Seconds per round", sum(2) ? number(sum(2) / late.length, 3) : "–", "s"],
+    ["Device memory, peak", peak ? number(peak / GIB, 3) : "–", peak ? "GiB" : "not reported"],
+    ["Time trained", duration(run.summary?.wall_seconds ?? elapsed)],
+  ];
+  $("figures").replaceChildren(...figures.map(([name, value, unit]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null))));
+  const damaged = Object.entries(run.damaged).map(([file, count]) => `${file}: ${count} damaged ${count === 1 ? "line is" : "lines are"} left out.`);
+  if (run.unread > 0) damaged.push(`${number(run.unread / 2 ** 20, 3)} MiB have yet to be read.`);
+  $("notice").hidden = !damaged.length;
+  if ($("notice").textContent !== damaged.join(" ")) $("notice").textContent = damaged.join(" ");
+  $("events-count").textContent = events.length ? `the last ${events.length}` : "";
+  drawEvents(events);
+}
+
+function statusOf(run, rounds, tasks) {
+  if (run.kind === "waiting") return ["", "waiting for the run to begin"];
+  if (run.summary) return tasks.some((row) => row.state === "failed") ? ["failed", "finished, with failed tasks"] : ["finished", "finished"];
+  if (run.last === null) return ["", "nothing trained yet"];
+  const age = run.now - run.last + (Date.now() - page.received) / 1000;
+  const usual = rounds.length ? rounds.at(-1)[2] : 0;
+  if (age < Math.max(60, 20 * usual)) return ["running", "running"];
+  return ["", `no news for ${duration(age)}`];
+}
+
+function drawEvents(events) {
+  const body = $("events");
+  const newest = events.at(-1);
+  const key = newest && `${events.length} ${newest.time} ${newest.task} ${newest.text}`;
+  if (body.dataset.key === key) return;
+  body.dataset.key = key;
+  if (!newest) return body.replaceChildren(make("tr", {}, make("td", { colSpan: 3, className: "empty" }, "nothing has happened yet")));
+  body.replaceChildren(...[...events].reverse().map((event) => make("tr", {}, make("td", {}, clock(event.time)), make("td", {}, event.task), make("td", {}, event.kind === "held-out" ? `held-out ${event.text}` : event.text))));
+}
+
+function add(change) {
+  const { state } = page;
+  state.version = change.version;
+  state.run = change.run;
+  page.received = Date.now();
+  for (const row of change.tasks) {
+    const index = state.tasks.findIndex((own) => own.name === row.name);
+    if (index < 0) state.tasks.push(row);
+    else state.tasks[index] = row;
+  }
+  for (const kind of ["loss", "held_out"]) {
+    for (const [name, points] of Object.entries(change[kind])) {
+      (state[kind][name] ??= []).push(...points);
+      if (state[kind][name].length > MOST_POINTS) return load();
+    }
+  }
+  state.rounds.push(...change.rounds);
+  state.details.push(...change.details);
+  state.events = [...state.events, ...change.events].slice(-300);
+  if (state.rounds.length > MOST_POINTS) return load();
+  choose();
+  draw();
+}
+
+// At first the first tasks are coloured, so that the page begins with a picture.
+function choose() {
+  if (page.chosen || !page.state.tasks.length) return;
+  page.chosen = true;
+  const few = page.state.tasks.length <= MOST_COLOURS ? MOST_COLOURS : 5;
+  page.state.tasks.slice(0, few).forEach(({ name }, index) => page.selected.set(name, index));
+}
+
+let loading = null;
+function load() {
+  loading ??= fetchState().finally(() => (loading = null));
+  return loading;
+}
+
+async function fetchState() {
+  stream?.close();
+  try {
+    const response = await fetch("/api/state");
+    if (!response.ok) throw new Error(`the server answers ${response.status}`);
+    page.state = await response.json();
+  } catch (error) {
+    $("status").className = "status failed";
+    $("status").textContent = "the server of this page has ended";
+    setTimeout(load, 3000);
+    return;
+  }
+  page.received = Date.now();
+  page.asked = null;
+  choose();
+  draw();
+  follow();
+}
+
+let stream = null;
+function follow() {
+  stream = new EventSource(`/api/stream?since=${page.state.version}`);
+  stream.onmessage = ({ data }) => {
+    const change = JSON.parse(data);
+    if (change.reload) {
+      stream.close();
+      // Large files are read piece by piece, and each piece changes everything.
+      setTimeout(load, 700);
+    } else if (change.version > page.state.version) add(change);
+  };
+  stream.onerror = () => {
+    stream.close();
+    setTimeout(load, 2000);
+  };
+}
+
+load();

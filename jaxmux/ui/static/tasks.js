@@ -1,0 +1,125 @@
+// The list of tasks: search, order, selection by mouse and keyboard.
+import { colour, make, number } from "./format.js";
+
+export class TaskList {
+  constructor({ onSelect, onHover }) {
+    this.list = document.getElementById("tasks");
+    this.search = document.getElementById("search");
+    this.sort = document.getElementById("sort");
+    Object.assign(this, { onSelect, onHover });
+    this.rows = [];
+    this.items = new Map();
+    this.active = null;
+    this.search.addEventListener("input", () => this.arrange());
+    this.sort.addEventListener("change", () => this.arrange());
+    this.search.addEventListener("keydown", (event) => {
+      if (event.key === "ArrowDown") {
+        event.preventDefault();
+        this.list.focus();
+      } else if (event.key === "Escape") {
+        this.search.value = "";
+        this.arrange();
+      }
+    });
+    this.list.addEventListener("keydown", (event) => this.key(event));
+    this.list.addEventListener("focus", () => this.activate(this.active ?? this.shown()[0]?.dataset.name));
+    this.list.addEventListener("blur", () => this.onHover(null));
+    this.list.addEventListener("pointerleave", () => this.onHover(null));
+  }
+
+  // rows: those of the server. colours: by name of the selected tasks, the index of a colour.
+  show(rows, colours) {
+    this.rows = rows;
+    const names = new Set(rows.map((row) => row.name));
+    for (const [name, item] of this.items) {
+      if (!names.has(name)) {
+        item.remove();
+        this.items.delete(name);
+      }
+    }
+    for (const row of rows) this.update(row, colours);
+    this.arrange();
+  }
+
+  update(row, colours) {
+    let item = this.items.get(row.name);
+    if (!item) {
+      item = make("li", { id: `task-${this.items.size}-${row.name}` }, make("i", { className: "swatch" }), make("span", { className: "name", title: row.name }, row.name), make("span", { className: "loss" }), make("span", { className: "sub" }, make("span"), make("span")), make("span", { className: "bar" }, make("i")));
+      item.setAttribute("role", "option");
+      item.dataset.name = row.name;
+      item.addEventListener("click", () => {
+        this.activate(row.name);
+        this.onSelect(row.name);
+      });
+      item.addEventListener("pointerenter", () => this.onHover(row.name));
+      this.items.set(row.name, item);
+    }
+    const [swatch, , loss, sub, bar] = item.children;
+    const index = colours.get(row.name);
+    const selected = index !== undefined;
+    item.setAttribute("aria-selected", String(selected));
+    swatch.style.background = swatch.style.borderColor = selected ? colour(index) : "";
+    loss.textContent = number(row.loss);
+    const kind = [row.kind === "lora" ? "LoRA" : row.kind, row.rank && `rank ${row.rank}`].filter(Boolean).join(" ");
+    sub.children[0].textContent = [row.state, kind].filter(Boolean).join(" · ");
+    sub.children[0].className = row.state === "failed" ? "failed" : "";
+    sub.children[0].title = row.reason ?? "";
+    sub.children[1].textContent = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
+    bar.hidden = !row.steps;
+    const share = row.steps ? Math.min(1, row.step / row.steps) : 0;
+    bar.firstChild.style.width = `${100 * share}%`;
+    bar.firstChild.style.background = selected ? colour(index) : "";
+  }
+
+  arrange() {
+    const wanted = this.search.value.trim().toLowerCase();
+    const orders = {
+      given: () => 0,
+      name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
+      loss: (a, b) => (b.loss ?? -Infinity) - (a.loss ?? -Infinity),
+      state: (a, b) => a.state.localeCompare(b.state),
+    };
+    const rows = [...this.rows].sort(orders[this.sort.value]);
+    const found = rows.filter((row) => `${row.name} ${row.state} ${row.kind ?? ""}`.toLowerCase().includes(wanted));
+    const items = found.map((row) => this.items.get(row.name));
+    const same = items.length === this.list.children.length && items.every((item, i) => item === this.list.children[i]);
+    if (!same) this.list.replaceChildren(...items);
+    const all = this.rows.length;
+    document.getElementById("task-count").textContent = found.length === all ? `${all}` : `${found.length} of ${all}`;
+  }
+
+  highlight(name) {
+    for (const [own, item] of this.items) item.classList.toggle("hot", own === name);
+  }
+
+  shown() {
+    return [...this.list.children];
+  }
+
+  activate(name) {
+    if (!name || !this.items.has(name)) return;
+    this.items.get(this.active)?.classList.remove("active");
+    this.active = name;
+    const item = this.items.get(name);
+    item.classList.add("active");
+    this.list.setAttribute("aria-activedescendant", item.id);
+    item.scrollIntoView({ block: "nearest" });
+  }
+
+  key(event) {
+    const shown = this.shown();
+    if (!shown.length) return;
+    const now = shown.findIndex((item) => item.dataset.name === this.active);
+    const moves = { ArrowDown: now + 1, ArrowUp: now - 1, Home: 0, End: shown.length - 1 };
+    if (event.key in moves) {
+      event.preventDefault();
+      this.activate(shown[Math.min(shown.length - 1, Math.max(0, moves[event.key]))].dataset.name);
+      this.onHover(this.active);
+    } else if (event.key === " " || event.key === "Enter") {
+      event.preventDefault();
+      this.onSelect(this.active);
+    } else if (event.key === "Escape") {
+      this.onSelect(null);
+    }
+  }
+}

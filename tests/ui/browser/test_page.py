@@ -1,0 +1,175 @@
+"""The page in a browser: `make test-ui`. Screenshots are left in runs/ui_screenshots."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+SHOTS = ROOT / "runs" / "ui_screenshots"
+
+
+def sibling(path: Path):
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+devtools = sibling(HERE / "devtools.py")
+synthetic = sibling(HERE.parent / "synthetic_runs.py")
+if devtools.chromium() is None:
+    pytest.skip("needs Chromium: apt-get install chromium", allow_module_level=True)
+
+
+@contextmanager
+def served(run_dir: Path):
+    """The address of the page of a run."""
+    command = [sys.executable, "-m", "jaxmux.ui", str(run_dir), "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield re.search(r"http://\S+", process.stdout.readline())[0]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with devtools.browser(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(autouse=True)
+def no_problems(tab):
+    tab.problems.clear()
+    yield
+    assert tab.problems == []
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """The address of a run of 64 tasks in a pipeline, and its directory."""
+    path = synthetic.write_run(
+        tmp_path_factory.mktemp("runs") / "many", 64, 400, stages=4, steps=520
+    )
+    with served(path) as address:
+        yield address, path
+
+
+def no_sideways_scrolling(tab) -> bool:
+    return tab.value("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_demo(tab):
+    """Needs the run of `make demo`."""
+    run_dir = Path(os.environ.get("JAXMUX_DEMO_RUN", ROOT / "runs" / "demo"))
+    if not (run_dir / "rounds.jsonl").exists():
+        pytest.skip("runs/demo is missing: make demo")
+    with served(run_dir) as address:
+        tab.show(address)
+        assert tab.value("document.getElementById('status').textContent") == "finished"
+        tab.screenshot(SHOTS / "demo.png")
+        tab.show(address, dark=True)
+        tab.screenshot(SHOTS / "demo_dark.png")
+        tab.show(address, 360, 740)
+        assert no_sideways_scrolling(tab)
+        tab.screenshot(SHOTS / "demo_narrow.png")
+        # Otherwise the page would complain that its server has ended.
+        tab.call("Page.navigate", url="about:blank")
+
+
+def test_64_tasks(tab, many):
+    address, _ = many
+    tab.show(address)
+    # docs/figures/run_page.png
+    tab.screenshot(SHOTS / "many.png")
+    tab.value("document.getElementById('log').click()")
+    tab.value("document.getElementById('multiples').click()")
+    tab.screenshot(SHOTS / "many_multiples.png")
+    assert tab.value("document.querySelectorAll('#grid button').length") == 64
+    tab.show(address, 360, 740, dark=True)
+    assert no_sideways_scrolling(tab)
+    tab.screenshot(SHOTS / "many_narrow_dark.png")
+
+
+def test_search_finds_tasks(tab, many):
+    tab.show(many[0])
+    tab.value("document.getElementById('search').focus()")
+    for letter in "legal":
+        tab.press(letter)
+    names = "[...document.querySelectorAll('#tasks .name')].map((own) => own.textContent)"
+    assert tab.value(names) == [f"legal_{i}" for i in range(8)]
+    assert tab.value("document.getElementById('task-count').textContent") == "8 of 64"
+    tab.press("Escape")
+    assert len(tab.value(names)) == 64
+
+
+def test_tasks_are_selected_by_keyboard(tab, many):
+    tab.show(many[0])
+    selected = "document.querySelectorAll('#tasks [aria-selected=true]').length"
+    tab.value("document.getElementById('tasks').focus()")
+    tab.press("Escape")
+    assert tab.value(selected) == 0
+    tab.press("ArrowDown", 3)
+    tab.press(" ")
+    picked = "document.querySelector('#tasks [aria-selected=true] .name').textContent"
+    assert tab.value(picked) == "search_0"
+    tab.press(" ")
+    assert tab.value(selected) == 0
+
+
+def test_focus_visits_every_control_in_order_and_is_visible(tab, many):
+    tab.show(many[0])
+    seen = []
+    for _ in range(19):
+        tab.press("Tab")
+        seen.append(tab.value("document.activeElement.id || document.activeElement.tagName"))
+        width = tab.value("parseFloat(getComputedStyle(document.activeElement).outlineWidth)")
+        assert width > 0, seen[-1]
+    wanted = ["search", "sort", "tasks", "smooth", "log", "held", "multiples"]
+    places = [seen.index(name) for name in wanted]
+    assert places == sorted(places)
+    assert seen.count("CANVAS") == 3
+
+
+def test_arrow_keys_move_the_crosshair(tab, many):
+    tab.show(many[0])
+    tab.value("document.querySelector('#loss-chart canvas').focus()")
+    tab.press("ArrowLeft", 2)
+    tip = "document.getElementById('tip').textContent"
+    assert "step 398" in tab.value(tip)
+    tab.press("Escape")
+    assert tab.value("document.getElementById('tip').hidden")
+
+
+def test_page_follows_a_growing_file(tab, many):
+    address, path = many
+    tab.show(address)
+    lines = [synthetic.update(400, "billing_0", 0.25, time.time())]
+    synthetic.append(path / "metrics.jsonl", *lines)
+    row = "document.querySelector('#tasks li .loss').textContent"
+    tab.wait(f"{row} === '0.25'")
+
+
+def test_pipeline_is_shown(tab, many):
+    tab.show(many[0])
+    tab.wait("!document.getElementById('schedule').hidden")
+    assert "passes on 4 stages" in tab.value("document.getElementById('schedule-note').textContent")
+
+
+def test_hover_highlights_one_task(tab, many):
+    tab.show(many[0])
+    box = tab.value(
+        "(() => { const b = document.querySelectorAll('#tasks li')[2].getBoundingClientRect();"
+        " return [b.x + 20, b.y + 10]; })()"
+    )
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+    tab.settle()
+    assert tab.value("document.querySelectorAll('#tasks li.hot').length") == 1

@@ -1,0 +1,127 @@
+"""Run directories as a training run writes them, with as many tasks as wanted."""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+BEGUN = 1_800_000_000.0
+_WORDS = ("billing", "support", "legal", "search", "triage", "summary", "routing", "intent")
+
+
+def write_run(
+    path: Path,
+    tasks: int = 3,
+    rounds: int = 20,
+    *,
+    stages: int = 0,
+    ended: bool = False,
+    steps: int | None = None,
+) -> Path:
+    """Writes the files of a training run; returns its directory.
+
+    Args:
+      path: the directory, which is created.
+      tasks: number of tasks.
+      rounds: number of rounds.
+      stages: stages of its pipeline; 0 for a single device.
+      ended: whether it has a summary.
+      steps: steps of each task; None for the number of rounds.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    names = [f"{_WORDS[i % len(_WORDS)]}_{i // len(_WORDS)}" for i in range(tasks)]
+    record = {
+        "format": 3,
+        "backbone": "/models/Llama-3.1-8B",
+        "backbone_format": None,
+        "shape": {"rows": 4, "row_len": 2048, "chunk_len": 128, "max_sequences": 32},
+        "tasks": {
+            n: {"adapter": {"kind": "lora", "rank": 2 ** (i % 5 + 2)}, "steps": steps or rounds}
+            for i, n in enumerate(names)
+        },
+    }
+    (path / "run.json").write_text(json.dumps(record))
+    numbers, metrics, held_out, lines = random.Random(0), [], [], []
+    for index in range(rounds):
+        time = BEGUN + 2.5 * index
+        for i, name in enumerate(names):
+            loss = 0.3 + 0.02 * i + 2.5 * math.exp(-index / (12 + 2 * i))
+            loss *= 1 + 0.12 * numbers.gauss(0, 1)
+            metrics.append(update(index, name, loss, time))
+            if index % 50 == 49:
+                held_out.append(evaluation(index, name, loss * 1.1, time))
+        lines.append(_round(index, names, time, stages))
+    append(path / "metrics.jsonl", *metrics)
+    append(path / "held_out.jsonl", *held_out)
+    append(path / "rounds.jsonl", *lines)
+    if ended:
+        results = {n: {"status": "succeeded", "error": None, "stopped_early": None} for n in names}
+        results[names[-1]] |= {"status": "failed", "error": "8 updates in a row were skipped"}
+        summary = {"tasks": results, "wall_seconds": 2.5 * rounds, "peak_memory_bytes": 61 * 2**30}
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def update(index: int, task: str, loss: float | None, time: float) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    fields = {"step": index, "task": task, "task_step": index + 1, "loss": loss, "lr": 1e-3}
+    fields |= {"grad_norm": 1.0, "target_tokens": 50, "tokens": 90, "computed_tokens": 128}
+    return fields | {"skipped": loss is None, "time": time}
+
+
+def evaluation(index: int, task: str, loss: float, time: float) -> dict[str, Any]:
+    """A line of held_out.jsonl."""
+    fields = {"step": index, "task": task, "task_step": index + 1, "loss": loss}
+    return fields | {"target_tokens": 500, "best": True, "time": time}
+
+
+def append(path: Path, *lines: Mapping[str, Any]) -> None:
+    """Appends lines to a file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _round(index: int, names: list[str], time: float, stages: int) -> dict[str, Any]:
+    numbers, capacity = random.Random(index), 8192
+    microbatches: list[dict[str, tuple[int, int]]] = [{}]
+    for name in names:
+        chunks = 128 * numbers.randint(2, 12)
+        if sum(c for c, _ in microbatches[-1].values()) + chunks > capacity:
+            microbatches.append({})
+        microbatches[-1][name] = chunks, chunks - numbers.randint(0, 120)
+    chunks = sum(c for own in microbatches for c, _ in own.values())
+    read = sum(r for own in microbatches for _, r in own.values())
+    line = {
+        "round": index,
+        "seconds": (2.5 if index else 40) * (1 + 0.05 * numbers.random()),
+        "microbatches": len(microbatches),
+        "tokens": capacity * len(microbatches),
+        "chunk_tokens": chunks,
+        "read_tokens": read,
+        "memory_in_use": [(38 + numbers.random()) * 2**30],
+        "memory_peak": [61 * 2**30],
+        "host_bytes": int(6.1 * 2**30) + index * 2**20,
+        "time": time,
+    }
+    if index < 64 or index % 8 == 0:
+        line["held"] = [[0, capacity, own] for own in microbatches]
+        line["passes"] = _passes(index, len(microbatches), stages) if stages else []
+    return line
+
+
+def _passes(index: int, microbatches: int, stages: int) -> list[list[Any]]:
+    """The passes of 1F1B: after a forward pass for each later stage, a stage takes one of each."""
+    found = []
+    for stage in range(stages):
+        warm = min(stages - stage, microbatches)
+        order = [("F", m) for m in range(warm)]
+        for m in range(microbatches):
+            order.append(("B", m))
+            if m + warm < microbatches:
+                order.append(("F", m + warm))
+        found += [
+            [3.0 * (i + stage), 0, stage, stage, index, m, way] for i, (way, m) in enumerate(order)
+        ]
+    return sorted(found, key=lambda own: own[0] + (own[2] if own[6] == "F" else -own[2]) / 100)

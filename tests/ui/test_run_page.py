@@ -1,0 +1,265 @@
+"""The server of a run's page: what it reads, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from jaxmux.ui.app import STATIC, run_app  # noqa: E402
+from jaxmux.ui.run_reader import RunReader, UIError  # noqa: E402
+from jaxmux.ui.series import Series  # noqa: E402
+from jaxmux.ui.serving import serve_run  # noqa: E402
+
+spec = spec_from_file_location("synthetic_runs", Path(__file__).with_name("synthetic_runs.py"))
+synthetic = module_from_spec(spec)
+spec.loader.exec_module(synthetic)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return synthetic.write_run(tmp_path / "run", tasks=3, rounds=60, stages=2)
+
+
+def read_all(reader):
+    while True:
+        reader.poll()
+        if not reader.unread:
+            return reader.state()
+
+
+def client(run_dir, host="127.0.0.1:6006"):
+    reader = RunReader(run_dir)
+    read_all(reader)
+    return TestClient(run_app(reader), base_url=f"http://{host}")
+
+
+def test_state_holds_what_the_files_hold(run_dir):
+    state = client(run_dir).get("/api/state").json()
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in state["tasks"]] == ["billing_0", "support_0", "legal_0"]
+    for row in state["tasks"]:
+        own = [line for line in lines if line["task"] == row["name"]]
+        points = state["loss"][row["name"]]
+        assert [point[0] for point in points] == [line["task_step"] for line in own]
+        assert [p[1] for p in points] == pytest.approx([line["loss"] for line in own], rel=1e-5)
+        assert (row["step"], row["steps"], row["state"]) == (60, 60, "succeeded")
+        assert row["tokens"] == sum(line["tokens"] for line in own)
+        assert [point[0] for point in state["held_out"][row["name"]]] == [50]
+    assert [row[0] for row in state["rounds"]] == list(range(60))
+    assert state["details"] == list(range(60))
+    assert state["run"]["kind"] == "training" and state["run"]["damaged"] == {}
+
+
+def test_details_are_the_line_of_the_round(run_dir):
+    own = client(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert own.get("/api/rounds/17").json() == lines[17]
+    assert own.get("/api/rounds/60").status_code == 404
+
+
+def test_changes_add_up_to_the_state(run_dir):
+    reader = RunReader(run_dir)
+    before = read_all(reader)
+    line = synthetic.update(60, "legal_0", 0.125, time.time())
+    synthetic.append(run_dir / "metrics.jsonl", line)
+    change = reader.poll()
+    assert change["loss"] == {"legal_0": [[61, 0.125, 0.125, 0.125]]}
+    after = reader.state()
+    assert after["loss"]["legal_0"] == before["loss"]["legal_0"] + change["loss"]["legal_0"]
+    assert change["tasks"] == [after["tasks"][2]]
+    assert reader.poll() is None
+
+
+def test_line_that_is_being_written_is_read_when_it_is_complete(run_dir):
+    reader = RunReader(run_dir)
+    read_all(reader)
+    text = json.dumps(synthetic.update(60, "legal_0", 0.125, time.time()))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(text[:40])
+        file.flush()
+        assert reader.poll() is None and not reader.unread
+        file.write(text[40:] + "\n")
+    assert reader.poll()["loss"]["legal_0"] == [[61, 0.125, 0.125, 0.125]]
+
+
+def test_run_that_goes_on_from_a_checkpoint_is_read_anew(run_dir):
+    reader = RunReader(run_dir)
+    read_all(reader)
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    # Longer than before, but with other lines.
+    path.write_text("".join(lines[:90]))
+    others = [synthetic.update(i, "legal_0", 9.0, 1.0) for i in range(30, 200)]
+    synthetic.append(path, *others)
+    assert reader.poll()["reload"]
+    points = reader.state()["loss"]["legal_0"]
+    assert [point[0] for point in points] == list(range(1, 201))
+    assert points[-1][1] == 9.0
+
+
+def test_damaged_lines_are_skipped_and_counted(run_dir):
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 60, "ta\n\0\0\0\n[1]\n{"task": "legal_0"}\n' + b"[" * 100_000 + b"\n")
+        line = synthetic.update(60, "legal_0", 0.125, time.time())
+        file.write(json.dumps(line).encode() + b"\n")
+    state = client(run_dir).get("/api/state").json()
+    assert state["run"]["damaged"] == {"metrics.jsonl": 5}
+    assert state["tasks"][2]["step"] == 61
+
+
+def test_skipped_update_is_an_event_without_a_loss(run_dir):
+    line = synthetic.update(60, "legal_0", None, synthetic.BEGUN + 1e6)
+    synthetic.append(run_dir / "metrics.jsonl", line)
+    state = client(run_dir).get("/api/state").json()
+    assert state["events"][-1]["text"] == "the update of step 61 was skipped"
+    assert len(state["loss"]["legal_0"]) == 60 and state["tasks"][2]["skipped"] == 1
+
+
+def test_ended_run_has_the_states_of_its_summary(tmp_path):
+    state = client(synthetic.write_run(tmp_path / "run", 2, 10, ended=True)).get("/api/state")
+    rows = state.json()["tasks"]
+    assert [row["state"] for row in rows] == ["succeeded", "failed"]
+    assert rows[1]["reason"] == "8 updates in a row were skipped"
+
+
+def test_run_without_rounds_shows_the_speed_of_its_updates(run_dir):
+    (run_dir / "rounds.jsonl").unlink()
+    rounds = client(run_dir).get("/api/state").json()["rounds"]
+    # The first round has no beginning, and the last one no end.
+    assert [row[0] for row in rounds] == list(range(len(rounds))) and len(rounds) > 50
+    assert rounds[5][4] == 3 * 128 and rounds[5][5] == 3 * 90
+
+
+def test_server_shows_states_of_events_also_of_files_set_aside(tmp_path):
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+
+    def event(task, kind, **fields):
+        return {"time": 5.0, "task": task, "kind": kind, **fields}
+
+    def state(task, name):
+        return event(task, "state", state=name, reason="no place is free", priority=2)
+
+    update = {k: v for k, v in synthetic.update(0, "a", 1.5, 5.0).items() if k != "task"}
+    synthetic.append(tmp_path / "events.1.jsonl", state("a", "queued"), state("b", "queued"))
+    lines = state("a", "running"), event("a", "update", **update), state("a", "succeeded")
+    synthetic.append(tmp_path / "events.jsonl", *lines)
+    reader = RunReader(tmp_path)
+    rows = read_all(reader)["tasks"]
+    assert [(row["name"], row["state"], row["step"]) for row in rows] == [
+        ("a", "succeeded", 1),
+        ("b", "queued", 0),
+    ]
+    assert rows[1]["reason"] == "no place is free" and rows[1]["priority"] == 2
+    # Another task of the same name begins without the curve of the first one.
+    synthetic.append(tmp_path / "events.jsonl", state("a", "queued"))
+    assert reader.poll()["reload"]
+    assert reader.state()["loss"]["a"] == []
+
+
+def test_long_series_keeps_its_mean_and_extremes():
+    series, count = Series(2, most=64), 100_000
+    for i in range(count):
+        series.add(i, [float(i % 1000), 1.0])
+    points = series.points()
+    assert 64 <= len(points) <= 128
+    assert points[-1][0] == count - 1
+    assert sum(p[1] for p in points[:-1]) / len(points[:-1]) == pytest.approx(499.5, rel=0.02)
+    assert min(p[3] for p in points) == 0 and max(p[4] for p in points) == 999
+    assert all(point[2] == 1 for point in points)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:6006", "127.0.0.1.evil.example"])
+def test_foreign_host_names_are_refused(run_dir, host):
+    assert client(run_dir, host).get("/api/state").status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:6006", "[::1]:6006", "192.168.0.7:80"])
+def test_this_machine_and_addresses_are_permitted(run_dir, host):
+    assert client(run_dir).get("/", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_permitted(run_dir, method):
+    assert client(run_dir).request(method, "/api/state").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/run.json", "/static/../run.json", "/static/%2e%2e/app.py", "/static//etc/passwd"]
+    + ["/api/rounds/..%2frun.json", "/static/..%2f..%2fapp.py"],
+)
+def test_no_path_reaches_other_files(run_dir, path):
+    assert client(run_dir).get(path).status_code == 404
+
+
+def test_links_in_the_run_directory_are_not_followed(run_dir, tmp_path):
+    secret = tmp_path / "secret.jsonl"
+    (run_dir / "metrics.jsonl").rename(secret)
+    os.symlink(secret, run_dir / "metrics.jsonl")
+    state = client(run_dir).get("/api/state").json()
+    assert state["loss"]["legal_0"] == []
+
+
+def test_page_takes_everything_from_the_package(run_dir):
+    own = client(run_dir)
+    page = own.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for path in STATIC.iterdir():
+        response = own.get(f"/static/{path.name}")
+        assert response.status_code == 200
+        addresses = response.text.replace("http://www.w3.org/2000/svg", "")
+        assert "http://" not in addresses and "https://" not in addresses
+
+
+def test_folder_that_holds_no_run_is_named(tmp_path):
+    with pytest.raises(UIError, match="there is no such folder"):
+        RunReader(tmp_path / "nowhere")
+    synthetic.write_run(tmp_path / "first", 1, 1)
+    with pytest.raises(UIError, match=r"holds neither run\.json .*it holds the runs first"):
+        RunReader(tmp_path)
+    (tmp_path / "run.json").write_text('{"name": "of another program"}')
+    with pytest.raises(UIError, match=r"run\.json: it is damaged, or none of jaxmux's"):
+        RunReader(tmp_path)
+
+
+def test_page_may_wait_for_its_run(tmp_path):
+    reader = RunReader(tmp_path / "run", wait=True)
+    reader.poll()
+    assert reader.state()["run"]["kind"] == "waiting"
+    synthetic.write_run(tmp_path / "run", 2, 4)
+    assert reader.poll()["reload"]
+    assert len(reader.state()["tasks"]) == 2
+
+
+def test_missing_package_is_named_with_the_command(run_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UIError, match=r"uvicorn is missing; pip install 'jaxmux\[ui\]'"):
+        serve_run(run_dir, "127.0.0.1", 0, print)
+
+
+def test_stream_of_a_real_server(run_dir):
+    """The command serves, sends a change, and ends with the process that has started it."""
+    command = [sys.executable, "-m", "jaxmux.ui", "--child", "--port=0", str(run_dir)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    from http.client import HTTPConnection
+
+    with subprocess.Popen(command, **pipes) as process:
+        address = process.stdout.readline().split("http://")[1].strip().strip("/")
+        connection = HTTPConnection(address, timeout=20)
+        connection.request("GET", "/api/stream?since=0")
+        response = connection.getresponse()
+        while not (line := response.readline()).startswith(b"data: "):
+            pass
+        assert json.loads(line[6:])["version"] >= 1
+        process.stdin.close()
+        assert process.wait(timeout=20) == 0
