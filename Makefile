@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-meshes test-peft lint format clean
+.PHONY: help demo test test-devices test-meshes test-peft lint format docs docs-test clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -51,6 +51,11 @@ endif
 		compressed-tensors safetensors numpy pytest
 	@touch $@
 
+.venv/docs-installed: .venv/installed constraints-docs.txt
+	$(MAIN)/$(PIP_INSTALL) --constraint constraints.txt --constraint constraints-docs.txt \
+		--editable '.[docs]'
+	@touch $@
+
 WORKERS = 2
 
 help: ## list the targets
@@ -80,6 +85,13 @@ lint: .venv/installed ## check style and formatting
 format: .venv/installed ## sort imports, fix what can be fixed, format
 	$(MAIN)/ruff check --fix .
 	$(MAIN)/ruff format .
+
+docs: .venv/docs-installed ## build the documentation as a site
+	$(MAIN)/sphinx-build -q -n -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+docs-test: .venv/docs-installed ## run every snippet of the documentation (about 5 minutes)
+	$(MAIN)/pytest --timeout 600 -m "not gpu" tests/docs
 
 clean: ## remove environments and caches, but no training runs
 	rm -rf .venv .venv-peft .cache .pytest_cache .ruff_cache build dist *.egg-info
